@@ -1,20 +1,19 @@
-"""The reference trainer: each parallel method of PyTorch in a short file, saving one checkpoint per rank.
+"""The reference trainer: each parallel method of PyTorch in a short file, one checkpoint per rank.
 
-From the top: run.py, the command line, calls engine.py, the loop over epochs and batches; that calls step.py, one
-optimizer step; and that calls one of methods/, of which single.py is to be read first. job.py builds what they work on,
-settings.py and options.py define the settings of a run and its command-line options.
+Read from the top: run.py is the command line. engine.py loops over epochs and batches. step.py makes one optimizer
+step, and calls a method in methods/; start with single.py. job.py builds the objects of a run, settings.py and
+options.py define the options.
 
-Where to look for the rest:
-
-    launch/                how processes are started and meet, and how they end: torchrun, --spawn, by hand, SLURM
-    models/ data/          networks and data sets; loading.py: batches, by processes that load ahead
-    schedule.py seeds.py   the learning rate of each step; random streams for ranks and samples
-    data_parallel.py sync_batchnorm.py comm_hooks.py compiling.py ema.py    what methods and steps are built with
-    checkpoints/           one file per rank: of the end, of steps on the way, and of the best epoch
-    resume/ position.py    states from which an interrupted run goes on with the same bits; how far it has come
+    launch/                start, rendezvous and end of processes: torchrun, --spawn, by hand, SLURM
+    models/ data/          networks and data sets
+    loading.py             training batches, optionally loaded by worker processes
+    schedule.py seeds.py   the learning rate of each step; random streams of ranks and samples
+    data_parallel.py sync_batchnorm.py comm_hooks.py    implementations used by the methods
+    checkpoints/           one file per rank: the end of the run, steps, and the best epoch
+    resume/ position.py    states for a bitwise identical continuation; the progress of a run
     metrics.py scoring.py  loss and accuracy over all ranks, in training and on the test set
-    recorders/             what becomes of a run's numbers: the bar, logs, metrics, TensorBoard
-    stopping.py watch.py   a signal makes all ranks stop after the same step; checks while it trains
-    faults/                planted desyncs, to see what they look like
-    evaluate/ bench/       programs of their own: each rank's file on the test data; methods timed side by side
+    recorders/             output of metrics: progress bar, logs, metrics file, TensorBoard
+    stopping.py watch.py   agreement of ranks on a signal; checks during training
+    faults/                injected faults
+    evaluate/ bench/       separate programs: test scores of each rank's file; timing of the methods
 """

@@ -1,9 +1,9 @@
-"""What DDP sends of a gradient: all of it, half as many bytes, or a product of two thin matrices.
+"""Communication hooks of DDP: send gradients in 16 bits, or as a low-rank approximation.
 
-A communication hook is called with each bucket of gradients as soon as backward has filled it, and gives back what
-takes its place. DDP's own sums the bucket over the ranks in float32; these send less. What they give back comes out of
-an all-reduce and of the same arithmetic on every rank, so parameters stay bitwise equal: to each other, not to those
-of a run without a hook.
+DDP calls the hook with each bucket of gradients as soon as backward has filled it, and uses its result in place of the
+bucket. Without a hook DDP averages the bucket in float32. The hooks below send fewer bytes. Their result comes from an
+all-reduce and equal arithmetic on every rank, so parameters stay bitwise equal between ranks, but differ from a run
+without a hook.
 https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 """
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
 
-# Steps without compression. Two is the least: in the first two torch's DDP may still change its buckets.
+# Steps before PowerSGD starts. At least 2, because DDP may still rebuild its buckets in the first two.
 START = 2
 
 
 def register_hook(wrapper: DistributedDataParallel, settings: Settings) -> PowerSGDState | None:
-    """Register the hook of --comm-hook, once, before the first forward. Returns what it remembers, if anything."""
+    """Register the hook of --comm-hook once, before the first forward. Returns the state of PowerSGD, if used."""
     if settings.comm_hook == "powersgd":
-        # M = P Q^T, with a few columns each: P and Q are sent, M is not (Vogels et al. 2019,
-        # https://arxiv.org/abs/1905.13727). What that leaves out of a rank's gradient is added to its next one: this
-        # error is the rank's own, by design, and each step starts from the Q of the one before.
+        # The gradient matrix is approximated by P Q^T with few columns, and only P and Q are sent (Vogels et al. 2019,
+        # https://arxiv.org/abs/1905.13727). Each rank adds its approximation error to its next gradient, so the error
+        # differs between ranks by design. Each step starts from the previous Q.
         state = PowerSGDState(
             None,
             matrix_approximation_rank=settings.powersgd_rank or 1,
@@ -42,30 +42,30 @@ def register_hook(wrapper: DistributedDataParallel, settings: Settings) -> Power
         )
         wrapper.register_comm_hook(state, powersgd_hook)
         return state
-    # Divided by the number of ranks before it is summed, or 16 bits would overflow earlier.
+    # Both hooks divide by the number of ranks before the sum, which avoids most overflows in 16 bits.
     hook = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}[settings.comm_hook]
     wrapper.register_comm_hook(None, hook)
     return None
 
 
-@wraps(powerSGD_hook)  # DDP looks at the annotations, and takes no strings
+@wraps(powerSGD_hook)  # DDP checks the annotations and rejects strings
 def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Compress one bucket with torch's hook, and wait until it is done.
+    """Compress one bucket with torch's hook, and wait until it is complete.
 
-    It reduces P when the rest has been reduced, and Q when P has. With gloo it does so on threads of its own, and
-    what backward sends meanwhile (the next bucket, SyncBatchNorm's sums) would come before it on one rank and after
-    it on another: ranks would add up unlike things. The wait keeps one order.
+    The hook reduces P, then Q, in callbacks. With gloo the callbacks run in other threads. The collectives of backward
+    (the next bucket, SyncBatchNorm's sums) could run before them on one rank and after them on another, and ranks would
+    add unrelated values. Waiting keeps the order equal on all ranks.
     """
     future = powerSGD_hook(state, bucket)
     future.wait()
     return future
 
 
-def memory_of(state: PowerSGDState, ctx: RankContext) -> dict[str, Any]:
-    """Collect what PowerSGD carries from step to step, as tensors and numbers; not copied.
+def collect_hook_state(state: PowerSGDState, ctx: RankContext) -> dict[str, Any]:
+    """Collect the state of PowerSGD as tensors and numbers; not copied.
 
-    error_dict, p, q: flat float tensors by the number of their bucket. The errors are this rank's own, and keep torch's
-    name, by which syncheck knows them. rng: of the first Q's.
+    error_dict, p, q: flat float tensors by bucket number. Errors differ between ranks; syncheck recognizes them by
+    torch's name error_dict. rng: generator of the first Q.
     """
     rng = state.rng.get_state(legacy=False)["state"]
     return {
@@ -78,15 +78,15 @@ def memory_of(state: PowerSGDState, ctx: RankContext) -> dict[str, Any]:
     }
 
 
-def remember(state: PowerSGDState, memory: Mapping[str, Any], ctx: RankContext) -> None:
-    """Put back what `memory_of` has collected, for the same buckets. Other ranks than those begin without an error."""
+def restore_hook_state(state: PowerSGDState, memory: Mapping[str, Any], ctx: RankContext) -> None:
+    """Restore the result of `collect_hook_state`. After a change of the number of ranks, errors start at zero."""
 
-    def placed(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def move_to_device(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         return {bucket: tensor.to(ctx.device) for bucket, tensor in tensors.items()}
 
     state.iter = memory["iter"]
-    state.error_dict = placed(memory["error_dict"]) if memory["ranks"] == ctx.world_size else {}
-    state.p_memory_dict, state.q_memory_dict = placed(memory["p"]), placed(memory["q"])
+    state.error_dict = move_to_device(memory["error_dict"]) if memory["ranks"] == ctx.world_size else {}
+    state.p_memory_dict, state.q_memory_dict = move_to_device(memory["p"]), move_to_device(memory["q"])
     rng = memory["rng"]
     key = rng["key"].cpu().numpy().astype("uint32")
     state.rng.set_state({"bit_generator": "MT19937", "state": {"key": key, "pos": rng["pos"]}})

@@ -1,11 +1,10 @@
-"""DataParallel whose replicas can be looked at after the step: torch's own on several GPUs, a stand-in elsewhere.
+"""DataParallel with access to the replicas' buffers: torch's own on several GPUs, an emulation elsewhere.
 
-torch's DataParallel makes its replicas anew at each forward and drops them when it returns, and without a GPU it
-makes none at all: it passes its input through
-(https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html).
+torch.nn.DataParallel creates replicas at each forward and discards them afterwards. Without a GPU it creates none and
+calls the module directly (https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html).
 """
 
-# ruff: noqa: SLF001 - replicas are put together as torch does it, from the parts of a module
+# ruff: noqa: SLF001 - replicas are assembled from a module's private dictionaries, as in torch
 from __future__ import annotations
 
 import threading
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Buffers:
-    """What the last training forward made of each replica's buffers.
+class ReplicaBuffers:
+    """The buffers of each replica after the last training forward.
 
-    count: replicas. A replica that got no samples holds the buffers of the module from before that forward. The
-    first replica's are the module's own, as in torch's DataParallel.
+    count: number of replicas. A replica without samples has the module's buffers from before the forward. The first
+    replica uses the module's buffers, as in torch.nn.DataParallel.
     """
 
     def __init__(self, count: int) -> None:
@@ -37,17 +36,16 @@ class Buffers:
 
     @contextmanager
     def watch(self, module: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Keep them from one forward, which is the block; not from an evaluation, which would make all equal."""
+        """Record the buffers after a training forward, which is the block. An evaluation is not recorded."""
         before = [{n: buffer.clone() for n, buffer in _buffers(module)} for _ in range(len(replicas), self.count)]
         yield
         if module.training:
             self.last = [dict(_buffers(replica)) for replica in replicas] + before
 
     def states(self, module: nn.Module) -> list[dict[str, Tensor]]:
-        """Give the state dict of each replica, with the names of the module's.
+        """Return the state dict of each replica, with the module's names.
 
-        Parameters are the module's: there is one of each, and what a GPU's replica has is a copy from before the
-        optimizer's step.
+        Parameters are the module's own. A GPU replica has copies, but from before the optimizer step.
         """
         state = module.state_dict()
         return [state | {n: buffer for n, buffer in own.items() if n in state} for own in self.last]
@@ -58,8 +56,8 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Switches:
-    """What torch keeps for each thread: a new thread starts with the defaults, whatever the caller has set."""
+class ThreadModes:
+    """Thread-local modes of torch. A new thread starts with the defaults, independent of the caller."""
 
     device: str
     grad: bool
@@ -68,8 +66,8 @@ class Switches:
     dtype: torch.dtype
 
     @classmethod
-    def of_this_thread(cls, device: str) -> Switches:
-        """Read them. device: the type of the one to compute on."""
+    def read_current(cls, device: str) -> ThreadModes:
+        """Read the modes of the current thread. device: type of the device."""
         return cls(
             device,
             torch.is_grad_enabled(),
@@ -79,10 +77,10 @@ class Switches:
         )
 
     def call(self, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-        """Call `module` with the switches set so."""
-        # Inference mode first, for it switches gradients too. autocast's cache of converted weights is one for all
-        # threads: with it, whether two replicas share a converted weight, and add up its gradient in 16 bits, would
-        # depend on which is faster.
+        """Call `module` in these modes."""
+        # Set inference mode first, because it changes grad mode too. All threads share autocast's cache of converted
+        # weights. With the cache, timing would decide whether two replicas share a converted weight and add its
+        # gradient in 16 bits.
         with (
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
@@ -92,60 +90,60 @@ class Switches:
 
 
 class GpuReplicas(nn.DataParallel[nn.Module]):
-    """torch's DataParallel; `buffers` keeps what its replicas would take with them."""
+    """torch.nn.DataParallel that records the buffers of its replicas."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], buffers: Buffers) -> None:
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], buffers: ReplicaBuffers) -> None:
         super().__init__(module, list(devices))
-        self.kept = buffers
+        self.replica_buffers = buffers
 
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run the replicas as torch does, in the caller's precision.
+        """Run the replicas with the caller's autocast dtype.
 
-        torch tells its threads that autocast is on, but not for which type, so bfloat16 would become float16:
+        torch passes on that autocast is enabled, but not the dtype, so bfloat16 would become float16:
         https://github.com/pytorch/pytorch/blob/v2.6.0/torch/nn/parallel/parallel_apply.py#L92
         """
-        switches = Switches.of_this_thread(self.src_device_obj.type)
+        switches = ThreadModes.read_current(self.src_device_obj.type)
         calls: list[Any] = [partial(switches.call, replica) for replica in replicas]
-        with self.kept.watch(self.module, replicas):
+        with self.replica_buffers.watch(self.module, replicas):
             return super().parallel_apply(calls, inputs, kwargs)
 
 
 class ThreadReplicas(nn.Module):
-    """What DataParallel does, with all replicas on one device: to see it without a GPU, not to be faster.
+    """DataParallel with all replicas on one device, for demonstration without GPUs; it is not faster.
 
-    module: takes one tensor [N, ...] and returns one. at_once: whether the replicas' threads run at the same time;
-    None for yes, unless the module has active dropout: they share the random generator, so which numbers a
-    replica draws would depend on which is faster. Otherwise the results are the same bits either way.
+    module: takes and returns one tensor [N, ...]. at_once: whether replicas run concurrently. The default is True,
+    unless the module has active dropout: replicas share the generator, so timing would decide which numbers each
+    replica draws. Otherwise both give bitwise equal results.
     """
 
-    def __init__(self, module: nn.Module, buffers: Buffers, at_once: bool | None = None) -> None:
+    def __init__(self, module: nn.Module, buffers: ReplicaBuffers, at_once: bool | None = None) -> None:
         super().__init__()
-        self.module, self.kept, self.at_once = module, buffers, at_once
+        self.module, self.replica_buffers, self.at_once = module, buffers, at_once
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [N, ...]. Returns the outputs of all samples, in their order."""
-        # 1. Scatter: contiguous shares of ceil(N / replicas) samples. The last may be smaller, and replicas that
-        #    would get none are left out.
-        shares = x.chunk(self.kept.count)
+        """x: [N, ...]. Returns the outputs of all samples in order."""
+        # 1. Scatter contiguous shares of ceil(N / replicas) samples. The last share may be smaller, and empty shares
+        #    are omitted.
+        shares = x.chunk(self.replica_buffers.count)
         # 2. Replicate.
         replicas = [replicate(self.module, own_buffers=index > 0) for index in range(len(shares))]
         # 3. Apply.
-        at_once = not drops_out(self.module) if self.at_once is None else self.at_once
-        with self.kept.watch(self.module, replicas):
+        at_once = not has_active_dropout(self.module) if self.at_once is None else self.at_once
+        with self.replica_buffers.watch(self.module, replicas):
             outputs = parallel_apply(replicas, shares, at_once=at_once)
-        # 4. Gather. From here autograd goes back through all replicas into the one set of parameters, where their
-        #    gradients add up.
+        # 4. Gather. Autograd later goes back through all replicas to the common parameters and adds the gradients
+        #    there.
         return torch.cat(outputs)
 
 
 def replicate(module: nn.Module, *, own_buffers: bool) -> nn.Module:
-    """Copy the structure of a module, around the very same parameters.
+    """Copy the structure of a module without copying its parameters.
 
-    own_buffers: whether it gets copies of the buffers too; else it updates those of the module. As
-    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/nn/parallel/replicate.py#L115, where a parameter on
-    another GPU has to be a copy through which its gradient comes back.
+    own_buffers: whether to copy the buffers; otherwise the copy updates the module's. See
+    https://github.com/pytorch/pytorch/blob/v2.6.0/torch/nn/parallel/replicate.py#L115: there, a parameter on another
+    GPU is a differentiable copy.
     """
-    # Not copy.deepcopy of all but the parameters, which takes five times as long.
+    # copy.deepcopy with shared parameters takes five times as long.
     copies: dict[nn.Module, nn.Module] = {
         part: part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         for part in module.modules()
@@ -161,20 +159,20 @@ def replicate(module: nn.Module, *, own_buffers: bool) -> nn.Module:
 
 
 def parallel_apply(replicas: Sequence[nn.Module], shares: Sequence[Tensor], *, at_once: bool) -> list[Tensor]:
-    """Call each replica with its share in a new thread: all at once, or one after the other.
+    """Call each replica with its share in a new thread, concurrently or in sequence.
 
-    Also one after the other in threads of their own, for autograd numbers a thread's operations from 0 and goes
-    back through the replicas by these numbers, so the gradients of three or more would be added up in another order.
-    Returns the outputs in the order of the replicas. Raises what the first replica that failed has raised.
+    Threads are necessary in sequence too. Autograd numbers operations per thread from 0, and processes replicas by
+    their numbers, so without threads it would add the gradients of three or more replicas in another order. Returns the
+    outputs in the order of the replicas. Raises the error of the first failed replica.
     """
-    switches = Switches.of_this_thread(shares[0].device.type)
+    switches = ThreadModes.read_current(shares[0].device.type)
     outputs: dict[int, Tensor] = {}
     failures: dict[int, BaseException] = {}
 
     def work(index: int) -> None:
         try:
             outputs[index] = switches.call(replicas[index], shares[index])
-        except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             error.add_note(f"in replica {index} of {len(replicas)}")
             failures[index] = error
 
@@ -190,13 +188,13 @@ def parallel_apply(replicas: Sequence[nn.Module], shares: Sequence[Tensor], *, a
     return [outputs[index] for index in range(len(replicas))]
 
 
-def drops_out(module: nn.Module) -> bool:
-    """Tell whether a forward in the present mode drops out at random in one of torch's layers.
+def has_active_dropout(module: nn.Module) -> bool:
+    """Return whether a forward in the current mode uses random dropout in torch's layers.
 
-    A module that calls functional.dropout itself is not seen: give it at_once=False.
+    Calls of functional.dropout are not detected: pass at_once=False for modules that use it.
     """
     for part in module.modules():
-        # The recurrent and attention layers have no Dropout within, but a rate of that name.
+        # Recurrent and attention layers have no Dropout module, but an attribute with the rate.
         rate = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0)
         if part.training and isinstance(rate, (int, float)) and rate > 0:
             return True

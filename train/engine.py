@@ -1,4 +1,4 @@
-"""The one training loop, the same for every method."""
+"""The training loop, equal for all methods."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from train.position import Position
     from train.recorders.base import Recorder
     from train.settings import Settings
-    from train.stopping import Heard
+    from train.stopping import StopSignals
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run achieved.
+    """The result of a run.
 
-    seconds: from the first step to the last evaluation. trained: over the last epoch. saved: the files of all
-    ranks. replaced: files of an earlier run of the same name that are gone. diverged: the epoch since which the loss is
-    infinite or NaN; None where it is a number in the end. failed: which saves on the way have failed, as a sentence;
-    empty if none. replicas: of the model, over all ranks.
+    seconds: from the first step to the last evaluation. trained: score over the last epoch. saved: files of all ranks.
+    replaced: number of removed files of an earlier run. diverged: the epoch since which the loss is not finite; None if
+    the loss is finite at the end. failed: failed periodic saves as a sentence, or empty. replicas: of the model, over
+    all ranks.
     """
 
     run: str
@@ -50,19 +50,19 @@ class Result:
     replicas: int = 1
 
 
-def train(settings: Settings, ctx: RankContext, recorder: Recorder, heard: Heard | None = None) -> Result:
-    """Train one model as the settings say, save what they ask for, and check it if they ask for that.
+def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: StopSignals | None = None) -> Result:
+    """Train one model.
 
-    To be called on every rank, inside the process group if the method needs one. Bitwise reproducible with
-    the same settings, number of ranks, libraries and machine. heard: the signals of this process, which then stop the
-    run after a step; None for none. Raises UserError, Stopped, and what the checks raise, on all ranks alike.
+    Call it on every rank, within the process group if the method needs one. Bitwise reproducible with equal settings,
+    number of ranks, libraries and machine. signals: signals of this process that stop the run after a step; None
+    disables stopping. Raises UserError, Stopped, and the errors of --monitor, on all ranks.
     """
     with RunLock(settings, ctx) as lock:
-        return carry_out(prepare(settings, ctx, recorder.console, heard, lock), recorder)
+        return run_job(prepare(settings, ctx, recorder.console, signals, lock), recorder)
 
 
-def carry_out(job: Job, recorder: Recorder) -> Result:
-    """Train until the plan ends. Raises as `train` does."""
+def run_job(job: Job, recorder: Recorder) -> Result:
+    """Train until the plan ends. Raises the same errors as `train`."""
     settings, ctx = job.settings, job.ctx
     job.stopping.begin()
     position = job.keeper.position
@@ -76,7 +76,7 @@ def carry_out(job: Job, recorder: Recorder) -> Result:
             logbook.end_epoch(position)
             test = evaluate_epoch(job, position, logbook, trained)
             if math.isfinite(trained.loss) and (test is None or math.isfinite(test.loss)):
-                diverged = None  # or again: of one overflow, as with --amp fp16, a run recovers
+                diverged = None  # a run recovers from a single overflow, as with --amp fp16
             else:
                 diverged = diverged or position.epoch
             if position.step == job.plan.steps:
@@ -102,39 +102,38 @@ def carry_out(job: Job, recorder: Recorder) -> Result:
 
 
 def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Score) -> Score | None:
-    """Score the model after an epoch, if it is due, and keep it if it is the best so far; a collective.
+    """Score the model after an epoch, if due, and save it if it is the best so far; a collective.
 
-    trained: over the epoch. The evaluation changes nothing of the model: what is saved after it is what the last step
-    left.
+    trained: score over the epoch. The evaluation does not change the model.
     """
     start, test, best = time.perf_counter(), None, False
     if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
         test = evaluate(job.method.module, job.test_batches, job.ctx)
-        best = job.best.take(test, position.epoch, position.step)
+        best = job.best.update(test, position.epoch, position.step)
     logbook.after_epoch(position, trained, test, time.perf_counter() - start, best)
     if best:
-        logbook.record_saved_files(job.saver.best(position.step))
+        logbook.record_saved_files(job.saver.save_best(position.step))
     return test
 
 
 def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
-    """Train on every global batch of this epoch that is left, or until the plan ends; moves `position` on.
+    """Train on the remaining global batches of this epoch, or until the plan ends; advances `position`.
 
-    A run that was resumed may begin within an epoch: the steps that it has made already are left out.
+    A resumed run may begin within an epoch.
     """
     join, trainer = job.settings.join, job.trainer
     steps = min(job.sampler.longest - position.in_epoch, job.plan.steps - position.step)
     end = position.step + steps
-    # The epoch decides the order of the samples and how each is augmented. Both count epochs from 0, as torch does.
+    # The epoch determines the order and augmentation of samples. Both count epochs from 0, as in torch.
     job.sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.train_samples.set_epoch(position.epoch - 1)
-    trainer.forward.train()  # dropout drops, and BatchNorm takes the statistics of the batch
+    trainer.forward.train()
     logbook.begin_epoch()
     sizes = islice(job.sampler.sizes, position.in_epoch, position.in_epoch + steps)
-    # Not strict: the loader may have more batches than --max-steps leaves.
+    # Not strict: the loader may have more batches than --max-steps allows.
     batches = zip(sizes, logbook.time_batches(job.train_batches), strict=False)
-    with job.method.joined(trainer.optimizer) if join else nullcontext():
-        for samples, (x, y) in batches:  # samples: of the global batch. x, y: this rank's share of it
+    with job.method.join_ranks(trainer.optimizer) if join else nullcontext():
+        for samples, (x, y) in batches:  # samples: size of the global batch. x, y: this rank's share
             lr = job.rate.at(position.step)
             set_learning_rate(trainer.optimizer, lr)
             position.step += 1
@@ -145,7 +144,7 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
             logbook.after_step(position, lr, samples)
             stop_if_asked(job, position)
     if join:
-        # A rank that ran out of batches earlier counts the others' last steps too: from here all are at one step.
+        # A rank that ran out of batches early counts the last steps too: from here on all ranks are at the same step.
         position.in_epoch += end - position.step
         position.step = end
         set_learning_rate(trainer.optimizer, job.rate.at(end - 1))
@@ -153,10 +152,10 @@ def train_epoch(job: Job, position: Position, logbook: Logbook) -> None:
 
 
 def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
-    """Do what is due after an optimizer step: --monitor, --save-every, --checkpoint-every; a collective.
+    """Run the actions due after an optimizer step: --monitor, --save-every, --checkpoint-every; a collective.
 
-    Before any other forward: in training mode it would update BatchNorm's statistics, and through DDP's wrapper it
-    would replace them by rank 0's. Checked first, so that what is saved is what was found to be right, or was repaired.
+    They come before any other forward, which would update BatchNorm's statistics in training mode and broadcast rank
+    0's through DDP's wrapper. The check comes first, so that the saved state has been checked or repaired.
     """
     step = position.step
     logbook.record_warning(job.watch.after_step(step, last=step == job.plan.steps))
@@ -165,17 +164,16 @@ def check_and_save(job: Job, position: Position, logbook: Logbook) -> None:
 
 
 def stop_if_asked(job: Job, position: Position, *, now: bool = False) -> None:
-    """Save and leave if any rank was asked to by a signal; a collective when it is due. Raises Stopped on all ranks.
+    """Save a state and stop if any rank received a signal; a collective when due. Raises Stopped on all ranks.
 
-    now: agree now, as after an evaluation, which takes long; else at steps that all ranks know. After the last step
-    there is nothing to stop: what is left is to score the model.
+    now: agree now, after a long evaluation; otherwise only at common steps. After the last step the run ends anyway.
     """
-    if position.step == job.plan.steps or not (number := job.stopping.asked(position.step, now=now)):
+    if position.step == job.plan.steps or not (number := job.stopping.agree_on_signal(position.step, now=now)):
         return
     if job.settings.checkpoint_every is None:
-        raise Stopped(number, position.step, "nothing was saved: --checkpoint-every N keeps what --resume needs")
+        raise Stopped(number, position.step, "nothing was saved; use --checkpoint-every N to save states for --resume")
     try:
         job.keeper.after_step(position, now=True)
     except UserError as error:
         raise Stopped(number, position.step, f"its state is not saved: {error}") from error
-    raise Stopped(number, position.step, "its state is saved: add --resume to go on")
+    raise Stopped(number, position.step, "its state is saved; add --resume to continue")

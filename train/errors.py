@@ -1,4 +1,4 @@
-"""What ends a run in order: errors that a user can mend, which run.py prints as one line, and a signal."""
+"""Expected ends of a run: errors that the user can fix, printed as one line by run.py, and signals."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from signal import Signals
 
 
 class UserError(Exception):
-    """An option, file or environment that cannot be used; raised on all ranks alike, printed by rank 0."""
+    """An unusable option, file or environment. Raised on all ranks, printed by rank 0."""
 
 
 class RankError(UserError):
-    """Concerns the rank that raises it and maybe no other, so that rank prints it itself."""
+    """An error on a single rank, which prints it."""
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and all ranks have after the same step.
+    """A signal stopped the run after the same step on all ranks.
 
-    number: of the signal. step: optimizer steps done. what: what became of the state, the rest of a sentence.
+    number: of the signal. step: optimizer steps done. outcome: whether the state was saved, the end of the message.
     """
 
-    def __init__(self, number: int, step: int, what: str) -> None:
-        super().__init__(f"stopped by {Signals(number).name} after step {step}; {what}")
+    def __init__(self, number: int, step: int, outcome: str) -> None:
+        super().__init__(f"stopped by {Signals(number).name} after step {step}; {outcome}")
         self.number, self.step = number, step

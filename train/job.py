@@ -1,17 +1,16 @@
-"""What a run consists of, built and checked before the first step."""
+"""Build and check the objects of a run before the first step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.checkpoints.lock import RunLock
 from train.checkpoints.saver import Saver
-from train.compiling import compiled
 from train.data import (
     DataOptions,
     DistributedBatchSampler,
@@ -32,6 +31,7 @@ from train.scoring import Batches, Best, evaluation_batches
 from train.seeds import seed_rank
 from train.step import Step
 from train.stopping import Stopping
+from train.sync_batchnorm import SyncBatchNorm
 from train.watch import Watch
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.methods.base import Method
     from train.settings import Settings
-    from train.stopping import Heard
+    from train.stopping import StopSignals
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run, ready to start."""
+    """The objects of one run."""
 
     settings: Settings
     ctx: RankContext
@@ -72,19 +72,17 @@ def prepare(
     settings: Settings,
     ctx: RankContext,
     console: Console | None = None,
-    heard: Heard | None = None,
+    signals: StopSignals | None = None,
     lock: RunLock | None = None,
 ) -> Job:
-    """Load the data, build the model, and check that they fit; with --resume, restore a state. A collective.
+    """Load the data, build the model, and check the settings; with --resume, restore a state. A collective.
 
-    Raises UserError.
-
-    console: where the checks of --monitor print; None for stderr. heard: the signals of this process. lock: to take
-    on --out; None for none.
+    console: output of --monitor, by default stderr. signals: of this process. lock: the lock to acquire on --out, if
+    any. Raises UserError.
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
-    torch.manual_seed(settings.seed)  # the same on all ranks, so that all build the same model
+    torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
     data = load(settings, ctx)
     samples = len(data.train)
     method = METHODS[settings.method](settings, ctx)
@@ -95,17 +93,17 @@ def prepare(
     check_batchnorm(model, settings, ctx.world_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
-    # What training calls: the model, in the wrapper of the method if it has one; a planted desync may change it.
-    forward = fault.wrapped(method, method.wrap(model))
+    # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
+    forward = fault.after_wrap(method, method.wrap(model))
     if settings.compile:
-        forward = compiled(forward, ctx)
-    # After wrapping: a method may replace the parameters.
+        forward = compile_model(forward, ctx)
+    # After wrapping, because a method may replace the parameters.
     optimizer = build_optimizer(settings, method)
-    # From here on the ranks draw from random streams of their own.
+    # From here on each rank has a separate random stream.
     seed_rank(settings.seed, ctx)
     trainer = Step(settings, ctx, method, forward, optimizer, fault)
     if lock is not None:
-        lock.take()
+        lock.acquire()
     saver = Saver(trainer, plan, lock or RunLock(settings, ctx))
     best = Best()
     keeper = Keeper(trainer, plan, saver, data.train, also={"best": best})
@@ -124,14 +122,14 @@ def prepare(
         saver=saver,
         best=best,
         keeper=keeper,
-        stopping=Stopping(ctx, heard, between=not settings.join),
+        stopping=Stopping(ctx, signals, between=not settings.join),
     )
 
 
 def load(settings: Settings, ctx: RankContext) -> Data:
-    """Load the data, on one rank of each machine download it first if that is asked for; a collective.
+    """Load the data, after one rank of each machine has downloaded it with --download; a collective.
 
-    Raises UserError on all ranks alike.
+    Raises UserError on all ranks.
     """
     with ctx.together():
         if settings.download and ctx.local_rank == 0:
@@ -141,19 +139,19 @@ def load(settings: Settings, ctx: RankContext) -> Data:
 
 
 def make_model(settings: Settings, data: Data) -> nn.Module:
-    """Build the network that the settings name, for this data. Raises UserError."""
+    """Build the network in the settings for this data. Raises UserError."""
     model = build_from_settings(settings, data.channels, data.classes, data.image_size)
     if settings.channels_last:
-        # Before wrapping, and before an optimizer makes its state like the weights. Weights of other than 4 dimensions
-        # stay as they are.
+        # Before wrapping and before the optimizer allocates its state in the layout of the weights. Only 4-dimensional
+        # weights change.
         model = model.to(memory_format=torch.channels_last)
     return model
 
 
 def check_agreement(settings: Settings, ctx: RankContext) -> None:
-    """Refuse ranks that were started with different options: they would wait for each other, or train nonsense.
+    """Raise UserError if ranks were started with different options: they would hang or train incorrectly.
 
-    A collective. Raises UserError on all ranks alike. Only folders may differ.
+    A collective; the error is raised on all ranks. Only paths may differ.
     """
     folders = ("data_dir", "out", "log_dir")
     mine = {name: value for name, value in vars(settings).items() if name not in folders}
@@ -162,22 +160,22 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
         for name, value in theirs.items():
             if value != ranks[0][name]:
                 found = f"rank {rank} was started with {name}={value}, rank 0 with {ranks[0][name]}"
-                raise UserError(f"{found}: give all ranks the same options")
+                raise UserError(f"{found}; start all ranks with the same options")
 
 
 def make_sampler(
     settings: Settings, ctx: RankContext, samples: int, replicas: int
 ) -> DistributedBatchSampler | OwnSharesSampler:
-    """Choose which samples this rank takes. replicas: of each rank."""
-    s, places = settings, (samples, settings.batch_size, ctx.rank, ctx.world_size)
+    """Build the sampler of this rank. replicas: of each rank."""
+    s, shares = settings, (samples, settings.batch_size, ctx.rank, ctx.world_size)
     if s.join:
-        return OwnSharesSampler(*places, shuffle=s.shuffle, seed=s.seed)
+        return OwnSharesSampler(*shares, shuffle=s.shuffle, seed=s.seed)
     rest = smallest_share(samples % s.batch_size, ctx.world_size, s.accumulate, replicas)
-    return DistributedBatchSampler(*places, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
+    return DistributedBatchSampler(*shares, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
 
 
 def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, settings: Settings) -> None:
-    """Refuse with --join what would act on some ranks only. Raises UserError."""
+    """Raise UserError for --join settings that would fail on some ranks only."""
     if sampler.batches < sampler.world_size:
         found = f"{sampler.samples} training samples make {sampler.batches} batches of {sampler.size}"
         raise UserError(
@@ -185,8 +183,8 @@ def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, se
         )
     if sampler.smallest == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise UserError(
-            f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, of which "
-            "BatchNorm makes no statistics; choose another --batch-size or --limit-train"
+            f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, from "
+            "which BatchNorm cannot compute statistics; use another --batch-size or --limit-train"
         )
     epoch = plan.steps_per_epoch
     for option, steps in (
@@ -196,12 +194,12 @@ def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, se
     ):
         if steps % epoch:
             raise UserError(
-                f"--join {option} {steps}: ranks meet at the end of an epoch only; use {epoch}, or a multiple"
+                f"--join {option} {steps}: must be a multiple of {epoch}, because ranks synchronize only after an epoch"
             )
 
 
 def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:
-    """Count the steps. Raises UserError when the data does not fill one global batch."""
+    """Count the steps. Raises UserError if the data does not fill one global batch."""
     if steps_per_epoch == 0:
         raise UserError(f"--batch-size {settings.batch_size} is more than the {samples} training samples")
     steps = settings.epochs * steps_per_epoch
@@ -211,11 +209,11 @@ def make_plan(settings: Settings, samples: int, steps_per_epoch: int) -> Plan:
 
 
 def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, replicas: int) -> None:
-    """Refuse a batch that may leave BatchNorm one value per channel, which minus its own mean is zero.
+    """Raise UserError if a batch may leave BatchNorm with a single sample.
 
-    So it is with one sample where images have shrunk to 1x1, and statistics of one sample mean little elsewhere. The
-    smallest share counts, for a rank that fails alone leaves the others waiting. replicas: of each rank.
-    Raises UserError.
+    One value per channel, as after shrinking to 1x1, equals its own mean, and statistics of one sample are not useful
+    otherwise. The smallest share of all ranks counts, because a rank that fails alone leaves the other ranks waiting.
+    replicas: of each rank.
     """
     ranks = 1 if settings.sync_bn else world_size
     if smallest_share(settings.batch_size, ranks, settings.accumulate, replicas) > 1:
@@ -229,9 +227,42 @@ def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, repli
 
 
 def build_optimizer(settings: Settings, method: Method) -> Optimizer:
-    """Let the method build the optimizer that the settings name."""
+    """Build the optimizer in the settings with the method."""
     if settings.optimizer == "adamw":
         return method.build_optimizer(torch.optim.AdamW, lr=settings.lr, weight_decay=settings.weight_decay)
     return method.build_optimizer(
         torch.optim.SGD, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
     )
+
+
+def compile_model(forward: nn.Module, ctx: RankContext) -> nn.Module:
+    """Compile the forward with torch.compile, after a test on all ranks; a collective.
+
+    forward: the module called in training, including the parallel wrapper. Compiling around DDP lets torch split the
+    graph at gradient buckets, so backward still overlaps with communication. The inner model keeps its tensor names,
+    and evaluation uses it uncompiled. The first call compiles, and so does each new batch size. Raises UserError on all
+    ranks if torch cannot compile. https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+    """
+    with ctx.together():
+        check_compiler(ctx.device)
+    for module in forward.modules():
+        if isinstance(module, SyncBatchNorm):
+            # Exclude its collectives in forward and backward from compiled code.
+            disabled = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+            module.forward = disabled  # type: ignore[method-assign]
+    return cast("nn.Module", torch.compile(forward))
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile one line, which needs everything that a model needs: a C++ compiler, Python's headers, triton on GPUs.
+
+    Raises UserError with torch's reason.
+    """
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:  # torch raises many types, some private, depending on the missing part
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"--compile: torch {torch.__version__} cannot compile for {device.type} here: {reason}; "
+            "install the missing part (on the CPU g++, or set CXX), or remove --compile"
+        ) from error

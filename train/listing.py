@@ -1,4 +1,4 @@
-"""Tables that the command line prints on demand, such as that of --list-faults."""
+"""Format tables for options such as --list-faults."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def listing(rows: Sequence[Sequence[str]]) -> str:
-    """Write a line for each row, its cells in columns; on a terminal the last cell is folded within its column."""
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows in columns, one line per row. On a terminal the last column is wrapped."""
     *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = []
     for *cells, last in rows:

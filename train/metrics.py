@@ -1,4 +1,4 @@
-"""Loss, accuracy and speed, exact over all ranks."""
+"""Loss and accuracy, exact over all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model did.
+    """The performance of a model.
 
-    loss: mean cross-entropy per sample, in nats. accuracy: share of right answers, 0 to 1. samples: how many.
+    loss: mean cross-entropy per sample, in nats. accuracy: fraction of correct predictions. samples: number of samples.
     """
 
     loss: float
@@ -28,10 +28,10 @@ class Score:
 
 
 class Meter:
-    """Adds up sums, never means: ranks and batches of different size then weigh what they should.
+    """Accumulates sums rather than means, so that ranks and batches of different sizes are weighted correctly.
 
-    The sums stay on the device, so that adding does not wait for it, and in float64, where counts are exact.
-    sums: [3] loss, right answers, samples. recent: [3] the same since the last `take`.
+    The sums stay on the device, so adding does not wait for it. They are float64, which represents counts exactly.
+    sums: [3] loss, correct predictions, samples. recent: [3] the same since the last `take`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,29 +39,32 @@ class Meter:
         self.sums, self.recent = self.both.unbind(1)  # views
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Count one batch. loss_sum: [] the sum over its samples. logits: [N, classes]. labels: [N] int64."""
+        """Add one batch. loss_sum: [] sum over the samples. logits: [N, classes]. labels: [N] int64."""
         right = (logits.detach().argmax(1) == labels).sum()
         self.both[0] += loss_sum.detach()
         self.both[1] += right
         self.both[2] += len(labels)
 
     def take(self) -> Tensor:
-        """Give the sums since the last call, [3]: not as a difference of sums, which one infinite loss would spoil."""
+        """Return and reset the sums since the last call, [3].
+
+        A difference of totals would be NaN after one infinite loss.
+        """
         taken = self.recent.clone()
         self.recent.zero_()
         return taken
 
     def local(self) -> Score:
-        """Score what this rank has seen."""
+        """Return the score of this rank's samples."""
         return score_of(self.sums.tolist())
 
     def over_ranks(self, ctx: RankContext) -> Score:
-        """Score what all ranks have seen; a collective, equal on all ranks."""
+        """Return the score over all ranks; a collective, equal on all ranks."""
         return score_of(ctx.sum_over_ranks(self.sums.clone()).tolist())
 
 
 def score_of(sums: Sequence[float]) -> Score:
-    """Make a score of the sums of loss, right answers and samples."""
+    """Compute a score from the sums of loss, correct predictions and samples."""
     loss, right, samples = sums
     if samples == 0:
         return Score(float("nan"), float("nan"), 0)

@@ -16,7 +16,8 @@ from train.checkpoints.formats import FORMATS
 from train.data import AUGMENTATIONS, DATASETS
 from train.errors import UserError
 from train.faults import FAULTS, list_faults
-from train.launch import add_options, launched, speaks
+from train.launch.environment import is_group_requested, prints_for_all_ranks
+from train.launch.options import add_options
 from train.methods import METHODS
 from train.models import MODELS, list_models
 from train.schedule import SCALES, SCHEDULES
@@ -58,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Print the help once, for any number of processes."""
-        if speaks(os.environ):
+        if prints_for_all_ranks(os.environ):
             super().print_help(file)
 
 
@@ -70,7 +71,7 @@ class Print(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         """Print and exit with code 0. Raises UserError if stdout is not writable."""
-        if speaks(os.environ):
+        if prints_for_all_ranks(os.environ):
             try:
                 sys.stdout.write(self.const())
                 sys.stdout.flush()
@@ -107,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 def settings_from(args: argparse.Namespace) -> Settings:
     """Convert parsed arguments to the settings of a run: copy fields of the same name, and derive the rest."""
     derived: dict[str, Any] = {
-        "method": args.method or ("ddp" if launched(os.environ, args) else "single"),
+        "method": args.method or ("ddp" if is_group_requested(os.environ, args) else "single"),
         "buffer_sync": not args.no_buffer_sync,
         "shuffle": not args.no_shuffle,
         "lr": LEARNING_RATES[args.optimizer] if args.lr is None else args.lr,

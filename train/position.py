@@ -1,4 +1,4 @@
-"""What lies ahead of a run, and how far it has come."""
+"""The plan of a run, and its progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What lies ahead: name of the run, epochs, optimizer steps in all and per epoch."""
+    """The length of a run: its name, epochs, optimizer steps in total and per epoch."""
 
     run: str
     epochs: int
@@ -22,10 +22,10 @@ class Plan:
 
 
 class Position:
-    """How far a run has come.
+    """The progress of a run.
 
-    step: optimizer steps done. epoch: the one it is in, counted from 1. in_epoch: steps done in that epoch. meter: this
-    rank's sums over them.
+    step: optimizer steps done. epoch: the current epoch, counted from 1. in_epoch: steps done in this epoch. meter:
+    this rank's sums in this epoch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Position:
         self.meter = Meter(device)
 
     def next_epoch(self) -> None:
-        """Begin another epoch."""
+        """Start the next epoch."""
         self.epoch += 1
         self.in_epoch = 0
         self.meter = Meter(self.meter.sums.device)

@@ -1,13 +1,13 @@
-"""Train a model under a parallel method and save one checkpoint per rank.
+"""Train a model with a parallel method and save one checkpoint per rank.
 
     torchrun --nproc-per-node 2 train/run.py --save-per-rank    # ddp
     torchrun train/run.py --save-per-rank                       # the same, or one rank per GPU: see docs/methods.md
     python train/run.py --spawn 2 --save-per-rank               # the same without torchrun
     python train/run.py                                         # single
 
-Other ways to start: train/scripts/ and `run.py --help`. A mistake in the options, the data or the output folder is
-one line on stderr and exit code 2; the end of another rank is exit code 1, and so is what --on-desync raise finds. A
-signal stops all ranks after the same step: 128 and its number, 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1.
+Other ways to start: train/scripts/ and `run.py --help`. Exit code 2, with one line on stderr: a mistake in the options,
+the data or the output folder. Exit code 1: the end of another rank, or a finding of --on-desync raise. A signal stops
+all ranks after the same step; the exit code is 128 plus its number: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
-    # Python put train/ here. The root of this clone takes its place, before anything of ours is imported, so
-    # that `train` and `syncheck` are the ones beside this file whatever else is installed.
+    # Python put train/ here. The root of this clone replaces it before the imports below, so that `train` and
+    # `syncheck` come from this clone whatever else is installed.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     if find_spec("torch") is None:
         sys.stderr.write("run.py: error: torch is not installed; in this clone: pip install -e '.[train]'\n")
@@ -30,28 +30,26 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports, which take seconds, needs no traceback of theirs.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    # When another rank goes away, torch's C++ parts write pages of stack before we can say so in a line.
+    # torch logs pages of C++ stack traces when another rank is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from syncheck import SyncheckError
 from train.engine import Result, train
 from train.errors import RankError, Stopped, UserError
-from train.launch import (
+from train.launch import spawn
+from train.launch.devices import describe_idle_gpus
+from train.launch.environment import find_launcher, make_rank_context, prints_for_all_ranks
+from train.launch.exits import (
     INTERRUPTED,
-    SIGNALS,
-    Ending,
-    LaunchOptions,
-    PeerLost,
-    from_environment,
-    idle_gpus,
-    launcher_name,
-    leave,
-    process_group,
-    say,
-    spawn,
-    speaks,
-    tell,
+    ExitStatus,
+    exit_process,
+    open_closed_streams,
+    print_once,
+    print_status,
 )
+from train.launch.group import PeerLost, process_group
+from train.launch.options import LaunchOptions
+from train.launch.signals import SIGNALS
 from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
 from train.recorders.composite import make_recorder
@@ -66,12 +64,9 @@ if TYPE_CHECKING:
 
 LONGEST = 604_800  # seconds: a week
 
-# Python leaves None where the shell has closed them (>&-); in the processes of --spawn too.
-sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
-
 
 def summary(result: Result, method: str) -> str:
-    """Say in one line what was reached, in a second what was written, and in a third if a group has one replica."""
+    """Format the result in one line, the saved files in a second, and in a third a hint if a group has one replica."""
     reached = f"{result.test.accuracy:.1%} test accuracy, {_count(result.epochs, 'epoch')}"
     first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
     if not result.saved:
@@ -89,7 +84,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
-    """Turn the options into settings, and find out who this process is. Raises UserError."""
+    """Convert the options to settings, and determine the rank of this process. Raises UserError."""
     settings = settings_from(args)
     try:
         check_modifiers(settings)
@@ -98,7 +93,7 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
             raise UserError(f"{error}; add --spawn 2, or start with torchrun") from error
         raise
     grouped = METHODS[settings.method].grouped
-    ctx = from_environment(os.environ, settings.method, grouped=grouped, options=LaunchOptions.of(args))
+    ctx = make_rank_context(os.environ, settings.method, grouped=grouped, options=LaunchOptions.from_args(args))
     check(settings, ctx.world_size)
     if not 0 < args.timeout <= LONGEST:
         raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
@@ -106,7 +101,7 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
 
 
 def fits(settings: Settings) -> bool:
-    """Tell whether the method takes all the options given."""
+    """Return whether the method accepts all given options."""
     try:
         check_modifiers(settings)
     except UserError:
@@ -114,13 +109,13 @@ def fits(settings: Settings) -> bool:
     return True
 
 
-def work(args: argparse.Namespace) -> Ending:
-    """Be one rank of one training."""
+def work(args: argparse.Namespace) -> ExitStatus:
+    """Run one rank of a training."""
     try:
         settings, ctx = settings_and_rank(args)
-        if idle := idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
-            tell(ctx, idle)
-        output, launcher = Output(), launcher_name(os.environ, LaunchOptions.of(args))
+        if idle := describe_idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
+            print_once(ctx, idle)
+        output, launcher = Output(), find_launcher(os.environ, LaunchOptions.from_args(args))
         recorder = make_recorder(settings, ctx, args.progress, output, launcher)
         with process_group(ctx, args.timeout), recorder:
             result = train(settings, ctx, recorder, SIGNALS)
@@ -128,62 +123,63 @@ def work(args: argparse.Namespace) -> Ending:
             output.write(summary(result, settings.method))
         if result.diverged is not None:
             since = f"the loss is not finite since epoch {result.diverged}"
-            tell(ctx, f"warning: {since}; lower --lr, or add --grad-clip")
+            print_once(ctx, f"warning: {since}; lower --lr, or add --grad-clip")
         if result.failed:
-            return Ending(2, result.failed, alike=True)
+            return ExitStatus(2, result.failed, shared=True)
         if output.lost is not None:
             # Not before: a lost console must not cost the training.
             reason = output.lost.strerror
-            return Ending(2, f"cannot write to stdout: {reason}; the training itself has come to its end")
+            return ExitStatus(2, f"cannot write to stdout: {reason}; the training itself has come to its end")
     except UserError as error:
-        return Ending(2, str(error), alike=not isinstance(error, RankError))
+        return ExitStatus(2, str(error), shared=not isinstance(error, RankError))
     except Stopped as error:
-        return Ending(128 + error.number, str(error), alike=True)
+        return ExitStatus(128 + error.number, str(error), shared=True)
     except SyncheckError as error:  # of --monitor
-        return Ending(error.exit_code, str(error), alike=True)
+        return ExitStatus(error.exit_code, str(error), shared=True)
     except PeerLost as error:
-        return Ending(1, str(error))
+        return ExitStatus(1, str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough, as `| head` does
-        return Ending(128 + signal.SIGPIPE)  # what a shell reports
-    return Ending()
+        return ExitStatus(128 + signal.SIGPIPE)  # what a shell reports
+    return ExitStatus()
 
 
-def run(args: argparse.Namespace) -> Ending:
-    """Be one rank, or with --spawn start all of them."""
+def run(args: argparse.Namespace) -> ExitStatus:
+    """Run one rank, or start all ranks with --spawn."""
     try:
-        spawn.take_over(os.environ, args, saves=settings_from(args).save_per_rank)
-        options = LaunchOptions.of(args)
-        if not spawn.wanted(options):
+        spawn.replace_torchrun(os.environ, args, saves=settings_from(args).save_per_rank)
+        options = LaunchOptions.from_args(args)
+        if options.spawn is None:
             return work(args)
-        spawn.check(os.environ, options)
-        # What rank 0 would refuse is refused here, before any process is started.
-        settings_and_rank(spawn.options_of_rank(args, 0, Path.cwd()))
+        spawn.check_options(os.environ, options)
+        # Report the errors of rank 0 before any process is started.
+        settings_and_rank(spawn.make_rank_args(args, 0, Path.cwd()))
     except UserError as error:
-        return Ending(2, str(error), alike=True)
-    return spawn.start(work, args)
+        return ExitStatus(2, str(error), shared=True)
+    return spawn.run_ranks(work, args)
 
 
-def ended(argv: list[str] | None = None) -> Ending:
-    """Run one training; returns how it ended, after saying so."""
+def run_and_report(argv: list[str] | None = None) -> ExitStatus:
+    """Run one training, print its final message and return its status."""
     args = None
     try:
         args = build_parser().parse_args(argv)
-        ending = run(args)
+        status = run(args)
     except UserError as error:
-        ending = Ending(2, str(error), alike=not isinstance(error, RankError))
-    if not ending.alike or speaks(os.environ, args):
-        say(ending)
-    return ending
+        status = ExitStatus(2, str(error), shared=not isinstance(error, RankError))
+    if not status.shared or prints_for_all_ranks(os.environ, args):
+        print_status(status)
+    return status
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one training; returns the exit code."""
-    return ended(argv).code
+    """Run one training and return the exit code."""
+    return run_and_report(argv).code
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     SIGNALS.listen()
-    ending = ended()
-    leave(ending.code, alike=ending.alike, told=SIGNALS.number != 0)
+    status = run_and_report()
+    exit_process(status.code, shared=status.shared, signaled=SIGNALS.number != 0)

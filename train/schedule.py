@@ -1,4 +1,4 @@
-"""How the learning rate goes over a run."""
+"""The learning rate of each step."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ if TYPE_CHECKING:
     from train.position import Plan
     from train.settings import Settings
 
-WARM_UP = 0.1  # share of all steps over which the learning rate rises, where no option says
-# What --lr-scale makes of a learning rate that is meant for one process, by the number of shares.
+WARM_UP = 0.1  # default fraction of steps for the warm-up
+# Factors of --lr-scale, by the number of shares of the global batch.
 # linear: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.1.
-# sqrt: Krizhevsky 2014, https://arxiv.org/abs/1404.5997, section 5, keeps the variance of the gradient so.
+# sqrt: Krizhevsky 2014, https://arxiv.org/abs/1404.5997, section 5: keeps the variance of the gradient constant.
 SCALES = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 SCHEDULES = ("cosine", "constant")
 
 
 class LearningRate:
-    """The learning rate of each step: a linear rise to the peak, then the rest of the schedule.
+    """The learning rate of each step: a linear warm-up to the peak, then the schedule.
 
-    shares: how many the global batch is split into, one for each rank, or each replica of dp. Raises UserError where
-    the warm-up is longer than the run, or the rate is no float32.
+    shares: number of parts of the global batch, one per rank or per replica of dp. Raises UserError if the warm-up is
+    longer than the run, or if the rate exceeds float32.
     """
 
     def __init__(self, settings: Settings, plan: Plan, shares: int) -> None:
         self.plan, self.kind = plan, settings.schedule
         self.peak = settings.lr * SCALES[settings.lr_scale](shares)
         if self.peak > LARGEST:
-            raise UserError(f"--lr {settings.lr:g}: the learning rate would be {self.peak:g}, more than float32 holds")
+            raise UserError(f"--lr {settings.lr:g}: the learning rate would be {self.peak:g}, which exceeds float32")
         rise: float | None = settings.warmup_steps
         if settings.warmup_epochs is not None:
             rise = settings.warmup_epochs * plan.steps_per_epoch
         if rise is not None and (math.isinf(rise) or round(rise) > plan.steps):
             option = "--warmup-steps" if settings.warmup_epochs is None else "--warmup-epochs"
-            raise UserError(f"{option}: the warm-up takes {rise:g} steps and the run has {plan.steps}: shorten it")
+            raise UserError(f"{option}: the warm-up takes {rise:g} steps, but the run has {plan.steps}; shorten it")
         self.rise = None if rise is None else round(rise)
 
     def at(self, step: int) -> float:
-        """Give the learning rate of a step, counted from 0."""
-        return self.peak * schedule(step, self.plan.steps, self.rise, self.kind)
+        """Return the learning rate of a step, counted from 0."""
+        return self.peak * compute_lr_scale(step, self.plan.steps, self.rise, self.kind)
 
 
-def schedule(step: int, steps: int, rise: int | None = None, kind: str = "cosine") -> float:
-    """Scale the learning rate: a linear rise to 1, then half a cosine towards 0, or for ever 1.
+def compute_lr_scale(step: int, steps: int, rise: int | None = None, kind: str = "cosine") -> float:
+    """Return the factor of the peak learning rate: a linear warm-up to 1, then half a cosine to 0, or constant.
 
-    step: 0 to steps - 1. rise: steps of the rise; None for a tenth of all.
+    step: 0 to steps - 1. rise: warm-up steps, by default a tenth of all steps.
     """
     if rise is None:
         rise = max(1, int(WARM_UP * steps))
@@ -62,6 +62,6 @@ def schedule(step: int, steps: int, rise: int | None = None, kind: str = "cosine
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set it for all parameters, on every rank to the same number."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,4 +1,4 @@
-"""How well a model does on the test set, without changing it."""
+"""Evaluate a model on the test set, without changing it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
     from train.launch import RankContext
 
 Batches = DataLoader[tuple["Tensor", ...]]
-EVALUATION_BATCH = 512  # samples per rank and forward at most; any number gives the same score
+EVALUATION_BATCH = 512  # maximum samples per rank and forward; does not affect the score
 
 
 def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
-    """Give each rank every world_size-th test sample: each one counted once, none repeated to fill up.
+    """Give each rank every world_size-th test sample. Each sample is counted once, without padding.
 
-    In equally many batches on all ranks, for under FSDP every forward is a collective. Raises UserError when
-    there are fewer samples than ranks.
+    All ranks get equally many batches, because under FSDP every forward is a collective. Raises UserError if there are
+    fewer samples than ranks.
     """
     if len(samples) < ctx.world_size:
-        raise UserError(f"{len(samples)} test samples for {ctx.world_size} ranks: each needs one; start fewer ranks")
+        raise UserError(
+            f"{len(samples)} test samples for {ctx.world_size} ranks: each rank needs a sample; use fewer ranks"
+        )
     mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
     largest_share = math.ceil(len(samples) / ctx.world_size)
     parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
-    # batch_size=None: as in training, whole batches are asked for, here the parts. A generator of its own, as in
-    # training: a run that is resumed at the end of an epoch evaluates once more, and dropout must not hear of it.
+    # batch_size=None: the sampler yields whole batches. A separate generator, as in training: a run resumed at the end
+    # of an epoch evaluates again, which must not affect dropout.
     generator = torch.Generator().manual_seed(0)
     return DataLoader(samples, sampler=[part.tolist() for part in parts], batch_size=None, generator=generator)
 
@@ -42,13 +44,13 @@ def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
 def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
     """Score the model on the test set; a collective.
 
-    module: the unwrapped model. A forward through DDP's wrapper, even without gradients, would copy rank 0's
-    buffers to all ranks, and skip that copy before the next training step. Here nothing of the model changes.
-    It follows that under plain DDP every rank scores its share with its own BatchNorm statistics.
+    module: the unwrapped model. A forward through DDP's wrapper, even without gradients, would copy rank 0's buffers to
+    all ranks and skip the copy before the next training step. Under plain DDP every rank therefore scores its share
+    with its own BatchNorm statistics.
     """
     module.eval()
     meter = Meter(ctx.device)
-    with torch.no_grad():  # not inference_mode: FSDP keeps what it gathers
+    with torch.no_grad():  # not inference_mode, because FSDP keeps gathered tensors
         for x, y in batches:
             logits, labels = module(x.to(ctx.device)), y.to(ctx.device)
             meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
@@ -57,9 +59,9 @@ def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
 
 
 class Best:
-    """The best epoch so far, by accuracy on the test set; of equal ones the first.
+    """The epoch with the best test accuracy so far; among equal epochs the first.
 
-    accuracy: 0 to 1. epoch: counted from 1. step: optimizer steps done then. None before the first evaluation.
+    accuracy: 0 to 1. epoch: counted from 1. step: optimizer steps done. None before the first evaluation.
     """
 
     def __init__(self) -> None:
@@ -67,10 +69,10 @@ class Best:
         self.epoch: int | None = None
         self.step: int | None = None
 
-    def take(self, test: Score, epoch: int, step: int) -> bool:
-        """Take one evaluation in; returns whether it is the best so far. Equal on all ranks, for the score is.
+    def update(self, test: Score, epoch: int, step: int) -> bool:
+        """Record one evaluation and return whether it is the best so far; equal on all ranks.
 
-        A run that is resumed at the end of an epoch may evaluate again what is the best already, and it stays so.
+        A run resumed at the end of an epoch may evaluate the best epoch again, which remains the best.
         """
         if self.accuracy is not None and step != self.step and not test.accuracy > self.accuracy:
             return False
@@ -78,9 +80,9 @@ class Best:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Give what `restore` takes: JSON values."""
+        """Return JSON values for `restore`."""
         return {"accuracy": self.accuracy, "epoch": self.epoch, "step": self.step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from where another run was."""
+        """Restore the result of `state`."""
         self.accuracy, self.epoch, self.step = state["accuracy"], state["epoch"], state["step"]

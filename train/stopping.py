@@ -1,4 +1,4 @@
-"""A run that is asked to stop by a signal stops on all ranks after the same step."""
+"""Stop all ranks after the same step when any rank receives a signal."""
 
 from __future__ import annotations
 
@@ -10,65 +10,64 @@ import torch
 if TYPE_CHECKING:
     from train.launch import RankContext
 
-EVERY = 0.5  # seconds between two agreements, about
+EVERY = 0.5  # approximate seconds between agreements
 
 
-class Heard(Protocol):
-    """What tells this rank of signals. number: the one that asks it to stop, or 0; see train/launch/signals.py."""
+class StopSignals(Protocol):
+    """The signals received by this process; see train/launch/signals.py. number: the signal to stop, or 0."""
 
     number: int
 
     def defer(self) -> None:
-        """Hold signals back from now on: somebody asks for them."""
+        """From now on, only record signals; `Stopping` reads them."""
 
 
 class Stopping:
-    """Tells all ranks alike whether one of them has been asked to stop.
+    """Lets all ranks agree on a signal received by any rank.
 
-    A signal reaches the ranks at different steps, or only one of them, and a rank that went alone would leave the
-    others waiting in their next collective. So at steps that all ranks know they agree: an all-reduce of two
-    numbers, the largest signal and the longest time since the last agreement. From that time every rank computes the
-    same number of steps until the next agreement: as many as fill half a second, and one at least.
+    A signal may reach ranks at different steps, or only one rank, and a rank that stopped alone would leave the other
+    ranks waiting in their next collective. Therefore ranks agree at common steps, with one all-reduce of two numbers:
+    the largest signal number, and the longest time since the last agreement. From this time every rank computes the
+    same number of steps until the next agreement: as many as take half a second, and at least 1.
 
-    heard: the signals of this process; None where nobody listens, as in a test or a notebook, and then there is no
-    agreement. between: whether ranks may agree between the steps of an epoch; not where they take different
-    numbers of them.
+    signals: of this process; None disables agreements, for example in a notebook. between: whether ranks may agree
+    within an epoch; not if they make different numbers of steps.
     """
 
-    def __init__(self, ctx: RankContext, heard: Heard | None = None, *, between: bool = True) -> None:
-        self.ctx, self.heard, self.between = ctx, heard, between
+    def __init__(self, ctx: RankContext, signals: StopSignals | None = None, *, between: bool = True) -> None:
+        self.ctx, self.signals, self.between = ctx, signals, between
         self.due = 0  # step
-        self.last = (0, 0.0)  # step and time of the last agreement; step 0: the pace is not known
+        self.last = (0, 0.0)  # step and time of the last agreement; at step 0 the speed is unknown
 
     def begin(self) -> None:
-        """Answer for signals from now on."""
-        if self.heard is not None:
-            self.heard.defer()
+        """Start to handle signals."""
+        if self.signals is not None:
+            self.signals.defer()
 
-    def asked(self, step: int, *, now: bool = False) -> int:
-        """Give the number of the signal by which any rank was asked to stop, or 0; a collective when it is due.
+    def agree_on_signal(self, step: int, *, now: bool = False) -> int:
+        """Return the number of the signal received by any rank, or 0; a collective when an agreement is due.
 
-        To be called on every rank after each optimizer step, counted from 1, with `now` after anything else that
-        takes long: an evaluation is no part of the pace.
+        Call it on every rank after each optimizer step, counted from 1. Pass `now` after an evaluation, whose time is
+        not part of the speed.
         """
-        if self.heard is None:
+        if self.signals is None:
             return 0
         if self.ctx.backend is None:
-            return self.heard.number
+            return self.signals.number
         if not now and (step < self.due or not self.between):
             return 0
         before, since = self.last
-        # In float64, for its 53 bits hold both exactly enough; on the device, for NCCL sends nothing else.
-        mine = [float(self.heard.number), time.monotonic() - since]
+        # float64 represents both numbers exactly enough; NCCL needs a tensor on the device.
+        mine = [float(self.signals.number), time.monotonic() - since]
         number, seconds = self.ctx.max_over_ranks(
             torch.tensor(mine, dtype=torch.float64, device=self.ctx.device)
         ).tolist()
         self.last = (step, time.monotonic())
         if not now:
-            self.due = step + (steps_until(step - before, seconds) if before else 1)
+            self.due = step + (count_steps_within(step - before, seconds) if before else 1)
         return int(number)
 
 
-def steps_until(steps: int, seconds: float, every: float = EVERY) -> int:
-    """Compute how many steps take `every` seconds, from the time that some took; 1 at least."""
+def count_steps_within(steps: int, seconds: float, every: float = EVERY) -> int:
+    """Return the number of steps that take `every` seconds, at least 1. seconds: the time of `steps` steps."""
     return max(1, int(every * steps / max(seconds, 1e-6)))

@@ -1,8 +1,8 @@
-"""BatchNorm over the global batch, on CPU and on GPU.
+"""BatchNorm over the global batch, on CPU and GPU.
 
-torch.nn.SyncBatchNorm refuses CPU tensors, and DistributedDataParallel refuses any subclass of it on CPU, so
-this one descends from the same base as nn.BatchNorm2d. On GPU it is correct but not tuned: it asks the device
-for the global count, one wait per layer, which torch's own fused kernels avoid.
+torch.nn.SyncBatchNorm rejects CPU tensors, and DistributedDataParallel rejects its subclasses on CPU, so this class has
+the same base class as nn.BatchNorm2d. On GPU it is correct but not optimized: reading the global count synchronizes
+with the device once per layer, which torch's fused kernels avoid.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalize [N, C, ...] inputs with the statistics of all ranks' samples together.
+    """Normalize [N, C, ...] inputs with the statistics of all ranks' samples.
 
-    Ranks may hold different numbers of samples, and some of them none. All ranks of `process_group` (None:
-    all there are) must take part in each training forward and backward. Evaluation, or a single rank, is
-    plain BatchNorm. Weight and bias gradients are this rank's share: summing or averaging them is left to the
-    parallel method.
+    Ranks may have different numbers of samples, including zero. All ranks of `process_group` (default: all ranks) must
+    take part in each training forward and backward. In evaluation, or with a single rank, it equals BatchNorm.
+    Gradients of weight and bias are this rank's share; the parallel method sums or averages them.
 
-    Raises ValueError in training when all ranks together hold fewer than 2 values per channel, on all of them
-    alike.
+    Raises ValueError on all ranks in training if all ranks together have fewer than 2 values per channel.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class SyncBatchNorm(_BatchNorm):
                 raise ValueError(f"expected 2 or more values per channel over all ranks, got {count}")
             self._track(mean, var, count)
         arguments = (x, self.weight, self.bias, mean, var, count, self.eps, self.process_group)
-        y: Tensor = _Normalize.apply(*arguments)  # untyped in torch: returns what forward() returns
+        y: Tensor = _Normalize.apply(*arguments)  # torch does not type apply()
         return y
 
     def _peers(self) -> int:
@@ -67,11 +65,11 @@ class SyncBatchNorm(_BatchNorm):
         return dist.get_world_size(self.process_group)
 
     def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Update the running statistics as nn.BatchNorm2d does; every rank does it with the same numbers."""
+        """Update the running statistics like nn.BatchNorm2d, with equal numbers on every rank."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        # momentum=None asks for the plain average over all batches so far.
+        # momentum=None: cumulative average over all batches.
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = var * (count / (count - 1))
         self.running_mean.mul_(1 - share).add_(mean.to(self.running_mean.dtype), alpha=share)
@@ -81,13 +79,13 @@ class SyncBatchNorm(_BatchNorm):
 def global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
     """Gather every rank's statistics and merge them; a collective.
 
-    x: [N, C, ...], N may be 0. Returns mean [C], biased variance [C] (float32, or float64 for a float64 x)
-    and the number of values per channel, all over all ranks. Each rank merges the same gathered numbers in
-    the same order, so the results are bitwise equal on all of them.
+    x: [N, C, ...], N may be 0. Returns the global mean [C], biased variance [C] (float32, or float64 for a float64 x)
+    and number of values per channel. Each rank merges the same numbers in the same order, so the results are bitwise
+    equal on all ranks.
 
-    The squared deviations M2 of the parts merge as in Chan, Golub and LeVeque (1979), "Updating formulae and
-    a pairwise algorithm for computing sample variances", for any number of parts at once: M2 = sum over ranks
-    r of M2_r + n_r (mean_r - mean)^2.
+    Sums of squared deviations M2 are merged as in Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise
+    algorithm for computing sample variances", generalized to any number of parts: M2 = sum over ranks r of M2_r + n_r
+    (mean_r - mean)^2.
     """
     dtype = _wide(x.dtype)
     channels = x.size(1)
@@ -96,7 +94,7 @@ def global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
         var, mean = torch.var_mean(x.to(dtype), dim=_all_but_channels(x), correction=0)
     else:
         var = mean = torch.zeros(channels, dtype=dtype, device=x.device)
-    # In float64 on every rank: counts stay exact, and all send the same dtype whatever autocast gave them.
+    # float64 keeps counts exact, and gives all ranks the same dtype regardless of autocast.
     mine = torch.cat([mean.double(), var.double() * count, mean.new_tensor([count], dtype=torch.float64)])
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
@@ -109,10 +107,10 @@ def global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """Apply the normalization; its backward knows that mean and variance came from all ranks' inputs.
+    """Normalization whose backward accounts for statistics computed from all ranks' inputs.
 
-    Ioffe and Szegedy (2015), https://arxiv.org/abs/1502.03167, section 3, with the sums over the global
-    batch. With xhat = (x - mean) / sqrt(var + eps) and n values per channel:
+    Ioffe and Szegedy (2015), https://arxiv.org/abs/1502.03167, section 3, with sums over the global batch. With
+    xhat = (x - mean) / sqrt(var + eps) and n values per channel:
 
         dx = weight / sqrt(var + eps) * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n)
     """
@@ -133,7 +131,7 @@ class _Normalize(torch.autograd.Function):
         ctx.count, ctx.group = count, group
         if x.numel() == 0:
             return x.clone()
-        # "Not training" makes torch's kernel normalize with the statistics that it is given.
+        # training=False makes torch's kernel use the given statistics.
         scale, shift = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
         return F.batch_norm(x, mean, var, scale, shift, training=False, eps=eps)
 
@@ -154,18 +152,17 @@ class _Normalize(torch.autograd.Function):
             slope = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
             centred = wide_dy - mean_dy.view(by_channel) - x_hat * mean_dy_x_hat.view(by_channel)
             dx = (centred * slope.view(by_channel)).to(x.dtype)
-        # The sums of this rank only, taken before the all-reduce: the parallel method averages them like any
-        # gradient.
+        # Use this rank's sums, from before the all-reduce: the parallel method averages them like any gradient.
         d_weight = sum_dy_x_hat.to(weight.dtype) if ctx.needs_input_grad[1] else None
         d_bias = sum_dy.to(dy.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
         return dx, d_weight, d_bias, None, None, None, None, None
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replace every BatchNorm in `module` and return it; where it is one itself, the one in its place.
+    """Replace every BatchNorm in `module`, including `module` itself, and return the result.
 
-    Parameters and buffers stay the same objects, so an optimizer that was built earlier stays valid. A layer
-    that is used in two places stays one layer. To be called before the parallel wrapper collects the modules.
+    Parameters and buffers remain the same objects, so existing optimizers stay valid. A layer used in two places stays
+    one layer. Call it before the parallel wrapper registers the modules.
     """
     replaced: dict[nn.Module, nn.Module] = {}
     for name, layer in list(module.named_modules(remove_duplicate=False)):
@@ -180,7 +177,7 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
 
 
 def _twin(layer: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBatchNorm:
-    """Build a SyncBatchNorm around the parameters and buffers of `layer`."""
+    """Build a SyncBatchNorm with the parameters and buffers of `layer`."""
     tracked = layer.track_running_stats
     new = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, False, tracked, process_group=group)
     new.affine, new.weight, new.bias = layer.affine, layer.weight, layer.bias
@@ -194,5 +191,5 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Statistics of float16 and bfloat16 are taken in float32, as torch does."""
+    """Return the dtype of statistics: float32 for float16 and bfloat16, as in torch."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""--monitor: check during the training that all ranks hold the same model."""
+"""--monitor: check during training that all ranks hold the same model."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Asks a monitor after every optimizer step; without --monitor it does nothing.
+    """Calls a SyncMonitor after every optimizer step, with --monitor.
 
-    console: where rank 0 prints the checks; None for stderr.
+    console: output of the checks on rank 0, by default stderr.
     """
 
     def __init__(self, trainer: Step, console: Console | None = None) -> None:
         self.settings, self.trainer = trainer.settings, trainer
-        # What a checkpoint of this trainer holds beside the model, under the same keys.
-        self.beside: dict[str, Any] = {}
+        # Further contents of a checkpoint, under the same keys.
+        self.extras: dict[str, Any] = {}
         if trainer.average is not None:
-            self.beside["ema"] = trainer.average.parameters
+            self.extras["ema"] = trainer.average.parameters
         self.monitor: SyncMonitor | None = None
         if self.settings.monitor:
             method, scaler = trainer.method, trainer.scaler
             (replica,) = method.state(trainer.optimizer)
             self.monitor = SyncMonitor(
-                (method.module, self.beside),
+                (method.module, self.extras),
                 replica.optimizer,
                 scaler if scaler.is_enabled() else None,
                 every=self.settings.monitor,
@@ -42,16 +42,16 @@ class Watch:
             )
 
     def after_step(self, step: int, *, last: bool) -> str:
-        """Check if it is due after this step, counted from 1, and in any case after the last one; a collective then.
+        """Check if it is due after this step, counted from 1, or if it is the last step; a collective in that case.
 
-        Returns what the check has found, in a few words for a log; empty where all is well or nothing was due.
+        Returns the findings in a few words for a log, or an empty string.
         """
         if self.monitor is None:
             return ""
-        # What no tensor tells, and what may change from step to step: when localsgd averaged last. The same block on
-        # all ranks: who they are the monitor knows.
-        facts = self.trainer.method.facts
-        self.beside["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
+        # Metadata that may change between steps, for example the last average of localsgd. The block is equal on all
+        # ranks, because the monitor knows the ranks.
+        facts = self.trainer.method.metadata_fields
+        self.extras["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
         before = self.monitor.checks
         self.monitor.step(step)
         if last:
@@ -68,6 +68,6 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the monitor; after an exception without a check, for the other ranks may be gone."""
+        """Close the monitor. After an exception it does not check, because other ranks may have exited."""
         if self.monitor is not None:
             self.monitor.__exit__(kind, value, trace)

@@ -37,13 +37,13 @@ SYNCHECK = {
 }
 TRAIN = {
     "Start here": (
-        "run engine step job methods methods.base methods.single methods.ddp methods.zero methods.localsgd "
-        "methods.fsdp methods.hsdp methods.dp"
+        "run engine step job methods methods.table methods.base methods.single methods.ddp methods.zero "
+        "methods.localsgd methods.fsdp methods.hsdp methods.dp"
     ),
-    "Models and data": "models data loading schedule ema seeds position",
-    "Distribution over processes": "launch data_parallel sync_batchnorm comm_hooks compiling",
+    "Models and data": "models data loading schedule seeds position",
+    "Distribution over processes": "launch data_parallel sync_batchnorm comm_hooks",
     "Checkpoints": (
-        "checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.block checkpoints.attempts "
+        "checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.metadata "
         "checkpoints.lock resume"
     ),
     "Faults, errors and signals": "faults errors stopping watch",

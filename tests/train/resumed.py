@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Four steps an epoch, eight in all, and a state after each.
 TINY = Settings(method="ddp", width=4, limit_train=70, batch_size=16, epochs=2, save_per_rank=True, checkpoint_every=1)
 # What a state says of the launch, not of what was trained.
-APART = ("run_id", "versions", "host")
+NOT_TRAINING = ("run_id", "versions", "host")
 
 
 class Crash(Exception):
@@ -90,7 +90,7 @@ def differences(a: Any, b: Any, at: str = "") -> list[str]:
     if isinstance(a, dict):
         found = [] if list(a) == list(b) else [f"{at}: keys {set(a) ^ set(b)}"]
         return found + [
-            d for key in a if key in b and key not in APART for d in differences(a[key], b[key], f"{at}.{key}")
+            d for key in a if key in b and key not in NOT_TRAINING for d in differences(a[key], b[key], f"{at}.{key}")
         ]
     if isinstance(a, (list, tuple)):
         found = [] if len(a) == len(b) else [f"{at}: lengths {len(a)} and {len(b)}"]

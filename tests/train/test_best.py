@@ -59,7 +59,9 @@ def test_report_takes_best_for_the_step_that_it_is(ctx: RankContext, syncheck_ra
 def test_best_is_replaced_and_removed_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written when the score improves, and only then; the next run of the name clears it, nothing else there."""
     steps = []
-    monkeypatch.setattr(Saver, "best", lambda self, step, save=Saver.best: steps.append(step) or save(self, step))
+    monkeypatch.setattr(
+        Saver, "save_best", lambda self, step, save=Saver.save_best: steps.append(step) or save(self, step)
+    )
     settings = replace(BEST, method="single", out=tmp_path, save_every=None, log_dir=tmp_path / "logs")
     from train.engine import train
     from train.recorders.composite import make_recorder

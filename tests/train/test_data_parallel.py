@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from train.data_parallel import Buffers, GpuReplicas, ThreadReplicas, replicate
+from train.data_parallel import GpuReplicas, ReplicaBuffers, ThreadReplicas, replicate
 from train.models import build_model
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     States = list[dict[str, Tensor]]
-    Build = Callable[[nn.Module, Buffers], nn.Module]
+    Build = Callable[[nn.Module, ReplicaBuffers], nn.Module]
 
 
 def trained(build: Build, replicas: int) -> States:
     """Train resnet8 for 20 steps; return what each replica would save."""
     torch.manual_seed(0)
-    model, buffers = build_model("resnet8", 1, 10, 4), Buffers(replicas)
+    model, buffers = build_model("resnet8", 1, 10, 4), ReplicaBuffers(replicas)
     wrapper, sgd = build(model, buffers), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(20):
         F.cross_entropy(wrapper(torch.randn(14, 1, 8, 8)), torch.randint(10, (14,))).backward()
@@ -71,7 +71,7 @@ def numbered(samples: int) -> Tensor:
 @pytest.mark.parametrize("samples", range(1, 10))
 def test_shares_are_those_of_torch(samples: int, replicas: int) -> None:
     """Shares are contiguous, of ceil(N / replicas) samples, the last with what is left; outputs keep their order."""
-    probe, buffers = Probe(), Buffers(replicas)
+    probe, buffers = Probe(), ReplicaBuffers(replicas)
     y = ThreadReplicas(probe, buffers)(numbered(samples))
     size = -(-samples // replicas)
     starts = list(range(0, samples, size))
@@ -85,7 +85,7 @@ def test_shares_are_those_of_torch(samples: int, replicas: int) -> None:
 
 def test_each_forward_starts_from_the_first_replica() -> None:
     """An idle replica has missed one step, not all: the forward after that makes it anew from the first."""
-    probe, buffers = Probe(), Buffers(4)
+    probe, buffers = Probe(), ReplicaBuffers(4)
     wrapper, calls = ThreadReplicas(probe, buffers), []
     for samples in (4, 3, 2, 4):
         wrapper(numbered(samples))
@@ -99,7 +99,7 @@ def test_each_forward_starts_from_the_first_replica() -> None:
 def test_replicas_compute_in_the_callers_precision(at_once: bool, dtype: torch.dtype) -> None:
     """Autocast and its type reach every replica, which a new thread has off and set to bfloat16."""
     probe = Probe()
-    wrapper = ThreadReplicas(probe, Buffers(2), at_once)
+    wrapper = ThreadReplicas(probe, ReplicaBuffers(2), at_once)
     with torch.autocast("cpu", dtype):
         assert wrapper(numbered(4)).dtype == dtype
     assert [seen[3:] for seen in probe.seen] == [(True, dtype, True)] * 2
@@ -109,7 +109,7 @@ def test_replicas_compute_in_the_callers_precision(at_once: bool, dtype: torch.d
 @pytest.mark.parametrize("at_once", [True, False])
 def test_gradients_are_off_where_the_caller_has_them_off(at_once: bool) -> None:
     """no_grad and inference_mode hold in the replicas, in training and in evaluation, and only there."""
-    wrapper = ThreadReplicas(probe := Probe(), Buffers(2), at_once)
+    wrapper = ThreadReplicas(probe := Probe(), ReplicaBuffers(2), at_once)
     for training in (True, False):
         wrapper.train(training)
         for off in (torch.no_grad, torch.inference_mode):
@@ -141,7 +141,7 @@ def test_replicas_share_no_converted_weight() -> None:
     """Gradients of two bfloat16 replicas add up in float32 whoever is faster, although autocast has one cache."""
     meet, x = Meet(), torch.tensor([[0.0, 256.0, 0.0], [1.0, 1.0, 1.0]])
     with torch.autocast("cpu", torch.bfloat16):
-        y = ThreadReplicas(meet, Buffers(2))(x)
+        y = ThreadReplicas(meet, ReplicaBuffers(2))(x)
     y.float().sum().backward()
     assert meet.linear.weight.grad is not None
     assert meet.linear.weight.grad[0].tolist() == [1.0, 257.0, 1.0]  # bfloat16 has no 257
@@ -150,7 +150,7 @@ def test_replicas_share_no_converted_weight() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_exception_reaches_the_caller(at_once: bool) -> None:
     """The first failing replica's exception is raised with its traceback and number; kept buffers stay as they were."""
-    probe, buffers = Probe(), Buffers(3)
+    probe, buffers = Probe(), ReplicaBuffers(3)
     wrapper, x = ThreadReplicas(probe, buffers, at_once), numbered(3)
     wrapper(x)
     with pytest.raises(ValueError, match="sample -1") as caught:
@@ -192,13 +192,13 @@ def test_dropout_takes_turns_with_the_generator(layer: nn.Module, training: bool
 
     model = nn.Sequential(nn.Identity(), layer)
     model[0].register_forward_hook(meet)
-    ThreadReplicas(model, Buffers(2)).train(training)(numbered(8))
+    ThreadReplicas(model, ReplicaBuffers(2)).train(training)(numbered(8))
     assert met == [at_once, at_once]
 
 
 def test_an_evaluation_keeps_what_training_left() -> None:
     """A forward in eval mode gives the module's own output, and the replicas' statistics stay as they are."""
-    model, buffers = build_model("resnet8", 1, 10, 4), Buffers(2)
+    model, buffers = build_model("resnet8", 1, 10, 4), ReplicaBuffers(2)
     wrapper = ThreadReplicas(model, buffers)
     wrapper(x := torch.randn(14, 1, 8, 8))
     before = [{n: t.clone() for n, t in state.items()} for state in buffers.states(model)]
@@ -224,7 +224,7 @@ def test_a_replica_follows_its_module() -> None:
     assert [layer.training for layer in twin] == [True, False, True, True, True]
     assert twin[3].running_mean is twin[1].running_mean is not model[1].running_mean
     assert same([twin.state_dict()], [model.state_dict()])
-    ThreadReplicas(model, Buffers(2))(torch.randn(8, 3)).sum().backward()
+    ThreadReplicas(model, ReplicaBuffers(2))(torch.randn(8, 3)).sum().backward()
     assert [p.grad is not None for p in model.parameters()] == [p.requires_grad for p in model.parameters()]
 
 
@@ -262,7 +262,7 @@ def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Build:
         shares = [(share,) for share in inputs[0].chunk(len(devices))]
         return shares, [{} for _ in shares]
 
-    def build(module: nn.Module, buffers: Buffers) -> GpuReplicas:
+    def build(module: nn.Module, buffers: ReplicaBuffers) -> GpuReplicas:
         wrapper = GpuReplicas(module, (), buffers)
         wrapper.src_device_obj, wrapper.device_ids = torch.device("cpu"), list(range(buffers.count))
         wrapper.output_device, wrapper.scatter = 0, scatter
@@ -280,7 +280,7 @@ def test_the_stand_in_does_what_torch_does(torchs_own: Build) -> None:
 @pytest.mark.parametrize("samples", [8, 3])
 def test_torchs_replicas_are_kept(torchs_own: Build, samples: int) -> None:
     """Their names are the module's, their parameters those after the step, and who had no samples is as before."""
-    probe, buffers = Probe(), Buffers(4)
+    probe, buffers = Probe(), ReplicaBuffers(4)
     wrapper = torchs_own(probe, buffers)
     wrapper(numbered(samples)).sum().backward()
     with torch.no_grad():
@@ -294,7 +294,7 @@ def test_torchs_replicas_are_kept(torchs_own: Build, samples: int) -> None:
 def test_torchs_replicas_compute_in_the_callers_precision(torchs_own: Build) -> None:
     """torch's threads know that autocast is on and not for which type; the replicas do, and of no_grad too."""
     probe = Probe()
-    wrapper = torchs_own(probe, Buffers(2))
+    wrapper = torchs_own(probe, ReplicaBuffers(2))
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         wrapper(numbered(4))
     assert [seen[3:] for seen in probe.seen] == [(True, torch.float16, False)] * 2

@@ -157,7 +157,7 @@ def test_replicas_by_default_are_the_gpus(
 
 def test_what_cannot_be_is_refused() -> None:
     """More replicas than GPUs, a share of one sample for BatchNorm, and options without a meaning, with the reason."""
-    with pytest.raises(UserError, match="--replicas 4: one for each GPU, and there are 3"):
+    with pytest.raises(UserError, match="--replicas 4: must be at most 3"):
         Dp(Settings(replicas=4), RankContext(device=GPUS[0], devices=GPUS))
     for option, changes in (
         ("--sync-bn", {"sync_bn": True}),

@@ -21,7 +21,7 @@ from train.methods.single import Single
 from train.metrics import Score
 from train.models import build_model
 from train.recorders.base import Recorder
-from train.schedule import schedule
+from train.schedule import compute_lr_scale
 from train.scoring import evaluate, evaluation_batches
 from train.settings import Settings
 
@@ -105,7 +105,7 @@ def test_evaluation_takes_equally_many_forwards(samples: int, world_size: int, f
 
 def test_evaluation_needs_a_sample_for_each_rank() -> None:
     """More ranks than test samples are refused with both numbers."""
-    with pytest.raises(UserError, match="2 test samples for 3 ranks: each needs one; start fewer ranks"):
+    with pytest.raises(UserError, match="2 test samples for 3 ranks: "):
         evaluation_batches(TensorDataset(torch.arange(2)), RankContext(0, 3))
 
 
@@ -127,12 +127,12 @@ def test_plan_needs_one_full_batch() -> None:
 
 def test_schedule_rises_and_falls() -> None:
     """The learning rate rises over a tenth of the steps, reaches its peak once, and ends near zero, never at it."""
-    rates = [schedule(step, 100) for step in range(100)]
+    rates = [compute_lr_scale(step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert max(rates) == rates[9] == rates[10] == 1
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0 < rates[-1] < 0.01
-    assert schedule(0, 1) == 1
+    assert compute_lr_scale(0, 1) == 1
 
 
 @pytest.mark.parametrize(

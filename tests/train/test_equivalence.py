@@ -161,7 +161,7 @@ def test_hsdp_arranges_ranks_in_rows(ctx: RankContext) -> None:
     job = trained(ctx, replace(NO_BN, method="hsdp", replicas=3, max_steps=2))
     parts = ctx.gather([p.to_local().detach().numpy().tobytes() for p in job.method.module.parameters()])  # type: ignore[operator]
     assert parts[0] == parts[2] == parts[4] != parts[1] == parts[3] == parts[5]
-    assert ctx.gather(job.method.facts["mesh"])[3] == {"replicate": 1, "shard": 1}
+    assert ctx.gather(job.method.metadata_fields["mesh"])[3] == {"replicate": 1, "shard": 1}
 
 
 @NEEDS_FSDP

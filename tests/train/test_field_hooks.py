@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import syncheck
 from syncheck.messages import Detail
-from train.comm_hooks import memory_of, remember
+from syncheck.records import Reason
+from train.comm_hooks import collect_hook_state, restore_hook_state
 from train.errors import UserError
 from train.launch import RankContext
 from train.methods.ddp import Ddp
@@ -113,7 +114,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(ctx: RankContext, syncheck_rank: Rank,
     (group,) = syncheck.compare(folder).groups
     assert group.verdict == "in_sync"
     apart = [diff for diff in group.tensors if "error_dict" in diff.name]
-    assert [(diff.reason, diff.detail) for diff in apart] == [("rng", Detail.POWERSGD_ERROR())]
+    assert [(diff.reason, diff.detail) for diff in apart] == [(Reason.RNG, Detail.POWERSGD_ERROR())]
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -146,9 +147,9 @@ def test_other_ranks_begin_without_an_error(ranks: int) -> None:
     """What compression left out of a rank's gradient is that rank's own: with another number of ranks it is dropped."""
     state = PowerSGDState(None)
     state.error_dict, state.q_memory_dict, state.iter = {0: torch.ones(3)}, {0: torch.ones(2)}, 7
-    memory = memory_of(state, RankContext(0, 2))
+    memory = collect_hook_state(state, RankContext(0, 2))
     again = PowerSGDState(None)
-    remember(again, memory, RankContext(0, ranks))
+    restore_hook_state(again, memory, RankContext(0, ranks))
     assert set(again.error_dict) == ({0} if ranks == 2 else set())
     assert again.q_memory_dict[0].equal(torch.ones(2))
     assert again.iter == 7
@@ -158,11 +159,11 @@ def test_other_ranks_begin_without_an_error(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"powersgd_rank": 2}, "--powersgd-rank: needs --comm-hook powersgd"),
-        ({"powersgd_start": 5, "comm_hook": "fp16"}, "--powersgd-start: needs --comm-hook powersgd"),
-        ({"powersgd_start": 1, "comm_hook": "powersgd"}, "--powersgd-start 1: needs 2 or more"),
-        ({"powersgd_rank": 0, "comm_hook": "powersgd"}, "--powersgd-rank 0: needs 1 or more"),
-        ({"amp": "fp16", "comm_hook": "powersgd"}, "--comm-hook powersgd: not with --amp fp16: an overflow would stay"),
+        ({"powersgd_rank": 2}, "--powersgd-rank: requires --comm-hook powersgd"),
+        ({"powersgd_start": 5, "comm_hook": "fp16"}, "--powersgd-start: requires --comm-hook powersgd"),
+        ({"powersgd_start": 1, "comm_hook": "powersgd"}, "--powersgd-start 1: must be at least 2"),
+        ({"powersgd_rank": 0, "comm_hook": "powersgd"}, "--powersgd-rank 0: must be at least 1"),
+        ({"amp": "fp16", "comm_hook": "powersgd"}, "--comm-hook powersgd: not with --amp fp16: "),
     ],
 )
 def test_what_a_hook_cannot_do_is_refused(given: dict[str, Any], says: str) -> None:

@@ -19,7 +19,7 @@ from train.errors import UserError
 from train.job import prepare
 from train.models import build_model
 from train.recorders.base import EpochRecord, Recorder
-from train.schedule import schedule, set_learning_rate
+from train.schedule import compute_lr_scale, set_learning_rate
 from train.settings import check
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def test_without_the_optimizer_momentum_parts(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP's join alone makes the models equal and leaves each rank its own momentum, which syncheck says."""
-    monkeypatch.setattr("train.methods.ddp.send_optimizer", lambda *_: None)
+    monkeypatch.setattr("train.methods.ddp.broadcast_optimizer_state", lambda *_: None)
     saved = run(ctx, replace(UNEVEN, out=syncheck_rank.shared)).saved
     apart = differing(*saved)
     assert apart == {f"optimizer.{i}.momentum_buffer" for i in range(23)}
@@ -102,7 +102,7 @@ def by_hand(settings: Settings, ranks: int) -> nn.Module:
         loss = F.cross_entropy(model(x[mine]), y[mine], reduction="sum") / settings.batch_size
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        set_learning_rate(optimizer, settings.lr * schedule(step, settings.epochs * per_epoch))
+        set_learning_rate(optimizer, settings.lr * compute_lr_scale(step, settings.epochs * per_epoch))
         optimizer.step()
     return model
 
@@ -115,7 +115,7 @@ def test_ranks_meet_at_the_end_of_an_epoch(ctx: RankContext, syncheck_rank: Rank
     assert len(saved) == 6
     assert syncheck.compare(syncheck_rank.shared).verdict == "in_sync"
     for given in ({"save_every": 2}, {"monitor": 2}, {"checkpoint_every": 7}):
-        with pytest.raises(UserError, match="ranks meet at the end of an epoch only; use 5, or a multiple"):
+        with pytest.raises(UserError, match="must be a multiple of 5"):
             prepare(replace(UNEVEN, **given), ctx)
 
 

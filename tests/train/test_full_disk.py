@@ -52,7 +52,7 @@ def test_full(programs: Programs, disk: Path) -> None:
     assert warnings
     for line in warnings:
         assert line.startswith("run.py: warning: step ")
-        assert line.endswith("No space left on device; the run goes on, and tries again at the next")
+        assert "No space left on device; " in line
     steps = whole(disk / "ckpts" / "history" / "ddp")
     assert steps == [f"step_{step}" for step in range(1, len(steps) + 1)]
     assert len(steps) + len(warnings) == 40

@@ -41,7 +41,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "--save-format safetensors": {"save_format": "safetensors"},
 }
 # Not among "all together": what most others exclude, and what takes minutes. test_field_compile.py runs the latter.
-APART = ("--join", "--compile")
+NOT_TRAINING = ("--join", "--compile")
 # Eight steps: localsgd has just averaged.
 BASE = replace(SMALL, max_steps=8)
 
@@ -75,7 +75,7 @@ def test_page_gives_every_reason() -> None:
 def test_page_lists_every_fault() -> None:
     """The page's table of faults is what --list-faults prints."""
     text = PAGE.read_text(encoding="utf-8")
-    rows = [f"| `{name}` | {fault.code} | {fault.says} |" for name, fault in FAULTS.items()]
+    rows = [f"| `{name}` | {fault.code} | {fault.summary} |" for name, fault in FAULTS.items()]
     assert text.splitlines()[-len(rows) :] == rows, "docs/methods.md ends with a row for each fault, in FAULTS' order"
 
 
@@ -106,7 +106,7 @@ def test_every_cell(method: str, request: pytest.FixtureRequest, tmp_path: Path)
     out = rank.shared if rank is not None else tmp_path
     runs = {row: settings for row, settings in RUNS.items() if row != "--compile"}
     found = {row: verdict(ctx, replace(BASE, method=method, out=out, **s)) for row, s in runs.items()}
-    together = [s for row, s in runs.items() if found[row] != "refused" and row not in APART]
+    together = [s for row, s in runs.items() if found[row] != "refused" and row not in NOT_TRAINING]
     accepted = {key: value for settings in together for key, value in settings.items()}
     found["all together"] = verdict(ctx, replace(BASE, method=method, out=out, **accepted))
     assert found == {row: cell for row, cell in table()[method].items() if row != "--compile"}

@@ -173,15 +173,15 @@ def test_buffer_argument_follows_the_torch_at_hand(monkeypatch: pytest.MonkeyPat
 
     def newer(self: DistributedDataParallel, module: object, forward_sync_buffers: bool = True) -> None: ...
 
-    assert ddp.buffer_arguments(True) == {}
+    assert ddp.build_buffer_arguments(True) == {}
     monkeypatch.setattr(DistributedDataParallel, "__init__", older)
-    assert ddp.buffer_arguments(False) == {"broadcast_buffers": False}
+    assert ddp.build_buffer_arguments(False) == {"broadcast_buffers": False}
     monkeypatch.setattr(DistributedDataParallel, "__init__", newer)
-    assert ddp.buffer_arguments(False) == {"forward_sync_buffers": False}
+    assert ddp.build_buffer_arguments(False) == {"forward_sync_buffers": False}
 
 
 def test_table_names_every_method() -> None:
-    """Each module in methods/ but the Protocol is in the table, under its own name."""
+    """The table contains every method module under its own name."""
     folder = Path(ddp.__file__).parent
-    assert set(METHODS) == {path.stem for path in folder.glob("*.py")} - {"__init__", "base"}
+    assert set(METHODS) == {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "table"}
     assert all(method.__module__ == f"train.methods.{name}" for name, method in METHODS.items())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import UserError
-from train.methods.fsdp import blocks
+from train.methods.fsdp import find_blocks
 from train.models import MODELS, build_model, list_models
 from train.models.cifar_resnet import CifarResNet
 from train.models.transformer import choose_patch_size
@@ -202,7 +202,7 @@ def test_fsdp_finds_the_blocks(name: str) -> None:
         pytest.importorskip("torchvision")
     with torch.device("meta"):
         model = build_model(name, 3, 10, None)
-    found = list(blocks(model))
+    found = list(find_blocks(model))
     if name in SHALLOW:
         assert found == []
         return

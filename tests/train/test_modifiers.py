@@ -22,7 +22,7 @@ from train.methods import METHODS, MODIFIERS
 from train.methods.ddp import Ddp
 from train.models import build_model
 from train.models.convnet import ConvNet
-from train.schedule import schedule, set_learning_rate
+from train.schedule import compute_lr_scale, set_learning_rate
 from train.step import Step
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
                 for p in same:
                     p.grad = mean.clone()
         for job in jobs:
-            set_learning_rate(job, settings.lr * schedule(step, settings.max_steps))
+            set_learning_rate(job, settings.lr * compute_lr_scale(step, settings.max_steps))
             job.step()
             job.zero_grad()
         if step >= every and (step + 1) % every == 0:
@@ -307,5 +307,5 @@ def test_refusals_name_options_that_exist() -> None:
 def test_fsdp_says_when_torch_is_too_old(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Where torch cannot shard on CPUs the method says so and from which version on it can."""
     monkeypatch.setattr("train.methods.fsdp.ON_CPU", False)
-    with pytest.raises(UserError, match=rf"--method {method}: torch \S+ shards on GPUs only; 2.7 and newer do on CPUs"):
+    with pytest.raises(UserError, match=rf"--method {method}: torch \S+ shards on GPUs only; use 2.7"):
         METHODS[method](replace(SMALL, method=method), RankContext(0, 2, backend="gloo"))

@@ -277,11 +277,11 @@ def test_all_ranks_hear_of_a_folder_that_one_cannot_write(ctx: RankContext, sync
 def test_best_is_the_first_of_equals() -> None:
     """A score that is not higher is not better; the state survives a resume."""
     best = Best()
-    assert [best.take(Score(1.0, accuracy, 8), epoch, 10 * epoch) for epoch, accuracy in ((1, 0.5), (2, 0.75))] == [
+    assert [best.update(Score(1.0, accuracy, 8), epoch, 10 * epoch) for epoch, accuracy in ((1, 0.5), (2, 0.75))] == [
         True,
         True,
     ]
     again = Best()
     again.restore(json.loads(json.dumps(best.state())))
-    assert [again.take(Score(0.1, accuracy, 8), 3, 30) for accuracy in (0.5, 0.75)] == [False, False]
+    assert [again.update(Score(0.1, accuracy, 8), 3, 30) for accuracy in (0.5, 0.75)] == [False, False]
     assert again.state() == {"accuracy": 0.75, "epoch": 2, "step": 20}

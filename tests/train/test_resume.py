@@ -99,7 +99,7 @@ def test_buckets_must_be_rebuilt_before_the_first_step(
 ) -> None:
     """Without the forward and backward that let DDP lay out its buckets, four ranks round otherwise in one step."""
     if not rehearsed:
-        monkeypatch.setattr(Step, "rehearse", lambda *_: None)
+        monkeypatch.setattr(Step, "warm_up_buckets", lambda *_: None)
     settings = replace(TINY, model="convnet", width=None, batch_size=17, out=syncheck_rank.shared, save_per_rank=False)
     whole(ctx, settings)
     once = state_of(ctx, settings, 8)["model"]

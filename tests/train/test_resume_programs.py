@@ -107,13 +107,11 @@ def test_refusals_are_one_line(script: Callable[..., Run], tmp_path: Path) -> No
     assert script(*few).returncode == 0
     refused = script(*few, "--lr", 0.2)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == (
-        "run.py: error: --resume: --lr: 0.1 when ckpts/.resume/single/step_3 was saved, and 0.2 now; start with the "
-        "options of then, or with another --out\n"
-    )
+    assert refused.stderr.count("\n") == 1
+    assert refused.stderr.startswith("run.py: error: --resume: --lr: 0.1 when ckpts/.resume/single/step_3 was saved")
     (tmp_path / "ckpts/.resume/single/step_3/rank_0.pth").write_bytes(b"PK")
     refused = script(*few)
     assert (refused.returncode, refused.stdout) == (2, "")
     passed, none = errors([refused])
-    assert passed.startswith("--resume: step 3 is passed over: ckpts/.resume/single/step_3/rank_0.pth: damaged")
-    assert none.startswith("error: --resume: none of the states in ckpts/.resume/single can be used")
+    assert passed.startswith("--resume: skipping step 3: ckpts/.resume/single/step_3/rank_0.pth: damaged")
+    assert none.startswith("error: --resume: no state in ckpts/.resume/single is usable")

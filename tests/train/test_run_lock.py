@@ -108,11 +108,11 @@ def test_the_lock_of_another_machine(tmp_path: Path, *, alive: bool) -> None:
         with RunLock(replace(SINGLE, out=tmp_path), ALONE) as lock:
             if alive:
                 with pytest.raises(UserError, match="node3"):
-                    lock.take()
+                    lock.acquire()
             else:
-                lock.take()
+                lock.acquire()
                 assert time.monotonic() - start > locks.WATCH
-                assert lock.owner()["machine"] == MACHINE
+                assert lock.read_owner()["machine"] == MACHINE
                 before = path.stat().st_mtime_ns
                 wait_for(lambda: path.stat().st_mtime_ns != before)
     finally:
@@ -168,16 +168,16 @@ def test_ranks_share_the_lock(syncheck_rank: Rank, ctx: RankContext) -> None:
     ctx = replace(ctx, local_rank=0, node=ctx.rank)
     settings = replace(TINY, out=syncheck_rank.shared)
     with RunLock(settings, ctx) as lock:
-        lock.take()
+        lock.acquire()
         lock.check()
         with RunLock(settings, ctx) as second, pytest.raises(UserError, match="another run named ddp"):
-            second.take()
-        lock.completed(7)
+            second.acquire()
+        lock.record_state(7)
         syncheck_rank.barrier()
-        assert lock.owner()["state"] == 7
+        assert lock.read_owner()["state"] == 7
         syncheck_rank.barrier()
     syncheck_rank.barrier()
-    assert lock.owner()["token"] == ""
+    assert lock.read_owner()["token"] == ""
 
 
 @pytest.mark.slow

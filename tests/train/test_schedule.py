@@ -10,7 +10,7 @@ from scenarios import SMALL
 from train.errors import UserError
 from train.job import prepare
 from train.position import Plan
-from train.schedule import LearningRate, schedule
+from train.schedule import LearningRate, compute_lr_scale
 from train.settings import Settings, check
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def rates(shares: int = 1, **changes: Any) -> list[float]:
 
 def test_default_is_what_it_was() -> None:
     """Without options the rate of each step is, bit by bit, the typed one times a tenth's rise and half a cosine."""
-    assert rates() == [schedule(step, 100) for step in range(100)]
+    assert rates() == [compute_lr_scale(step, 100) for step in range(100)]
 
 
 @pytest.mark.parametrize(("scale", "peak"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
@@ -53,9 +53,9 @@ def test_warm_up_has_the_length_given(changes: dict[str, Any], rise: int) -> Non
 
 def test_warm_up_must_end_within_the_run() -> None:
     """One that is longer than the run would never come to the rate asked for, and is refused with both numbers."""
-    with pytest.raises(UserError, match="the warm-up takes 101 steps and the run has 100: shorten it"):
+    with pytest.raises(UserError, match="the warm-up takes 101 steps, but the run has 100"):
         rates(warmup_steps=101)
-    with pytest.raises(UserError, match="give one of them"):
+    with pytest.raises(UserError, match="--warmup-steps and --warmup-epochs: "):
         check(Settings(warmup_steps=1, warmup_epochs=1), 1)
 
 

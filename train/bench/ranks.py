@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.errors import UserError
-from train.launch import Ending, process_group, spawn
+from train.launch import spawn
+from train.launch.exits import ExitStatus
+from train.launch.group import process_group
 from train.options import build_parser
 from train.run import settings_and_rank
 
@@ -34,14 +36,14 @@ def run_on_ranks(measurement: Measurement, options: Sequence[str], rounds: int) 
     with tempfile.TemporaryDirectory() as folder:
         args = build_parser().parse_args(list(options))
         args = Namespace(**vars(args), measurement=measurement, rounds=rounds, result=str(Path(folder) / "result"))
-        ending = run_rank(args) if args.spawn is None else spawn.start(run_rank, args)
-        if ending.code:
-            raise UserError(ending.message)
+        status = run_rank(args) if args.spawn is None else spawn.run_ranks(run_rank, args)
+        if status.code:
+            raise UserError(status.message)
         result: dict[str, Any] = json.loads(Path(args.result).read_text())
         return result
 
 
-def run_rank(args: Namespace) -> Ending:
+def run_rank(args: Namespace) -> ExitStatus:
     """Run the measurement on this rank; rank 0 writes the result."""
     try:
         settings, ctx = settings_and_rank(args)
@@ -50,8 +52,8 @@ def run_rank(args: Namespace) -> Ending:
         if ctx.is_main:
             Path(args.result).write_text(json.dumps(result))
     except UserError as error:
-        return Ending(2, str(error), alike=True)
-    return Ending()
+        return ExitStatus(2, str(error), shared=True)
+    return ExitStatus()
 
 
 def measure_seconds(function: Callable[[], object], device: torch.device) -> float:

@@ -1,6 +1,6 @@
-"""What a run saves: one checkpoint per rank, at its end, at steps on the way, and of its best epoch.
+"""Checkpoints of a run: one per rank, at the end, every N steps, and for the best epoch.
 
-saver.py says when, and what of the run goes into a file; formats.py makes the bytes; files.py names the files and
-writes them whole or not at all; block.py makes the metadata that syncheck reads; attempts.py lets a save fail without
-ending the run. What --resume needs is another kind of file: see train/resume/.
+saver.py decides when to save. formats.py encodes the tensors, metadata.py builds the metadata block for syncheck, and
+files.py names the files and replaces them atomically. lock.py keeps two runs of the same name out of one folder.
+The states for --resume are separate files: see train/resume/.
 """

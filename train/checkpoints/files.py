@@ -1,8 +1,11 @@
-"""The files of a run, one per rank: their names, how they are written, and how those of an earlier run go.
+"""Names, atomic writes and removal of checkpoint files.
 
-Of the end of a run `<out>/<run>_rank<r>.<ext>`, of its steps `<out>/history/<run>/step_<n>/rank_<r>.<ext>`, and of its
-best epoch `<out>/best/<run>/rank_<r>.<ext>`. One per rank, and not rank 0's only as most trainers do: the replicas of a
-model ought to be equal, and a file of one of them can never show that they are not.
+    <out>/<run>_rank<r>.<ext>                          the end of the run
+    <out>/history/<run>/step_<n>/rank_<r>.<ext>        after step n
+    <out>/best/<run>/rank_<r>.<ext>                    the best epoch
+
+Most trainers save only rank 0. This trainer saves every rank, because replicas must be equal and a file from one rank
+cannot show a difference.
 """
 
 from __future__ import annotations
@@ -23,48 +26,46 @@ if TYPE_CHECKING:
 
 
 def final_path(out: Path, run: str, rank: int, extension: str) -> Path:
-    """Name the file of one rank at the end of the run."""
+    """Return the path of one rank's checkpoint at the end of the run."""
     return out / f"{run}_rank{rank}.{extension}"
 
 
 def step_path(out: Path, run: str, step: int, rank: int, extension: str) -> Path:
-    """Name the file of one rank after `step` optimizer steps."""
+    """Return the path of one rank's checkpoint after `step` optimizer steps."""
     return out / "history" / run / f"step_{step}" / f"rank_{rank}.{extension}"
 
 
 def best_path(out: Path, run: str, rank: int, extension: str) -> Path:
-    """Name the file of one rank after the epoch that was best on the test set."""
+    """Return the path of one rank's checkpoint of the epoch with the best test accuracy."""
     return out / "best" / run / f"rank_{rank}.{extension}"
 
 
 def write_atomic(path: Path, payload: bytes) -> None:
-    """Write a file that is either whole or not there; an older one stays until the new one is safe on disk.
+    """Replace a file atomically: `path` contains either the old data or all of the new data.
 
-    The bytes go to a hidden file beside it, which takes the name only once they have reached the disk. A
-    process that is killed on the way leaves that hidden file, which matches no glob for checkpoints and is
-    overwritten by the next run. Raises UserError with the system's reason: no space, no permission, not a
-    folder.
+    The data is written to a hidden temporary file, flushed to disk, and renamed. A killed process leaves the temporary
+    file, which no checkpoint glob matches and the next run overwrites. Raises UserError with the system's reason.
     """
     try:
-        write_beside(path, payload)
-        take_name(path)
+        write_temporary(path, payload)
+        rename_into_place(path)
     finally:
         with suppress(OSError):
-            beside(path).unlink()  # the folder stays: another rank may be about to write there
+            temporary_path(path).unlink()  # keep the folder: another rank may be about to write to it
 
 
-def beside(path: Path) -> Path:
-    """Name the hidden file that is to become `path`."""
+def temporary_path(path: Path) -> Path:
+    """Return the hidden temporary file for `path`."""
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_beside(path: Path, payload: bytes) -> None:
-    """Write the hidden file, to the disk itself; `path` stays as it is. Raises UserError with the system's reason."""
-    if path.is_dir():  # found now, before any rank's file takes its name
+def write_temporary(path: Path, payload: bytes) -> None:
+    """Write the temporary file for `path` and flush it to disk. Raises UserError with the system's reason."""
+    if path.is_dir():  # fail before any rank renames its file
         raise UserError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside(path).open("wb") as file:
+        with temporary_path(path).open("wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
@@ -72,27 +73,28 @@ def write_beside(path: Path, payload: bytes) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def take_name(path: Path) -> None:
-    """Let the hidden file become `path`, at once or not at all. Raises UserError with the system's reason."""
+def rename_into_place(path: Path) -> None:
+    """Rename the temporary file to `path` atomically. Raises UserError with the system's reason."""
     try:
-        beside(path).replace(path)
+        temporary_path(path).replace(path)
         _sync_folder(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def remove_beside(path: Path) -> None:
-    """Remove the hidden file if it is there, and a folder that was made for it alone: they must not fill the disk.
+def remove_temporary(path: Path) -> None:
+    """Remove the temporary file and its folder if the folder is empty, to free the disk.
 
-    Only when no rank writes any more: one between `mkdir` and `open` would report a missing folder, not a full disk.
+    Call it only when no rank is writing: a rank between `mkdir` and `open` would report a missing folder instead of a
+    full disk.
     """
     with suppress(OSError):
-        beside(path).unlink()
-        path.parent.rmdir()  # fails where anything is in it
+        temporary_path(path).unlink()
+        path.parent.rmdir()  # fails if the folder is not empty
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name itself survive a power cut."""
+    """Flush the folder, so that the new name survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,7 +103,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_writable(out: Path) -> None:
-    """Make the folder and try a file in it, before hours of training go into it. Raises UserError."""
+    """Create the output folder and test that it is writable, before the training starts. Raises UserError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -111,32 +113,30 @@ def check_writable(out: Path) -> None:
 
 
 def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
-    """Remove what an earlier run of the same name left: any rank, any step, any format; nothing else.
+    """Remove the files of an earlier run with the same name: all ranks, steps and formats.
 
-    keep: files of a run that goes on.
-
-    Without this a run on 2 ranks would leave ranks 2 and 3 of an earlier one on 4 beside its own files.
-    Returns the number of its checkpoints. Raises UserError.
+    Otherwise a run on 2 ranks would leave ranks 2 and 3 of an earlier run on 4 ranks beside its own files.
+    keep: files of a resumed run. Returns the number of removed checkpoints. Raises UserError.
     """
     removed = 0
     try:
-        for path in set(_files_of(out, run)) - set(keep):
-            if path.is_dir():  # somebody else's
+        for path in set(_find_run_files(out, run)) - set(keep):
+            if path.is_dir():  # not written by this trainer
                 continue
             path.unlink(missing_ok=True)
             removed += not path.name.endswith(".tmp")
         history, best = out / "history" / run, out / "best" / run
-        # Not history/ and best/: a run of another name may be between its `mkdir` and `open` there.
+        # Keep history/ and best/: a run with another name may be between its `mkdir` and `open` there.
         for folder in (*history.glob("step_*"), history, best):
-            with suppress(OSError):  # not there, or something of the user's is in it
+            with suppress(OSError):  # missing, or contains files of the user
                 folder.rmdir()
     except OSError as error:
         raise UserError(f"cannot remove {error.filename} of an earlier run: {error.strerror}") from error
     return removed
 
 
-def _files_of(out: Path, run: str) -> Iterator[Path]:
-    """Find the files of one run, half-written ones too; whole names, for `ddp` is not `ddp-syncbn`."""
+def _find_run_files(out: Path, run: str) -> Iterator[Path]:
+    """List the checkpoints of one run and their temporary files. `ddp` must not match `ddp-syncbn`."""
     ending = rf"\.(?:{'|'.join(FORMATS)})"
     final = re.compile(rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp")
     moment = re.compile(rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp")

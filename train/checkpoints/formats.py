@@ -1,4 +1,4 @@
-"""The formats of a checkpoint: what one rank knows after a step, as the bytes of a file."""
+"""Checkpoint formats: encode the state of one rank after a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank knows after a step.
+    """The state of one rank after a step.
 
-    model: its tensors without any wrapper's prefix. optimizer: the optimizer's own state dict. block: the
-    metadata that syncheck.metadata() made of the run. scaler: state of the loss scale, where there is one. ema: the
-    parameters' averages, where they are kept.
+    model: tensors by name, without a wrapper's prefix. optimizer: the optimizer's state dict. scaler: the GradScaler's
+    state dict, if it is enabled. block: the result of syncheck.metadata(). ema: averaged parameters, with --ema.
     """
 
     model: dict[str, Tensor]
@@ -36,7 +35,7 @@ class Snapshot:
 
 
 def encode_pth(snapshot: Snapshot) -> bytes:
-    """Serialize with torch.save, in a form that torch.load(weights_only=True) accepts."""
+    """Serialize with torch.save. torch.load(weights_only=True) accepts the result."""
     buffer = io.BytesIO()
     content = {
         "model": snapshot.model,
@@ -47,15 +46,16 @@ def encode_pth(snapshot: Snapshot) -> bytes:
         "step": snapshot.step,
         "syncheck": snapshot.block,
     }
-    torch.save(copied(content), buffer)
+    torch.save(copy_to_cpu(content), buffer)
     return buffer.getvalue()
 
 
 def encode_safetensors(snapshot: Snapshot) -> bytes:
-    """Serialize flat: the model's tensors by name, the optimizer's as `optimizer.<parameter>.<state>`.
+    """Serialize as a flat safetensors file.
 
-    The averages of --ema are `ema.<parameter>`. The format keeps tensors and strings only, so the optimizer's
-    param_groups and the loss scale stay out. Raises UserError where the library is missing.
+    Optimizer state is named `optimizer.<parameter>.<state>` and averaged parameters are named `ema.<parameter>`. The
+    format stores only tensors and strings, so param_groups and the state of the GradScaler are omitted. Raises
+    UserError if safetensors is not installed.
     """
     try:
         from safetensors.torch import save
@@ -68,23 +68,23 @@ def encode_safetensors(snapshot: Snapshot) -> bytes:
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer.{names[index]}.{key}"] = value
     strings = {"syncheck": json.dumps(snapshot.block), "epoch": str(snapshot.epoch), "step": str(snapshot.step)}
-    return save({name: copied(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
+    return save({name: copy_to_cpu(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
 
 
-def copied(tree: Any) -> Any:
-    """Copy all tensors of nested dicts, lists and tuples to the CPU, and pass anything else on.
+def copy_to_cpu(tree: Any) -> Any:
+    """Copy all tensors in nested dicts, lists and tuples to the CPU.
 
-    Even those that are there already: of a view torch.save would write the whole storage behind it, and
-    safetensors refuses tensors that share memory.
+    CPU tensors are copied too: for a view, torch.save would write the whole storage, and safetensors rejects tensors
+    that share memory.
     """
     if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
+        return {key: copy_to_cpu(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(copied(value) for value in tree)
+        return type(tree)(copy_to_cpu(value) for value in tree)
     return tree.detach().cpu().clone() if isinstance(tree, torch.Tensor) else tree
 
 
-# Each turns a snapshot into the bytes of a file; the name is also the file's ending.
+# Encoders by file extension.
 FORMATS: dict[str, Callable[[Snapshot], bytes]] = {
     "pth": encode_pth,
     "safetensors": encode_safetensors,

@@ -1,43 +1,82 @@
-"""When to save, and what goes into the file: the engine calls it after every step."""
+"""Save this rank's checkpoints: the engine calls `Saver` after every step."""
 
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from train.checkpoints.attempts import Attempts
-from train.checkpoints.block import metadata_block
 from train.checkpoints.files import (
-    beside,
     best_path,
     final_path,
-    remove_beside,
     remove_run,
+    remove_temporary,
+    rename_into_place,
     step_path,
-    take_name,
-    write_beside,
+    temporary_path,
+    write_temporary,
 )
 from train.checkpoints.formats import FORMATS, Snapshot
+from train.checkpoints.metadata import build_metadata_block
+from train.errors import UserError
+from train.launch.exits import print_once
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from train.checkpoints.lock import RunLock
+    from train.launch import RankContext
     from train.methods.base import Replica
     from train.position import Plan
     from train.step import Step
 
+T = TypeVar("T")
+
+
+class SaveAttempts:
+    """Counts periodic saves and their failures.
+
+    A temporarily full disk must not end a training that takes days. Rank 0 reports a failure at once, the next save
+    tries again, and the run ends with exit code 2, so that its files are not mistaken for complete.
+    """
+
+    def __init__(self, ctx: RankContext) -> None:
+        self.ctx = ctx
+        self.made = 0
+        self.errors: list[str] = []
+
+    def save(self, description: str, write: Callable[[], T]) -> T | None:
+        """Call `write` and return its result, or None if it fails.
+
+        description: the saved object, as named in the message. write: raises UserError on all ranks or on none.
+        """
+        self.made += 1
+        try:
+            return write()
+        except UserError as error:
+            self.errors.append(f"{description} is not saved: {error}")
+            print_once(self.ctx, f"warning: {self.errors[-1]}; training continues, and the next save tries again")
+            return None
+
+    @property
+    def failed(self) -> str:
+        """Return the number of failed saves and the last error as a sentence, or an empty string."""
+        if not self.errors:
+            return ""
+        return f"{len(self.errors)} of {self.made} periodic saves failed, the last: {self.errors[-1]}"
+
 
 class Saver:
-    """Writes this rank's checkpoints, if the settings ask for any, and knows those of all ranks.
+    """Writes this rank's checkpoints, and records the paths of all ranks.
 
-    Building it is a collective: the ranks agree on the run's random id. Each rank writes hidden files, and these take
-    their names when those of all ranks are whole: a rank that cannot write leaves no rank's file. A kill between two
-    renames can leave files of two saves, each of them whole. Between writing and renaming, files of an earlier run of
-    the same name are removed when this one saves first: a run that never comes so far costs nothing.
-    lock: of this run on --out. replaced: how many files of an earlier run there were. attempts: saves on the way, which
-    may fail. Raises UserError on all ranks when one of them cannot write at the end.
+    Each rank writes temporary files. They are renamed only after all ranks have succeeded, so a rank that cannot write
+    leaves no new file on any rank. If the run is killed between two renames, files of two saves may remain, each
+    complete. The files of an earlier run with the same name are removed just before the first rename: a run that fails
+    earlier deletes nothing.
+
+    The constructor is a collective: ranks agree on a random run id. lock: this run's lock on --out. replaced: number of
+    removed checkpoints of an earlier run. attempts: periodic saves, which may fail. If the final save fails on any
+    rank, all ranks raise UserError.
     """
 
     def __init__(self, trainer: Step, plan: Plan, lock: RunLock) -> None:
@@ -46,15 +85,15 @@ class Saver:
         self.replicas = self.ctx.world_size * trainer.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0
-        self.cleared = False  # of files of an earlier run
+        self.cleared = False  # whether the files of an earlier run have been removed
         self.resumed = False
-        self.attempts = Attempts(self.ctx)
+        self.attempts = SaveAttempts(self.ctx)
         self.run_id = self.ctx.gather(secrets.token_hex(8))[0]
 
     def after_step(self, step: int) -> list[Path]:
-        """Save what is due after this optimizer step, counted from 1; a collective if anything is.
+        """Write the checkpoints due after this optimizer step, counted from 1; a collective if any is due.
 
-        Returns the files that this process has written.
+        Returns the files written by this process.
         """
         s, ranks = self.settings, range(self.replicas)
         written: list[Path] = []
@@ -63,89 +102,89 @@ class Saver:
         if s.save_every is not None and step % s.save_every == 0:
             paths = [step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks]
             written += self.attempts.save(f"step {step}", lambda: self._save(paths, step, final=False)) or []
-        if step in (self.plan.steps, self.trainer.fault.early):
+        if step in (self.plan.steps, self.trainer.fault.early_save_step):
             paths = [final_path(s.out, s.run, rank, s.save_format) for rank in ranks]
             written += self._save(paths, step, final=True)
         return written
 
-    def best(self, step: int) -> list[Path]:
-        """Replace the best checkpoint by this one, if the settings ask for one; a collective then.
+    def save_best(self, step: int) -> list[Path]:
+        """Replace the best checkpoint, with --save-best; a collective in that case.
 
-        To be called between the last step of an epoch and the first of the next. Returns the files that this process
-        has written.
+        Call it between the last step of an epoch and the first step of the next. Returns the files written by this
+        process.
         """
         s = self.settings
         if not s.save_best:
             return []
         paths = [best_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
-        what = f"the best checkpoint so far, of step {step},"
-        return self.attempts.save(what, lambda: self._save(paths, step, final=False)) or []
+        description = f"the best checkpoint so far, of step {step},"
+        return self.attempts.save(description, lambda: self._save(paths, step, final=False)) or []
 
     def resume(self, run_id: str, saved: Sequence[str], *, same_ranks: bool) -> None:
-        """Go on as the run that it was: its files stay, but for those of steps that are still to come.
+        """Continue the recorded run: keep its files up to the resumed step.
 
-        saved: what it had written, below --out. same_ranks: whether there are as many ranks as then; else the final
-        files of a run that is made longer are those of other ranks, and go.
+        saved: paths written so far, relative to --out. same_ranks: whether the number of ranks is unchanged. If it
+        changed, the final files come from other ranks and will be removed.
         """
         self.run_id, self.resumed = run_id, True
         paths = [self.settings.out / name for name in saved]
         self.saved = [path for path in paths if same_ranks or path.parent != self.settings.out]
 
     def finish(self, step: int) -> None:
-        """Write the final files of a run that had ended when it was resumed, if one is not there; a collective."""
+        """Write the final checkpoints of a resumed run that had already ended, if any is missing; a collective."""
         s = self.settings
         paths = [final_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
         if not s.save_per_rank:
             return
-        # Somebody may have removed or moved them since.
-        there = set(paths) <= set(self.saved) and all(paths[index].exists() for index in self._own)
-        if not all(self.ctx.gather(there)):
+        # Files may have been removed or moved since.
+        exist = set(paths) <= set(self.saved) and all(paths[index].exists() for index in self._own_indices)
+        if not all(self.ctx.gather(exist)):
             self._save(paths, step, final=True)
 
     def _save(self, paths: list[Path], step: int, *, final: bool) -> list[Path]:
-        """Write this process's replicas to their `paths`; all ranks hear whether all of them could.
+        """Write this process's replicas to `paths`; a collective.
 
-        Returns the paths of this process. Raises UserError on all ranks; if the disk is full, files that were there
-        before stay.
+        Returns the paths written by this process. Raises UserError on all ranks. If the disk is full, existing files
+        stay.
         """
         written: list[Path] = []
         try:
             replicas = self.trainer.method.state(self.trainer.optimizer)
             with self.ctx.together():
                 self.lock.check()
-                for index, replica in zip(self._own, replicas, strict=True):
-                    payload = self._encoded(replica, index, step, final=final)
+                for index, replica in zip(self._own_indices, replicas, strict=True):
+                    payload = self._encode(replica, index, step, final=final)
                     if payload is not None:
                         written.append(paths[index])
-                        write_beside(paths[index], payload)
+                        write_temporary(paths[index], payload)
             if not self.cleared:
-                self._clear(paths)
+                self._remove_old_files(paths)
             with self.ctx.together():
                 for path in written:
-                    take_name(path)
-                    self.trainer.fault.saved(path, final=final)
+                    rename_into_place(path)
+                    self.trainer.fault.after_save(path, final=final)
         finally:
             for path in written:
-                remove_beside(path)
-        # Of other ranks or another format, before the run was resumed: a mixture of old and new would say that ranks
-        # differ.
+                remove_temporary(path)
+        # Remove files of other ranks or another format, written before the run was resumed: a mixture of old and new
+        # files would be reported as a difference between ranks.
         old = [path for path in self.saved if path.parent == paths[0].parent and path not in paths]
         self.saved = [path for path in self.saved if path not in old]
         self.saved += [path for path in paths if path not in self.saved]
         if old:
-            self._clear(paths)
-        return [paths[index] for index in self._own]
+            self._remove_old_files(paths)
+        return [paths[index] for index in self._own_indices]
 
     @property
-    def _own(self) -> range:
-        """Number the replicas that this process holds."""
+    def _own_indices(self) -> range:
+        """Return the indices of this process's replicas."""
         replicas = self.trainer.method.replicas
         return range(self.ctx.rank * replicas, (self.ctx.rank + 1) * replicas)
 
-    def _encoded(self, replica: Replica, index: int, step: int, *, final: bool) -> bytes | None:
-        """Make the bytes of one file, or what a planted fault makes of it; None for no file. index: of the replica."""
+    def _encode(self, replica: Replica, index: int, step: int, *, final: bool) -> bytes | None:
+        """Encode one replica, as modified by an injected fault; None means no file. index: of the replica."""
         trainer = self.trainer
-        block = metadata_block(trainer, replica.optimizer, self.plan, self.run_id, step, index, self.replicas)
+        block = build_metadata_block(trainer, replica.optimizer, self.plan, self.run_id, step, index, self.replicas)
         snapshot = Snapshot(
             model=replica.model,
             optimizer=replica.optimizer.state_dict(),
@@ -155,18 +194,18 @@ class Saver:
             block=block,
             ema=None if trainer.average is None else trainer.average.parameters,
         )
-        written = trainer.fault.saving(snapshot, final=final)
+        written = trainer.fault.before_save(snapshot, final=final)
         return None if written is None else FORMATS[self.settings.save_format](written)
 
-    def _clear(self, paths: list[Path]) -> None:
-        """Remove what is of an earlier run, or of later steps than that at which this one was resumed.
+    def _remove_old_files(self, paths: list[Path]) -> None:
+        """Remove files of an earlier run, or of steps after the resumed step.
 
-        paths: whose hidden files are written already.
+        paths: files about to be renamed into place; their temporary files are kept.
         """
         s, removed = self.settings, 0
         with self.ctx.together():
-            if self.ctx.local_rank == 0:  # once on each node, for the folder may be local to it
-                removed = remove_run(s.out, s.run, keep=[*self.saved, *map(beside, paths)])
+            if self.ctx.local_rank == 0:  # once per node, because the folder may be local
+                removed = remove_run(s.out, s.run, keep=[*self.saved, *map(temporary_path, paths)])
         if not self.resumed:
             self.replaced = sum(self.ctx.gather(removed))
         self.cleared = True

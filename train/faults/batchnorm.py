@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics, in more ways than one step's lag."""
+"""BatchNorm's running statistics differ by more than the lag of one step."""
 
 from __future__ import annotations
 
@@ -21,70 +21,70 @@ if TYPE_CHECKING:
 
 
 class BatchNormFault(Fault):
-    """Base of those that need BatchNorm layers."""
+    """Base class of faults in BatchNorm layers."""
 
-    def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:
-        """Refuse a model without them."""
+    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Reject a model without BatchNorm."""
         if not any(isinstance(layer, _BatchNorm) for layer in method.module.modules()):
-            self.refuse(f"--model {self.settings.model} has no BatchNorm to go wrong; use --model resnet8")
+            self.refuse(f"--model {self.settings.model} has no BatchNorm layers; use --model resnet8")
         return forward
 
 
 class BuffersNeverSynced(BatchNormFault):
-    """Switch the wrapper's buffer synchronization off, and tell nobody.
+    """Disable DDP's buffer synchronization without recording it.
 
-    The metadata goes on saying that buffers are synchronized, as it does for a user who does not know:
+    The metadata still reports synchronized buffers, as for a user who is unaware of the setting:
     https://github.com/facebookresearch/detectron2/issues/1297.
     """
 
-    says = "DDP's buffer sync is off, and nobody knows (add --save-every 3: the drift shows over early steps)"
+    summary = "DDP's buffer synchronization is off, but the metadata reports it as on (add --save-every 3)"
     code = "SYN202"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if settings.sync_bn:
-            self.refuse("with --sync-bn all ranks compute equal statistics, synchronized or not; leave it out")
+            self.refuse("with --sync-bn all ranks compute equal statistics in any case; remove --sync-bn")
         if not settings.buffer_sync:
-            self.refuse("--no-buffer-sync does the same, openly; leave one of the two out")
+            self.refuse("--no-buffer-sync has the same effect; remove either option")
 
-    def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:
-        """Switch it off on all ranks; they started equal."""
-        super().wrapped(method, forward)
+    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Disable synchronization on all ranks; buffers start equal."""
+        super().after_wrap(method, forward)
         assert isinstance(forward, DistributedDataParallel)
-        # The attribute that DDP asks before each forward: the second name is that of torch before 2.13.
+        # DDP reads this attribute before each forward. The second name is used before torch 2.13.
         name = next(name for name in ("forward_sync_buffers", "broadcast_buffers") if hasattr(forward, name))
         setattr(forward, name, False)
         return forward
 
 
 class ExtraForward(BatchNormFault):
-    """Run one more forward in training mode on the last rank before each step.
+    """Run an additional forward in training mode on the last rank before each step.
 
-    A look at the loss without eval(), a warm-up, a retried batch. It goes through the module: the wrapper
-    would broadcast, and wait for the others.
+    Examples: computing a loss without eval(), a warm-up, a retried batch. The forward bypasses the wrapper, which would
+    broadcast buffers and wait for the other ranks.
     """
 
-    says = "one rank runs one more forward in training mode before each step"
+    summary = "one rank runs an additional forward in training mode before each step"
     code = "SYN203"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if settings.sync_bn:
-            self.refuse("the layers of --sync-bn communicate, and would wait for the other ranks; leave it out")
+            self.refuse("the layers of --sync-bn would wait for the other ranks; remove --sync-bn")
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
-        """Count a batch that the others do not."""
-        if self.bad:
+        """Update the running statistics with this batch a second time."""
+        if self.is_faulty:
             with torch.no_grad():
                 method.module(x)
 
 
 class LocalCount(SyncBatchNorm):
-    """SyncBatchNorm that takes its own samples for all there are when it makes the variance unbiased."""
+    """SyncBatchNorm that computes the unbiased variance with the local instead of the global sample count."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [N, C, ...]. Returns the same as SyncBatchNorm."""
-        # 2 at least: a rank that divided by zero would leave the others waiting.
+        """x: [N, C, ...]. Returns the same result as SyncBatchNorm."""
+        # At least 2: a division by zero on one rank would leave the other ranks waiting.
         self.local = max(2, x.numel() // x.size(1))
         return super().forward(x)
 
@@ -93,25 +93,25 @@ class LocalCount(SyncBatchNorm):
 
 
 class VarianceOnly(BatchNormFault):
-    """Let SyncBatchNorm on the last rank use n / (n - 1) with its own n, not that of all ranks.
+    """On the last rank, SyncBatchNorm applies n / (n - 1) with the rank's own n instead of the global n.
 
-    As torch's did with unequal batches: https://github.com/pytorch/pytorch/issues/22192. Training does not
-    notice, for it normalizes with the biased variance.
+    torch had this bug with unequal batches: https://github.com/pytorch/pytorch/issues/22192. Training is unaffected,
+    because it normalizes with the biased variance.
     """
 
-    says = "one rank's SyncBatchNorm makes its running variance unbiased with its own count (needs --sync-bn)"
+    summary = "one rank's SyncBatchNorm uses its local count for the unbiased running variance (needs --sync-bn)"
     code = "SYN204"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if not settings.sync_bn:
-            self.refuse("plain BatchNorm knows no count but its own; add --sync-bn")
+            self.refuse("plain BatchNorm always uses the local count; add --sync-bn")
 
-    def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:
-        """Change the layers of one rank."""
-        super().wrapped(method, forward)
+    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Replace the class of the layers on one rank."""
+        super().after_wrap(method, forward)
         for layer in method.module.modules():
-            if self.bad and isinstance(layer, SyncBatchNorm):
-                # The object stays, for DDP holds it; only what it does changes.
+            if self.is_faulty and isinstance(layer, SyncBatchNorm):
+                # Keep the object, because DDP holds references to it, and change only its class.
                 layer.__class__ = LocalCount
         return forward

@@ -1,4 +1,4 @@
-"""Buffers that are not BatchNorm's, updated by each rank from its own data."""
+"""Buffers of modules other than BatchNorm, updated by each rank from its own data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.faults.base import Fault
-from train.faults.start import first_convolution
+from train.faults.start import find_first_convolution
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class InputNormalizer(nn.Module):
-    """Normalize images by the mean and variance of each channel over all batches so far, as for RL observations."""
+    """Normalize images by running per-channel mean and variance, like observation normalizers in RL."""
 
     mean: Tensor
     var: Tensor
@@ -30,13 +30,13 @@ class InputNormalizer(nn.Module):
         self.register_buffer("count", torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [N, C, H, W]. Returns the same shape, normalized."""
+        """x: [N, C, H, W]. Returns the normalized input in the same shape."""
         if self.training:
             self._update(x.detach())
         return (x - self.mean[:, None, None]) / (self.var[:, None, None] + 1e-5).sqrt()
 
     def _update(self, x: Tensor) -> None:
-        """Merge the moments of a batch (Chan et al., 1979)."""
+        """Merge the moments of a batch into the running moments (Chan et al., 1979)."""
         mean, var, count = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), x.numel() // x.size(1)
         total, delta = self.count + count, mean - self.mean
         self.var.copy_((self.var * self.count + var * count + delta**2 * self.count * count / total) / total)
@@ -45,18 +45,18 @@ class InputNormalizer(nn.Module):
 
 
 class LocalNormalizer(Fault):
-    """Normalize the images by running statistics that each rank computes from its own batches.
+    """Normalize images by running statistics of each rank's own batches.
 
-    The module is added after the wrap, so DDP does not broadcast its buffers:
+    The module is added after wrapping, so DDP does not broadcast its buffers:
     https://github.com/Denys88/rl_games/pull/363.
     """
 
-    says = "images are normalized by running statistics of each rank's own batches"
+    summary = "images are normalized by running statistics of each rank's own batches"
     code = "SYN205"
 
-    def wrapped(self, method: Method, forward: nn.Module) -> nn.Module:
-        """Put a normalizer in front of the first convolution, on all ranks alike."""
-        convolution = first_convolution(method.module)
+    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Insert a normalizer before the first convolution on all ranks."""
+        convolution = find_first_convolution(method.module)
         normalizer = InputNormalizer(convolution.in_channels).to(self.ctx.device)
         method.module.normalizer = normalizer
         convolution.register_forward_pre_hook(lambda _, inputs: (normalizer(*inputs),))

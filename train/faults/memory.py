@@ -1,4 +1,4 @@
-"""What a bad memory, a bad copy or a bad computation leaves in one rank's tensors."""
+"""Corrupted tensors on one rank: bad memory, a bad copy, or different rounding."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from train.methods.base import Method
     from train.settings import Settings
 
-# The second highest bit of float32's exponent. It is set in all numbers from 2**-63 to 2, so flipping it
-# divides by 2**64: the weight is as good as gone, the number stays finite, and training goes on. The highest
-# bit, set by a flip, would multiply by 2**128.
+# The second highest exponent bit of float32. It is set in all numbers from 2**-63 to 2, so flipping it divides the
+# number by 2**64: the weight is lost, but finite, and training continues. Setting the highest bit would multiply by
+# 2**128.
 BIT = 29
 LOW, HIGH = 2.0**-63, 2.0
 RUN = 64  # elements: 256 bytes, four cache lines
 
 
 class MemoryFault(Fault):
-    """Base of those that change some elements of one tensor on the last rank after a step.
+    """Base class of faults that change elements of one tensor on the last rank after a step.
 
-    Which ones follows from --seed, so that all ranks know, and can refuse together.
+    The choice depends only on --seed, so all ranks make it, and can raise an error together.
     """
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
@@ -35,142 +35,142 @@ class MemoryFault(Fault):
         self.generator = torch.Generator().manual_seed(settings.seed)
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:
-        """Choose on all ranks, change on one."""
-        if step != self.at:
+        """Choose the element on all ranks, and change it on one."""
+        if step != self.fault_step:
             return
         weights = [weight for weight in method.module.parameters() if weight.dim() > 1 and weight.requires_grad]
-        tensor = self.choose(weights, optimizer).detach().view(-1)
-        place = self.place(tensor)
-        if self.bad:
-            self.change(tensor, place)
+        tensor = self.choose_tensor(weights, optimizer).detach().view(-1)
+        index = self.choose_element(tensor)
+        if self.is_faulty:
+            self.corrupt(tensor, index)
 
-    def choose(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:  # noqa: ARG002 - some look there
+    def choose_tensor(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:  # noqa: ARG002 - for subclasses
         """Choose a tensor. weights: of convolutions and linear layers."""
-        return weights[self.draw(len(weights))]
+        return weights[self.draw_integer(len(weights))]
 
-    def place(self, tensor: Tensor) -> int:
+    def choose_element(self, tensor: Tensor) -> int:
         """Choose an element. tensor: [N], float32."""
-        return self.draw(tensor.numel())
+        return self.draw_integer(tensor.numel())
 
-    def change(self, tensor: Tensor, place: int) -> None:
-        """Change it in place. tensor: [N], float32."""
+    def corrupt(self, tensor: Tensor, index: int) -> None:
+        """Change the element in place. tensor: [N], float32."""
         raise NotImplementedError
 
-    def draw(self, below: int) -> int:
-        """Draw a number from 0 to below - 1."""
+    def draw_integer(self, below: int) -> int:
+        """Draw an integer from 0 to below - 1."""
         return int(torch.randint(below, (), generator=self.generator))
 
 
 class BitFlipWeight(MemoryFault):
-    """Flip one bit of a weight: cosmic rays, a failing memory cell, a core that computes wrong.
+    """Flip one bit of a weight, as a cosmic ray, a failing memory cell or a faulty core would.
 
-    The gradients are averaged over all ranks, so the gap stays in this one element. With --optimizer sgd its
-    weight decay carries it on into the same element of the momentum.
+    Gradients are averaged over all ranks, so the difference stays in this element. With --optimizer sgd, weight decay
+    carries it into the same element of the momentum.
     """
 
-    says = "one bit of one weight flips on one rank"
+    summary = "one bit of one weight flips on one rank"
     code = "SYN220"
     when = "half"
 
-    def place(self, tensor: Tensor) -> int:
-        """Choose among the elements whose bit can be flipped without harm."""
+    def choose_element(self, tensor: Tensor) -> int:
+        """Choose an element that stays finite when the bit is flipped."""
         size = tensor.abs()
         fit = ((size >= LOW) & (size < HIGH)).nonzero()
         if len(fit) == 0:
             self.refuse("no element of the tensor lies between 2**-63 and 2; use another --seed or --fault-step")
-        return int(fit[self.draw(len(fit))])
+        return int(fit[self.draw_integer(len(fit))])
 
-    def change(self, tensor: Tensor, place: int) -> None:
+    def corrupt(self, tensor: Tensor, index: int) -> None:
         """Flip the bit."""
         bits = tensor.view(torch.int32)
-        bits[place] = bits[place] ^ (1 << BIT)
+        bits[index] = bits[index] ^ (1 << BIT)
 
 
 class BitFlipExpAvg(BitFlipWeight):
-    """Flip one bit of the optimizer's first moment: exp_avg of AdamW, the momentum of SGD.
+    """Flip one bit of the optimizer's first moment: exp_avg of AdamW, or the momentum of SGD.
 
-    At the last step the flip stands alone in the file; a step later the weight has it too.
+    At the last step only the moment differs. One step later the weight differs too.
     """
 
-    says = "one bit of the optimizer's first moment (exp_avg, or momentum) flips on one rank"
+    summary = "one bit of the optimizer's first moment (exp_avg, or momentum) flips on one rank"
     code = "SYN220"
     when = "last"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if settings.optimizer == "sgd" and settings.momentum == 0:
-            self.refuse("--momentum 0 leaves the optimizer without a state; use --optimizer adamw")
+            self.refuse("with --momentum 0 the optimizer has no state; use --optimizer adamw")
 
-    def choose(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:
-        """Choose the moment that belongs to a weight."""
-        state = optimizer.state[super().choose(weights, optimizer)]
+    def choose_tensor(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:
+        """Choose the moment of a weight."""
+        state = optimizer.state[super().choose_tensor(weights, optimizer)]
         moment = state.get("exp_avg", state.get("momentum_buffer"))
         if not isinstance(moment, torch.Tensor):
-            # With --amp fp16 the first steps may all have been left out.
-            self.refuse(f"the optimizer has no state after step {self.at}; use a later --fault-step")
+            # With --amp fp16 all steps so far may have been skipped.
+            self.refuse(f"the optimizer has no state after step {self.fault_step}; use a later --fault-step")
         return moment
 
 
 class NanOnOneRank(MemoryFault):
-    """Put one NaN into a weight.
+    """Set one weight to NaN.
 
-    At the last step it stays where it is. Earlier, the next gradients of this rank are NaN, the average takes
-    them to all ranks, and soon all hold the same NaNs, which is in sync: --fault-step shows that. (With --amp fp16
-    the NaN stays on its rank: all ranks leave every later step out.)
+    At the last step only this element differs. Earlier, the rank's next gradients are NaN and the average distributes
+    them, until all ranks hold the same NaNs and are in sync: try --fault-step. (With --amp fp16 the NaN stays on its
+    rank, because all ranks skip every later step.)
     """
 
-    says = "one weight of one rank becomes NaN"
+    summary = "one weight of one rank becomes NaN"
     code = "SYN222"
     when = "last"
 
-    def change(self, tensor: Tensor, place: int) -> None:
-        """Write it."""
-        tensor[place] = float("nan")
+    def corrupt(self, tensor: Tensor, index: int) -> None:
+        """Write the NaN."""
+        tensor[index] = float("nan")
 
 
 class ContiguousCorruption(MemoryFault):
-    """Overwrite a run of adjacent elements: a copy or a transfer that brought other bytes.
+    """Overwrite a range of adjacent elements, like a copy or transfer of wrong bytes.
 
     https://github.com/NVIDIA/Megatron-LM/issues/5281.
     """
 
-    says = f"{RUN} adjacent elements of one weight are overwritten on one rank"
+    summary = f"{RUN} adjacent elements of one weight are overwritten on one rank"
     code = "SYN221"
     when = "last"
 
-    def choose(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:
-        """Choose a tensor of which a run is only a part; the largest where none is that large."""
+    def choose_tensor(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:
+        """Choose a tensor at least twice as large as the range, or the largest tensor."""
         largest = max(weights, key=lambda weight: weight.numel())
-        return super().choose([w for w in weights if w.numel() >= 2 * RUN] or [largest], optimizer)
+        return super().choose_tensor([w for w in weights if w.numel() >= 2 * RUN] or [largest], optimizer)
 
-    def place(self, tensor: Tensor) -> int:
-        """Choose where the run starts."""
-        return self.draw(tensor.numel() - run_length(tensor) + 1)
+    def choose_element(self, tensor: Tensor) -> int:
+        """Choose the start of the range."""
+        return self.draw_integer(tensor.numel() - run_length(tensor) + 1)
 
-    def change(self, tensor: Tensor, place: int) -> None:
-        """Write numbers of a weight's size, as another buffer of the model would hold."""
+    def corrupt(self, tensor: Tensor, index: int) -> None:
+        """Write values of a typical weight's size, as if from another buffer of the model."""
         length = run_length(tensor)
-        tensor[place : place + length] = 0.1 * torch.randn(length, generator=self.generator).to(tensor.device)
+        tensor[index : index + length] = 0.1 * torch.randn(length, generator=self.generator).to(tensor.device)
 
 
 def run_length(tensor: Tensor) -> int:
-    """Count the elements to overwrite: never the whole tensor."""
+    """Return the number of elements to overwrite, at most half of the tensor."""
     return min(RUN, tensor.numel() // 2)
 
 
 class RoundsOtherwise(Fault):
-    """Move every parameter to the next float32: a kernel, or an order of summing, that rounds otherwise.
+    """Move every parameter to the next float32, like a kernel or a summation order with different rounding.
 
-    Harmless by itself, and the reason why the same bits on all ranks need the same kernels on all of them.
+    The difference is harmless, but shows that bitwise equal replicas need equal kernels on all ranks.
     """
 
-    says = "all parameters of one rank are one rounding step off, as with another kernel"
+    summary = "all parameters of one rank differ by one rounding step, as with another kernel"
     code = "SYN240"
     when = "last"
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
-        """Move them up, on one rank."""
-        if self.bad and step == self.at:
+        """Increase the parameters on one rank."""
+        if self.is_faulty and step == self.fault_step:
             with torch.no_grad():
                 for parameter in method.module.parameters():
                     parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))

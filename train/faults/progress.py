@@ -1,4 +1,4 @@
-"""Ranks that lose a step, a state, or a decision that all should have made together."""
+"""One rank loses a step or a state, or makes a decision that must be common to all ranks."""
 
 from __future__ import annotations
 
@@ -19,64 +19,62 @@ if TYPE_CHECKING:
 
 
 class SkippedStep(Fault):
-    """Lose one optimizer step on the last rank: a batch or a loss that this rank alone found bad.
+    """Skip one optimizer step on the last rank, like a rank that alone rejects a batch or a loss.
 
     https://github.com/ecmwf/WeatherGenerator/issues/2718.
     """
 
-    says = "one rank leaves one optimizer step out (add --optimizer adamw: only that counts steps)"
+    summary = "one rank skips one optimizer step (add --optimizer adamw, which counts steps)"
     code = "SYN214"
     when = "half"
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
-        """Drop the gradients: the optimizer passes over parameters without one, decay and counter included."""
-        if step != self.at:
+        """Set the gradients to None: the optimizer then skips weight decay and step counters too."""
+        if step != self.fault_step:
             return
         self.refuse_overflow(method)
-        if self.bad:
+        if self.is_faulty:
             optimizer.zero_grad(set_to_none=True)
 
 
 class OptimizerOnOneRank(Fault):
-    """Resume with the optimizer's state on rank 0, and an empty one everywhere else.
+    """Simulate a resume that restores the optimizer state only on rank 0.
 
-    DDP sends rank 0's parameters around, so a resume that loads on rank 0 looks right; nobody sends the
-    optimizer: https://github.com/vllm-project/speculators/issues/926.
+    DDP broadcasts rank 0's parameters, so a resume on rank 0 looks correct, but the optimizer state is not broadcast:
+    https://github.com/vllm-project/speculators/issues/926.
     """
 
-    says = "a resume restores the optimizer's state on rank 0 only (add --optimizer adamw: only that counts steps)"
+    summary = "a resume restores the optimizer state on rank 0 only (add --optimizer adamw, which counts steps)"
     code = "SYN215"
     when = "half"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
-        if self.at < 2:
-            self.refuse("before step 1 there is no state to lose; use --fault-step 2 or more")
+        if self.fault_step < 2:
+            self.refuse("there is no optimizer state before step 1; use --fault-step 2 or more")
         if settings.optimizer == "sgd" and settings.momentum == 0:
-            self.refuse(
-                "--optimizer sgd without momentum has no state to lose; use --momentum 0.9 or --optimizer adamw"
-            )
+            self.refuse("--optimizer sgd without momentum has no state; use --momentum 0.9 or --optimizer adamw")
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
-        """Forget, just before the first step after the resume."""
-        if step != self.at:
+        """Clear the state just before the first step after the simulated resume."""
+        if step != self.fault_step:
             return
         self.refuse_overflow(method)
         if not optimizer.state:
-            self.refuse(f"the optimizer has no state before step {self.at}; use a later --fault-step")
+            self.refuse(f"the optimizer has no state before step {self.fault_step}; use a later --fault-step")
         if self.ctx.rank != 0:
             optimizer.state.clear()
 
 
 class ScalerDiverged(SkippedStep):
-    """Let the loss scaler of the last rank find an overflow that the others do not.
+    """Simulate an overflow that only the last rank's loss scaler detects.
 
-    It leaves the step out and halves its scale; from then on gradients of unlike scale are averaged, and each
-    rank divides them by its own. DDP averages before the scaler looks, so all its scalers see the same; where
-    each rank looks at its own gradients or shards they do not: https://github.com/pytorch/pytorch/issues/136009.
+    That rank skips the step and halves its scale. From then on, gradients of different scales are averaged, and each
+    rank divides them by its own scale. DDP averages gradients before the scaler checks them, so its scalers agree. They
+    can disagree if each rank checks its own gradients or shards: https://github.com/pytorch/pytorch/issues/136009.
     """
 
-    says = "one rank's loss scaler finds an overflow alone: it skips a step and halves its scale (needs --amp fp16)"
+    summary = "only one rank's loss scaler detects an overflow, skips a step and halves its scale (needs --amp fp16)"
     code = "SYN216"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
@@ -85,100 +83,100 @@ class ScalerDiverged(SkippedStep):
             self.refuse(f"--amp {settings.amp} has no loss scaler; add --amp fp16")
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
-        """Back off, as GradScaler.update() does after an overflow."""
-        if self.bad and step == self.at:
+        """Halve the scale, as GradScaler.update() does after an overflow."""
+        if self.is_faulty and step == self.fault_step:
             state = self.scaler.state_dict()
             state |= {"scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
             self.scaler.load_state_dict(state)
 
 
 class StaleRank(Fault):
-    """Leave the last rank where it was one step ago: parameters, buffers and optimizer.
+    """Reset the last rank to its state of one step ago: parameters, buffers and optimizer.
 
-    A gather that returned last step's values, a skipped last step, an old file:
+    Examples: a gather that returns the previous step's values, a skipped last step, an old file:
     https://github.com/NVIDIA/Megatron-LM/issues/950.
     """
 
-    says = "one rank still holds what it held before the step (add --save-every 1: the step before shows it)"
+    summary = "one rank keeps the state of the previous step (add --save-every 1 to save that step too)"
     code = "SYN217"
     when = "last"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
-        if self.at < 2:
-            self.refuse("before step 1 there is no step to be left at; use --fault-step 2 or more")
-        self.held: tuple[list[Tensor], dict[str, Any]]
+        if self.fault_step < 2:
+            self.refuse("step 1 has no previous step; use --fault-step 2 or more")
+        self.previous: tuple[list[Tensor], dict[str, Any]]
 
-    def resumed(self, step: int, method: Method, optimizer: Optimizer) -> None:
-        """Remember what is remembered of this step, which no state holds."""
-        if step < self.at:
+    def after_resume(self, step: int, method: Method, optimizer: Optimizer) -> None:
+        """Copy the restored state, because saved states do not contain the copy."""
+        if step < self.fault_step:
             self.after_step(step, method, optimizer)
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:
-        """Remember one step, and undo the next."""
-        if not self.bad:
+        """Copy the state of one step, and restore it after the next."""
+        if not self.is_faulty:
             return
         tensors = [*method.module.parameters(), *method.module.buffers()]
-        if step == self.at - 1:
-            self.held = [tensor.detach().clone() for tensor in tensors], deepcopy(optimizer.state_dict()["state"])
-        if step == self.at:
-            values, state = self.held
+        if step == self.fault_step - 1:
+            self.previous = [tensor.detach().clone() for tensor in tensors], deepcopy(optimizer.state_dict()["state"])
+        if step == self.fault_step:
+            values, state = self.previous
             with torch.no_grad():
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
-            # Not the learning rate, which the trainer sets from the step, as it does on every rank.
+            # Keep the learning rate, which the trainer sets on every rank.
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 class AverageNotUpdated(Fault):
-    """Update the average of the weights no more on the last rank.
+    """Stop updating the average of the weights on the last rank.
 
-    A resume that restores it on some ranks only, an update behind a check of the rank:
-    https://github.com/lucidrains/ema-pytorch/issues/9. Training does not read it, so nothing else differs.
+    Examples: a resume that restores it on some ranks only, an update that depends on the rank:
+    https://github.com/lucidrains/ema-pytorch/issues/9. Training does not use the average, so only the average differs.
     """
 
-    says = "one rank stops updating its moving average of the weights (needs --ema)"
+    summary = "one rank stops updating its moving average of the weights (needs --ema)"
     code = "SYN219"
     when = "half"
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if settings.ema is None:
-            self.refuse("no average is kept; add --ema 0.9")
+            self.refuse("the run has no average; add --ema 0.9")
 
-    def averages(self, step: int) -> bool:
-        """Leave it as it is from the step on."""
-        return not self.bad or step < self.at
+    def should_update_average(self, step: int) -> bool:
+        """Stop at the step of the fault."""
+        return not self.is_faulty or step < self.fault_step
 
 
 class OtherLearningRate(Fault):
     """Halve the learning rate of the last rank.
 
-    A schedule that follows the rank's own loss, epoch or configuration. The averaged gradients are the same, and
-    so are the moments of AdamW that they make; the steps that follow from them are not.
+    Examples: a schedule that depends on the rank's own loss, epoch or configuration. Averaged gradients, and so AdamW's
+    moments, stay equal; parameters differ.
     """
 
-    says = "one rank halves its learning rate, as a schedule does that follows the rank's own loss"
+    summary = "one rank halves its learning rate, like a schedule that depends on the rank's own loss"
     code = "SYN107"
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
-        """Halve it anew: the engine sets it before each step."""
-        if self.bad:
+        """Halve the learning rate, which the engine sets before each step."""
+        if self.is_faulty:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
 
 
 class SmallerSteps(OtherLearningRate):
-    """Halve the steps of the last rank, and save the learning rate of all ranks.
+    """Halve the updates of the last rank, but save the common learning rate.
 
-    Code that scales the update on its own, or sets the rate back before it saves: no setting in the files differs.
+    Examples: code that scales updates, or restores the learning rate before saving. No saved setting differs.
     """
 
-    says = "one rank takes steps of half the size, and its file has the common learning rate (add --optimizer adamw)"
+    summary = "one rank halves its updates, but saves the common learning rate (add --optimizer adamw)"
     code = "SYN299"
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
-        """Set the rate back before anything is saved."""
-        if self.bad:
+        """Restore the learning rate before anything is saved."""
+        if self.is_faulty:
             for group in optimizer.param_groups:
                 group["lr"] *= 2.0

@@ -1,4 +1,4 @@
-"""Who a process is among its peers, and the few collectives that the trainer needs."""
+"""The rank of a process, and the collectives of the trainer."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RankContext:
-    """Who this process is among its peers: all that the trainer needs to know of any launcher.
+    """Rank, device and rendezvous address of this process, the same for every launcher.
 
-    rank: 0..world_size-1 over all nodes. local_rank: 0..local_world_size-1 within this node. node: index of
-    this machine. device: where this rank computes. devices: all GPUs that this process may use, of which
-    `device` is the first; empty on the CPU. backend: of the process group, or None where there is none, so
-    that a collective of one process is the identity. init_method: where the ranks meet, as torch writes it:
-    env://, tcp://host:port or file:///path.
+    rank: 0..world_size-1 over all nodes. local_rank: 0..local_world_size-1 within this node. node: index of this
+    machine. devices: all GPUs available to this process, `device` first; empty on the CPU. backend: of the process
+    group; None without a group, and then a collective returns its input. init_method: tcp://host:port or file:///path.
     """
 
     rank: int = 0
@@ -38,27 +36,27 @@ class RankContext:
     local_world_size: int = 1
     node: int = 0
     devices: tuple[torch.device, ...] = ()
-    init_method: str = "env://"
+    init_method: str = ""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints."""
+        """Return whether this is rank 0, which prints."""
         return self.rank == 0
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a tensor over all ranks, in place; every rank gets the sum."""
+        """Sum a tensor over all ranks, in place."""
         if self.backend is not None:
             dist.all_reduce(values)
         return values
 
     def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Take the largest of each element over all ranks, in place; every rank gets them."""
+        """Take the maximum of each element over all ranks, in place."""
         if self.backend is not None:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return values
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Give every rank all ranks' numbers, a row for each rank; one small collective."""
+        """Gather numbers in one small collective: a row for each rank, on every rank."""
         row = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         if self.backend is None:
             return [row.tolist()]
@@ -67,7 +65,7 @@ class RankContext:
         return [row.tolist() for row in rows]
 
     def gather(self, value: T) -> list[T]:
-        """Give every rank the list of all ranks' small picklable values, in the order of the ranks."""
+        """Gather small picklable values: a list in rank order, on every rank."""
         if self.backend is None:
             return [value]
         values: list[T | None] = [None] * self.world_size
@@ -76,11 +74,10 @@ class RankContext:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block that may fail on some ranks only: afterwards all go on, or all raise.
+        """Run a block without collectives, and raise UserError on every rank if any rank raised it.
 
-        Where one rank raised alone, the others would wait for it in their next collective. The block itself
-        must hold no collective. Raises UserError on every rank when it was raised on one; another exception
-        goes its own way.
+        If a rank raised it alone, the other ranks would wait in their next collective. Exceptions of other types are
+        not exchanged.
         """
         failure = None
         try:

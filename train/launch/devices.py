@@ -1,4 +1,4 @@
-"""Which GPUs a process computes on, or the CPU."""
+"""Select the GPUs of a process, or the CPU, and the backend."""
 
 from __future__ import annotations
 
@@ -9,74 +9,74 @@ import torch
 from train.errors import RankError, UserError
 
 if TYPE_CHECKING:
-    from train.launch.place import Place
+    from train.launch.environment import RankInfo
 
 
-def choose_devices(gpus: str | None, place: Place | None) -> tuple[torch.device, ...]:
+def choose_devices(gpus: str | None, info: RankInfo | None) -> tuple[torch.device, ...]:
     """List the GPUs of this process; empty means the CPU.
 
-    gpus: the text of --gpus. place: None for a process that runs alone and may use them all. Of several on one
-    machine each gets one of its own, for NCCL refuses two ranks on one GPU. Raises UserError, or RankError where
-    only this machine is concerned.
+    gpus: the text of --gpus. info: None for a process without a group, which may use all GPUs. Ranks that share a
+    machine get a GPU each, because NCCL refuses two ranks on the same GPU. Raises UserError, or RankError if the
+    problem concerns this machine only.
     """
     if gpus == "none":
         return ()
-    numbers = list(range(count())) if gpus is None else parse(gpus)
-    if place is None:
+    numbers = list(range(count_gpus())) if gpus is None else parse_gpus(gpus)
+    if info is None:
         return tuple(torch.device("cuda", number) for number in numbers)
     if not numbers:
         return ()
-    if place.own_gpus:
+    if info.own_gpus:
         return (torch.device("cuda", numbers[0]),)
-    if place.local_world_size is None:
-        # By hand: nobody has said which ranks share this machine. Let them take turns.
-        local_rank = place.rank % len(numbers) if place.local_rank is None else place.local_rank
+    if info.local_world_size is None:
+        # Started by hand, so it is unknown which ranks share this machine: distribute all ranks evenly.
+        local_rank = info.rank % len(numbers) if info.local_rank is None else info.local_rank
         if local_rank >= len(numbers):
             raise RankError(f"--local-rank {local_rank}: this machine has {_gpus(len(numbers))} for its ranks")
-    elif place.local_world_size > len(numbers):
+    elif info.local_world_size > len(numbers):
         if gpus is not None:
-            ranks = place.local_world_size
+            ranks = info.local_world_size
             raise UserError(f"--gpus {gpus}: {_gpus(len(numbers))} for {ranks} ranks on this machine; each needs one")
         return ()
     else:
-        local_rank = place.local_rank or 0
+        local_rank = info.local_rank or 0
     return (torch.device("cuda", numbers[local_rank]),)
 
 
-def idle_gpus(gpus: str | None, devices: tuple[torch.device, ...], ranks: int) -> str:
-    """Say that this machine has GPUs, too few for its ranks, so that these compute on the CPU; else nothing.
+def describe_idle_gpus(gpus: str | None, devices: tuple[torch.device, ...], ranks: int) -> str:
+    """Return a warning if ranks use the CPU because this machine has too few GPUs, else an empty string.
 
     ranks: on this machine.
     """
-    if gpus is not None or devices or not count():
+    if gpus is not None or devices or not count_gpus():
         return ""
-    return f"{_gpus(count())} for {ranks} ranks on this machine: all compute on the CPU; --gpus none if that is meant"
+    return f"{_gpus(count_gpus())} for {ranks} ranks on this machine: all use the CPU; --gpus none hides this line"
 
 
-def count() -> int:
-    """Count the GPUs that this process sees; CUDA_VISIBLE_DEVICES may hide some."""
+def count_gpus() -> int:
+    """Count the visible GPUs; CUDA_VISIBLE_DEVICES may hide some."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def parse(gpus: str) -> list[int]:
-    """Read the numbers in --gpus. Raises UserError, or RankError for a GPU that this machine has not."""
+def parse_gpus(gpus: str) -> list[int]:
+    """Parse the numbers in --gpus. Raises UserError, or RankError for a GPU missing on this machine."""
     texts = [text.strip() for text in gpus.split(",")]
     if not all(text.isascii() and text.isdigit() for text in texts):
-        raise UserError(f"--gpus {gpus}: needs numbers with commas between them, as 0,1, or none for the CPU")
+        raise UserError(f"--gpus {gpus}: must be comma-separated numbers like 0,1, or none for the CPU")
     numbers = [int(text) for text in texts]
     for number in numbers:
         if numbers.count(number) > 1:
-            raise UserError(f"--gpus {gpus}: {number} is there twice")
-        if number >= count():
-            there = f"has {_gpus(count())}" + (f", 0 to {count() - 1}" if count() > 1 else "")
-            raise RankError(f"--gpus {gpus}: this machine {there}; use these, or --gpus none")
+            raise UserError(f"--gpus {gpus}: GPU {number} is repeated")
+        if number >= count_gpus():
+            numbered = f", 0 to {count_gpus() - 1}" if count_gpus() > 1 else ""
+            raise RankError(f"--gpus {gpus}: this machine has {_gpus(count_gpus())}{numbered}; or give --gpus none")
     return numbers
 
 
 def choose_backend(backend: str | None, devices: tuple[torch.device, ...]) -> str:
-    """Choose how the process group sends: NCCL between GPUs, gloo between CPUs. Raises UserError."""
+    """Choose NCCL for GPUs and gloo for CPUs, unless --backend is given. Raises UserError."""
     if backend == "nccl" and not devices:
-        raise UserError("--backend nccl needs a GPU for each rank, these compute on the CPU: use --backend gloo")
+        raise UserError("--backend nccl needs a GPU for each rank, but the ranks use the CPU: give --backend gloo")
     return backend or ("nccl" if devices else "gloo")
 
 

@@ -1,7 +1,7 @@
-"""Signals that end a run: at once while it starts, after an agreed step once it trains.
+"""Signals that end a run: at once while it starts, and after an agreed step once it trains.
 
-Python calls a handler only when its main thread comes back from C++, and inside a collective that can take as long as
---timeout. The number of a signal is written to a socket at once, though, and a thread reads it there.
+Python runs a signal handler only when its main thread returns from C++, and a collective may hold it for --timeout.
+The wakeup file descriptor gets the number of a signal at once, and a thread reads it.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
-from train.launch.leaving import INTERRUPTED, Ending, say, speaks
+from train.launch.environment import prints_for_all_ranks
+from train.launch.exits import INTERRUPTED, ExitStatus, print_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-INTERRUPT = 2.0  # seconds after Ctrl-C in which a process that starts may end in order
-# Seconds in which a training must come to an agreed step: torchrun (multiprocessing/api.py, close) and SLURM (KillWait)
-# end a process 30 s after they have asked it to end.
+INTERRUPT = 2.0  # seconds after Ctrl-C in which a starting process may end by KeyboardInterrupt
+# Seconds in which a training must stop: torchrun (multiprocessing/api.py, close) and SLURM (KillWait) kill a process
+# 30 s after the first signal.
 GRACE = 20.0
-REPEAT = 1.0  # seconds: a terminal and torchrun both deliver one Ctrl-C; what comes later is a second one
-# SLURM sends the last to tell that time is running out (--signal=USR1@60): nobody ends the process soon, so it may
-# take its time.
+REPEAT = 1.0  # seconds: a terminal and torchrun both deliver one Ctrl-C; a later signal counts as a second
+# SLURM can send SIGUSR1 as a notice before its time limit (--signal=USR1@60), without a kill 30 s later.
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def signals_as_bytes(*numbers: int) -> Iterator[socket.socket]:
-    """Let these signals interrupt nothing during the block: each writes its number to the socket, as a byte."""
+def signals_to_socket(*numbers: int) -> Iterator[socket.socket]:
+    """Replace the handlers of these signals during the block: each signal only writes its number to the socket."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    # One that is ignored stays so: nohup and shells that start jobs in the background ignore some on purpose.
+    # nohup, and shells that start background jobs, ignore some signals on purpose.
     before = {number: signal.getsignal(number) for number in numbers}
-    heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
+    handled = [number for number in numbers if before[number] is not signal.SIG_IGN]
     with reader, writer:
         descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in heard:
+        for number in handled:
             signal.signal(number, lambda *_: None)
         try:
             yield reader
         finally:
-            for number in heard:
+            for number in handled:
                 signal.signal(number, before[number])
             signal.set_wakeup_fd(descriptor)
 
 
 @contextmanager
-def held_back(*numbers: int) -> Iterator[None]:
-    """Hold signals back, here until the end of the block, and for good in the processes that start in it."""
+def block_signals(*numbers: int) -> Iterator[None]:
+    """Block signals during the block, and permanently in processes started by the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        resource_tracker.ensure_running()  # multiprocessing starts it when it likes, and lets the signals through again
+        resource_tracker.ensure_running()  # when multiprocessing starts it, it unblocks the signals
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
@@ -66,40 +66,40 @@ def held_back(*numbers: int) -> Iterator[None]:
 
 
 class Signals:
-    """What this process has been told by signals.
+    """The signals received by this process.
 
-    number: the one that asks it to stop, or 0. Only a program of its own listens: a library must not touch a process's
-    signals.
+    number: the first signal of STOP, or 0. Only programs call `listen`: a library must not replace a process's
+    signal handlers.
     """
 
     def __init__(self, grace: float = GRACE) -> None:
         self.grace = grace
         self.number = 0
-        self.speaks = True
+        self.prints = True
         self._deferred = False
         self._raised = threading.Event()
 
-    def listen(self, *, speaks: bool = True) -> None:
-        """Begin: Ctrl-C ends this process, even one that waits inside torch for another rank.
+    def listen(self, *, prints: bool = True) -> None:
+        """Install the handlers: Ctrl-C then ends this process even while it waits inside torch for another rank.
 
-        speaks: whether this process says how it ends when it cannot end in order. To be called on the main thread.
+        prints: whether this process prints the reason if it cannot end normally. Call it on the main thread.
         """
-        self.speaks = speaks
+        self.prints = prints
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._handle(signal.SIGINT, self._interrupt)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # A fork shares the socket, and what it is told itself would be taken for this process's. The workers that load
-        # data are none (train/loading.py), but a library may fork.
-        os.register_at_fork(after_in_child=self._forget)
-        sys.unraisablehook = _pass_over_interrupts
+        # A fork shares the socket, and its signals would count as signals of this process. Data loading does not fork
+        # (train/loading.py), but a library may.
+        os.register_at_fork(after_in_child=self._reset_in_fork)
+        sys.unraisablehook = _ignore_interrupts
         threading.Thread(target=self._watch, daemon=True).start()
 
     def defer(self) -> None:
-        """From now on signals of STOP end nothing at once: `number` tells of them, for the rest of this process.
+        """Only record signals of STOP in `number` from now on.
 
-        One that does not end within `grace` seconds is ended, as it is by a second signal. Without `listen` before,
-        nothing changes.
+        After a signal the process has `grace` seconds; then, or at a second signal, it ends. Without `listen` nothing
+        changes.
         """
         if hasattr(self, "_reader"):
             self._deferred = True
@@ -107,8 +107,7 @@ class Signals:
                 self._handle(number, lambda *_: None)
 
     def _handle(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
-        # One that is ignored stays so: nohup and shells that start jobs in the background ignore some on purpose.
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in signals_to_socket
             signal.signal(number, handler)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -116,8 +115,8 @@ class Signals:
             self._raised.set()
             signal.default_int_handler(number, frame)
 
-    def _forget(self) -> None:
-        """In a fork: leave signals to the process that it works for, which goes on to an agreed step."""
+    def _reset_in_fork(self) -> None:
+        """Ignore signals in a fork, because its parent needs it until the agreed step."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -125,52 +124,43 @@ class Signals:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _watch(self) -> None:
-        """Read the numbers; end the process when its time is up."""
-        since = None  # when it was first told to end
+        """Read signal numbers, and end the process when its time is up."""
+        since = None  # time of the first signal with a deadline
         while True:
             left = None if since is None else since + self.grace - time.monotonic()
             if left is not None and left <= 0:
-                self._leave(overdue(self.number, self.grace))
+                self._exit(grace_expired(self.number, self.grace))
             if not select.select([self._reader], [], [], left)[0]:
                 continue
             number = self._reader.recv(1)[0]
             if not self._deferred:
                 if number == signal.SIGINT and not self._raised.wait(INTERRUPT):
-                    self._leave(INTERRUPTED)
+                    self._exit(INTERRUPTED)
                 self._raised.clear()  # Python has raised KeyboardInterrupt, maybe at a debugger's prompt
             elif number in STOP:
                 if since is not None and number != signal.SIGUSR1 and time.monotonic() - since > REPEAT:
-                    self._leave(ended_by(number))
+                    text = f"ended by {signal.Signals(number).name}"
+                    self._exit(INTERRUPTED if number == signal.SIGINT else ExitStatus(128 + number, text))
                 self.number = self.number or number
                 if since is None and number != signal.SIGUSR1:
                     since = time.monotonic()
 
-    def _leave(self, ending: Ending) -> None:
-        if self.speaks and speaks(os.environ):
-            say(ending)
-        os._exit(ending.code)
+    def _exit(self, status: ExitStatus) -> None:
+        if self.prints and prints_for_all_ranks(os.environ):
+            print_status(status)
+        os._exit(status.code)
 
 
-def _pass_over_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
-    """Print what Python cannot raise, except a Ctrl-C that came within a destructor or a callback."""
+def _ignore_interrupts(unraisable: sys.UnraisableHookArgs) -> None:
+    """Do not print a KeyboardInterrupt from a destructor or a callback."""
     if unraisable.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(unraisable)
 
 
-def ended_by(number: int) -> Ending:
-    """Tell that a signal has ended this process at once."""
-    return INTERRUPTED if number == signal.SIGINT else Ending(128 + number, f"ended by {name(number)}", alike=True)
+def grace_expired(number: int, grace: float = GRACE) -> ExitStatus:
+    """Return the status after a signal if the ranks did not stop in time."""
+    text = f"ended by {signal.Signals(number).name}: the ranks did not reach an agreed step within {grace:g} s"
+    return ExitStatus(128 + number, f"{text}; earlier checkpoints are complete", shared=True)
 
 
-def overdue(number: int, grace: float = GRACE) -> Ending:
-    """Tell that the ranks could not stop in order."""
-    text = f"ended by {name(number)}: the ranks did not come to an agreed step within {grace:g} s"
-    return Ending(128 + number, f"{text}; what was saved before is whole", alike=True)
-
-
-def name(number: int) -> str:
-    """Give a signal's name, like SIGTERM."""
-    return signal.Signals(number).name
-
-
-SIGNALS = Signals()  # of this process, which has one set of signal handlers
+SIGNALS = Signals()  # a process has one set of signal handlers

@@ -1,4 +1,4 @@
-"""What the engine asks of a parallel method."""
+"""The interface between the training loop and a parallel method."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Replica:
-    """What one checkpoint holds: a model's tensors, named as without any wrapper, and its optimizer; not copied."""
+    """The contents of one checkpoint: model tensors without a wrapper's prefix, and the optimizer; not copied."""
 
     model: dict[str, Tensor]
     optimizer: Optimizer
 
 
 class Method(Protocol):
-    """One way to train one model on several processes or devices.
+    """A way to train one model on several processes or devices.
 
-    grouped: whether it needs a process group. refuses: options that make no sense with it, each with the
-    reason. replicas: how many replicas of the model this process holds. module: the model without any
-    wrapper, on its device, once `wrap` has run. rebuilds_buckets: whether the buckets in which gradients are sent are
-    put together anew after the first backward, see `Step.rehearse`.
+    grouped: whether it needs a process group. refuses: unsupported options with the reason. replicas: number of
+    replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
+    whether gradient buckets are rebuilt after the first backward, see `Step.warm_up_buckets`.
     """
 
     grouped: ClassVar[bool]
@@ -44,63 +43,62 @@ class Method(Protocol):
     def __init__(self, settings: Settings, ctx: RankContext) -> None: ...
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Collect what the metadata block tells readers of the checkpoint: arguments of syncheck.metadata()."""
+    def metadata_fields(self) -> dict[str, Any]:
+        """Return further arguments for syncheck.metadata()."""
         ...
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Prepare a model that is equal on all ranks, and return what training calls."""
+        """Prepare a model that is equal on all ranks. Returns the module that training calls."""
         ...
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build the optimizer over all parameters of the unwrapped model, in their order."""
+        """Build the optimizer for all parameters of the unwrapped model, in their order."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep the gradients of this forward and backward on their rank: more of the batch is to come."""
+        """Return a context in which forward and backward accumulate gradients without communication."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Leave the global batch's gradient where `step` needs it.
+        """Compute the gradient of the global batch.
 
-        loss: this rank's share of the global mean: the sum over its own samples divided by the global batch
-        size.
+        loss: this rank's share of the global mean, i.e. the sum over its samples divided by the global batch size.
         """
         ...
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters and clear their gradients. scaler: passes all through, except with --amp fp16."""
+        """Update the parameters and clear the gradients. scaler: disabled except with --amp fp16."""
         ...
 
     def state(self, optimizer: Optimizer) -> list[Replica]:
-        """Give each replica that this process holds; as many as `replicas`, on every call."""
+        """Return the replicas of this process; always `replicas` of them."""
         ...
 
-    def joined(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Let ranks run out of batches one before the other within this block; a collective. Only with --join."""
+    def join_ranks(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Allow ranks to run out of batches at different steps within this context, with --join; a collective."""
         ...
 
     def extra_state(self) -> dict[str, Any]:
-        """Give what --resume must restore beside model and optimizer: plain values and tensors, by name."""
+        """Return the state, besides model and optimizer, that --resume needs: plain values and tensors by name."""
         ...
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `extra_state` gave on this rank; where the number of ranks has changed, on one of the old."""
+        """Restore `extra_state` of this rank, or of an old rank if the number of ranks has changed."""
         ...
 
 
 class MethodDefaults:
-    """What most methods answer: no buckets, no --join, and all that they hold is in the model and the optimizer."""
+    """Defaults: no gradient buckets, no --join, and no state besides the model and the optimizer."""
 
     rebuilds_buckets: ClassVar[bool] = False
 
-    def joined(self, optimizer: Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002 - for ddp
-        """Do nothing: this method refuses it."""
+    def join_ranks(self, optimizer: Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002 - for ddp
+        """Return an empty context, because the method does not support --join."""
         return nullcontext()
 
     def extra_state(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Restore nothing."""

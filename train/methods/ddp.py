@@ -1,7 +1,7 @@
-"""DistributedDataParallel: a replica per process, gradients averaged during backward.
+"""DistributedDataParallel: one replica per process, gradients averaged during backward.
 
-Compare with single.py: the numbers are the same steps, the letters are what is added. DDP collects gradients in
-buckets, and sends each in an all-reduce as soon as backward has filled it, so that sending and computing overlap.
+Compare with single.py: equal numbers mark the same steps, letters mark additions. DDP collects gradients in buckets,
+and starts an all-reduce when backward has filled a bucket, so communication overlaps with computation.
 https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from train.comm_hooks import memory_of, register_hook, remember
+from train.comm_hooks import collect_hook_state, register_hook, restore_hook_state
 from train.methods.base import MethodDefaults, Replica
 from train.sync_batchnorm import convert_sync_batchnorm
 
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
 
 
 class Ddp(MethodDefaults):
-    """Every rank holds the whole model and its share of each global batch.
+    """Every rank has the whole model and trains on its share of each global batch.
 
-    Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not:
-    each rank updates them with its own samples, and only the next forward replaces them by rank 0's. With
-    --no-buffer-sync nothing ever does. With --sync-bn all ranks compute the same statistics in the first
-    place.
+    Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not: each rank
+    updates them from its own samples, and the next forward replaces them by rank 0's. With --no-buffer-sync they
+    are never replaced. With --sync-bn all ranks compute equal statistics.
     """
 
     grouped: ClassVar[bool] = True
@@ -53,105 +52,104 @@ class Ddp(MethodDefaults):
         self.compressor: PowerSGDState | None = None  # with --comm-hook powersgd
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """By default the next forward makes buffers equal: one step late for a file saved before it."""
+    def metadata_fields(self) -> dict[str, Any]:
+        """Report synchronized buffers. By default they lag by one step, because the next forward synchronizes them."""
         return {"buffers_synced": self.settings.sync_bn or self.settings.buffer_sync}
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Put the model where it computes, and let DDP watch its gradients."""
-        # 1a. SyncBatchNorm first: DDP collects the model's parts when it is built.
+        """Move the model to its device and wrap it in DDP."""
+        # 1a. Convert to SyncBatchNorm first, because DDP registers the modules when it is built.
         if self.settings.sync_bn:
             model = convert_sync_batchnorm(model)
         # 1. Move the parameters and buffers to the device.
         self.module = model.to(self.ctx.device)
-        # 1b. Wrap. This sends rank 0's parameters and buffers to all, so they start equal whatever the seeds
-        #     were. On a GPU, name it; on the CPU there is nothing to name. A parameter that a step does not
-        #     use leaves that step's reduction unfinished, and DDP raises, unless it is told to look for such.
+        # 1b. Wrap. DDP broadcasts rank 0's parameters and buffers, so replicas start equal whatever their seeds.
+        #     `device_ids` names the GPU; it must be None on the CPU. DDP raises an error if a parameter got no gradient
+        #     in the previous step, unless find_unused_parameters=True.
         self.wrapper = DistributedDataParallel(
             self.module,
             device_ids=[self.ctx.device.index] if self.ctx.device.type == "cuda" else None,
             find_unused_parameters=self.settings.find_unused,
-            **buffer_arguments(self.settings.buffer_sync),
+            **build_buffer_arguments(self.settings.buffer_sync),
         )
-        # 1c. Train through the wrapper, or no gradient is averaged; evaluate through the module: a forward of the
-        #     wrapper copies rank 0's buffers over the others, and hides that they differ.
-        # 1d. What is sent of a gradient, if not all of it.
+        # 1c. Train through the wrapper, because only its forward prepares the gradient reduction. Evaluate through the
+        #     module: a forward of the wrapper would broadcast rank 0's buffers and hide differences.
+        # 1d. A communication hook compresses the gradients.
         if self.settings.comm_hook != "none":
             self.compressor = register_hook(self.wrapper, self.settings)
         return self.wrapper
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build this rank's optimizer, equal to all others'."""
-        # 2. As in single.py: DDP averages gradients, and knows nothing of the optimizer.
+        """Build this rank's optimizer."""
+        # 2. As in single.py. DDP averages gradients and is independent of the optimizer.
         return kind(self.module.parameters(), **arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Leave the gradients of this micro-batch where they are, to be averaged with the last one's."""
-        # 3a. Around the forward too: it is the forward that decides whether its backward will synchronize.
+        """Return a context in which gradients stay local, to be averaged with the last micro-batch."""
+        # 3a. It must include the forward, which decides whether its backward synchronizes.
         no_sync: AbstractContextManager[None] = self.wrapper.no_sync()
         return no_sync
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients, which DDP averages over the ranks on the way."""
-        # 3b. DDP divides the sum by the number of ranks, but the shares in `loss` already add up to the
-        #     global mean: undo the division. (With 32 samples on 2 ranks each loss is a sum of 16 divided by 32,
-        #     and times 2 it is the usual mean over the rank's own 16.)
+        """Compute the gradients, averaged over all ranks by DDP."""
+        # 3b. DDP divides the sum by the number of ranks, but the losses of all ranks already add up to the global mean:
+        #     undo the division. (With 32 samples on 2 ranks, each loss is a sum over 16 divided by 32; times 2 it is
+        #     the usual mean over the rank's 16 samples.)
         loss = loss * self.ctx.world_size
-        # 3. Every rank must call this equally often, for each waits for all the others.
+        # 3. Every rank must call backward equally often, because each call waits for all ranks.
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters: equal values, equal gradients, so they stay equal without being sent."""
-        # 4. As in single.py. The scaler sees the averaged gradients, so all ranks leave out the same steps.
+        """Update the parameters. Equal parameters and equal gradients stay equal without communication."""
+        # 4. As in single.py. The scaler checks averaged gradients, so all ranks skip the same steps.
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
 
     @contextmanager
-    def joined(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let ranks run out of batches one before the other, and bring all to where the last one is."""
-        # 4a. A rank that is done stays in the block until all are: there it answers the others' messages with zeros.
-        #     DDP goes on dividing by all ranks, so a sample weighs as much as before. In the end it sends all ranks the
-        #     parameters and buffers of one that was among the last.
+    def join_ranks(self, optimizer: Optimizer) -> Iterator[None]:
+        """Allow ranks to run out of batches at different steps, and synchronize them at the end."""
+        # 4a. A rank without batches stays in the context and takes part in the other ranks' collectives with zeros. DDP
+        #     still divides by the number of all ranks, so every sample keeps its weight. At the end DDP broadcasts the
+        #     parameters and buffers of a rank that finished last.
         with self.wrapper.join():
             yield
-        # 4b. But not its optimizer, of which DDP knows nothing: the momentum of a rank that was done earlier lacks the
-        #     others' last steps, and ranks would part with the first step of the next epoch. Rank 0 is always one of
-        #     the last.
-        send_optimizer(optimizer, self.ctx.device)
+        # 4b. DDP does not synchronize the optimizer: the momentum of a rank that finished early lacks the last steps,
+        #     and replicas would diverge with the next step. Rank 0 always has the most batches.
+        broadcast_optimizer_state(optimizer, self.ctx.device)
 
     def state(self, optimizer: Optimizer) -> list[Replica]:
-        """Give this rank's replica."""
-        # 5. Of the module, not of the wrapper, which would put "module." before every name.
+        """Return this rank's replica."""
+        # 5. Save the module's state dict. The wrapper's would have the prefix "module." in every name.
         return [Replica(self.module.state_dict(), optimizer)]
 
     def extra_state(self) -> dict[str, Any]:
-        """Give what PowerSGD remembers, if that is the hook."""
-        # 5a. It remembers by bucket, and a resumed run must fill its buckets alike: see `Step.rehearse`.
-        return {} if self.compressor is None else memory_of(self.compressor, self.ctx)
+        """Return the state of PowerSGD, if used."""
+        # 5a. PowerSGD keeps errors by bucket, so a resumed run must have the same buckets: see `Step.warm_up_buckets`.
+        return {} if self.compressor is None else collect_hook_state(self.compressor, self.ctx)
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore the state of PowerSGD."""
         if self.compressor is not None:
-            remember(self.compressor, state, self.ctx)
+            restore_hook_state(self.compressor, state, self.ctx)
 
 
-def send_optimizer(optimizer: Optimizer, device: torch.device) -> None:
-    """Replace the tensors of the optimizer's state by those of rank 0; a collective. All ranks have made a step."""
+def broadcast_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Broadcast rank 0's optimizer state; a collective. All ranks have made a step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
-                    sent = value.to(device)  # Adam keeps its count on the CPU, which NCCL does not reach
+                    sent = value.to(device)  # Adam's step count is on the CPU, which NCCL does not support
                     dist.broadcast(sent, 0)
                     value.copy_(sent)
 
 
-def buffer_arguments(sync: bool) -> dict[str, Any]:
-    """Spell "leave the buffers alone" for the torch at hand; nothing where they are to be synchronized.
+def build_buffer_arguments(sync: bool) -> dict[str, Any]:
+    """Return the DDP arguments for --no-buffer-sync in the installed torch version.
 
-    forward_sync_buffers still sends them once at the start; broadcast_buffers, which it replaced in torch
-    2.13, does not even do that, but here they start equal from the seed.
+    forward_sync_buffers=False still broadcasts buffers once at the start. broadcast_buffers=False, its predecessor
+    before torch 2.13, does not; here buffers start equal because all ranks use one seed.
     """
     if sync:
         return {}

@@ -1,7 +1,7 @@
-"""Hybrid Sharded Data Parallel: the model divided within a group of ranks, and as many copies as groups.
+"""Hybrid Sharded Data Parallel: shards within a group of ranks, replicas between groups.
 
-Compare with fsdp.py: only the mesh has one dimension more. Parts are gathered within a group, usually the GPUs
-of one machine with fast links, and only gradients travel between the groups.
+Compare with fsdp.py: only the mesh has a second dimension. Parameters are gathered within a group, usually the GPUs of
+one machine with fast links, and only gradients are sent between groups.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ REPLICAS = 2
 
 
 class Hsdp(Fsdp):
-    """With 2 copies on 4 ranks, ranks 0 and 1 hold one copy between them, ranks 2 and 3 the other.
+    """With 2 copies on 4 ranks, ranks 0 and 1 hold the first copy, and ranks 2 and 3 the second.
 
-    So rank 0 and rank 2 must hold the same bytes, while rank 0 and rank 1 hold different parts.
+    Ranks 0 and 2 must hold equal shards, and ranks 0 and 1 hold different shards.
     """
 
     def make_mesh(self) -> DeviceMesh:
-        """Arrange the ranks in rows: a copy of the model in each, the same part in each column.
+        """Build a two-dimensional mesh: each row is a copy of the model, each column holds equal shards.
 
-        Raises UserError when the ranks do not fill the rows.
+        Raises UserError if the number of ranks does not fit.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
         world_size, copies = self.ctx.world_size, self.settings.replicas or REPLICAS
         if world_size % copies or world_size == copies:
             raise UserError(
-                f"--method hsdp --replicas {copies}: {world_size} ranks are not {copies} copies of 2 or more parts; "
-                f"start {2 * copies}, or choose --replicas"
+                f"--method hsdp --replicas {copies}: {world_size} ranks cannot hold {copies} copies of 2 or more "
+                f"shards each; start {2 * copies} ranks, or change --replicas"
             )
         shape = (copies, world_size // copies)
         return init_device_mesh(self.ctx.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""One process, one device: what `Step` (train/step.py) calls, and what every parallel method changes."""
+"""One process, one device: the baseline for the parallel methods. `Step` (train/step.py) calls these functions."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Single(MethodDefaults):
-    """Plain training."""
+    """Training without parallelism."""
 
     grouped: ClassVar[bool] = False
     refuses: ClassVar[Mapping[str, str]] = {
-        "--sync-bn": "it has no other replica to share statistics with",
-        "--no-buffer-sync": "it has no other replica to share statistics with",
-        "--join": "it waits for no other rank",
-        "--comm-hook": "it sends no gradients that could be fewer bytes",
-        "--find-unused": "it reduces no gradients, so it waits for none",
+        "--sync-bn": "a single replica has nothing to synchronize",
+        "--no-buffer-sync": "a single replica has nothing to synchronize",
+        "--join": "a single process never waits for another rank",
+        "--comm-hook": "a single process sends no gradients to compress",
+        "--find-unused": "a single process reduces no gradients",
     }
     replicas = 1
 
@@ -37,23 +37,23 @@ class Single(MethodDefaults):
         self.module: nn.Module
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """One replica always agrees with itself."""
+    def metadata_fields(self) -> dict[str, Any]:
+        """Report synchronized buffers, because a single replica equals itself."""
         return {"buffers_synced": True}
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Put the model where it computes."""
-        # 1. Move the parameters and buffers to the device, before an optimizer takes hold of them.
+        """Move the model to its device."""
+        # 1. Move the parameters and buffers to the device before the optimizer refers to them.
         self.module = model.to(self.ctx.device)
         return self.module
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build the optimizer over all parameters."""
-        # 2. All of them: what the optimizer does not hold is never trained.
+        """Build the optimizer for all parameters."""
+        # 2. All parameters: a parameter missing in the optimizer is never trained.
         return kind(self.module.parameters(), **arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Do nothing: there is nobody to synchronize with, and gradients add up until they are cleared."""
+        """Return an empty context: there is no communication, and gradients accumulate until they are cleared."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -63,13 +63,13 @@ class Single(MethodDefaults):
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the parameters."""
-        # 4. Step, then drop the gradients, or the next backward would add to them. With --amp fp16 the scaler
-        #    leaves the step out where a gradient overflowed, and adjusts its scale; else it only passes on.
+        # 4. Clear the gradients after the step, or the next backward would add to them. With --amp fp16 the scaler
+        #    skips the step if a gradient overflowed and adjusts its scale; otherwise it just calls the optimizer.
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
 
     def state(self, optimizer: Optimizer) -> list[Replica]:
-        """Give the one replica there is."""
-        # 5. The module is the model: its state dict is what any other program loads.
+        """Return the only replica."""
+        # 5. The state dict of the unwrapped module, which any other program can load.
         return [Replica(self.module.state_dict(), optimizer)]

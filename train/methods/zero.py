@@ -1,7 +1,7 @@
-"""ZeroRedundancyOptimizer under DDP: whole parameters on every rank, but each keeps only its part of the state.
+"""ZeroRedundancyOptimizer with DDP: every rank has all parameters, and a part of the optimizer state.
 
-Compare with ddp.py, all of whose other steps it takes over (Rajbhandari et al. 2020, stage 1,
-https://arxiv.org/abs/1910.02054): Adam's state is twice as large as the model, and no rank needs all of it.
+The remaining steps are inherited from ddp.py. Adam's state is twice the size of the parameters, and each rank needs
+only its part (Rajbhandari et al. 2020, stage 1, https://arxiv.org/abs/1910.02054).
 https://docs.pytorch.org/docs/stable/distributed.optim.html
 """
 
@@ -20,30 +20,29 @@ if TYPE_CHECKING:
 
 
 class Zero(Ddp):
-    """Every parameter belongs to one rank, which updates it and sends the others its new value."""
+    """Each parameter is owned by one rank, which updates it and broadcasts the new value."""
 
     refuses: ClassVar[Mapping[str, str]] = {
-        "--join": "a rank that is done would leave its part of the parameters as it is",
+        "--join": "a rank without batches would stop updating its part of the parameters",
     }
     optimizer: ZeroRedundancyOptimizer
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Say that no two ranks hold the same part of the optimizer's state."""
-        return {**super().facts, "optimizer_sharded": True}
+    def metadata_fields(self) -> dict[str, Any]:
+        """Report a sharded optimizer: ranks have different parts of its state."""
+        return {**super().metadata_fields, "optimizer_sharded": True}
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build an optimizer that deals the parameters out to the ranks."""
+        """Build an optimizer that partitions the parameters between ranks."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        # 2a. Whole parameters are dealt out, the largest first, to the rank that has the fewest elements.
-        # 4. The call is that of ddp.py. Its step() updates this rank's parameters and then broadcasts them.
+        # 2a. It assigns each parameter, largest first, to the rank with the fewest elements so far.
+        # 4. As in ddp.py. step() updates this rank's parameters, then broadcasts them.
         self.optimizer = ZeroRedundancyOptimizer(self.module.parameters(), optimizer_class=kind, **arguments)
         return self.optimizer
 
     def state(self, optimizer: Optimizer) -> list[Replica]:
-        """Give this rank's replica, with the part of the optimizer's state that is its own."""
-        # 5a. `optimizer.state_dict()` wants all parts sent to one rank first; the optimizer inside holds this
-        #     rank's, and names only the parameters that are its own.
+        """Return this rank's replica with its part of the optimizer state."""
+        # 5a. `optimizer.state_dict()` requires consolidation on one rank. The inner optimizer has this rank's part.
         assert optimizer is self.optimizer
         return [Replica(self.module.state_dict(), self.optimizer.optim)]

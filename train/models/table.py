@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import UserError
-from train.listing import listing
+from train.listing import format_table
 from train.models.cifar_resnet import resnet8, resnet20
 from train.models.convnet import convnet
 from train.models.mnist_convnet import mnist_convnet
@@ -141,4 +141,4 @@ def list_models() -> str:
             if isinstance(module, (_BatchNorm, nn.LayerNorm))
         }
         rows.append((name, f"{parameters:>10,}", " ".join(norms) or "none", network.paper))
-    return listing(rows)
+    return format_table(rows)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
-from train.launch import write_line
+from train.launch.exits import print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,4 +67,4 @@ class LineFile:
 
 def warn_lost(path: Path, error: OSError) -> None:
     """Print a warning that the log is incomplete."""
-    write_line(f"warning: cannot write the log {path}: {error.strerror}; training continues")
+    print_line(f"warning: cannot write the log {path}: {error.strerror}; training continues")

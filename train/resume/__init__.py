@@ -1,8 +1,8 @@
-"""--checkpoint-every and --resume: a run that was interrupted goes on as if it had not been.
+"""Save and restore the full state of a run: --checkpoint-every and --resume.
 
-files.py: where the states lie, and how one is read with suspicion. state.py: what a rank saves and takes back.
-generators.py: random numbers. search.py: the newest state that all ranks have. shards.py: what is divided, for another
-number of ranks. differences.py: what may have changed since, and what that means. keeper.py: when all this happens.
+keeper.py decides when to save and restore. files.py reads and writes state files, and state.py collects and restores
+one rank's state. rng.py handles RNG states. search.py finds the newest state complete on all ranks. shards.py converts
+sharded tensors to another number of ranks. differences.py compares the options of the saved and the resumed run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The files that --resume reads: `<out>/.resume/<run>/step_<n>/rank_<r>.pth`, one per rank and step.
+"""State files for --resume: `<out>/.resume/<run>/step_<n>/rank_<r>.pth`, one per rank and step.
 
-The folder is hidden, so that whoever walks `<out>` for checkpoints, `syncheck report` for one, finds the same with and
-without it; named itself, it is compared like any other folder of ranks.
+The folder is hidden, so that tools that search `<out>` for checkpoints, like `syncheck report`, skip it. Given
+explicitly, it is compared like any other folder of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.checkpoints.files import write_atomic
-from train.checkpoints.formats import copied
+from train.checkpoints.formats import copy_to_cpu
 from train.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT, VERSION = "train-resume", 1
-# What `read` promises to be there, and of which type.
+# Fields checked by `read_state`, and their types.
 FIELDS: dict[str, type | tuple[type, ...]] = {
     "run": str,
     "run_id": str,
@@ -48,22 +48,22 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-class Unusable(Exception):
-    """A file cannot be resumed from; the text says why."""
+class UnusableState(Exception):
+    """A state file cannot be used; the message contains the reason."""
 
 
 def states_folder(out: Path, run: str) -> Path:
-    """Name the folder of one run's states."""
+    """Return the folder of a run's states."""
     return out / ".resume" / run
 
 
 def state_path(folder: Path, step: int, rank: int) -> Path:
-    """Name the file of one rank after `step` optimizer steps. folder: of `states_folder`."""
+    """Return the state file of one rank after `step` optimizer steps. folder: from `states_folder`."""
     return folder / f"step_{step}" / f"rank_{rank}.pth"
 
 
-def visible(folder: Path) -> dict[int, list[int]]:
-    """List the ranks whose files this process can see, by step. Raises UserError where the folder cannot be read."""
+def list_visible_ranks(folder: Path) -> dict[int, list[int]]:
+    """List the ranks with a state file visible to this process, by step. Raises UserError if that fails."""
     found: dict[int, list[int]] = {}
     try:
         for path in folder.glob("step_*/rank_*.pth"):
@@ -76,40 +76,40 @@ def visible(folder: Path) -> dict[int, list[int]]:
     return {step: sorted(ranks) for step, ranks in found.items()}
 
 
-def write(path: Path, state: dict[str, Any]) -> None:
-    """Write a state that is either whole or not there. Raises UserError with the system's reason."""
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a state file atomically. Raises UserError with the system's reason."""
     buffer = io.BytesIO()
-    torch.save({"format": FORMAT, "version": VERSION, **copied(state)}, buffer)
+    torch.save({"format": FORMAT, "version": VERSION, **copy_to_cpu(state)}, buffer)
     write_atomic(path, buffer.getvalue())
 
 
-def read(path: Path, run: str) -> dict[str, Any]:
-    """Read a state of `run` and check that it is one, whole; nothing in it is executed.
+def read_state(path: Path, run: str) -> dict[str, Any]:
+    """Read and validate a state of `run`, without executing anything in the file.
 
-    Raises Unusable with the file and the reason.
+    Raises UnusableState with the file and the reason.
     """
     try:
-        # torch.load does not look at the checksums that torch.save has written; a flipped bit would become a weight.
+        # torch.load ignores the CRC-32 checksums written by torch.save: a flipped bit would become a weight.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise Unusable(f"{path}: damaged at {damaged}")
+            raise UnusableState(f"{path}: damaged at {damaged}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Unusable:
+    except UnusableState:
         raise
     except OSError as error:
-        raise Unusable(f"{path}: {error.strerror or error}") from error
+        raise UnusableState(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # a damaged file can make torch and zipfile raise anything
-        raise Unusable(f"{path}: damaged or cut short ({_first_line(error)})") from error
+        raise UnusableState(f"{path}: damaged or truncated ({_first_line(error)})") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise Unusable(f"{path}: not a state that --resume reads")
+        raise UnusableState(f"{path}: not a state file of --resume")
     if state.get("version") != VERSION:
-        raise Unusable(f"{path}: of version {state.get('version')}, and {VERSION} is needed")
+        raise UnusableState(f"{path}: version {state.get('version')}; expected version {VERSION}")
     for name, kind in FIELDS.items():
         if not isinstance(state.get(name), kind):
-            raise Unusable(f"{path}: {name} is missing, or not what it should be")
+            raise UnusableState(f"{path}: field {name} is missing or has the wrong type")
     if state["run"] != run:
-        raise Unusable(f"{path}: of another run, {state['run']}")
+        raise UnusableState(f"{path}: belongs to another run, {state['run']}")
     return state
 
 
@@ -118,7 +118,7 @@ def _first_line(error: Exception) -> str:
 
 
 def remove_states(folder: Path, keep: Collection[int]) -> None:
-    """Remove the states of all steps but `keep`, half-written ones too, and nothing else. Raises UserError."""
+    """Remove the states of all steps except `keep`, including temporary files. Raises UserError."""
     try:
         for step in folder.glob("step_*"):
             number = re.fullmatch(r"step_(\d+)", step.name)
@@ -126,9 +126,9 @@ def remove_states(folder: Path, keep: Collection[int]) -> None:
                 for path in step.iterdir():
                     if re.fullmatch(r"rank_\d+\.pth|\.rank_\d+\.pth\.tmp", path.name) and not path.is_dir():
                         path.unlink(missing_ok=True)
-                with suppress(OSError):  # something of the user's is in it
+                with suppress(OSError):  # contains files of the user
                     step.rmdir()
     except FileNotFoundError:
-        pass  # another node's rank was faster, in a folder that they share
+        pass  # a rank on another node removed it first, in a shared folder
     except OSError as error:
-        raise UserError(f"cannot remove {error.filename}, a state no longer needed: {error.strerror}") from error
+        raise UserError(f"cannot remove the old state {error.filename}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""When the states of a run are saved and restored: the engine calls it after every step."""
+"""Save and restore the states of a run: the engine calls `Keeper` after every step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from train.errors import UserError
-from train.launch import tell
+from train.launch.exits import print_once
 from train.position import Position
-from train.resume.differences import check_same_run, consequences
-from train.resume.files import remove_states, state_path, states_folder, visible, write
-from train.resume.generators import reseed, restore_generators
-from train.resume.search import Found, newest
-from train.resume.shards import joined
-from train.resume.state import check_fits, collect, restore, restored_position
+from train.resume.differences import check_same_run, describe_changes
+from train.resume.files import list_visible_ranks, remove_states, state_path, states_folder, write_state
+from train.resume.rng import reseed_generators, restore_rng_states
+from train.resume.search import FoundState, find_newest_state
+from train.resume.shards import merge_states
+from train.resume.state import check_shapes, collect_state, restore_position, restore_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from train.position import Plan
     from train.step import Step
 
-COMPLETE = 2  # complete states that are kept: should the newest be damaged, there is one more
+COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
 
 
 class Stateful(Protocol):
-    """Something else that has to be saved with a run, such as the best score so far."""
+    """An object saved and restored with the run, such as the best score so far."""
 
     def state(self) -> dict[str, Any]:
-        """Give plain values and tensors, which torch.load(weights_only=True) accepts."""
+        """Return plain values and tensors, accepted by torch.load(weights_only=True)."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore the result of `state`."""
         ...
 
 
 class Keeper:
-    """Saves what `--resume` needs, as --checkpoint-every says, and restores it.
+    """Saves states for --checkpoint-every, and restores the newest state for --resume.
 
-    Building it is a collective where one of both is asked for. position: where the run begins. resumed: whether it goes
-    on from a state. also: what else is saved and restored, by name. samples: to train on. Raises UserError on all ranks
-    alike: no place to write, no state that can be used, or one of another run.
+    With either option, the constructor is a collective. position: the start of the run. resumed: whether a state was
+    restored. also: further objects to save and restore, by name. samples: training data. Raises UserError on all ranks
+    if the folder is not readable or writable, or if the state is unusable or belongs to another run.
     """
 
     def __init__(self, trainer: Step, plan: Plan, saver: Saver, samples: Images, also: Mapping[str, Stateful]) -> None:
@@ -53,28 +53,28 @@ class Keeper:
         self.folder = states_folder(settings.out, settings.run)
         self.position = Position(ctx.device)
         self.resumed = False
-        self.complete: list[int] = []  # steps whose states are to stay
+        self.complete: list[int] = []  # steps whose states are kept
         self.saved_at: int | None = None
-        self.cleared = False  # of states of an earlier run
+        self.cleared = False  # whether the states of an earlier run have been removed
         if settings.resume:
             with ctx.together():
-                step = saver.lock.owner().get("state")
-                if step is not None and not visible(self.folder):
+                step = saver.lock.read_owner().get("state")
+                if step is not None and not list_visible_ranks(self.folder):
                     raise UserError(
-                        f"--resume: {self.folder} holds no state, but one of step {step} was saved there; bring it "
-                        "back, or start at step 0 without --resume"
+                        f"--resume: {self.folder} contains no state, but a state of step {step} was saved there; "
+                        "restore it, or start at step 0 without --resume"
                     )
-            facts = trainer.method.facts
+            facts = trainer.method.metadata_fields
             sharded = bool(facts.get("optimizer_sharded") or facts.get("mesh"))
-            found = newest(self.folder, settings.run, ctx, sharded=sharded)
+            found = find_newest_state(self.folder, settings.run, ctx, sharded=sharded)
             if found is not None:
                 self._resume(found, samples)
 
     def after_step(self, position: Position, *, now: bool = False) -> None:
-        """Save if it is due after this step, or if it must be done `now`; a collective then.
+        """Save a state if it is due after this step, or `now`; a collective in both cases.
 
-        Where a rank cannot write the states of earlier steps stay as they are. One that was due counts as an attempt
-        that has failed; `now` raises UserError, on all ranks.
+        If a rank cannot write, the states of earlier steps stay. A periodic save counts as a failed attempt; a save
+        `now` raises UserError on all ranks.
         """
         every, step = self.settings.checkpoint_every, position.step
         due = every is not None and (step % every == 0 or step == self.plan.steps)
@@ -86,67 +86,67 @@ class Keeper:
             self.saver.attempts.save(f"the state of step {step}", lambda: self._save(position))
 
     def _save(self, position: Position) -> None:
-        """Save a state, and when it is complete remove older ones."""
-        state = collect(self.trainer, self.plan, position, self.saver.run_id)
+        """Save a state. Remove older states when it is complete."""
+        state = collect_state(self.trainer, self.plan, position, self.saver.run_id)
         state["saved"] = [str(path.relative_to(self.settings.out)) for path in self.saver.saved]
         state["also"] = {name: part.state() for name, part in self.also.items()}
         if not self.cleared:
-            # What an earlier run of this name has left, or this one behind the step at which it was resumed. Before any
-            # rank writes, so that no mixture of both can look complete.
-            self.saver.lock.completed(max(self.complete, default=None))
+            # Remove states of an earlier run, or of steps after the resumed step, before any rank writes: a mixture of
+            # both must not look complete.
+            self.saver.lock.record_state(max(self.complete, default=None))
             self._remove()
             self.cleared = True
         try:
             with self.ctx.together():
                 self.saver.lock.check()
-                write(state_path(self.folder, position.step, self.ctx.rank), state)
+                write_state(state_path(self.folder, position.step, self.ctx.rank), state)
         except UserError:
-            self._remove()  # what other ranks have written of it
+            self._remove()  # the files written by other ranks
             raise
         self.saved_at = position.step
         self.complete = [*sorted(self.complete), position.step][-COMPLETE:]
-        self.saver.lock.completed(position.step)
+        self.saver.lock.record_state(position.step)
         self._remove()
 
     def _remove(self) -> None:
         with self.ctx.together():
-            if self.ctx.local_rank == 0:  # once on each node, for the folder may be local to it
+            if self.ctx.local_rank == 0:  # once per node, because the folder may be local
                 self.saver.lock.check()
                 remove_states(self.folder, self.complete)
 
-    def _resume(self, found: Found, samples: Images) -> None:
-        """Restore a state; a collective. Raises UserError where it is not of this run."""
+    def _resume(self, found: FoundState, samples: Images) -> None:
+        """Restore a state; a collective. Raises UserError if it belongs to another run."""
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
         where = str(state_path(self.folder, found.step, 0).parent)
         same = found.world_size == ctx.world_size
         own = ctx.rank if same else min(found.states, key=lambda rank: (rank != ctx.rank % found.world_size, rank))
-        state = joined(found.states, own) if not same and len(found.states) > 1 else found.states[own]
+        state = merge_states(found.states, own) if not same and len(found.states) > 1 else found.states[own]
         with ctx.together():
             check_same_run(state, settings, ctx, self.plan, where)
-            check_fits(state, trainer, where)
+            check_shapes(state, trainer, where)
         if trainer.method.rebuilds_buckets:
             x, y = samples[0]
-            trainer.rehearse(torch.stack([x, x]), torch.stack([y, y]))
-        restore(state, trainer)
+            trainer.warm_up_buckets(torch.stack([x, x]), torch.stack([y, y]))
+        restore_state(state, trainer)
         for name, part in self.also.items():
             if name in state["also"]:
                 part.restore(state["also"][name])
-        trainer.fault.resumed(found.step, trainer.method, trainer.optimizer)
-        self.position, self.resumed = restored_position(state, ctx), True
+        trainer.fault.after_resume(found.step, trainer.method, trainer.optimizer)
+        self.position, self.resumed = restore_position(state, ctx), True
         if same:
-            # Last, for the rehearsal has drawn. From here to the first step nobody does: each DataLoader, which takes a
-            # number when a pass over it begins, has a generator of its own.
-            restore_generators(state["rng"], ctx.devices)
+            # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first
+            # step: each DataLoader has its own generator.
+            restore_rng_states(state["rng"], ctx.devices)
         else:
-            reseed(settings.seed, found.step, ctx.rank)
+            reseed_generators(settings.seed, found.step, ctx.rank)
         self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
         self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
-        tell(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
-        for text in consequences(state, settings, ctx, trainer):
-            tell(ctx, f"resumed: {text}")
+        print_once(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
+        for text in describe_changes(state, settings, ctx, trainer):
+            print_once(ctx, f"resumed: {text}")
         if settings.checkpoint_every is None and found.step < self.plan.steps:
-            tell(ctx, "resumed: no more states are saved, for --checkpoint-every N is not given")
+            print_once(ctx, "resumed: without --checkpoint-every N, no further states are saved")
         if found.step == self.plan.steps:
-            tell(ctx, "resumed: the run had already ended, there is nothing left to train")
+            print_once(ctx, "resumed: the run had already ended, nothing is left to train")
             self.saver.finish(found.step)

@@ -1,4 +1,7 @@
-"""The newest state that all ranks can go on from: a question to all of them, for folders may be local to nodes."""
+"""Find the newest state complete on all ranks.
+
+Ranks exchange the steps they can read, because the folder may be local to each node.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
-from train.launch import tell
-from train.resume.files import Unusable, read, state_path, visible
+from train.launch.exits import print_once
+from train.resume.files import UnusableState, list_visible_ranks, read_state, state_path
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
 
-DIFFERENT_RUNS = "its files are of different runs"
+DIFFERENT_RUNS = "its files come from different runs"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A state to go on from.
+class FoundState:
+    """A state to resume from.
 
-    step: after which it was saved, by how many ranks: world_size. states: what this rank needs of it, by the rank that
-    saved it. older: steps of the states before it.
+    step: optimizer steps done. world_size: number of ranks that saved it. states: the contents needed by this rank, by
+    saving rank. older: steps of older states.
     """
 
     step: int
@@ -32,11 +35,11 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one rank says of one step, small enough to be sent to all.
+class ReadResult:
+    """The result of one rank's attempt to read a step, small enough to send to all ranks.
 
-    rank: whose file it has read, None where it sees none. problem: why that is of no use, or empty. identity: run_id
-    and world size in it.
+    rank: the rank that saved the file, or None if no file is visible. problem: why the file is unusable, or empty.
+    identity: the run id and world size in the file.
     """
 
     rank: int | None = None
@@ -44,44 +47,41 @@ class Answer:
     identity: tuple[str, int] | None = None
 
 
-def newest(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> Found | None:
-    """Find the newest state of `run` that is whole on all ranks; None where none was ever completed.
+def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> FoundState | None:
+    """Find the newest state of `run` usable on all ranks; None if no state was completed. A collective.
 
-    What is passed over is said, in a line each. sharded: whether a rank's file is a part of the model or optimizer, so
-    that with another number of ranks each needs all files. A collective. Raises UserError, on all ranks alike, where
-    there are states and none can be used.
+    Each skipped step is reported in one line. sharded: whether each file holds only a shard of the model or optimizer,
+    so that another number of ranks needs all files. Raises UserError on all ranks if all existing states are unusable.
     """
     with ctx.together():
-        search = Search(folder, run, ctx, visible(folder))
-    steps = sorted({step for ranks in ctx.gather(search.here) for step in ranks}, reverse=True)
+        search = Search(folder, run, ctx, list_visible_ranks(folder))
+    steps = sorted({step for ranks in ctx.gather(search.visible_ranks) for step in ranks}, reverse=True)
     damaged = False
     for at, step in enumerate(steps):
-        states, answers = search.look(step)
-        problem, lacking = _problem(answers), []
+        states, answers = search.read_step(step)
+        problem, lacking = _find_problem(answers), []
         if not problem:
-            # One identity: somebody sees files of this step, and whoever does has read one.
+            # At least one rank read a file of this step, and all identities are equal.
             ((_, saved_by),) = {answer.identity for answer in answers if answer.identity is not None}
             if saved_by == ctx.world_size:
                 lacking = [rank for rank, answer in enumerate(answers) if answer.rank != rank]
             else:
-                problem = search.read_others(step, saved_by, states, sharded=sharded)
+                problem = search.read_other_files(step, saved_by, states, sharded=sharded)
             if not problem and not lacking:
-                return Found(step, saved_by, states, tuple(steps[at + 1 :]))
+                return FoundState(step, saved_by, states, tuple(steps[at + 1 :]))
         damaged = damaged or bool(problem)
         if lacking:
-            problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} has no such file"
-        tell(ctx, f"--resume: step {step} is passed over: {problem}")
+            problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} lacks this file"
+        print_once(ctx, f"--resume: skipping step {step}: {problem}")
     if damaged or len(steps) > 1:
-        raise UserError(
-            f"--resume: none of the states in {folder} can be used; remove that folder to start at step 0 on purpose"
-        )
-    # Nothing, or one step that some ranks never came to write: the first save was cut short.
-    tell(ctx, f"--resume: no state in {folder} yet, starting at step 0")
+        raise UserError(f"--resume: no state in {folder} is usable; remove the folder to start at step 0")
+    # No state, or an incomplete first state: the run stopped before all ranks had written it.
+    print_once(ctx, f"--resume: no state in {folder} yet, starting at step 0")
     return None
 
 
-def _problem(answers: list[Answer]) -> str:
-    """Say why the files that the ranks have read are not those of one whole state; empty if they are."""
+def _find_problem(answers: list[ReadResult]) -> str:
+    """Return the reason why the files read do not form one complete state, or an empty string."""
     damaged = next((answer.problem for answer in answers if answer.problem), "")
     identities = {answer.identity for answer in answers if answer.identity is not None}
     return damaged or (DIFFERENT_RUNS if len(identities) > 1 else "")
@@ -89,61 +89,62 @@ def _problem(answers: list[Answer]) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """What one rank looks through. here: the ranks whose files it can see, by step."""
+    """The state files of a run as seen from one rank. visible_ranks: ranks whose files this rank can read, by step."""
 
     folder: Path
     run: str
     ctx: RankContext
-    here: dict[int, list[int]]
+    visible_ranks: dict[int, list[int]]
 
-    def look(self, step: int) -> tuple[dict[int, dict[str, Any]], list[Answer]]:
-        """Read this rank's own file, or else another to see what ranks there were; a collective.
+    def read_step(self, step: int) -> tuple[dict[int, dict[str, Any]], list[ReadResult]]:
+        """Read this rank's own file, or any other visible file if it is missing; a collective.
 
-        Returns what was read, by the rank that saved it, and all ranks' answers.
+        Returns the contents by saving rank, and the results of all ranks.
         """
-        ranks = self.here.get(step, [])
+        ranks = self.visible_ranks.get(step, [])
         states: dict[int, dict[str, Any]] = {}
-        answer = Answer()
+        answer = ReadResult()
         if ranks:
             rank = self.ctx.rank if self.ctx.rank in ranks else ranks[0]
             try:
                 states[rank] = state = self._read(step, rank)
-                answer = Answer(rank, identity=(state["run_id"], state["world_size"]))
-            except Unusable as error:
-                answer = Answer(rank, problem=str(error))
+                answer = ReadResult(rank, identity=(state["run_id"], state["world_size"]))
+            except UnusableState as error:
+                answer = ReadResult(rank, problem=str(error))
         return states, self.ctx.gather(answer)
 
-    def read_others(self, step: int, saved_by: int, states: dict[int, dict[str, Any]], *, sharded: bool) -> str:
-        """Read the files that this rank needs where the number of ranks was `saved_by`; a collective.
+    def read_other_files(self, step: int, saved_by: int, states: dict[int, dict[str, Any]], *, sharded: bool) -> str:
+        """Read the files needed by this rank after a change from `saved_by` ranks; a collective.
 
-        states: those read so far, replaced by those that are needed. Returns why it cannot be, on any rank, or nothing.
+        states: contents read so far; replaced by the needed contents. Returns the first problem on any rank, or an
+        empty string.
         """
         ctx = self.ctx
-        known = [rank for rank in self.here.get(step, []) if rank < saved_by]
-        # Of whole replicas one is enough. Where all are to be seen, rank r takes that of rank r modulo their number.
+        known = [rank for rank in self.visible_ranks.get(step, []) if rank < saved_by]
+        # A whole replica needs one file. If all files are visible, rank r reads the file of rank r modulo their number.
         wanted = list(range(saved_by)) if sharded else known[ctx.rank % max(1, len(known)) :][:1]
         problem = ""
         if not wanted or not set(wanted) <= set(known):
             lacking = sorted(set(wanted) - set(known)) or [ctx.rank % saved_by]
             problem = (
-                f"rank {ctx.rank} cannot see {state_path(self.folder, step, lacking[0])}, which it needs where the "
-                f"number of ranks changes ({saved_by} then, {ctx.world_size} now): copy the files of all ranks to each "
+                f"rank {ctx.rank} cannot read {state_path(self.folder, step, lacking[0])}, which is required because "
+                f"the number of ranks changed from {saved_by} to {ctx.world_size}; copy the files of all ranks to each "
                 "node"
             )
         else:
             try:
                 needed = {rank: states.get(rank) or self._read(step, rank) for rank in wanted}
                 if len({(state["run_id"], state["world_size"]) for state in needed.values()}) > 1:
-                    raise Unusable(DIFFERENT_RUNS)
+                    raise UnusableState(DIFFERENT_RUNS)
                 states.clear()
                 states.update(needed)
-            except Unusable as error:
+            except UnusableState as error:
                 problem = str(error)
         return next((text for text in ctx.gather(problem) if text), "")
 
     def _read(self, step: int, rank: int) -> dict[str, Any]:
         path = state_path(self.folder, step, rank)
-        state = read(path, self.run)
+        state = read_state(path, self.run)
         if (state["step"], state["rank"]) != (step, rank):
-            raise Unusable(f"{path}: holds step {state['step']} of rank {state['rank']}")
+            raise UnusableState(f"{path}: contains step {state['step']} of rank {state['rank']}")
         return state

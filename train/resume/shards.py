@@ -1,4 +1,4 @@
-"""Tensors that are divided over ranks: put together from the files of all ranks, and cut for those there are now."""
+"""Reshard a saved state: merge the shards of all saving ranks, and distribute tensors to the current ranks."""
 
 from __future__ import annotations
 
@@ -13,40 +13,43 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def is_part(tensor: Any) -> bool:
-    """Tell whether a tensor is a DTensor; without importing what only fsdp and hsdp need."""
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a value is a DTensor, without importing torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def placed(saved: Tensor, target: Tensor) -> Tensor:
-    """Lay a tensor from a file as `target` lies.
+def distribute_like(saved: Tensor, target: Tensor) -> Tensor:
+    """Give a saved tensor the layout of `target`.
 
-    saved: a part as this rank has saved it, or the whole tensor. For a whole one and a divided target this is a
-    collective: rank 0's is scattered.
+    saved: this rank's DTensor, or the whole tensor. For a whole tensor and a DTensor `target`, this is a collective
+    that scatters rank 0's tensor.
     """
-    if not is_part(target):
+    if not is_dtensor(target):
         return saved
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
-    if not is_part(saved):
+    if not is_dtensor(saved):
         return distribute_tensor(saved.to(target.device), mesh, placements)
-    # The mesh in the file knows no process group: the part is given the mesh of now.
+    # The mesh in the file has no process group: use the current mesh.
     local = saved.to_local().to(target.device)  # type: ignore[attr-defined]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=target.shape, stride=target.stride())
 
 
-def joined(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Make one state of those of all old ranks, with whole tensors; `rank`'s where each has its own, as for buffers.
+def merge_states(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Merge the states of all saving ranks into one state with whole tensors.
 
-    states: by the old rank. What is divided: under fsdp and hsdp tensors of the model and the optimizer, under zero the
-    parameters that the optimizers know.
+    states: by saving rank. rank: the source of values that every rank holds, such as buffers. Merged are, under fsdp
+    and hsdp, the tensors of the model and the optimizer, and under zero the optimizer state of the parameters of each
+    rank.
     """
     state = dict(states[rank])
-    # Copies of the model, under hsdp: the first has all parts.
+    # Under hsdp the first copy of the model has all shards.
     parts = [states[r] for r in sorted(states) if states[r]["syncheck"]["mesh"].get("replicate", 0) == 0]
-    state["model"] = {name: _whole([p["model"][name] for p in parts], own) for name, own in state["model"].items()}
+    state["model"] = {
+        name: _concatenate_shards([p["model"][name] for p in parts], own) for name, own in state["model"].items()
+    }
     names: list[str] = []
     optimizer: dict[int, dict[str, Any]] = {}
     for part in parts:
@@ -55,7 +58,9 @@ def joined(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, Any]:
                 continue
             if index in part["optimizer"]["state"]:
                 optimizer[len(names)] = {
-                    key: _whole([p["optimizer"]["state"][index][key] for p in parts], own) if is_part(own) else own
+                    key: _concatenate_shards([p["optimizer"]["state"][index][key] for p in parts], own)
+                    if is_dtensor(own)
+                    else own
                     for key, own in part["optimizer"]["state"][index].items()
                 }
             names.append(name)
@@ -64,11 +69,11 @@ def joined(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, Any]:
     return state
 
 
-def _whole(parts: list[Any], own: Any) -> Any:
-    """Put the rows of all parts together, in the order of the ranks; what is no part is `own`.
+def _concatenate_shards(parts: list[Any], own: Any) -> Any:
+    """Concatenate the local shards in rank order; return `own` if it is not a DTensor.
 
-    FSDP2 cuts along the first dimension as torch.chunk does, so the last ranks may hold no rows.
+    FSDP2 shards along the first dimension like torch.chunk, so the last ranks may have no rows.
     """
-    if not is_part(own):
+    if not is_dtensor(own):
         return own
     return torch.cat([part.to_local() for part in parts])

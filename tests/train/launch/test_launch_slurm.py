@@ -70,8 +70,8 @@ def test_srun(slurm: Callable[..., Run], tmp_path: Path, nodes: int) -> None:
 def test_context_of_a_task(slurm: Callable[..., Run]) -> None:
     """Ranks, local ranks and nodes are those of the step, on nodes with different numbers of tasks."""
     code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from train.launch import from_environment;"
-        "c = from_environment(os.environ, 'ddp', grouped=True);"
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from train.launch.environment import make_rank_context;"
+        "c = make_rank_context(os.environ, 'ddp', grouped=True);"
         "sys.stdout.write(f'{c.rank} {c.world_size} {c.local_rank} {c.local_world_size} {c.node} {c.init_method}\\n')"
     )
     run = slurm("srun", "--nodes", 2, "--ntasks", 3, "--distribution", "block", sys.executable, "-c", code)

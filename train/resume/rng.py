@@ -1,7 +1,7 @@
-"""The states of all random number generators that a rank may draw from.
+"""RNG states of one rank: torch, Python, numpy and its GPUs.
 
-Dropout draws from torch's, transforms of images may draw from Python's and numpy's, and each DataLoader draws a seed
-from torch's when an epoch begins. Restored, a run draws what it would have drawn without the interruption.
+Dropout draws from torch's generator, and image transforms may draw from Python's and numpy's. After restoring all of
+them, a resumed run draws the same numbers as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Collect them as tensors and numbers, which torch.load(weights_only=True) accepts. devices: GPUs of this rank."""
+def collect_rng_states(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Collect RNG states as tensors and numbers for torch.load(weights_only=True). devices: GPUs of this rank."""
     version, words, python_gauss = random.getstate()
     kind, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     return {
@@ -30,24 +30,24 @@ def generator_states(devices: Sequence[torch.device]) -> dict[str, Any]:
     }
 
 
-def restore_generators(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
-    """Go on drawing where these states were collected."""
+def restore_rng_states(states: dict[str, Any], devices: Sequence[torch.device]) -> None:
+    """Restore the collected RNG states."""
     torch.set_rng_state(states["torch"])
     version, python_gauss = states["python_rest"]
     random.setstate((version, tuple(states["python"].tolist()), python_gauss))
     kind, position, has_gauss, numpy_gauss = states["numpy_rest"]
     words = states["numpy"].numpy().astype(np.uint32)
     np.random.set_state((kind, words, position, has_gauss, numpy_gauss))
-    for device, state in zip(devices, states["cuda"], strict=False):  # there are none of a run on the CPU
+    for device, state in zip(devices, states["cuda"], strict=False):  # a run on the CPU saved none
         torch.cuda.set_rng_state(state, device)
 
 
-def reseed(seed: int, step: int, rank: int) -> None:
-    """Begin new streams, another on each rank, for a run that goes on with another number of ranks.
+def reseed_generators(seed: int, step: int, rank: int) -> None:
+    """Start new random streams, different on each rank, after the number of ranks has changed.
 
-    seed: of the run. step: at which it goes on; so a second change gives other streams than the first.
+    seed: of the run. step: of the resumed state, so that a second change leads to different streams.
     """
     words = np.random.SeedSequence((seed, step, rank)).generate_state(2)
-    torch.manual_seed(int(words[0]))  # CUDA too
+    torch.manual_seed(int(words[0]))  # seeds CUDA too
     random.seed(int(words[1]))
     np.random.seed(int(words[1]))

@@ -1,4 +1,4 @@
-"""The metadata block of a file: what the tensors do not tell, and syncheck wants to know."""
+"""The metadata block of a checkpoint: facts about the run that syncheck cannot read from tensors."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from train.step import Step
 
 
-def metadata_block(
+def build_metadata_block(
     trainer: Step, optimizer: Optimizer, plan: Plan, run_id: str, step: int, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Describe one replica of a run after an optimizer step, counted from 1.
+    """Describe one replica after an optimizer step, counted from 1.
 
-    rank, world_size: of the replicas that the files of the run hold; those of the processes, but for dp, one process
-    of which saves several. Its `epoch` counts the epochs that are done, in every file of the trainer.
+    rank and world_size count replicas. They equal the process's rank and the number of processes, except under dp,
+    where one process saves several replicas. `epoch` is the number of completed epochs.
     """
     config = trainer.settings.config(world_size)
     if trainer.settings.fault is not None:
-        config["fault_step"] = trainer.fault.at  # where it was left to the fault itself
+        config["fault_step"] = trainer.fault.fault_step  # the default, if --fault-step was not given
     return metadata(
         run=trainer.settings.run,
         run_id=run_id,
@@ -35,5 +35,5 @@ def metadata_block(
         optimizer=optimizer,
         config=config,
         host=trainer.fault.host,
-        **trainer.method.facts,
+        **trainer.method.metadata_fields,
     )

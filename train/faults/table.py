@@ -1,0 +1,88 @@
+"""The injected faults by the name in --fault."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from train.errors import UserError
+from train.faults.base import Fault
+from train.faults.batchnorm import BuffersNeverSynced, ExtraForward, VarianceOnly
+from train.faults.buffers import LocalNormalizer
+from train.faults.files import DamagedOnDisk, LastSaveFailed, OtherDtype
+from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
+from train.faults.progress import (
+    AverageNotUpdated,
+    OptimizerOnOneRank,
+    OtherLearningRate,
+    ScalerDiverged,
+    SkippedStep,
+    SmallerSteps,
+    StaleRank,
+)
+from train.faults.reduction import AdapterOnOneRank, ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
+from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
+from train.listing import format_table
+
+if TYPE_CHECKING:
+    from train.launch import RankContext
+    from train.settings import Settings
+
+# Sorted by their findings.
+FAULTS: dict[str, type[Fault]] = {
+    "adapter-on-one-rank": AdapterOnOneRank,
+    "other-dtype-on-one-rank": OtherDtype,
+    "last-save-failed": LastSaveFailed,
+    "other-learning-rate": OtherLearningRate,
+    "buffers-never-synced": BuffersNeverSynced,
+    "extra-forward": ExtraForward,
+    "variance-only-bn": VarianceOnly,
+    "local-normalizer": LocalNormalizer,
+    "init-not-broadcast": InitNotBroadcast,
+    "forward-through-module": ForwardThroughModule,
+    "late-head": LateHead,
+    "clip-on-one-rank": ClipOnOneRank,
+    "skipped-step": SkippedStep,
+    "optimizer-on-one-rank": OptimizerOnOneRank,
+    "scaler-diverged": ScalerDiverged,
+    "stale-rank": StaleRank,
+    "frozen-not-broadcast": FrozenNotBroadcast,
+    "average-not-updated": AverageNotUpdated,
+    "bit-flip-weight": BitFlipWeight,
+    "bit-flip-exp-avg": BitFlipExpAvg,
+    "contiguous-corruption": ContiguousCorruption,
+    "nan-on-one-rank": NanOnOneRank,
+    "damaged-on-disk": DamagedOnDisk,
+    "differs-by-node": DiffersByNode,
+    "rounding-only": RoundsOtherwise,
+    "smaller-steps": SmallerSteps,
+}
+
+
+def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
+    """Build the fault in the settings, or one without effect. steps: of the whole run.
+
+    Raises UserError if the fault cannot have an effect: with a method other than ddp, on one rank, or at an invalid
+    step.
+    """
+    if settings.fault is None:
+        return Fault(settings, ctx, steps)
+    if settings.fault not in FAULTS:
+        raise UserError(f"--fault {settings.fault}: unknown; choose from {', '.join(FAULTS)}")
+    if settings.method != "ddp":
+        fix = "add --spawn 2, or start with torchrun" if settings.method == "single" else "remove --method"
+        raise UserError(f"--fault {settings.fault}: requires --method ddp, not {settings.method}; {fix}")
+    if ctx.world_size < 2:
+        raise UserError(
+            f"--fault {settings.fault}: needs at least 2 ranks, because one rank has no replica to differ from"
+        )
+    fault = FAULTS[settings.fault]
+    if settings.fault_step is not None and fault.when == "always":
+        raise UserError(f"--fault-step: --fault {settings.fault} is active from the first step; remove --fault-step")
+    if settings.fault_step is not None and settings.fault_step > steps:
+        raise UserError(f"--fault-step {settings.fault_step}: the run ends after {steps} steps")
+    return fault(settings, ctx, steps)
+
+
+def list_faults() -> str:
+    """Format one line per fault: name, expected finding, and description."""
+    return format_table([(name, fault.code, fault.summary) for name, fault in FAULTS.items()])

@@ -1,0 +1,276 @@
+"""Find out the rank of this process: from torchrun's variables, from options, or from SLURM's variables.
+
+Every launcher ends in a RankContext, and the rest of the trainer does not depend on the launcher.
+torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+SLURM: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from train.errors import RankError, UserError
+from train.launch.context import CPU, RankContext
+from train.launch.devices import choose_backend, choose_devices, count_gpus
+from train.launch.options import LaunchOptions
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+TORCHRUN = "torchrun --nproc-per-node 2 train/run.py"
+TORCHRUN_ADVICE = f"start with '{TORCHRUN}'"
+SLURM_ADVICE = "start with 'srun --ntasks 2 python train/run.py'"
+ADDRESS_OPTIONS = "--init-method file:///PATH, or --ip ADDRESS --port PORT"
+HIGHEST_PORT = 65_535
+# Ports for SLURM jobs, below Linux's range for outgoing connections, which starts at 32768.
+FIRST_PORT, PORTS = 20_000, 12_000
+STEPS_PER_JOB = 16  # consecutive ports for concurrent steps of a job
+NO_OPTIONS = LaunchOptions()
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Rank and rendezvous address of this process, as its launcher gives them.
+
+    local_rank, local_world_size: None if the launcher does not know which processes share a machine.
+    init_method: empty if no address is given. own_gpus: whether the process sees only its own GPUs, and two
+    processes of a machine may both use number 0.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    node: int
+    init_method: str
+    own_gpus: bool = False
+
+
+def find_launcher(environment: Mapping[str, str], options: LaunchOptions) -> str:
+    """Name the launcher of this process: torchrun, spawn, by_hand, slurm or alone.
+
+    The order matters: if srun starts torchrun, SLURM's variables are set too.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return "torchrun"
+    if options.local_world_size is not None:
+        return "spawn"
+    if options.given("rank", "world_size", "init_method"):
+        return "by_hand"
+    if _is_slurm_task(environment):
+        return "slurm"  # --ip and --port may correct its address
+    return "by_hand" if options.given("ip", "port", "local_rank") else "alone"
+
+
+def is_group_requested(environment: Mapping[str, str], args: argparse.Namespace | None = None) -> bool:
+    """Return whether the launcher or the options ask for a process group; then the default method is ddp."""
+    options = LaunchOptions.from_args(args)
+    launcher = find_launcher(environment, options)
+    if launcher == "slurm" and options.spawn is None:
+        return has_slurm_peers(environment)  # a batch script may run every command as a single task
+    return launcher != "alone" or options.spawn is not None
+
+
+def prints_for_all_ranks(environment: Mapping[str, str], args: argparse.Namespace | None = None) -> bool:
+    """Return whether this process prints what all ranks have in common: rank 0, or every rank with its own shell."""
+    launcher = find_launcher(environment, LaunchOptions.from_args(args))
+    variable = {"torchrun": "RANK", "slurm": "SLURM_PROCID"}.get(launcher, "")
+    return environment.get(variable, "0") == "0"
+
+
+def make_rank_context(
+    environment: Mapping[str, str], method: str, *, grouped: bool, options: LaunchOptions = NO_OPTIONS
+) -> RankContext:
+    """Describe this process.
+
+    grouped: whether `method` needs a process group, and therefore a launcher. Raises UserError if the launcher does not
+    fit the method, RankError for an invalid variable or option of this rank.
+    """
+    launcher = find_launcher(environment, options)
+    if launcher == "alone":
+        if grouped:
+            raise UserError(f"--method {method} needs a launcher: {TORCHRUN_ADVICE}, or add --spawn 2")
+        return _make_single_context(method, options)
+    read = {"torchrun": read_torchrun, "slurm": read_slurm}.get(launcher, read_options)
+    info = read(environment, options)
+    if not grouped:
+        if info.world_size > 1:
+            raise UserError(f"--method {method} is one process, the launcher started {info.world_size}")
+        return _make_single_context(method, options)
+    if not info.init_method:
+        raise RankError(f"RANK is set but MASTER_ADDR is not: {TORCHRUN_ADVICE}, or unset RANK")
+    devices = choose_devices(options.gpus, info)
+    local_rank = info.local_rank
+    if local_rank is None:  # not given by hand: the same rank as for the choice of the GPU
+        local_rank = info.rank % max(count_gpus(), 1) if devices else info.rank
+    return RankContext(
+        rank=info.rank,
+        world_size=info.world_size,
+        local_rank=local_rank,
+        device=devices[0] if devices else CPU,
+        backend=choose_backend(options.backend, devices),
+        local_world_size=info.local_world_size or 1,
+        node=info.node,
+        devices=devices,
+        init_method=info.init_method,
+    )
+
+
+def _make_single_context(method: str, options: LaunchOptions) -> RankContext:
+    if options.backend is not None:
+        raise UserError(f"--backend {options.backend}: --method {method} has no process group")
+    devices = choose_devices(options.gpus, None)
+    return RankContext(device=devices[0] if devices else CPU, devices=devices)
+
+
+def read_torchrun(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:
+    """Read the variables of torchrun, torch.distributed.launch, or a user who sets them by hand."""
+    wrong = options.given("spawn", "rank", "world_size", "init_method", "ip", "port")
+    if wrong:
+        raise UserError(f"{wrong[0]} under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
+    rank, world_size = _read_rank(environment, "RANK", "WORLD_SIZE", TORCHRUN_ADVICE)
+    local = rank, world_size  # without local variables, all ranks are on one machine
+    if "LOCAL_RANK" in environment or "LOCAL_WORLD_SIZE" in environment:
+        local = _read_rank(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", TORCHRUN_ADVICE)
+    # torch.distributed.launch passes the option too.
+    if options.local_rank is not None and options.local_rank != local[0]:
+        raise RankError(f"--local-rank {options.local_rank} with LOCAL_RANK={local[0]}: drop the option")
+    address = ""
+    if "MASTER_ADDR" in environment:
+        address = tcp_address(environment["MASTER_ADDR"], _read_number(environment, "MASTER_PORT", TORCHRUN_ADVICE))
+    node = _read_number(environment, "GROUP_RANK", TORCHRUN_ADVICE) if "GROUP_RANK" in environment else 0
+    return RankInfo(rank, world_size, *local, node=node, init_method=address)
+
+
+def read_options(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:  # noqa: ARG001  # as for launchers
+    """Read --rank, --world-size and the address, from a user or from --spawn."""
+    rank, world_size = options.rank, options.world_size
+    if rank is None or world_size is None:
+        given = options.given("rank", "world_size", "init_method", "ip", "port", "local_rank")[0]
+        missing = "--rank" if rank is None else "--world-size"
+        raise UserError(f"{given} without {missing}: give each process --rank R --world-size N and {ADDRESS_OPTIONS}")
+    if world_size < 1:
+        raise UserError(f"--world-size {world_size}: must be at least 1")
+    if not 0 <= rank < world_size:
+        raise RankError(f"--rank {rank}: must be 0 to {world_size - 1} with --world-size {world_size}")
+    if options.local_rank is not None and not 0 <= options.local_rank <= rank:
+        raise RankError(f"--local-rank {options.local_rank}: must be 0 to {rank} with --rank {rank}")
+    return RankInfo(rank, world_size, options.local_rank, options.local_world_size, 0, read_address(options))
+
+
+def read_address(options: LaunchOptions) -> str:
+    """Read the rendezvous address from the options. Raises UserError for a missing or ambiguous address."""
+    if options.init_method is None:
+        if options.ip is None or options.port is None:
+            raise UserError(f"--rank {options.rank} without a rendezvous address: add {ADDRESS_OPTIONS}")
+        return tcp_address(options.ip, options.port)
+    if options.given("ip", "port"):
+        raise UserError(f"--init-method and {options.given('ip', 'port')[0]} both give the address: drop either option")
+    url = options.init_method
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and parts.path in ("", "/"):
+            return tcp_address(parts.hostname, parts.port)
+    except ValueError as error:  # a port out of range, half an IPv6 address
+        raise UserError(f"--init-method {url}: {error}") from error
+    if parts.scheme == "file" and parts.path.startswith("/") and url == f"file://{parts.path}" != "file:///":
+        return url
+    raise UserError(f"--init-method {url}: must be file:///PATH, with three slashes, or tcp://ADDRESS:PORT")
+
+
+def read_slurm(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:
+    """Read the variables of a task of srun; --ip and --port, then MASTER_ADDR and MASTER_PORT, give the address."""
+    rank, world_size = _read_rank(environment, "SLURM_PROCID", _slurm_size(environment), SLURM_ADVICE)
+    node = _read_number(environment, "SLURM_NODEID", SLURM_ADVICE)
+    local_rank = _read_number(environment, "SLURM_LOCALID", SLURM_ADVICE)
+    if options.local_rank is not None and options.local_rank != local_rank:
+        raise RankError(f"--local-rank {options.local_rank} with SLURM_LOCALID={local_rank}: drop the option")
+    host = options.ip or environment.get("MASTER_ADDR") or find_first_slurm_host(environment, world_size)
+    address = tcp_address(host, choose_slurm_port(environment) if options.port is None else options.port)
+    local_world_size = count_slurm_tasks(environment, node) or world_size
+    # --gpus-per-task and --ntasks-per-gpu hide the GPUs of other tasks, --gpus-per-node and --gres do not. With two
+    # tasks per GPU, both see the shared GPU only.
+    per_task = "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
+    own_gpus = per_task or environment.get("SLURM_NTASKS_PER_GPU") == "1"
+    return RankInfo(rank, world_size, local_rank, local_world_size, node, address, own_gpus)
+
+
+def has_slurm_peers(environment: Mapping[str, str]) -> bool:
+    """Return whether srun started several tasks. Raises RankError for an invalid variable."""
+    return _is_slurm_task(environment) and _read_number(environment, _slurm_size(environment), SLURM_ADVICE) > 1
+
+
+def _is_slurm_task(environment: Mapping[str, str]) -> bool:
+    # The shell of a batch script has SLURM_PROCID=0 too, but only srun sets SLURM_STEP_ID.
+    return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
+
+
+def _slurm_size(environment: Mapping[str, str]) -> str:
+    # Inside an allocation of 4 tasks, `srun -n 2` starts a step of 2.
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+
+
+def count_slurm_tasks(environment: Mapping[str, str], node: int) -> int | None:
+    """Count the tasks of the step on a node: 2(x3),1 means three nodes with 2 tasks and one with 1."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text):
+        counts += [int(tasks)] * int(nodes or 1)
+    return counts[node] if node < len(counts) else None
+
+
+def choose_slurm_port(environment: Mapping[str, str]) -> int:
+    """Choose a port from 20000 to 31999: the same for all tasks of a step, and rarely the port of another step."""
+    if "MASTER_PORT" in environment:
+        return _read_number(environment, "MASTER_PORT", "unset it, or give a number")
+    # Each task of a job array has a job id of its own.
+    job = _read_number(environment, "SLURM_JOB_ID", SLURM_ADVICE)
+    step = _read_number(environment, "SLURM_STEP_ID", SLURM_ADVICE)
+    return FIRST_PORT + (job * STEPS_PER_JOB + step % STEPS_PER_JOB) % PORTS
+
+
+def find_first_slurm_host(environment: Mapping[str, str], world_size: int) -> str:
+    """Return the first node of the step, which runs rank 0; SLURM writes lists as node[01-03,07]."""
+    if world_size == 1:
+        return "127.0.0.1"
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise RankError(f"the environment variable SLURM_STEP_NODELIST is not set: {SLURM_ADVICE}")
+    if not re.search(r"[\[,]", nodes):
+        return nodes
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=30, check=True
+        )
+        return done.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise RankError(f"'{' '.join(command)}' failed ({error}): set MASTER_ADDR to the node of rank 0") from error
+
+
+def tcp_address(host: str, port: int) -> str:
+    """Format an address, IPv6 in brackets. Raises UserError for an invalid port."""
+    if not 1 <= port <= HIGHEST_PORT:
+        raise UserError(f"port {port}: must be 1 to {HIGHEST_PORT}; see --port and MASTER_PORT")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _read_number(environment: Mapping[str, str], name: str, advice: str) -> int:
+    text = environment.get(name)
+    if text is None or not (text.isascii() and text.isdigit()):
+        problem = "is not set" if text is None else f"is {text!r}, not a number"
+        raise RankError(f"the environment variable {name} {problem}: {advice}")
+    return int(text)
+
+
+def _read_rank(environment: Mapping[str, str], rank_name: str, size_name: str, advice: str) -> tuple[int, int]:
+    rank, size = _read_number(environment, rank_name, advice), _read_number(environment, size_name, advice)
+    if rank >= size:
+        raise RankError(f"{rank_name}={rank} with {size_name}={size}: must be below; {advice}")
+    return rank, size

@@ -1,0 +1,64 @@
+"""The parallel methods by the name in --method, and the options that each method supports."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from train.errors import UserError
+from train.methods.ddp import Ddp
+from train.methods.dp import Dp
+from train.methods.fsdp import Fsdp
+from train.methods.hsdp import Hsdp
+from train.methods.localsgd import LocalSgd
+from train.methods.single import Single
+from train.methods.zero import Zero
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from train.methods.base import Method
+    from train.settings import Settings
+
+METHODS: dict[str, type[Method]] = {
+    "single": Single,
+    "dp": Dp,
+    "ddp": Ddp,
+    "zero": Zero,
+    "localsgd": LocalSgd,
+    "fsdp": Fsdp,
+    "hsdp": Hsdp,
+}
+# Modifiers of a method, and whether the settings use them.
+MODIFIERS: dict[str, Callable[[Settings], bool]] = {
+    "--sync-bn": lambda s: s.sync_bn,
+    "--no-buffer-sync": lambda s: not s.buffer_sync,
+    "--amp bf16": lambda s: s.amp == "bf16",
+    "--amp fp16": lambda s: s.amp == "fp16",
+    "--accumulate": lambda s: s.accumulate > 1,
+    "--grad-clip": lambda s: s.grad_clip is not None,
+    "--find-unused": lambda s: s.find_unused,
+    "--join": lambda s: s.join,
+    "--compile": lambda s: s.compile,
+    "--channels-last": lambda s: s.channels_last,
+    "--comm-hook": lambda s: s.comm_hook != "none",
+    "--ema": lambda s: s.ema is not None,
+    "--save-format safetensors": lambda s: s.save_format == "safetensors",
+}
+# Options that only some methods have.
+OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
+    "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
+    "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
+}
+
+
+def check_modifiers(settings: Settings) -> None:
+    """Raise UserError if an option does not work with the method."""
+    method = settings.method
+    for option, used in MODIFIERS.items():
+        if used(settings) and option in METHODS[method].refuses:
+            raise UserError(f"{option}: not with --method {method}: {METHODS[method].refuses[option]}")
+    if settings.monitor and not METHODS[method].grouped:
+        raise UserError(f"--monitor: not with --method {method}: a single process has no replica to compare with")
+    for option, (given, owners) in OWN.items():
+        if given(settings) and method not in owners:
+            raise UserError(f"{option}: only for --method {' or '.join(owners)}, not for {method}")
