@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from cases import DIGEST, diff, found, group
 from checkpoints import save_pth
-from test_rules import COUNT, MEAN, VAR, WEIGHT, diff, found, group
 
 import syncheck
 from syncheck.diagnose import syn201_bn_local_stats, syn202_bn_drift_growing, syn204_bn_variance_only
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from syncheck.messages import Sentence
     from syncheck.records import Finding, Group
 
 LOCAL, DRIFT = syn201_bn_local_stats.Text, syn202_bn_drift_growing.Text
 VARIANCES = syn204_bn_variance_only.Text
-DIGEST = {"mismatched": None, "max_abs": None, "index": None, "extent": None, "reason": "digest"}
+MEAN, VAR = diff("bn.running_mean", "bn_mean"), diff("bn.running_var", "bn_var")
+COUNT, WEIGHT = diff("bn.num_batches_tracked", "bn_count", max_abs=3), diff("fc.weight", "parameter")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -69,11 +69,6 @@ def diagnose_steps(seen: FreeRunning, metadata: Metadata | None = SYNCED) -> Fin
     return finding
 
 
-def codes(finding: Finding) -> list[Sentence]:
-    """Return the codes of the statements of evidence."""
-    return [fact.code for fact in finding.facts]
-
-
 def test_202_against_the_metadata() -> None:
     """Differences that grow and keep their direction outweigh metadata that says that buffers are synchronized."""
     finding = diagnose_steps(SEEN)
@@ -85,7 +80,7 @@ def test_202_against_the_metadata() -> None:
     )
     finding = diagnose_steps(SEEN, None)
     assert finding.code == "SYN202"
-    assert codes(finding)[-1] is DRIFT.GREW_IN_ONE_DIRECTION
+    assert finding.facts[-1].code is DRIFT.GREW_IN_ONE_DIRECTION
 
 
 def test_202_by_the_momentum_bound() -> None:
