@@ -1,4 +1,4 @@
-"""[tool.syncheck] of pyproject.toml: where it is looked for, what it may say, and what wins."""
+"""[tool.syncheck] of pyproject.toml: search, keys and precedence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVERY_KEY = {
     "quick": ("true", True),
     "rng": ("true", True),
 }
-# Of the command line alone.
+# Keys that affect only the command line.
 EVERY_PRINTING_KEY = {
     "exit-zero": ("true", True),
     "format": ('"json"', "json"),
@@ -47,13 +47,13 @@ EVERY_PRINTING_KEY = {
     "color": ('"never"', "never"),
 }
 TOLERANCE = ("rtol", "atol", "ulp", "close", "tolerance")
-# One of them is no use without the other, and "close" with neither.
+# Neither is valid without the other.
 TOGETHER = {"rtol": ("rtol", "atol"), "atol": ("rtol", "atol")}
 ALL_BUT_CLOSE = "\n".join(f"{name} = {text}" for name, (text, _) in EVERY_KEY.items() if name != "close")
 
 
 def test_every_option_has_its_key() -> None:
-    """A field of Options that the file cannot set, or a key without a field, is noticed here."""
+    """Every field of Options has a key, and every key has a field."""
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(api.Options)}
     assert fields == set(EVERY_KEY)
     keys = {name.replace("_", "-") for name in options.list_options(TOML)}
@@ -62,7 +62,7 @@ def test_every_option_has_its_key() -> None:
 
 @pytest.mark.parametrize("key", EVERY_KEY)
 def test_each_key_reaches_the_options(project: Path, key: str) -> None:
-    """Each key sets its field of Options, and only that one."""
+    """Each key sets only its field of Options."""
     lines = {name: EVERY_KEY[name] for name in TOGETHER.get(key, (key,))}
     path = write(project, "\n".join(f"{name} = {text}" for name, (text, _) in lines.items()))
     found = config.load(project)
@@ -74,8 +74,8 @@ def test_each_key_reaches_the_options(project: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", EVERY_PRINTING_KEY)
-def test_printing_keys_stand_apart(project: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    """What is about printing never reaches the options of a comparison, which the pytest plugin takes from here."""
+def test_printing_keys_are_separate(project: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """Keys for output are not part of the options of a comparison, which the pytest plugin uses."""
     text, value = EVERY_PRINTING_KEY[key]
     write(project, f"{key} = {text}\nulp = 3")
     monkeypatch.chdir(project)
@@ -86,19 +86,11 @@ def test_printing_keys_stand_apart(project: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("key", EVERY_KEY)
-def test_what_is_given_wins(project: Path, key: str) -> None:
-    """A value given replaces the file's, whole and not added up; what is not given does not; all tolerances are one."""
+def test_arguments_take_precedence(project: Path, key: str) -> None:
+    """An argument replaces the value of the file; any tolerance replaces all tolerances of the file."""
     path = write(project, ALL_BUT_CLOSE)
-    other: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "ulp": 0, "group-by": "other", "only": ["rng"]}
-    other["baseline"] = "x"
-    other |= {
-        "close": False,
-        "tolerance": {"fc.*": "close"},
-        "reference": "x",
-        "jobs": 9,
-        "quick": False,
-        "rng": False,
-    }
+    other: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "ulp": 0, "group-by": "other", "only": ["rng"], "baseline": "x"}
+    other |= {"close": False, "tolerance": {"fc.*": "close"}, "reference": "x", "jobs": 9, "quick": False, "rng": False}
     given = {name.replace("-", "_"): other.get(name, ["SYN203"]) for name in TOGETHER.get(key, (key,))}
     found = config.load(path.parent)
     not_given = dict.fromkeys(("include", "exclude"), ()) | {"buffers": [], "ulp": None, "group_by": None}
@@ -114,8 +106,8 @@ def test_what_is_given_wins(project: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{"rtol": 0.5}, {"atol": 0.0}])
-def test_one_of_the_pair_drops_the_files_pair(project: Path, given: dict[str, float]) -> None:
-    """Half a tolerance is not completed from the file: the error is the one that it gives without a file."""
+def test_half_of_a_tolerance(project: Path, given: dict[str, float]) -> None:
+    """The file does not complete half of a tolerance, which is an error as without a file."""
     write(project, "rtol = 0\natol = 1\nulp = 2\nallow = ['SYN201']\n[tool.syncheck.tolerance]\nbuffer = 'close'")
     found = config.load(project)
     assert config.list_applied_keys(found, **given) == ("allow",)
@@ -123,18 +115,19 @@ def test_one_of_the_pair_drops_the_files_pair(project: Path, given: dict[str, fl
         config.merge_options(found, **given)
 
 
-def test_what_is_off_is_no_option(project: Path) -> None:
-    """A flag that is false in the file, as by default, changes nothing, and is not said to."""
-    write(project, "close = false\nquick = false\nexit-zero = false\nquiet = false\n[tool.syncheck.tolerance]")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "close = false\nquick = false\nexit-zero = false\nquiet = false\n[tool.syncheck.tolerance]",
+        "allow = []\ncheckpoints = []",
+    ],
+)
+def test_defaults_are_not_listed(project: Path, text: str) -> None:
+    """False flags and empty lists are the defaults and not listed as applied."""
+    write(project, text)
     found = config.load(project)
-    assert (config.merge_options(found), config.list_applied_keys(found), dict(found.run)) == (api.Options(), (), {})
-
-
-def test_empty_lists_are_no_options(project: Path) -> None:
-    """An empty list in the file changes nothing, and is not said to."""
-    write(project, "allow = []\ncheckpoints = []")
-    found = config.load(project)
-    assert (config.merge_options(found), config.list_applied_keys(found), found.checkpoints) == (api.Options(), (), ())
+    assert (config.merge_options(found), config.list_applied_keys(found)) == (api.Options(), ())
+    assert (dict(found.run), found.checkpoints) == ({}, ())
 
 
 @pytest.mark.parametrize(
@@ -146,13 +139,13 @@ def test_empty_lists_are_no_options(project: Path) -> None:
     ],
 )  # fmt: skip
 def test_every_spelling_of_the_table_is_found(project: Path, text: str) -> None:
-    """The quick look at the bytes passes over no way in which TOML can write the table."""
+    """The search in the bytes finds the table in every TOML spelling."""
     (project / "pyproject.toml").write_text(text)
     assert config.load(project).comparison == {"ulp": 3}
 
 
 def test_nearest_file_with_the_table_is_taken(project: Path) -> None:
-    """Of nested folders the nearest file with the table counts, alone; one without it is passed over."""
+    """Only the nearest file with the table counts; files without the table are skipped."""
     write(project, "ulp = 1\nallow = ['SYN201']")
     inner = project / "a" / "b"
     inner.mkdir(parents=True)
@@ -167,7 +160,7 @@ def test_nearest_file_with_the_table_is_taken(project: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_search_ends_at_the_repository(project: Path, kind: str) -> None:
-    """What lies above a repository, or above a worktree, whose .git is a file, is not its own."""
+    """The search stops at a repository, and at a worktree, whose .git is a file."""
     write(project, "ulp = 1")
     inner = project / "clone" / "src"
     inner.mkdir(parents=True)
@@ -182,7 +175,7 @@ def test_search_ends_at_the_repository(project: Path, kind: str) -> None:
 
 
 def test_checkpoints_are_relative_to_their_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a folder below, and with brackets in a folder's name, the patterns still lead to the same files."""
+    """Patterns match the same files from a subfolder, and with brackets in a folder's name."""
     top = project / "my [1] project"
     write(top, "checkpoints = ['ckpts/*.pth', '/abs/x.pth', 'plain']")
     (top / "src").mkdir()
@@ -196,7 +189,7 @@ def test_checkpoints_are_relative_to_their_file(project: Path, monkeypatch: pyte
 
 
 def test_paths_are_relative_to_their_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a folder below, output files and the reference are still those beside the file; a rank is no path."""
+    """Output files and the reference are relative to the file; a rank is not a path."""
     write(project, "output = ['out.json', '/abs/x.html']\nreference = 'ckpts/rank0.pth'")
     (project / "src").mkdir()
     monkeypatch.chdir(project / "src")
@@ -209,8 +202,8 @@ def test_paths_are_relative_to_their_file(project: Path, monkeypatch: pytest.Mon
     assert config.load().comparison["reference"] == "1"
 
 
-def test_nothing_is_parsed_where_nobody_mentions_us(project: Path) -> None:
-    """A file without our name costs no import of tomllib."""
+def test_files_without_the_table_are_not_parsed(project: Path) -> None:
+    """A file that does not mention syncheck does not import tomllib."""
     (project / "pyproject.toml").write_text("[tool.ruff]\n")
     code = "import sys; from syncheck import config; config.load(); print('tomllib' in sys.modules)"
     for expected in ("False", "True"):
@@ -220,11 +213,11 @@ def test_nothing_is_parsed_where_nobody_mentions_us(project: Path) -> None:
 
 
 def test_folder_that_is_gone(project: Path) -> None:
-    """Where the current folder was removed, there is no file, and no crash."""
+    """A removed current folder has no file, and is not an error."""
     gone = project / "gone"
     gone.mkdir()
     code = "import os; from syncheck import config; os.rmdir(os.getcwd()); print(config.load())"
-    # The package is found by its place, as the current folder will not be there.
+    # The current folder, which is removed, cannot be on the path of imports.
     environment = os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(api.__file__))}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=gone, env=environment, capture_output=True, text=True, check=True)

@@ -1,7 +1,8 @@
-"""[tool.syncheck] of pyproject.toml: what makes no sense is one line that says where, what was found and needed."""
+"""Errors in [tool.syncheck] of pyproject.toml."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,19 +15,24 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# Values of another type or outside of the range, as Python prints them.
+WRONG = [
+    ("only", "'params'"), ("allow", "[201]"), ("checkpoints", "'ckpts'"), ("ulp", "1.5"), ("ulp", "False"),
+    ("ulp", "-1"), ("group-by", "['x']"), ("jobs", "0"), ("jobs", "'all'"), ("reference", "[0]"),
+    ("reference", "True"), ("quick", "1"), ("close", "'yes'"), ("tolerance", "0.001"), ("exit-zero", "1"),
+    ("format", "'yaml'"), ("format", "3"), ("color", "True"), ("output", "'x.json'"), ("limit", "-1"),
+    ("limit", "1.0"), ("limit", "True"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("lines", "texts"),
     [
+        *((f"{key} = {text.lower()}", [f"tool.syncheck.{key} = {text}: must be"]) for key, text in WRONG),
         ("alow = ['SYN201']", ["tool.syncheck.alow: unknown key", "allow", "group-by"]),
         ("group_by = 'x'", ["tool.syncheck.group_by: unknown key"]),
-        ("only = 'params'", ["tool.syncheck.only = 'params': must be"]),
-        ("allow = [201]", ["tool.syncheck.allow = [201]: must be"]),
-        ("checkpoints = 'ckpts'", ["tool.syncheck.checkpoints = 'ckpts': must be"]),
         ("rtol = '1e-3'\natol = 0", ["tool.syncheck.rtol = '1e-3': must be"]),
         ("atol = true\nrtol = 0", ["tool.syncheck.atol = True: must be"]),
-        ("ulp = 1.5", ["tool.syncheck.ulp = 1.5: must be"]),
-        ("ulp = false", ["tool.syncheck.ulp = False: must be"]),
-        ("group-by = ['x']", ["tool.syncheck.group-by = ['x']: must be"]),
         ("[tool.syncheck.allow]\ncode = 1", ["tool.syncheck.allow = {'code': 1}: must be"]),
         ("allow = ['SYN999']", ["tool.syncheck.allow = 'SYN999': no such code"]),
         ("only = ['weights']", ["tool.syncheck.only = 'weights': must be", "params"]),
@@ -34,31 +40,15 @@ if TYPE_CHECKING:
         ("rtol = 2\natol = 0", ["tool.syncheck.rtol = 2.0 tool.syncheck.atol = 0.0: must be"]),
         ("rtol = nan\natol = 0", ["tool.syncheck.rtol = nan"]),
         (f"rtol = 0\natol = 1{'0' * 400}", ["tool.syncheck.rtol = 0.0 tool.syncheck.atol = inf"]),
-        ("ulp = -1", ["tool.syncheck.ulp = -1: must be"]),
         ("close = true\nulp = 1", ["tool.syncheck.close cannot be combined", "tool.syncheck.ulp"]),
         ("group-by = '('", ["tool.syncheck.group-by = '(': not a regular expression"]),
-        ("jobs = 0", ["tool.syncheck.jobs = 0: must be"]),
-        ("jobs = 'all'", ["tool.syncheck.jobs = 'all': must be"]),
-        ("reference = [0]", ["tool.syncheck.reference = [0]: must be"]),
-        ("reference = true", ["tool.syncheck.reference = True: must be"]),
-        ("quick = 1", ["tool.syncheck.quick = 1: must be"]),
-        ("close = 'yes'", ["tool.syncheck.close = 'yes': must be"]),
-        ("tolerance = 1e-3", ["tool.syncheck.tolerance = 0.001: must be"]),
-        ("exit-zero = 1", ["tool.syncheck.exit-zero = 1: must be"]),
-        ("format = 'yaml'", ["tool.syncheck.format = 'yaml': must be"]),
-        ("format = 3", ["tool.syncheck.format = 3: must be"]),
-        ("color = true", ["tool.syncheck.color = True: must be"]),
-        ("output = 'x.json'", ["tool.syncheck.output = 'x.json': must be"]),
-        ("limit = -1", ["tool.syncheck.limit = -1: must be"]),
-        ("limit = 1.0", ["tool.syncheck.limit = 1.0: must be"]),
-        ("limit = true", ["tool.syncheck.limit = True: must be"]),
         ("allow = [\n[tool.x]", ["not TOML", "at line"]),
         ("x = " + "[" * 9000, ["not TOML"]),
         ("allow = ['\x1b[31m']", ["not TOML"]),
     ],
 )
-def test_what_makes_no_sense_is_one_line(project: Path, lines: str, texts: list[str]) -> None:
-    """Each wrong key or value names file, key, found and needed in one line, with no option of the command line."""
+def test_invalid_values(project: Path, lines: str, texts: list[str]) -> None:
+    """An invalid key or value causes one line with the file, the key, the value and the requirement."""
     path = write(project, lines)
     with pytest.raises(UsageError) as caught:
         config.load(project)
@@ -69,25 +59,23 @@ def test_what_makes_no_sense_is_one_line(project: Path, lines: str, texts: list[
     assert "--" not in message
 
 
-def test_table_that_is_no_table(project: Path) -> None:
-    """`tool.syncheck` with a plain value is refused by name."""
-    (project / "pyproject.toml").write_text("tool.syncheck = 3\n")
-    with pytest.raises(UsageError, match=r"tool\.syncheck = 3: must be a table"):
-        config.load(project)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"tool.syncheck = 3\n", r"tool\.syncheck = 3: must be a table"),
+        (b"# \xff\n[tool.syncheck]\n", "not TOML"),
+        (b"# \xff\n[tool.other]\n[", None),  # without our table, the file is not checked
+    ],
+)
+def test_invalid_files(project: Path, content: bytes, message: str | None) -> None:
+    """A table that is not a table, or a file that is not UTF-8, is an error if the file mentions syncheck."""
+    (project / "pyproject.toml").write_bytes(content)
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
+        assert config.load(project) == config.Config()
 
 
-def test_bytes_that_are_no_text(project: Path) -> None:
-    """A file that mentions us and is not UTF-8 is an error, one that does not is not ours to judge."""
-    path = project / "pyproject.toml"
-    path.write_bytes(b"# \xff\n[tool.other]\n[")
-    assert config.load(project) == config.Config()
-    path.write_bytes(b"# \xff\n[tool.syncheck]\n")
-    with pytest.raises(UsageError, match="not TOML"):
-        config.load(project)
-
-
-def test_file_that_may_not_be_read(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is there and cannot be read may hold options: an error, for the verdict could be another."""
+def test_unreadable_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be read is an error, because its options could change the verdict."""
     path = write(project, "ulp = 3")
 
     def refused(*_: object, **__: object) -> None:

@@ -1,112 +1,94 @@
-"""A small model whose ranks differ in parameters, moments and more, and what is found of it."""
+"""A small model whose parameters and optimizer state differ in size and direction."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groups import make_group
+import cases
 
-from syncheck import diagnose
-from syncheck.records import Counts, Evidence, Group, Replica, TensorDiff, ValueDiff
+from syncheck.records import Evidence, Group, TensorDiff, ValueDiff
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncheck.records import Finding
-
 MODEL = {"conv.weight": 36, "bn.weight": 4, "bn.bias": 4, "fc.weight": 40, "fc.bias": 10}
-RANDOM = ("conv.weight", "fc.weight", "fc.bias")  # what does not start from constants
+RANDOM = ("conv.weight", "fc.weight", "fc.bias")  # parameters that are initialized at random
 ADAM, SGD = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
 DECAY = {"lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9}  # wd / (1 - momentum) is 0.005
 HALF = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.05}, counts=True, kind="setting")
 
 
-def sets_of(ranks: int, odd: Iterable[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return who holds the same: the last rank apart, these ranks apart, or with () nobody like anybody."""
-    apart = (ranks - 1,) if odd is None else tuple(odd) or tuple(range(ranks))
-    together = tuple(rank for rank in range(ranks) if rank not in apart)
-    return ((together,) if together else ()) + tuple((rank,) for rank in apart)
-
-
 def apart(name: str, kind: str = "parameter", ranks: int = 2, odd: Any = None, **given: Any) -> TensorDiff:
-    """Return a tensor that differs in every element. cosine, norms: evidence; without either there is none."""
-    sets = sets_of(ranks, odd)
-    numel = next((size for of, size in MODEL.items() if of in name), 8)
-    look = {key: given.pop(key) for key in ("cosine", "norms", "values") if key in given}
-    known: dict[str, Any] = {"mismatched": numel, "max_abs": 0.5, "extent": "all"} | given
-    minority = tuple(rank for found in sets[1:] for rank in found) if len(sets[0]) > len(sets[1]) else ()
-    return TensorDiff(
-        name, kind, "float32", (numel,), "different", clusters=sets, minority=minority, numel=numel,
-        evidence=Evidence(**look) if look else None, **known,
-    )  # fmt: skip
+    """Return a tensor that differs in every element.
+
+    odd: ranks that differ from all other ranks, by default the last one; () for all ranks. cosine, norms, values:
+    fields of the evidence, which is None without them.
+    """
+    single = (ranks - 1,) if odd is None else tuple(odd) or tuple(range(ranks))
+    equal = tuple(rank for rank in range(ranks) if rank not in single)
+    sets = ((equal,) if equal else ()) + tuple((rank,) for rank in single)
+    numel = next((size for part, size in MODEL.items() if part in name), 8)
+    evidence = {key: given.pop(key) for key in ("cosine", "norms", "values") if key in given}
+    fields = {"mismatched": numel, "numel": numel, "shape": (numel,), "index": None}
+    fields["evidence"] = Evidence(**evidence) if evidence else None
+    return replace(cases.diff(name, kind, sets), **fields | given)
 
 
 def by_digest(diff: TensorDiff) -> TensorDiff:
-    """Return what is known of a tensor of which only digests were compared."""
-    return replace(diff, reason="digest", mismatched=None, max_abs=None, extent=None, evidence=None)
+    """Return the tensor as it is known if only digests were compared."""
+    return replace(diff, **cases.DIGEST, evidence=None)
 
 
 def group(*tensors: TensorDiff, optimizer: Iterable[str] = ADAM, more: Mapping[str, str] | None = None,
-          ranks: int = 2, step: int = 10, **fields: Any) -> Group:  # fmt: skip
-    """Return a group of a model with its optimizer's state, in which these tensors differ.
+          ranks: int = 2, **fields: Any) -> Group:  # fmt: skip
+    """Return a group of the model with its optimizer state, in which these tensors differ.
 
-    more: kinds of further tensors by name; a parameter among them gets no state.
+    more: kinds of further tensors by name; a parameter among them has no optimizer state.
     """
     names = dict.fromkeys(MODEL, "parameter") | dict(more or {})
     for state in optimizer:
         kind = "optimizer_step" if state == "step" else "optimizer"
         names |= {f"optimizer.{name}.{state}": kind for name in MODEL}
-    kinds = {}
-    for kind in set(names.values()):
-        odd = sum(diff.kind == kind for diff in tensors)
-        total = list(names.values()).count(kind)
-        kinds[kind] = Counts(total, total - odd, different=odd)
-    replicas = tuple(Replica(f"rank{i}.pth", i, "torch-zip", len(names), 1000) for i in range(ranks))
-    total_counts = sum(kinds.values(), Counts())
-    return make_group("run", step, "undecided", replicas, total_counts, tensors, kinds=kinds, names=names, **fields)
-
-
-def found(case: Group, *earlier: Group) -> dict[str, Finding]:
-    """Diagnose, and return the findings by code."""
-    return {finding.code: finding for finding in diagnose.diagnose(case, (*earlier, case) if earlier else ())}
-
-
-def only(case: Group, *earlier: Group) -> Finding:
-    """Return the one finding that covers everything."""
-    (finding,) = found(case, *earlier).values()
-    assert set(finding.tensors) == {diff.name for diff in case.tensors}
-    return finding
+    return cases.make_case(tensors, Counter(names.values()), ranks, names=names, **fields)
 
 
 def moment(name: str, state: str = "exp_avg", **given: Any) -> TensorDiff:
-    """Return a first moment that differs."""
+    """Return optimizer state of a parameter that differs."""
     return apart(f"optimizer.{name}.{state}", "optimizer", **given)
 
 
+def model(**given: Any) -> list[TensorDiff]:
+    """Return all parameters of the model, with differences."""
+    return [apart(name, **{"cosine": 0.9999} | given) for name in MODEL]
+
+
+def moments(state: str = "exp_avg", **given: Any) -> list[TensorDiff]:
+    """Return the optimizer state of all parameters, with differences."""
+    return [moment(name, state, **given) for name in MODEL]
+
+
 def start(ranks: int = 2, odd: Any = None, **given: Any) -> list[TensorDiff]:
-    """Return parameters of unequal starts; the norm's are equal."""
+    """Return parameters that started unequal; those of BatchNorm start equal."""
     return [apart(name, ranks=ranks, odd=odd, **{"cosine": 0.03} | given) for name in RANDOM]
 
 
-def decayed(gap: float) -> list[TensorDiff]:
-    """Return momenta apart by this much, of parameters that are 0.5 apart."""
-    return [moment(name, "momentum_buffer", max_abs=gap, cosine=0.9999) for name in RANDOM]
-
-
 def unreduced(ranks: int = 2, state: str = "exp_avg", odd: Any = (), cosine: float = 0.3) -> list[TensorDiff]:
-    """Return a whole model whose ranks step with gradients of their own."""
+    """Return a model whose ranks step with their own gradients."""
     norms = [{rank: 1.0 + 0.4 * ((rank + i) % 2) for rank in range(ranks)} for i in range(len(MODEL))]
-    parameters = [apart(name, ranks=ranks, odd=odd, cosine=0.99) for name in MODEL]
-    moments = [
-        moment(name, state, ranks=ranks, odd=odd, cosine=cosine, norms=norm)
-        for name, norm in zip(MODEL, norms, strict=True)
-    ]
-    return parameters + moments
+    given = {"ranks": ranks, "odd": odd}
+    states = [moment(name, state, cosine=cosine, norms=n, **given) for name, n in zip(MODEL, norms, strict=True)]
+    return model(cosine=0.99, **given) + states
+
+
+def in_head(tensors: Iterable[TensorDiff]) -> list[TensorDiff]:
+    """Return the tensors of the last layer."""
+    return [diff for diff in tensors if ".fc." in f".{diff.name}"]
 
 
 def scaled(factor: float, ranks: int = 2, state: str = "exp_avg", cosine: float = 0.99) -> list[TensorDiff]:
-    """Return a model of which the last rank's first moments are `factor` times as long."""
+    """Return a model in which the last rank's first moments are `factor` times as long."""
     norms = dict.fromkeys(range(ranks), 1.0) | {ranks - 1: factor}
-    parameters = [apart(name, ranks=ranks, cosine=0.9999, norms=dict.fromkeys(norms, 2.0)) for name in MODEL]
-    return parameters + [moment(name, state, ranks=ranks, cosine=cosine, norms=norms) for name in MODEL]
+    parameters = model(ranks=ranks, norms=dict.fromkeys(norms, 2.0))
+    return parameters + moments(state, ranks=ranks, cosine=cosine, norms=norms)

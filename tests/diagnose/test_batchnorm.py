@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from cases import DIGEST, diff, found, group
 from checkpoints import save_pth
-from test_rules import COUNT, MEAN, VAR, WEIGHT, diff, found, group
 
 import syncheck
 from syncheck.diagnose import syn201_bn_local_stats, syn202_bn_drift_growing, syn204_bn_variance_only
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from syncheck.messages import Sentence
     from syncheck.records import Finding, Group
 
 LOCAL, DRIFT = syn201_bn_local_stats.Text, syn202_bn_drift_growing.Text
 VARIANCES = syn204_bn_variance_only.Text
-DIGEST = {"mismatched": None, "max_abs": None, "index": None, "extent": None, "reason": "digest"}
+MEAN, VAR = diff("bn.running_mean", "bn_mean"), diff("bn.running_var", "bn_var")
+COUNT, WEIGHT = diff("bn.num_batches_tracked", "bn_count", max_abs=3), diff("fc.weight", "parameter")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -69,11 +69,6 @@ def diagnose_steps(seen: FreeRunning, metadata: Metadata | None = SYNCED) -> Fin
     return finding
 
 
-def codes(finding: Finding) -> list[Sentence]:
-    """Return the codes of the statements of evidence."""
-    return [fact.code for fact in finding.facts]
-
-
 def test_202_against_the_metadata() -> None:
     """Differences that grow and keep their direction outweigh metadata that says that buffers are synchronized."""
     finding = diagnose_steps(SEEN)
@@ -85,7 +80,7 @@ def test_202_against_the_metadata() -> None:
     )
     finding = diagnose_steps(SEEN, None)
     assert finding.code == "SYN202"
-    assert codes(finding)[-1] is DRIFT.GREW_IN_ONE_DIRECTION
+    assert finding.facts[-1].code is DRIFT.GREW_IN_ONE_DIRECTION
 
 
 def test_202_by_the_momentum_bound() -> None:
@@ -119,14 +114,10 @@ def test_201_if_the_steps_do_not_show_missing_synchronization(changes: Any) -> N
         assert with_metadata.facts[-1] == without_metadata.facts[-1] == fact
 
 
-def test_201_of_one_step() -> None:
-    """Without metadata and earlier steps, it is unknown whether buffers are synchronized."""
+def test_201_without_usable_steps() -> None:
+    """One step shows no missing synchronization, and neither does growth with a changed direction."""
     (finding,) = found(group(MEAN)).values()
     assert finding.facts[-2:] == (LOCAL.UNKNOWN(), LOCAL.SAVE_EARLY_STEPS())
-
-
-def test_growth_alone_is_not_sufficient_if_directions_are_known() -> None:
-    """If the mean difference grew threefold but its direction changed, the finding is SYN201, not SYN202."""
     earlier = group(diff("bn.running_mean", "bn_mean", max_abs=0.1), step=1)
     seen = replace(SEEN, cosine=0.0, misfit_lag=0.2)
     assert set(found(group(MEAN, free_running=seen), earlier)) == {"SYN201"}
@@ -179,14 +170,15 @@ def save(folder: Path, step: int, rank: int, mean: Any, var: Any, count: int, mo
         state[f"bn{layer}.num_batches_tracked"] = np.array(count)
     block = syncheck.metadata(run="ddp", run_id="1", rank=rank, world_size=8, step=step, buffers_synced=True)
     block["bn_momentum"] = {f"bn{layer}": momentum for layer in range(LAYERS)}
-    (folder / f"step_{step}").mkdir(exist_ok=True)
+    (folder / f"step_{step}").mkdir(exist_ok=True, parents=True)
     save_pth(folder / f"step_{step}" / f"rank_{rank}.pth", {"model": state, "syncheck": block})
 
 
-def code(last: Group) -> str:
-    """Return the code of the only finding."""
+def judge(last: Group) -> tuple[str, int | None]:
+    """Return the code of the only finding, and the number of variances that are too low; None without evidence."""
     (finding,) = last.findings
-    return finding.code
+    seen = last.evidence.free_running
+    return finding.code, seen and seen.below
 
 
 EARLY = [(3, 6, 9, 12), (1, 2, 3, 4, 5, 6), (2, 4, 6, 8, 10)]
@@ -197,7 +189,7 @@ EARLY = [(3, 6, 9, 12), (1, 2, 3, 4, 5, 6), (2, 4, 6, 8, 10)]
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_files_of_free_running_statistics(tmp_path: Path, steps: Any, constant: float, ranks: int) -> None:
     """Without synchronization, early steps show SYN202, with similar and dissimilar shards, despite the metadata."""
-    assert code(train(tmp_path, steps, synced=False, constant=constant, ranks=ranks)) == "SYN202"
+    assert judge(train(tmp_path, steps, synced=False, constant=constant, ranks=ranks))[0] == "SYN202"
 
 
 @pytest.mark.parametrize("steps", [*EARLY, (10, 20, 30), (50, 51, 52, 53), (1, 10, 100)])
@@ -206,37 +198,25 @@ def test_files_of_free_running_statistics(tmp_path: Path, steps: Any, constant: 
 def test_files_of_a_lag(tmp_path: Path, steps: Any, constant: float, forwards: int) -> None:
     """With a synchronization before each step it is SYN201 at all steps, also with dissimilar shards."""
     last = train(tmp_path, steps, synced=True, constant=constant, forwards=forwards)
-    assert code(last) == "SYN201"
-    assert last.evidence.free_running is not None
-    assert last.evidence.free_running.below == 0
+    assert judge(last) == ("SYN201", 0)
 
 
-def test_files_of_late_steps_prove_it_by_the_bound(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("synced", "expected"), [(False, ("SYN202", LAYERS * CHANNELS)), (True, ("SYN201", 0))])
+def test_files_of_late_steps(tmp_path: Path, synced: bool, expected: tuple[str, int]) -> None:
     """At steps 50 and 52, variances of half rank 0's size cannot have been copied from rank 0 in between."""
-    free, lag = tmp_path / "free", tmp_path / "lag"
-    free.mkdir()
-    lag.mkdir()
-    last = train(free, (50, 52), synced=False, scale=0.5)
-    assert (code(last), last.evidence.free_running and last.evidence.free_running.misfit_free) == ("SYN202", None)
+    last = train(tmp_path, (50, 52), synced=synced, scale=0.5)
+    assert judge(last) == expected
     assert last.evidence.free_running is not None
-    assert last.evidence.free_running.below == LAYERS * CHANNELS
-    assert code(train(lag, (50, 52), synced=True, scale=0.5)) == "SYN201"
+    assert synced or last.evidence.free_running.misfit_free is None
 
 
-def test_the_bound_needs_rank_0(tmp_path: Path) -> None:
-    """Without rank 0's file nothing bounds the variances, because the source of the copies is unknown."""
-    train(tmp_path, (50, 52), synced=False, scale=0.5, ranks=3)
-    for path in tmp_path.glob("*/rank_0.pth"):
+def test_files_without_usable_evidence(tmp_path: Path) -> None:
+    """Without rank 0's file nothing bounds the variances; with momentum=None they are no moving average."""
+    assert judge(train(tmp_path / "all", (3, 6, 9, 12), synced=False, momentum=None)) == ("SYN201", None)
+    train(tmp_path / "late", (50, 52), synced=False, scale=0.5, ranks=3)
+    for path in tmp_path.glob("late/*/rank_0.pth"):
         path.unlink()
-    last = syncheck.compare(tmp_path).groups[-1]
-    assert last.evidence.free_running is not None
-    assert (code(last), last.evidence.free_running.below) == ("SYN201", 0)
-
-
-def test_averages_over_all_batches_are_not_judged(tmp_path: Path) -> None:
-    """With momentum=None the statistics are not a moving average, so the steps do not count as evidence."""
-    last = train(tmp_path, (3, 6, 9, 12), synced=False, momentum=None)
-    assert (code(last), last.evidence.free_running) == ("SYN201", None)
+    assert judge(syncheck.compare(tmp_path / "late").groups[-1]) == ("SYN201", 0)
 
 
 def test_a_flipped_bit_beside_the_usual_drift_is_two_findings() -> None:

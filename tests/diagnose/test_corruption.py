@@ -1,14 +1,15 @@
-"""Damage by memory, disks and arithmetic (SYN220 to SYN223): matching cases and near misses."""
+"""Damage by memory, disks and arithmetic (SYN220 to SYN223) and rounding (SYN240): matching cases and near misses."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import cases
 import pytest
+from cases import DIGEST, diff, group
 from groups import facts_of
-from test_rules import diff, group
-from test_rules import found as all_found
 
 from syncheck.diagnose import syn220_bit_flip as syn220
 from syncheck.diagnose import syn221_contiguous_corruption as syn221
@@ -16,38 +17,38 @@ from syncheck.diagnose import syn222_nonfinite_on_some_ranks as syn222
 from syncheck.diagnose import syn223_damaged_on_disk as syn223
 from syncheck.diagnose.case import Common
 from syncheck.diagnose.localized import Localized
-from syncheck.records import Evidence, Finding, Group, TensorDiff
+from syncheck.diagnose.syn240_rounding_only import Text as Rounding
+from syncheck.records import MEASURED, Evidence, Finding, Group, TensorDiff, ValueDiff
 
-OURS = {"SYN220", "SYN221", "SYN222", "SYN223", "SYN240"}
-THREE_AND_ONE = ((0, 1, 2), (3,))
-MEAN = diff("bn.running_mean", "bn_mean")
-STEP = diff("optimizer.fc.weight.step", "optimizer_step", numel=1, mismatched=1)
-
-
-def found(case: Group, *earlier: Group) -> dict[str, Finding]:
-    """Diagnose, and return the findings of OURS by code."""
-    return {code: finding for code, finding in all_found(case, *earlier).items() if code in OURS}
-
-
-def single(
-    name: str = "fc.weight", kind: str = "parameter", clusters: Any = THREE_AND_ONE, **changes: Any
-) -> TensorDiff:
-    """Return a tensor of 8 x 4 with one differing element, in bit 29."""
-    fields = {"shape": (8, 4), "numel": 32, "mismatched": 1, "extent": "one", "index": (2, 1), "max_abs": 0.25}
-    fields |= {"evidence": Evidence(values={0: 0.25, 1: 0.25, 2: 0.25, 3: 1e-20}, flipped_bits=1, bit=29)}
-    return replace(diff(name, kind, clusters), **fields | changes)
+RULES = {"SYN220", "SYN221", "SYN222", "SYN223", "SYN240"}
+ODD = ((0, 1, 2), (3,))
+PAIR = ((0,), (1,))
+SHARDS = ((0, 2), (1, 3))
+AGREEMENT = (Common.AGREE(ranks=(0, 1, 2)), Common.DIFFERS(ranks=(3,)))
+MOMENT = "optimizer.fc.weight.exp_avg"
+SMALL_ON_3 = {0: 0.25, 1: 0.25, 2: 0.25, 3: 1e-20}
 
 
-def run(name: str = "fc.weight", kind: str = "parameter", clusters: Any = THREE_AND_ONE, **changes: Any) -> TensorDiff:
-    """Return a tensor of 8 x 4 with 10 adjacent differing elements, the 7th to the 16th."""
-    fields = {"shape": (8, 4), "numel": 32, "mismatched": 10, "extent": "contiguous", "index": (2, 1)}
-    return replace(diff(name, kind, clusters), **fields | {"evidence": Evidence(first=6)} | changes)
+def make_builder(**defaults: Any) -> Any:
+    """Return a function that builds a tensor with these fields."""
+
+    def build(name: str = "fc.weight", kind: str = "parameter", clusters: Any = ODD, **changes: Any) -> TensorDiff:
+        return diff(name, kind, clusters, **defaults | changes)
+
+    return build
 
 
-def by_digest(name: str = "fc.weight", kind: str = "parameter", **changes: Any) -> TensorDiff:
-    """Return a tensor that differs by its digest."""
-    fields = {"mismatched": None, "max_abs": None, "index": None, "extent": None, "reason": "digest"}
-    return replace(diff(name, kind, THREE_AND_ONE), **fields | changes)
+# One differing element of 8 x 4, in bit 29.
+single = make_builder(
+    shape=(8, 4), numel=32, mismatched=1, extent="one", index=(2, 1), max_abs=0.25,
+    evidence=Evidence(values=SMALL_ON_3, flipped_bits=1, bit=29),
+)  # fmt: skip
+# Adjacent elements of 8 x 4, the 7th to the 16th.
+run = make_builder(shape=(8, 4), numel=32, mismatched=10, extent="contiguous", index=(2, 1), evidence=Evidence(first=6))
+rounded = make_builder(max_abs=1e-8, max_ulp=1, max_rel=1e-7)
+whole, by_digest = make_builder(), make_builder(**DIGEST)
+MEAN = whole("bn.running_mean", "bn_mean", PAIR)
+STEP = whole("optimizer.fc.weight.step", "optimizer_step", PAIR, numel=1, mismatched=1)
 
 
 def four(*tensors: TensorDiff, **fields: Any) -> Group:
@@ -55,255 +56,275 @@ def four(*tensors: TensorDiff, **fields: Any) -> Group:
     return group(*tensors, ranks=4, **fields)
 
 
-class TestDamagedOnDisk:
-    """SYN223."""
-
-    def test_the_suspects_are_the_damaged_files(self) -> None:
-        """A wrong checksum makes its file the suspect, even against a majority, and covers that tensor alone."""
-        odd = single(evidence=Evidence(damaged=(1,), flipped_bits=1))
-        fitted = all_found(four(odd))
-        assert set(fitted) == {"SYN223", "SYN299"}
-        assert (fitted["SYN223"].ranks, fitted["SYN223"].tensors) == ((1,), ("fc.weight",))
-        assert (fitted["SYN299"].ranks, fitted["SYN299"].tensors) == ((3,), ("fc.weight",))
-        assert found(four(odd, MEAN))["SYN223"].tensors == ("fc.weight",)
-        assert fitted["SYN223"].facts == (
-            syn223.Text.CHANGED(paths=("rank1.pth",)),
-            syn223.Text.CHECKSUMS(count=1, ranks=(1,), names=("fc.weight",)),
-        )
-
-    def test_it_precedes_the_other_rules_on_damage(self) -> None:
-        """NaNs, flips and runs with a wrong checksum are SYN223; without a wrong checksum they are not."""
-        for made in (single(), run(), single(nonfinite={0: 0, 1: 0, 2: 0, 3: 1})):
-            evidence = replace(made.evidence or Evidence(), damaged=(3,))
-            assert set(found(four(replace(made, evidence=evidence)))) == {"SYN223"}
-            assert "SYN223" not in found(four(made))
-        assert "SYN223" not in found(four(by_digest()))
-
-    def test_several_files(self) -> None:
-        """All damaged files are suspects and listed."""
-        first = single(evidence=Evidence(damaged=(1,)))
-        fitted = found(four(first, run("a", evidence=Evidence(damaged=(2, 3)))))
-        assert set(fitted) == {"SYN223"}
-        assert fitted["SYN223"].ranks == (1, 2, 3)
-        facts = facts_of(fitted["SYN223"])
-        assert facts[syn223.Text.CHANGED]["paths"] == ("rank1.pth", "rank2.pth", "rank3.pth")
-        assert facts[syn223.Text.CHECKSUMS]["names"] == ("fc.weight", "a")
+def found(*tensors: TensorDiff, earlier: tuple[Group, ...] = (), **fields: Any) -> dict[str, Finding]:
+    """Diagnose four ranks, and return the findings of RULES by code."""
+    fields = {"stores_progress": True} | fields
+    return {code: f for code, f in cases.found(four(*tensors, **fields), *earlier).items() if code in RULES}
 
 
-class TestNonfinite:
-    """SYN222."""
-
-    def test_the_suspects_hold_more_of_them(self) -> None:
-        """NaNs make their rank the suspect, whatever else differs; other tensors are left to other rules."""
-        odd = single(max_abs=None, nonfinite={0: 0, 1: 0, 2: 0, 3: 1})
-        fitted = found(four(odd, diff("a", "parameter", THREE_AND_ONE)))
-        assert set(fitted) == {"SYN222"}
-        assert (fitted["SYN222"].ranks, fitted["SYN222"].tensors) == ((3,), ("fc.weight",))
-        assert fitted["SYN222"].facts == (
-            syn222.Text.MORE_NONFINITE(ranks=(3,), tensors=1),
-            syn222.Text.ELEMENTS(name="fc.weight", most=1, numel=32, ranks=(3,), least=0),
-            Common.AGREE(ranks=(0, 1, 2)),
-            Common.DIFFERS(ranks=(3,)),
-        )
-
-    def test_one_of_two_ranks_is_suspect(self) -> None:
-        """Two ranks have no majority, but only one of them has the NaN."""
-        odd = single(clusters=((0,), (1,)), nonfinite={0: 3, 1: 2})
-        assert found(group(odd))["SYN222"].ranks == (0,)
-        assert facts_of(found(group(odd))["SYN222"])[syn222.Text.ELEMENTS]["least"] == 2
-
-    def test_equal_numbers_do_not_match(self) -> None:
-        """Infinities on all ranks, such as masks, do not match, and neither do tensors without counts."""
-        assert "SYN222" not in found(four(run(nonfinite=dict.fromkeys(range(4), 2))))
-        assert "SYN222" not in found(four(by_digest()))
-
-    def test_digests_with_counts(self) -> None:
-        """Fingerprints contain the number of such elements, which identifies the rank."""
-        assert found(four(by_digest(nonfinite={0: 0, 1: 0, 2: 0, 3: 2})))["SYN222"].ranks == (3,)
-
-    def test_different_shards_are_not_compared(self) -> None:
-        """Only ranks with the same shard are compared, because other shards may hold other numbers."""
-        sharded = run(clusters=((0,), (2,)), replica_groups=((0, 2), (1, 3)), nonfinite={0: 0, 1: 5, 2: 0, 3: 5})
-        assert "SYN222" not in found(four(sharded))
-        one = replace(sharded, nonfinite={0: 0, 1: 5, 2: 1, 3: 5})
-        assert found(four(one))["SYN222"].ranks == (2,)
-
-    def test_a_rank_without_finite_parameters(self) -> None:
-        """If most parameters of a rank have no finite element, the evidence says that gradients are not averaged."""
-        odd = [diff(f"p{i}", "parameter", THREE_AND_ONE, nonfinite={0: 0, 1: 0, 2: 0, 3: 4}) for i in range(6)]
-        assert facts_of(found(four(*odd))["SYN222"])[syn222.Text.NOTHING_ELSE] == {"count": 6}
-        assert syn222.Text.NOTHING_ELSE not in facts_of(found(four(*odd[:5]))["SYN222"])
-
-
-class TestBitFlip:
-    """SYN220."""
-
-    def test_one_bit_proves_it(self) -> None:
-        """The evidence of a single bit contains rank, values and the part of the number."""
-        fitted = found(four(single()))
-        assert set(fitted) == {"SYN220"}
-        assert (fitted["SYN220"].ranks, fitted["SYN220"].tensors) == ((3,), ("fc.weight",))
-        assert fitted["SYN220"].facts == (
-            syn220.Text.FLIPPED(element="fc.weight[2, 1]", bit=syn220.Text.BIT(bit=29, part="exponent")),
-            syn220.Text.VALUES(values={0: 0.25, 1: 0.25, 2: 0.25, 3: 1e-20}),
-            syn220.Text.REST_OF_TENSOR(others=31),
-            Localized.REST_AGREES(parameters=10, states=20),
-            Common.AGREE(ranks=(0, 1, 2)),
-            Common.DIFFERS(ranks=(3,)),
-        )
-        assert found(group(single(clusters=((0,), (1,)))))["SYN220"].ranks == (0, 1)
-
-    @pytest.mark.parametrize(
-        ("dtype", "bit", "part"),
-        [
-            ("float32", 22, "mantissa"),
-            ("float32", 31, "sign"),
-            ("bfloat16", 7, "exponent"),
-            ("float16", 15, "sign"),
-            ("float8_e8m0fnu", 7, "exponent"),
-            ("int64", 3, None),
-        ],
+def test_damaged_files_are_the_suspects() -> None:
+    """A wrong checksum makes its files suspects, even against a majority, and covers that tensor alone."""
+    odd = single(evidence=Evidence(damaged=(1,), flipped_bits=1))
+    fitted = cases.found(four(odd))
+    assert {code: (f.ranks, f.tensors) for code, f in fitted.items()} == {
+        "SYN223": ((1,), ("fc.weight",)),
+        "SYN299": ((3,), ("fc.weight",)),
+    }
+    assert fitted["SYN223"].facts == (
+        syn223.Text.CHANGED(paths=("rank1.pth",)),
+        syn223.Text.CHECKSUMS(count=1, ranks=(1,), names=("fc.weight",)),
     )
-    def test_the_part_of_the_number(self, dtype: str, bit: int, part: str | None) -> None:
-        """Each dtype has its own positions of sign, exponent and mantissa; an integer has no such parts."""
-        made = single(dtype=dtype, evidence=Evidence(flipped_bits=1, bit=bit))
-        expected = syn220.Text.BIT(bit=bit, part=part) if part else syn220.Text.INTEGER_BIT(bit=bit)
-        assert facts_of(found(four(made))["SYN220"])[syn220.Text.FLIPPED]["bit"] == expected
+    assert found(odd, MEAN)["SYN223"].tensors == ("fc.weight",)
+    several = found(odd, run("a", evidence=Evidence(damaged=(2, 3))))
+    assert several.keys() == {"SYN223"}
+    assert several["SYN223"].ranks == (1, 2, 3)
+    facts = facts_of(several["SYN223"])
+    assert facts[syn223.Text.CHANGED]["paths"] == ("rank1.pth", "rank2.pth", "rank3.pth")
+    assert facts[syn223.Text.CHECKSUMS]["names"] == ("fc.weight", "a")
 
-    def test_more_bits_are_consistent_with_one(self) -> None:
-        """After later updates several bits differ, and the evidence is only consistent with a flip."""
-        fitted = found(four(single(evidence=Evidence(values={0: 0.25, 3: 0.5}, flipped_bits=9))))
-        facts = facts_of(fitted["SYN220"])
-        assert fitted["SYN220"].facts[0] == syn220.Text.ONE_ELEMENT(element="fc.weight[2, 1]")
-        assert (facts[syn220.Text.BITS], facts[syn220.Text.CONSISTENT]) == ({"bits": 9}, {})
-        assert syn220.Text.CONSISTENT in facts_of(found(four(single(evidence=None)))["SYN220"])
 
-    def test_an_earlier_step_may_prove_it(self) -> None:
-        """If several bits differ now, a single bit of the moment at an earlier step proves the flip."""
-        later = four(single(evidence=Evidence(flipped_bits=9)), step=20)
-        names = {"optimizer.fc.weight.exp_avg": "optimizer"}
-        earlier = four(single("optimizer.fc.weight.exp_avg", "optimizer"), step=10, names=names)
-        assert facts_of(found(later, earlier)["SYN220"])[syn220.Text.FLIPPED_EARLIER] == {
-            "step": 10,
-            "element": "optimizer.fc.weight.exp_avg[2, 1]",
-            "bit": syn220.Text.BIT(bit=29, part="exponent"),
-        }
-        elsewhere = replace(earlier, tensors=(replace(earlier.tensors[0], index=(0, 0)),))
-        assert syn220.Text.CONSISTENT in facts_of(found(later, elsewhere)["SYN220"])
+@pytest.mark.parametrize("made", [single(), run(), single(nonfinite={0: 0, 1: 0, 2: 0, 3: 1}), by_digest()])
+def test_223_precedes_the_other_rules(made: TensorDiff) -> None:
+    """NaNs, flips and runs with a wrong checksum are SYN223; without a wrong checksum they are not."""
+    assert "SYN223" not in found(made)
+    evidence = replace(made.evidence or Evidence(), damaged=(3,))
+    assert found(replace(made, evidence=evidence)).keys() == {"SYN223"}
 
-    def test_the_optimizer_follows(self) -> None:
-        """The same element of the weight's moments and of its averaged copy has the same cause."""
-        moment, copy = single("optimizer.fc.weight.exp_avg", "optimizer"), single("ema.fc.weight", "ema")
-        fitted = found(four(single(), moment, copy))
-        assert set(fitted) == {"SYN220"}
-        assert len(fitted["SYN220"].tensors) == 3
-        followers = ("optimizer.fc.weight.exp_avg", "ema.fc.weight")
-        assert facts_of(fitted["SYN220"])[Localized.FOLLOWERS] == {"tensors": followers}
-        assert set(found(four(single(), replace(moment, index=(2, 2))))) == set()
-        alone = found(four(moment))["SYN220"]
-        assert alone.facts[0].parameters["element"] == "optimizer.fc.weight.exp_avg[2, 1]"
 
-    def test_local_statistics_are_ignored(self) -> None:
-        """Local running statistics do not hide a flip, and the flip does not explain them."""
-        fitted = found(four(single(), MEAN))
-        assert fitted["SYN220"].tensors == ("fc.weight",)
-        alone = single("bn.running_mean", "bn_mean")
-        assert "SYN220" in found(four(alone))
-        assert "SYN220" not in found(four(replace(alone, evidence=Evidence(flipped_bits=9))))
-        assert "SYN220" not in found(four(alone, single("bn.running_var", "bn_var")))
-        assert "SYN220" not in found(four(alone, diff("bn.running_var", "bn_var")))
-
-    @pytest.mark.parametrize(
-        "other",
-        [
-            diff("a", "parameter", THREE_AND_ONE),
-            diff("optimizer.fc.weight.exp_avg", "optimizer", THREE_AND_ONE),
-            by_digest("a"),
-            STEP,
-        ],
-        ids=["parameter", "moment", "digest", "counter"],
+def test_222() -> None:
+    """NaNs make their rank the suspect, whatever else differs; other tensors are left to other rules."""
+    fitted = found(single(max_abs=None, nonfinite={0: 0, 1: 0, 2: 0, 3: 1}), whole("a"))
+    assert set(fitted) == {"SYN222"}
+    assert (fitted["SYN222"].ranks, fitted["SYN222"].tensors) == ((3,), ("fc.weight",))
+    assert fitted["SYN222"].facts == (
+        syn222.Text.MORE_NONFINITE(ranks=(3,), tensors=1),
+        syn222.Text.ELEMENTS(name="fc.weight", most=1, numel=32, ranks=(3,), least=0),
+        *AGREEMENT,
     )
-    def test_it_needs_agreement_elsewhere(self, other: TensorDiff) -> None:
-        """A single element does not match if other tensors differ: its gradient may be zero elsewhere."""
-        assert "SYN220" not in found(four(single(), other, stores_progress=True))
-
-    def test_tensors_of_one_element_do_not_match(self) -> None:
-        """A tensor of one element differs as a whole, which is no evidence of a flip."""
-        scale = single("logit_scale", shape=(), numel=1, index=(), extent="all")
-        assert set(found(four(scale))) == set()
-        assert "SYN220" not in found(four(by_digest()))
-
-    def test_at_most_four_tensors(self) -> None:
-        """Flips in up to four tensors match; more do not, because memory rarely fails in so many places."""
-        many = [single(f"p{i}") for i in range(5)]
-        assert set(found(four(*many[:4]))) == {"SYN220"}
-        assert set(found(four(*many))) == set()
-
-    def test_several_replica_groups(self) -> None:
-        """If several replica groups differ, the numbers describe only one of them, so the rule does not match."""
-        both = single(clusters=((0,), (2,), (1,), (3,)), replica_groups=((0, 2), (1, 3)))
-        assert "SYN220" not in found(four(both))
-        assert "SYN220" in found(four(replace(both, clusters=((0,), (2,)))))
+    finding = cases.found(group(single(clusters=PAIR, nonfinite={0: 3, 1: 2})))["SYN222"]
+    assert finding.ranks == (0,)  # no majority, but only one of the two has the additional NaN
+    assert facts_of(finding)[syn222.Text.ELEMENTS]["least"] == 2
 
 
-class TestContiguous:
-    """SYN221."""
+@pytest.mark.parametrize(
+    ("made", "ranks"),
+    [
+        (by_digest(nonfinite={0: 0, 1: 0, 2: 0, 3: 2}), (3,)),  # fingerprints contain the counts
+        (by_digest(), None),
+        (run(nonfinite=dict.fromkeys(range(4), 2)), None),  # equal numbers, such as masks
+        # Only ranks with the same shard are compared.
+        (run(clusters=((0,), (2,)), replica_groups=SHARDS, nonfinite={0: 0, 1: 5, 2: 0, 3: 5}), None),
+        (run(clusters=((0,), (2,)), replica_groups=SHARDS, nonfinite={0: 0, 1: 5, 2: 1, 3: 5}), (2,)),
+    ],
+)
+def test_222_compares_counts_of_equal_shards(made: TensorDiff, ranks: tuple[int, ...] | None) -> None:
+    """Counts identify the rank, also beside digests, unless they are equal or count different shards."""
+    finding = found(made).get("SYN222")
+    assert (finding and finding.ranks) == ranks
 
-    def test_a_run_of_elements(self) -> None:
-        """The evidence of adjacent elements contains rank, tensor, length and position."""
-        fitted = found(four(run()))
-        assert set(fitted) == {"SYN221"}
-        assert (fitted["SYN221"].ranks, fitted["SYN221"].tensors) == ((3,), ("fc.weight",))
-        assert fitted["SYN221"].facts == (
-            syn221.Text.RUN(length=10, name="fc.weight", numel=32),
-            syn221.Text.POSITION(first=6, last=15),
-            Common.LARGEST(difference=0.5, element="fc.weight[2, 1]"),
-            Localized.REST_AGREES(parameters=10, states=20),
-            Common.AGREE(ranks=(0, 1, 2)),
-            Common.DIFFERS(ranks=(3,)),
-        )
-        assert found(group(run(clusters=((0,), (1,)))))["SYN221"].ranks == (0, 1)
 
-    def test_whole_rows_may_have_another_cause(self) -> None:
-        """A run of whole rows is also consistent with rows that each rank filled on its own."""
-        rows = run(mismatched=8, index=(1, 2), evidence=Evidence(first=4))
-        assert facts_of(found(four(rows))["SYN221"])[syn221.Text.ROWS] == {"first": 1, "last": 2}
-        one_row = replace(rows, mismatched=4, index=(1, 2))
-        assert facts_of(found(four(one_row))["SYN221"])[syn221.Text.ONE_ROW] == {"first": 1}
-        assert syn221.Text.ROWS not in facts_of(found(four(replace(rows, evidence=None)))["SYN221"])
-        bias = run(shape=(32,), index=(8,), evidence=Evidence(first=4))
-        assert syn221.Text.ROWS not in facts_of(found(four(bias))["SYN221"])
+def test_222_on_a_rank_without_finite_parameters() -> None:
+    """If most parameters of a rank have no finite element, the evidence says that gradients are not averaged."""
+    odd = [whole(f"p{i}", nonfinite={0: 0, 1: 0, 2: 0, 3: 4}) for i in range(6)]
+    assert facts_of(found(*odd)["SYN222"])[syn222.Text.NOTHING_ELSE] == {"count": 6}
+    assert syn222.Text.NOTHING_ELSE not in facts_of(found(*odd[:5])["SYN222"])
 
-    def test_the_optimizer_follows(self) -> None:
-        """The moments of the weight may differ in elements of the run, but not elsewhere."""
-        moment = run("optimizer.fc.weight.momentum_buffer", "optimizer", mismatched=7, extent="scattered")
-        assert set(found(four(run(), moment))) == {"SYN221"}
-        assert set(found(four(run(), replace(moment, index=(7, 3))))) == set()
-        assert set(found(four(run(), replace(moment, shape=(32,), index=(9,))))) == set()
 
-    def test_two_tensors_of_one_bucket(self) -> None:
-        """A run that includes one element of the next tensor is one corruption."""
-        fitted = found(four(run(), single("fc.bias")))
-        assert set(fitted) == {"SYN221"}
-        assert facts_of(fitted["SYN221"])[Localized.ONE_ELEMENT] == {"element": "fc.bias[2, 1]", "numel": 32}
+BIT_29 = syn220.Text.BIT(bit=29, part="exponent")
+EXAMPLES = {
+    "SYN220": (
+        single(),
+        syn220.Text.FLIPPED(element="fc.weight[2, 1]", bit=BIT_29),
+        syn220.Text.VALUES(values=SMALL_ON_3),
+        syn220.Text.REST_OF_TENSOR(others=31),
+        Localized.REST_AGREES(parameters=10, states=20),
+        *AGREEMENT,
+    ),
+    "SYN221": (
+        run(),
+        syn221.Text.RUN(length=10, name="fc.weight", numel=32),
+        syn221.Text.POSITION(first=6, last=15),
+        Common.LARGEST(difference=0.5, element="fc.weight[2, 1]"),
+        Localized.REST_AGREES(parameters=10, states=20),
+        *AGREEMENT,
+    ),
+    "SYN240": (
+        rounded(max_ulp=4),
+        Rounding.ROUNDING_STEPS(ulp=4, elements=4, tensors=1),
+        Common.LARGEST(difference=1e-08, element="fc.weight[1]"),
+        *AGREEMENT,
+    ),
+}
 
-    @pytest.mark.parametrize(
-        "near",
-        [
-            run(mismatched=17),
-            run(extent="scattered"),
-            run(mismatched=32, extent="all"),
-            run(shape=(2,), numel=2, mismatched=2, extent="all", index=(0,)),
-            by_digest(),
-        ],
-        ids=["most of it", "scattered", "all", "both of two", "digest"],
-    )
-    def test_other_extents(self, near: TensorDiff) -> None:
-        """Most elements, all elements and scattered elements do not match."""
-        assert "SYN221" not in found(four(near))
 
-    def test_it_needs_agreement_elsewhere(self) -> None:
-        """A run does not match if other tensors differ too."""
-        assert "SYN221" not in found(four(run(), diff("a", "parameter", THREE_AND_ONE)))
-        assert "SYN221" not in found(four(run(), STEP, stores_progress=True))
-        assert "SYN221" not in found(four(single()))
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_evidence(code: str) -> None:
+    """The finding of a flip, a run or rounding names the rank, the elements and the agreement elsewhere."""
+    tensor, *facts = EXAMPLES[code]
+    fitted = found(tensor)
+    assert set(fitted) == {code}
+    assert (fitted[code].ranks, fitted[code].tensors, fitted[code].facts) == ((3,), ("fc.weight",), tuple(facts))
+    assert fitted[code].severity == ("warning" if code == "SYN240" else "error")
+    assert cases.found(group(replace(tensor, clusters=PAIR, minority=())))[code].ranks == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bit", "part"),
+    [
+        ("float32", 22, "mantissa"),
+        ("float32", 31, "sign"),
+        ("bfloat16", 7, "exponent"),
+        ("float16", 15, "sign"),
+        ("float8_e8m0fnu", 7, "exponent"),
+        ("int64", 3, None),
+    ],
+)
+def test_220_names_the_part_of_the_number(dtype: str, bit: int, part: str | None) -> None:
+    """Each dtype has its own positions of sign, exponent and mantissa; an integer has no such parts."""
+    made = single(dtype=dtype, evidence=Evidence(flipped_bits=1, bit=bit))
+    expected = syn220.Text.BIT(bit=bit, part=part) if part else syn220.Text.INTEGER_BIT(bit=bit)
+    assert facts_of(found(made)["SYN220"])[syn220.Text.FLIPPED]["bit"] == expected
+
+
+def test_220_with_more_bits() -> None:
+    """After later updates several bits differ, and only a single bit at an earlier step proves the flip."""
+    fitted = found(single(evidence=Evidence(values={0: 0.25, 3: 0.5}, flipped_bits=9)))["SYN220"]
+    assert fitted.facts[0] == syn220.Text.ONE_ELEMENT(element="fc.weight[2, 1]")
+    assert (facts_of(fitted)[syn220.Text.BITS], syn220.Text.CONSISTENT in facts_of(fitted)) == ({"bits": 9}, True)
+    assert syn220.Text.CONSISTENT in facts_of(found(single(evidence=None))["SYN220"])
+    later = {"evidence": Evidence(flipped_bits=9)}
+    earlier = four(single(MOMENT, "optimizer"), names={MOMENT: "optimizer"})
+    proof = facts_of(found(single(**later), step=20, earlier=(earlier,))["SYN220"])[syn220.Text.FLIPPED_EARLIER]
+    assert proof == {"step": 10, "element": f"{MOMENT}[2, 1]", "bit": BIT_29}
+    elsewhere = replace(earlier, tensors=(replace(earlier.tensors[0], index=(0, 0)),))
+    assert syn220.Text.CONSISTENT in facts_of(found(single(**later), step=20, earlier=(elsewhere,))["SYN220"])
+
+
+def test_220_covers_state_that_follows() -> None:
+    """The same element of the weight's moments and of its averaged copy has the same cause."""
+    fitted = found(single(), single(MOMENT, "optimizer"), single("ema.fc.weight", "ema"))
+    assert set(fitted) == {"SYN220"}
+    assert len(fitted["SYN220"].tensors) == 3
+    assert facts_of(fitted["SYN220"])[Localized.FOLLOWERS] == {"tensors": (MOMENT, "ema.fc.weight")}
+    alone = found(single(MOMENT, "optimizer"))["SYN220"]
+    assert alone.facts[0].parameters["element"] == f"{MOMENT}[2, 1]"
+
+
+def test_221_beside_other_tensors() -> None:
+    """A run that includes one element of the next tensor is one corruption; whole rows may have another cause."""
+    fitted = found(run(), single("fc.bias"))
+    assert set(fitted) == {"SYN221"}
+    assert facts_of(fitted["SYN221"])[Localized.ONE_ELEMENT] == {"element": "fc.bias[2, 1]", "numel": 32}
+    rows = run(mismatched=8, index=(1, 2), evidence=Evidence(first=4))
+    assert facts_of(found(rows)["SYN221"])[syn221.Text.ROWS] == {"first": 1, "last": 2}
+    assert facts_of(found(replace(rows, mismatched=4))["SYN221"])[syn221.Text.ONE_ROW] == {"first": 1}
+    for other in (replace(rows, evidence=None), run(shape=(32,), index=(8,), evidence=Evidence(first=4))):
+        assert syn221.Text.ROWS not in facts_of(found(other)["SYN221"])
+
+
+MOMENTUM = run("optimizer.fc.weight.momentum_buffer", "optimizer", mismatched=7, extent="scattered")
+ALONE = single("bn.running_mean", "bn_mean")
+FLIPS = [single(f"p{i}") for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "codes"),
+    [
+        ([single(), replace(single(MOMENT, "optimizer"), index=(2, 2))], set()),  # another element
+        ([run(), MOMENTUM], {"SYN221"}),
+        ([run(), replace(MOMENTUM, index=(7, 3))], set()),
+        ([run(), replace(MOMENTUM, shape=(32,), index=(9,))], set()),
+        # Unsynchronized running statistics hide no flip.
+        ([single(), MEAN], {"SYN220"}),
+        ([ALONE], {"SYN220"}),
+        ([replace(ALONE, evidence=Evidence(flipped_bits=9))], set()),
+        ([ALONE, single("bn.running_var", "bn_var")], set()),
+        ([ALONE, whole("bn.running_var", "bn_var", PAIR)], set()),
+        # The gradient of a single element may be zero elsewhere, so the other tensors have to agree.
+        ([single(), whole("a")], set()),
+        ([single(), whole(MOMENT, "optimizer")], set()),
+        ([single(), by_digest("a")], set()),
+        ([single(), STEP], set()),
+        ([run(), whole("a")], set()),
+        ([run(), STEP], set()),
+        # A tensor of one element, digests, and too many tensors.
+        ([single("logit_scale", shape=(), numel=1, index=(), extent="all")], set()),
+        ([by_digest()], set()),
+        (FLIPS[:4], {"SYN220"}),
+        (FLIPS, set()),
+        # The numbers describe one of two replica groups.
+        ([single(clusters=((0,), (2,), (1,), (3,)), replica_groups=SHARDS)], set()),
+        ([single(clusters=((0,), (2,)), replica_groups=SHARDS)], {"SYN220"}),
+        # Most elements, scattered elements, all elements.
+        ([run(mismatched=17)], set()),
+        ([run(extent="scattered")], set()),
+        ([run(mismatched=32, extent="all")], set()),
+        ([run(shape=(2,), numel=2, mismatched=2, extent="all", index=(0,))], set()),
+    ],
+)
+def test_near_misses_of_localized_damage(tensors: list[TensorDiff], codes: set[str]) -> None:
+    """A flip or a run needs few elements of few tensors, and agreement elsewhere."""
+    assert set(found(*tensors)) == codes
+
+
+NORMS = Evidence(norms=dict.fromkeys(range(4), 2.0))  # root mean square 1
+NEAR_ZERO = rounded(max_ulp=5000, max_abs=2.0**-21, evidence=NORMS)
+# Norms cover only the first elements of a large tensor, and so does the root mean square.
+FIRST = Evidence(norms=dict.fromkeys(range(4), 0.01 * math.sqrt(MEASURED)))
+COPY = rounded("ema.fc.weight", "ema")
+STATISTIC = rounded("bn.running_mean", "bn_mean")
+LARGER = {"max_ulp": 10**6}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fits"),
+    [
+        ([rounded(), rounded(MOMENT, "optimizer", max_ulp=4), STATISTIC], True),
+        ([STATISTIC], True),
+        ([replace(STATISTIC, max_ulp=500)], False),
+        ([NEAR_ZERO], True),
+        ([replace(NEAR_ZERO, max_abs=2.0**-17)], False),
+        ([replace(NEAR_ZERO, max_abs=2.0**-17, evidence=None)], False),
+        ([rounded(numel=2**24, max_ulp=99, max_abs=30 * 2.0**-23 * 0.01, evidence=FIRST)], True),
+        # 16-bit floats allow one step, because 4 ULP of bfloat16 are 3 %; shorter floats and integers allow none.
+        ([rounded(dtype="float64", max_ulp=4)], True),
+        ([rounded(dtype="complex64", max_ulp=4)], True),
+        ([rounded(max_ulp=5)], False),
+        ([rounded(dtype="bfloat16")], True),
+        ([rounded(dtype="bfloat16", max_ulp=2)], False),
+        ([rounded(dtype="float16", max_ulp=2)], False),
+        ([rounded(dtype="float8_e4m3fn")], False),
+        ([rounded(dtype="int64", max_ulp=None)], False),
+        # One larger difference excludes rounding.
+        ([rounded(), whole("a", **LARGER)], False),
+        ([rounded(), whole("optimizer.a.exp_avg", "optimizer", **LARGER)], False),
+        ([rounded(), whole("optimizer.a.step", "optimizer_step", **LARGER)], False),
+        ([rounded(), rounded("n", "buffer", dtype="int64", max_abs=1, max_ulp=None)], False),
+        ([rounded(), by_digest("a")], False),
+        # A bit flip, a tensor of one element, an averaged copy that may be stale, and a NaN on one rank.
+        ([single(max_ulp=1)], False),
+        ([rounded("tiny", numel=1, mismatched=1)], False),
+        ([COPY], False),
+        ([rounded(), COPY], True),
+        ([rounded(nonfinite={0: 0, 1: 0, 2: 0, 3: 1})], False),
+    ],
+)
+def test_240(tensors: list[TensorDiff], fits: bool) -> None:
+    """Differences of a few ULP, or small against the tensor, are rounding if nothing larger differs."""
+    finding = found(*tensors).get("SYN240")
+    assert (finding is not None) is fits
+    assert finding is None or finding.tensors == tuple(diff.name for diff in tensors)
+
+
+def test_240_beside_other_evidence() -> None:
+    """Larger differences of statistics are not covered, different settings exclude rounding, short floats are noted."""
+    assert found(rounded(), replace(MEAN, max_ulp=10**6))["SYN240"].tensors == ("fc.weight",)
+    facts = facts_of(found(NEAR_ZERO)["SYN240"])[Rounding.ROUNDING_EPSILONS]
+    assert (facts["epsilons"], facts["ulp"]) == (pytest.approx(4), 5000)
+    rates = {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2}
+    setting = ValueDiff("optimizer.param_groups.0.lr", rates, counts=True, kind="setting")
+    assert "SYN240" not in found(rounded(), values=(setting,))
+    short = four(rounded(dtype="bfloat16"))
+    assert Rounding.SHORT_FLOATS not in facts_of(cases.found(short)["SYN240"])
+    del short.kinds["optimizer"]  # no compared state: one step is also consistent with different updates
+    assert Rounding.SHORT_FLOATS in facts_of(cases.found(short)["SYN240"])

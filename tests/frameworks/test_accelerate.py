@@ -1,4 +1,4 @@
-"""Folders that Accelerate's `save_state` writes, of two nodes."""
+"""Folders of Accelerate's `save_state` on two nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 def test_nodes_are_replicas(trained: Path) -> None:
-    """Each node's folder is one snapshot: model, optimizer, schedule, random states; DDP's lag is all that differs."""
+    """Each folder is one snapshot of model, optimizer, schedule and RNG states; only local statistics differ."""
     report = syncheck.compare(trained)
     (group,) = report.groups
     assert [(r.format, r.rank, r.path.rpartition("/")[2]) for r in group.replicas] == [
@@ -43,8 +43,8 @@ def test_nodes_are_replicas(trained: Path) -> None:
     assert "scheduler.last_epoch" in snapshot.values
 
 
-def test_a_planted_change_is_found(trained: Path, tmp_path: Path) -> None:
-    """A moment of the optimizer that differs in a copy of the folder is named, and nothing else."""
+def test_a_changed_moment(trained: Path, tmp_path: Path) -> None:
+    """Only the changed moment of a copied folder is reported, with its element."""
     import torch
 
     for name in ("left", "right"):
@@ -55,7 +55,7 @@ def test_a_planted_change_is_found(trained: Path, tmp_path: Path) -> None:
     report = syncheck.compare(tmp_path / "left", tmp_path / "right")
     (group,) = report.groups
     (diff,) = [diff for diff in group.tensors if diff.out_of_sync]
-    # By name only where the weights' file has the model's order: safetensors is sorted by name.
+    # States have names only if the file has the model's order; safetensors is sorted by name.
     parameter = "1.bias" if (trained / "node0" / "pytorch_model.bin").exists() else "3"
     assert (diff.name, diff.index) == (f"optimizer.{parameter}.exp_avg", (5,))
     assert report.exit_code == 1

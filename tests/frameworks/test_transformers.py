@@ -1,4 +1,4 @@
-"""Folders that transformers writes: checkpoints of the Trainer, run twice with one seed, and a model in shards."""
+"""Folders of transformers: checkpoints of two runs of the Trainer with one seed, and a sharded model."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_two_runs_are_replicas(trained: Path) -> None:
     assert group.kinds["optimizer"].identical == 2 * group.kinds["parameter"].identical > 0
 
 
-def test_the_folder_says_how_far_it_was(trained: Path) -> None:
-    """A checkpoint's step stands in trainer_state.json: another step in a copy is SYN106."""
+def test_the_folder_records_its_step(trained: Path) -> None:
+    """trainer_state.json has the step: checkpoints of two steps are SYN106 if they are one group."""
     snapshot = syncheck.read(str(trained / "node0" / "run" / "checkpoint-4"))
     assert (snapshot.values["global_step"], snapshot.values["scheduler.last_epoch"]) == (4, 4)
     report = syncheck.compare(trained / "node0/run/checkpoint-2", trained / "node0/run/checkpoint-4")
@@ -60,24 +60,24 @@ def test_the_folder_says_how_far_it_was(trained: Path) -> None:
 
 
 def test_shards_are_one_model(trained: Path) -> None:
-    """A model in several files equals the same model in one, whatever the number of files."""
+    """A sharded model equals the same model in one file."""
     sharded, one = trained / "node0" / "sharded", trained / "node0" / "run" / "checkpoint-4"
     assert len(list(sharded.glob("*.safetensors"))) > 2
     report = syncheck.compare(sharded, one, options=syncheck.Options(only=("params",)))
     assert (report.verdict, report.groups[0].counts.identical) == ("in_sync", 41)
 
 
-def test_a_planted_change_is_found(trained: Path, tmp_path: Path) -> None:
-    """A flipped byte in one shard is found under the name of its tensor."""
+def test_a_flipped_byte(trained: Path, tmp_path: Path) -> None:
+    """A flipped byte in one shard is reported with its tensor and element."""
     for name in ("left", "right"):
         shutil.copytree(trained / "node0" / "sharded", tmp_path / name)
     snapshot = syncheck.read(str(tmp_path / "right"))
     tensor = snapshot.tensors["bert.pooler.dense.weight"]
     with open(tensor.path, "r+b") as file:
         file.seek(tensor.offset + 4 * 7)
-        byte = file.read(1)
-        file.seek(tensor.offset + 4 * 7)
-        file.write(bytes([byte[0] ^ 1]))
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
     report = syncheck.compare(tmp_path / "left", tmp_path / "right")
     (diff,) = report.groups[0].tensors
     assert (diff.name, diff.index, diff.mismatched) == ("bert.pooler.dense.weight", (0, 7), 1)

@@ -1,4 +1,4 @@
-"""Small data sets in the formats of the real ones, and torchvision told that these are the published files."""
+"""Small data sets in the format of the real files, which torchvision accepts as the published files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS = (("train", 200), ("t10k", 40))
 
 
 def digits(count: int, *, test: bool, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Real digits as bytes, enlarged without smoothing: uint8 [count, size, size] and labels uint8 [count]."""
+    """Return digits as bytes, enlarged without smoothing: uint8 [count, size, size] and labels uint8 [count]."""
     data = load_data("digits", None, None)
     x, y = (data.test if test else data.train)[:count]
     pixels = ((x[:, 0] * 0.3759 + 0.3054) * 255).round().clamp(0, 255).byte().numpy()
@@ -33,12 +33,12 @@ def digits(count: int, *, test: bool, size: int) -> tuple[np.ndarray, np.ndarray
 
 
 def idx(array: np.ndarray) -> bytes:
-    """Write the format of MNIST: two zeros, the type, the number of dimensions, their sizes, all big-endian."""
+    """Return the format of MNIST: two zeros, the type, the number of dimensions, their sizes, all big-endian."""
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 def mnist(folder: Path, *, packed: bool = False, parts: Any = PARTS) -> dict[str, bytes]:
-    """Write the four files of MNIST into the folder that torchvision expects. Returns the packed ones."""
+    """Write the four files of MNIST into the folder that torchvision expects, and return them compressed."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     files = {}
@@ -52,7 +52,7 @@ def mnist(folder: Path, *, packed: bool = False, parts: Any = PARTS) -> dict[str
 
 
 def publish_mnist(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], address: str) -> None:
-    """Let torchvision fetch these files from there."""
+    """Make torchvision download these files from this address."""
     from torchvision.datasets import MNIST
 
     monkeypatch.setattr(MNIST, "mirrors", [address])
@@ -60,14 +60,14 @@ def publish_mnist(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], addr
 
 
 def cifar_batch(images: np.ndarray, labels: list[int], key: str) -> bytes:
-    """Write a batch as CIFAR's are: a pickle with the images as rows, red before green before blue."""
+    """Return a batch in the format of CIFAR: a pickle with images as rows, red before green before blue."""
     return pickle.dumps({"data": images.reshape(len(images), -1), key: labels, "batch_label": "made"}, protocol=2)
 
 
 def cifar(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None] | None = None) -> Path:
-    """Write a small CIFAR10 or CIFAR100, and its archive beside it, and give torchvision their MD5s.
+    """Write a small CIFAR10 or CIFAR100 and its archive, and set their MD5 sums in torchvision.
 
-    change: may alter the files, a dict of bytes by name, before they are written.
+    change: modifies the dict of the files' bytes by name before they are written.
     """
     import torchvision.datasets
 
@@ -101,5 +101,5 @@ def cifar(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, change: Call
 
 
 def md5(content: bytes) -> str:
-    """Name a file's content as torchvision does."""
+    """Return the MD5 sum of a file's content."""
     return hashlib.md5(content, usedforsecurity=False).hexdigest()

@@ -1,4 +1,4 @@
-"""The embedded digits, and the split of a global batch over ranks."""
+"""The embedded digits, and the shares of a global batch on each rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def shares(samples: int, batch: int, world_size: int, epoch: int = 0, *, shuffle: bool = True) -> list[list[list[int]]]:
-    """The batches of every rank."""
+    """Return the batches of every rank."""
     result = []
     for rank in range(world_size):
         sampler = DistributedBatchSampler(samples, batch, rank, world_size, shuffle=shuffle, seed=3)
@@ -36,7 +36,7 @@ def shares(samples: int, batch: int, world_size: int, epoch: int = 0, *, shuffle
     return result
 
 
-def test_digits_are_what_their_source_says() -> None:
+def test_digits_match_their_source() -> None:
     """The file has the checksum of SOURCE.md; the split shares no image index and has all ten classes on both sides."""
     digest = hashlib.sha256((FOLDER / FILE).read_bytes()).hexdigest()
     assert digest in (FOLDER / "SOURCE.md").read_text()
@@ -54,7 +54,7 @@ def test_digits_are_what_their_source_says() -> None:
 
 
 def test_limit_keeps_the_first_samples() -> None:
-    """--limit-train takes from the training samples only, and cannot ask for more than there are."""
+    """--limit-train takes from the training samples only, and cannot exceed their number."""
     whole, limited = load_data("digits", None, None), load_data("digits", None, 50)
     assert (len(limited.train), len(limited.test)) == (50, 360)
     assert torch.equal(limited.train[7][0], whole.train[7][0])
@@ -62,8 +62,8 @@ def test_limit_keeps_the_first_samples() -> None:
         load_data("digits", None, 1438)
 
 
-def test_missing_or_broken_data_is_one_line(tmp_path: Path) -> None:
-    """A folder without the file, a file that is cut, and one with other arrays are named with what is wrong."""
+def test_missing_or_damaged_digits(tmp_path: Path) -> None:
+    """A missing, a truncated and a damaged file, and one with other arrays, cause one line with the reason."""
     path = tmp_path / FILE
     with pytest.raises(UserError, match=rf"^{path}: .*--data-dir"):
         load_data("digits", tmp_path, None)
@@ -82,7 +82,7 @@ def test_missing_or_broken_data_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_shares_make_up_the_global_batch(world_size: int) -> None:
-    """Every sample of a global batch is on exactly one rank, shares differ by one at most, all make equal steps."""
+    """Every sample of a global batch is on exactly one rank, shares differ by one at most, and steps are equal."""
     (whole,) = shares(103, 10, 1)
     split = shares(103, 10, world_size)
     assert {len(batches) for batches in split} == {10}
@@ -94,7 +94,7 @@ def test_shares_make_up_the_global_batch(world_size: int) -> None:
 
 
 def test_shares_are_those_of_torch() -> None:
-    """Where a batch splits evenly, a rank's samples are those that torch's DistributedSampler gives it."""
+    """If a batch splits evenly, a rank has the samples of torch's DistributedSampler."""
     for epoch in range(3):
         for rank, batches in enumerate(shares(100, 10, 2, epoch)):
             theirs = DistributedSampler(range(100), num_replicas=2, rank=rank, seed=3)
@@ -110,8 +110,8 @@ def test_order_changes_with_the_epoch_only() -> None:
     assert shares(4, 4, 2, shuffle=False) == [[[0, 2]], [[1, 3]]]
 
 
-def test_smallest_share_is_that_of_the_real_split() -> None:
-    """It is the smallest of the shares that the sampler, tensor_split and chunk really make, for all small numbers."""
+def test_smallest_share() -> None:
+    """The smallest share is that of the sampler, tensor_split and chunk, for all small numbers."""
     for samples, world_size, parts, replicas in product(range(1, 30), range(1, 4), range(1, 4), range(1, 5)):
         if samples < world_size * parts:
             continue
@@ -122,8 +122,8 @@ def test_smallest_share_is_that_of_the_real_split() -> None:
 
 
 @pytest.mark.parametrize(("keep_last", "sizes"), [(False, [32, 32]), (True, [32, 32, 6])])
-def test_the_rest_is_a_batch_only_when_kept(*, keep_last: bool, sizes: list[int]) -> None:
-    """Of 70 samples the last 6 are a batch of their own, split like any other, or left out."""
+def test_the_remainder_is_a_batch_only_if_kept(*, keep_last: bool, sizes: list[int]) -> None:
+    """The last 6 of 70 samples are a batch, split like any other, or skipped."""
     samplers = [
         DistributedBatchSampler(70, 32, rank, 2, shuffle=True, seed=0, keep_last=keep_last) for rank in range(2)
     ]
@@ -134,10 +134,10 @@ def test_the_rest_is_a_batch_only_when_kept(*, keep_last: bool, sizes: list[int]
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_one_rank_downloads_and_all_fail_alike(
+def test_one_rank_downloads_and_all_ranks_fail(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 downloads while the other waits; where it cannot, both raise the same error and none is left waiting."""
+    """Rank 0 downloads while the other waits; if it fails, both raise the same error."""
     folder = syncheck_rank.shared / "data"
     settings = Settings(method="ddp", data="mnist", data_dir=folder, download=True)
     asked = []

@@ -1,4 +1,4 @@
-"""Augmentation: what each kind does to an image, and that it depends on the seed, the epoch and the index alone."""
+"""Augmentation: the changes of each kind, and their dependence on seed, epoch and index."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KINDS = ("basic", "strong")
-PLAIN = Normalize((0.0,), (1 / 255,))  # leaves bytes as they are
+PLAIN = Normalize((0.0,), (1 / 255,))  # no change of the numbers
 
 
-def colours(samples: int = 24) -> Images:
-    """Random colour images."""
+def make_images(samples: int = 24) -> Images:
+    """Return random color images."""
     pixels = torch.from_numpy(np.random.RandomState(0).randint(0, 256, (samples, 3, 32, 32)).astype(np.uint8))
     return Images(pixels, torch.arange(samples), PLAIN)
 
 
 def augmented(kind: str, seed: int = 5, samples: int = 24) -> Images:
-    """The same, augmented."""
+    """Return the same images, with augmentation."""
     if kind == "strong":
         pytest.importorskip("torchvision")
-    images = colours(samples)
+    images = make_images(samples)
     images.augment = build_augment(DataOptions(augment=kind, seed=seed), 3, flip=True)
     return images
 
 
-def passed(images: Images, ranks: int, workers: int, *, skip: int = 0, epoch: int = 3) -> dict[int, bytes]:
-    """The bytes of each image of one epoch by its label, as that many ranks get them."""
+def load_epoch(images: Images, ranks: int, workers: int, *, skip: int = 0, epoch: int = 3) -> dict[int, bytes]:
+    """Return the bytes of the images of one epoch by label, loaded on this number of ranks."""
     found: dict[int, bytes] = {}
     for rank in range(ranks):
         sampler = DistributedBatchSampler(len(images), 8, rank, ranks, shuffle=True, seed=0)
@@ -55,26 +55,31 @@ def passed(images: Images, ranks: int, workers: int, *, skip: int = 0, epoch: in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_image_depends_on_seed_epoch_and_index_alone(kind: str) -> None:
-    """It is the same bits on one rank and on three, with two workers and none, and after a resume within the epoch."""
+def test_an_image_depends_on_seed_epoch_and_index_only(kind: str) -> None:
+    """Images are bitwise equal for any number of ranks and workers, after a resume, and in a spawned worker."""
     images = augmented(kind)
-    whole = passed(images, 1, 0)
+    whole = load_epoch(images, 1, 0)
     assert len(whole) == 24
-    assert passed(images, 3, 0) == whole
-    assert passed(images, 1, 2) == whole
-    rest = passed(images, 2, 0, skip=1)
+    assert load_epoch(images, 3, 0) == whole
+    assert load_epoch(images, 1, 2) == whole
+    rest = load_epoch(images, 2, 0, skip=1)
     assert len(rest) == 16
     assert rest.items() <= whole.items()
+    copied = pickle.loads(pickle.dumps(images))  # for a worker that is not forked; in the same epoch
+    assert torch.equal(copied[:][0], images[:][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_epoch_and_seed_changes_images_otherwise(kind: str) -> None:
-    """Another epoch, another seed and another index give other changes of one image, and come back as they were."""
+def test_each_seed_epoch_and_index_changes_images(kind: str) -> None:
+    """Another epoch, seed or index augments an image differently, without a change of global RNG states."""
     images = augmented(kind)
+    torch.manual_seed(1)
+    before, numpys = torch.get_rng_state(), np.random.get_state()[1].tolist()
     first = images[:][0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.random.get_state()[1].tolist() == numpys
     images.set_epoch(1)
-    second = images[:][0]
-    assert (first != second).flatten(1).any(1).float().mean() > 0.9
+    assert (first != images[:][0]).flatten(1).any(1).float().mean() > 0.9
     images.set_epoch(0)
     assert torch.equal(images[:][0], first)
     assert not torch.equal(augmented(kind, seed=6)[:][0], first)
@@ -83,46 +88,25 @@ def test_each_epoch_and_seed_changes_images_otherwise(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_sample_is_that_of_its_batch(kind: str) -> None:
-    """Taken alone, from the end, in a slice or in a batch, an image is the same."""
+def test_indexing(kind: str) -> None:
+    """An image is the same alone, from the end, in a slice, in a batch and in a prefix."""
     images = augmented(kind)
     batch, labels = images[[3, 5, 4]]
     assert labels.tolist() == [3, 5, 4]
-    assert torch.equal(images[5][0], batch[1])
-    assert torch.equal(images[5 - 24][0], batch[1])
+    for same in (images[5][0], images[5 - 24][0], images.first(6)[5][0]):
+        assert torch.equal(same, batch[1])
     assert torch.equal(images[4:5][0][0], batch[2])
     with pytest.raises(IndexError):
         _ = images[24]
-    assert torch.equal(images.first(6)[5][0], batch[1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_process_gets_the_same_bits(kind: str) -> None:
-    """What is pickled for a worker that is not forked changes images as the original does, in the same epoch."""
-    images = augmented(kind)
-    images.set_epoch(2)
-    copied = pickle.loads(pickle.dumps(images))
-    assert torch.equal(copied[:][0], images[:][0])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_augmentation_keeps_the_state_of_other_generators(kind: str) -> None:
-    """torch's and NumPy's generators stand where they stood, so a model's dropout does not depend on --workers."""
-    images = augmented(kind)
-    torch.manual_seed(1)
-    before, numpys = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    images[:]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert np.random.get_state()[1].tolist() == numpys
 
 
 @pytest.mark.parametrize("flip", [False, True])
 def test_basic_is_a_window_of_the_padded_image(flip: bool) -> None:
-    """Each image is one of the 81 windows of itself with 4 black pixels around, mirrored or not where that is on."""
-    images = colours(150)
+    """Each image is one of the 81 windows of its copy with 4 black pixels around, and may be mirrored."""
+    images = make_images(150)
     moved = BasicAugment(0, flip=flip).shift_and_flip(images.images, torch.arange(150), 0)
     padded = torch.nn.functional.pad(images.images, (4, 4, 4, 4))
-    places, mirrored = set(), 0
+    offsets, mirrored = set(), 0
     for before, after in zip(padded, moved, strict=True):
         found = [
             (top, left, mirror)
@@ -132,23 +116,23 @@ def test_basic_is_a_window_of_the_padded_image(flip: bool) -> None:
             if torch.equal(after.flip(2) if mirror else after, before[:, top : top + 32, left : left + 32])
         ]
         ((top, left, mirror),) = found
-        places.add((top, left))
+        offsets.add((top, left))
         mirrored += mirror
-    assert len(places) > 60  # of 81
+    assert len(offsets) > 60  # of 81
     assert 50 < mirrored < 100 if flip else mirrored == 0
 
 
 def test_small_images_are_shifted_less() -> None:
-    """Digits of 8x8 move by one pixel at most: the padding is an eighth of the image."""
+    """Digits of 8x8 move by at most one pixel, because the padding is an eighth of the image."""
     pixels = torch.zeros(50, 1, 8, 8, dtype=torch.uint8)
     pixels[:, :, 4, 4] = 9
     moved = BasicAugment(0, flip=False).shift_and_flip(pixels, torch.arange(50), 0)
-    places = {tuple(place[2:]) for place in moved.nonzero().tolist()}
-    assert places == {(y, x) for y in (3, 4, 5) for x in (3, 4, 5)}
+    positions = {tuple(index[2:]) for index in moved.nonzero().tolist()}
+    assert positions == {(y, x) for y in (3, 4, 5) for x in (3, 4, 5)}
 
 
 def test_the_test_set_is_never_augmented() -> None:
-    """Of every data set the training images alone are changed; the digits' test images are the same floats."""
+    """Only training images are augmented, and their labels are not."""
     for name in ("digits", "synthetic"):
         plain = load_data(name, None, None)
         changed = load_data(name, None, None, DataOptions(augment="basic"))
@@ -157,23 +141,19 @@ def test_the_test_set_is_never_augmented() -> None:
         assert torch.equal(plain.train[:50][1], changed.train[:50][1])
 
 
-def test_augmented_digits_are_the_digits() -> None:
-    """As bytes they are within half a step of 1/255 of the floats that are trained on without augmentation."""
+def test_augmented_digits() -> None:
+    """The bytes of augmented digits are within half a step of 1/255 of the original floats."""
     plain = load_data("digits", None, None).train
     train = load_data("digits", None, None, DataOptions(augment="basic")).train
     assert train.normalize is not None
     assert (train.normalize(train.images) - plain[:][0]).abs().max() <= 0.5 / 255 / 0.3759 + 1e-6
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    """Its name is answered with those that there are."""
     with pytest.raises(UserError, match=r"^--augment weak: .*none, basic, strong$"):
         load_data("digits", None, None, DataOptions(augment="weak"))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_strong_erases_a_quarter_of_the_images(channels: int) -> None:
-    """In about one image of four a rectangle of 2 % to a third is normal noise; elsewhere values are bytes."""
+    """In about a quarter of the images a rectangle of 2 % to a third is normal noise; other values are bytes."""
     pytest.importorskip("torchvision")
     augment = build_augment(DataOptions(augment="strong"), channels, flip=False)
     assert augment is not None
@@ -191,7 +171,7 @@ def test_strong_erases_a_quarter_of_the_images(channels: int) -> None:
 
 
 def test_rand_augment_has_the_magnitudes_of_its_name() -> None:
-    """Two operations, each with probability one half, at 9 +- 0.5 of 10, never above; grey has no colour to change."""
+    """RandAugment applies two operations, each with probability 0.5, at 9 +- 0.5 of at most 10; gray has no Color."""
     pytest.importorskip("PIL")
     from PIL import Image
 
@@ -216,7 +196,7 @@ def test_rand_augment_has_the_magnitudes_of_its_name() -> None:
     magnitudes = torch.tensor([magnitude for _, magnitude in called])
     assert 1900 < len(called) < 2100
     assert abs(magnitudes.median() - 0.9) < 0.01
-    assert magnitudes.max() == 1.0  # what is drawn above is cut off
+    assert magnitudes.max() == 1.0  # larger draws are truncated
     assert abs((magnitudes < 0.85).float().mean() - 0.159) < 0.03  # below one deviation
     counts = [sum(name == other for other, _ in called) for name in module.OPERATIONS]
     assert len(counts) == 15
@@ -226,7 +206,7 @@ def test_rand_augment_has_the_magnitudes_of_its_name() -> None:
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 def test_every_operation_takes_every_magnitude(mode: str) -> None:
-    """All operations keep size and mode from magnitude 0 to 1; at 0 the geometric ones and enhancements do nothing."""
+    """Operations keep size and mode at all magnitudes; at 0 geometric operations and enhancements do nothing."""
     pytest.importorskip("PIL")
     from PIL import Image
 
@@ -243,22 +223,14 @@ def test_every_operation_takes_every_magnitude(mode: str) -> None:
                 same = np.array_equal(np.asarray(changed), pixels)
                 neutral = magnitude == 0 and name not in ("AutoContrast", "Equalize", "Invert", "Posterize")
                 assert same == neutral, (name, magnitude)
-
-
-def test_what_lies_outside_has_the_mean_colour() -> None:
-    """Where a shifted image ends it is filled with the colour given."""
-    pytest.importorskip("PIL")
-    from PIL import Image
-
-    from train.data.rand_augment import OPERATIONS
-
-    changed = np.asarray(OPERATIONS["TranslateX"](Image.new("RGB", (20, 20), (200, 200, 200)), 1.0, (1, 2, 3)))
-    outside = (changed == (1, 2, 3)).all(2).mean()
-    assert outside == pytest.approx(0.45, abs=0.05)
+    if mode == "RGB":  # an operation fills the pixels outside of the image
+        plain = Image.new("RGB", (20, 20), (200, 200, 200))
+        filled = (np.asarray(OPERATIONS["TranslateX"](plain, 1.0, fill)) == fill).all(2).mean()
+        assert filled == pytest.approx(0.45, abs=0.05)
 
 
 def test_augmented_runs_are_reproducible() -> None:
-    """Two runs with one seed end with the same bits, and not with those of a run without."""
+    """Two runs with one seed end bitwise equal, and differ from a run without augmentation."""
     settings = replace(SMALL, method="single", augment="basic", save_per_rank=False, max_steps=10)
     first, again = (trained(RankContext(), settings).method.module.state_dict() for _ in range(2))
     plain = trained(RankContext(), replace(settings, augment="none")).method.module.state_dict()
@@ -267,15 +239,14 @@ def test_augmented_runs_are_reproducible() -> None:
 
 
 def test_the_engine_sets_the_epoch() -> None:
-    """The training set stands at the epoch that was trained last, counted from 0."""
+    """The epoch of the training set is the last trained epoch, counted from 0."""
     job = trained(RankContext(), Settings(augment="basic", limit_train=64, epochs=3, width=4))
     assert job.train_samples.epoch == 2
 
 
 def test_seeds_are_scattered() -> None:
-    """SplitMix64 gives its published numbers; seeds of several numbers depend on their order and never meet nearby."""
-
-    # Its state moves on by a constant.
+    """SplitMix64 has its published outputs; seeds of several numbers depend on their order and differ."""
+    # The state increases by a constant.
     states = np.array([(1234567 + 0x9E3779B97F4A7C15 * n) % 2**64 for n in range(3)], np.uint64)
     # The first outputs for the seed 1234567, as https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64 has them.
     assert scrambled(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]

@@ -1,4 +1,4 @@
-"""Data made in memory: of any size, the same everywhere, and learnable."""
+"""Synthetic data: its size, its bytes and training on it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from train.settings import Settings
 SMALL_DATA = Settings(data="synthetic", image_size=8, channels=1, classes=3, train_samples=256, width=4)
 
 
-def test_synthetic_data_is_of_any_size() -> None:
-    """By default it is of the size of CIFAR-10; each number can be chosen, and many large images take no memory."""
+def test_sizes() -> None:
+    """The default size is that of CIFAR-10; options set each number, and many large images need no memory."""
     data = load_data("synthetic", None, None)
     assert (len(data.train), len(data.test), data.channels, data.classes, data.image_size) == (50_000, 5_000, 3, 10, 32)
     x, y = data.train[[0, 49_999, 12]]
     assert (x.dtype, x.shape, y.tolist()) == (torch.float32, (3, 3, 32, 32), [0, 9, 2])
     data = load_data("synthetic", None, None, DataOptions(500, 4, 1000, 2_000_000))
     assert data.train[[1_999_999]][0].shape == (1, 4, 500, 500)
-    assert not data.train.enlarged  # a pattern for each of the classes would take a gigabyte
+    assert not data.train.enlarged  # a pattern per class would need a gigabyte
     assert (len(data.train), len(data.test), data.classes) == (2_000_000, 200_000, 1000)
 
 
-def test_synthetic_data_is_the_same_everywhere() -> None:
-    """Its bytes are these, on any machine, whatever torch's and NumPy's generators stand at."""
+def test_bytes_are_reproducible() -> None:
+    """The bytes are the same on any machine, for any RNG state of torch and NumPy."""
     torch.manual_seed(hash(Path.cwd()))
     data = load_data("synthetic", None, None, DataOptions(seed=7))
     pixels, labels = data.train.take(torch.tensor([0, 1, 49_999]))
@@ -43,8 +43,8 @@ def test_synthetic_data_is_the_same_everywhere() -> None:
     assert digest.startswith("3667e797ad81bbe0")
 
 
-def test_synthetic_images_differ_and_are_normalized() -> None:
-    """No two images are equal, of training or test; over many the mean is 0 and the deviation 1."""
+def test_images_differ_and_are_normalized() -> None:
+    """All training and test images differ; their mean is 0 and their deviation 1."""
     data = load_data("synthetic", None, None)
     x, y = data.train[:2000]
     test, labels = data.test[:500]
@@ -57,8 +57,8 @@ def test_synthetic_images_differ_and_are_normalized() -> None:
     assert torch.equal(limited[:][0], x[:30])
 
 
-def test_synthetic_data_can_be_learned() -> None:
-    """A small network gets nearly all test images right after a few steps, which share no noise with the training."""
+def test_a_network_learns_the_classes() -> None:
+    """After a few steps a small network classifies nearly all test images, whose noise is not in the training set."""
     result = train(replace(SMALL_DATA, epochs=4), RankContext(), Recorder())
     assert result.test.accuracy > 0.9
     assert result.test.samples == 25
@@ -88,7 +88,7 @@ def test_refuses_unsupported_sizes(arguments: list[object], option: str, capsys:
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_run_on_synthetic_data_can_be_evaluated(ctx: RankContext, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The metadata says of what size the data and the model were, so train.evaluate makes the same ones again."""
+    """The metadata records the sizes of data and model, and train.evaluate recreates both."""
     (out,) = set(ctx.gather(str(tmp_path_factory.mktemp("out")) if ctx.is_main else "")) - {""}
     settings = replace(
         SMALL, **{name: getattr(SMALL_DATA, name) for name in ("data", "image_size", "channels", "classes")},

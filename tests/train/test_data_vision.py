@@ -1,4 +1,4 @@
-"""MNIST and CIFAR from files: read as torchvision reads them, and each way in which they may be missing or damaged."""
+"""MNIST and CIFAR from files: reading, downloads, and missing or damaged files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from train.run import main
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -38,11 +38,11 @@ pytest.importorskip("torchvision")
 
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """Serve a folder on this machine; gives its address."""
+    """Serve a folder on this machine, and yield its address."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as listening:
         thread = threading.Thread(target=listening.serve_forever)
@@ -72,7 +72,7 @@ def test_mnist_is_read_and_normalized(tmp_path: Path) -> None:
 def test_cifar_is_read_and_normalized(
     name: str, kind: str, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All training batches one after the other, colours first, each channel normalized with its own numbers."""
+    """Training batches are concatenated, channels first, and each channel has its own mean and deviation."""
     folder = cifar(tmp_path, kind, monkeypatch)
     data = load_data(name, tmp_path, None)
     batches = sorted(path for path in folder.iterdir() if "batch_" in path.name or path.name == "train")
@@ -86,6 +86,13 @@ def test_cifar_is_read_and_normalized(
     mean, std = (np.array(n).reshape(3, 1, 1) for n in (data.train.normalize.mean, data.train.normalize.std))
     assert np.allclose(x.numpy(), (pixels / 255 - mean) / std, atol=1e-5)
     assert len({*mean.flat}) == 3
+
+
+def fail(capsys: pytest.CaptureFixture[str], name: str, folder: Path, *options: str) -> str:
+    """Run the trainer on a data set, which ends with exit code 2, and return the text of its one line."""
+    assert main(["--data", name, "--data-dir", str(folder), "--progress", "none", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("run.py: error: ")
 
 
 def test_missing_data_dir_is_an_error() -> None:
@@ -109,67 +116,44 @@ def test_missing_data_dir_is_an_error() -> None:
         ("cifar100", "/cifar-100-python/train .*3 of 3 .*cifar-100-python.tar.gz$"),
     ],
 )
-def test_missing_files_are_one_line(
-    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_files(name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder without the files causes exit code 2, and a line with the path of the first file and the source."""
-    assert main(["--data", name, "--data-dir", str(tmp_path / "none"), "--progress", "none"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
     with pytest.raises(UserError, match=message) as info:
         load_data(name, tmp_path / "none", None)
-    assert line == f"run.py: error: {info.value}"
+    assert fail(capsys, name, tmp_path / "none") == str(info.value)
 
 
-def damage_mnist(name: str, raw: Path) -> None:
-    """Damage the files in one of several ways."""
-    images, labels = raw / "train-images-idx3-ubyte", raw / "train-labels-idx1-ubyte"
-    content = images.read_bytes()
-    if name == "cut":
-        images.write_bytes(content[:-1])
-    elif name == "empty":
-        images.write_bytes(b"")
-    elif name == "no idx":
-        images.write_bytes(b"<html>404</html>")
-    elif name == "other type":
-        images.write_bytes(content[:2] + b"\x0d" + content[3:])
-    elif name == "fewer labels":
-        labels.write_bytes(idx(np.zeros(7, np.uint8)))
-    elif name == "a label too high":
-        labels.write_bytes(idx(np.full(200, 10, np.uint8)))
-    elif name == "larger images":
-        images.write_bytes(idx(np.zeros((200, 32, 32), np.uint8)))
-    elif name == "no images":
-        images.write_bytes(idx(np.zeros((0, 28, 28), np.uint8)))
-        labels.write_bytes(idx(np.zeros(0, np.uint8)))
-    elif name == "still packed":
-        images.write_bytes(gzip.compress(content))
+def zeros(*shape: int) -> bytes:
+    """Return a file of zeros in the format of MNIST."""
+    return idx(np.zeros(shape, np.uint8))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cut",
-        "empty",
-        "no idx",
-        "other type",
-        "fewer labels",
-        "a label too high",
-        "larger images",
-        "no images",
-        "still packed",
-    ],
-)
-def test_damaged_mnist_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever is wrong with a file, the line names the folder and which part, and there is no traceback."""
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+DAMAGES: dict[str, dict[str, Callable[[bytes], bytes]]] = {
+    "cut": {IMAGES: lambda content: content[:-1]},
+    "empty": {IMAGES: lambda _: b""},
+    "no idx": {IMAGES: lambda _: b"<html>404</html>"},
+    "other type": {IMAGES: lambda content: content[:2] + b"\x0d" + content[3:]},
+    "still packed": {IMAGES: gzip.compress},
+    "larger images": {IMAGES: lambda _: zeros(200, 32, 32)},
+    "no images": {IMAGES: lambda _: zeros(0, 28, 28), LABELS: lambda _: zeros(0)},
+    "fewer labels": {LABELS: lambda _: zeros(7)},
+    "a label too high": {LABELS: lambda _: idx(np.full(200, 10, np.uint8))},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_mnist(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged file causes one line with the folder and the part of the data."""
     mnist(tmp_path)
-    damage_mnist(name, tmp_path / "MNIST" / "raw")
-    assert main(["--data", "mnist", "--data-dir", str(tmp_path), "--progress", "none"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"run.py: error: --data mnist: the training files in {tmp_path} ")
+    for name, change in DAMAGES[damage].items():
+        path = tmp_path / "MNIST" / "raw" / name
+        path.write_bytes(change(path.read_bytes()))
+    assert fail(capsys, "mnist", tmp_path).startswith(f"--data mnist: the training files in {tmp_path} ")
 
 
 class Bomb:
-    """What a hostile pickle holds: it runs a command when it is read."""
+    """An object whose pickle makes a folder when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -182,36 +166,33 @@ class Bomb:
 def test_a_pickle_with_another_md5_is_never_read(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A CIFAR file that is not the published one is named with exit code 2, and what it would run does not run."""
+    """A CIFAR file that is not the published one causes exit code 2, and its pickle is not loaded."""
     folder = cifar(tmp_path, "CIFAR10", monkeypatch)
     (folder / file).write_bytes(pickle.dumps(Bomb(tmp_path / "ran"), protocol=2))
-    assert main(["--data", "cifar10", "--data-dir", str(tmp_path), "--progress", "none"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"run.py: error: {folder / file}: ")
+    line = fail(capsys, "cifar10", tmp_path)
+    assert line.startswith(f"{folder / file}: ")
     assert "MD5" in line
-    assert "--download" in line
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x02not a pickle", pickle.dumps({"labels": [1]}), pickle.dumps(3)])
-def test_an_invalid_batch_is_one_line(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the MD5 fits: no pickle, a pickle without images, of something else."""
-    cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update(data_batch_2=content))
-    with pytest.raises(UserError, match=f"^--data cifar10: the training files in {tmp_path} are damaged: ") as info:
+BATCHES = {
+    "data_batch_2": [b"", b"\x80\x02not a pickle", pickle.dumps({"labels": [1]}), pickle.dumps(3)],
+    "test_batch": [cifar_batch(np.zeros((20, 3, 32, 32), np.uint8), [10] * 20, "labels")],  # a label too high
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name in BATCHES for content in BATCHES[name]])
+def test_an_invalid_batch(name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch with the right MD5 that is no pickle, or has no images or other labels, causes one line."""
+    cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update({name: content}))
+    part = "test" if name == "test_batch" else "training"
+    with pytest.raises(UserError, match=f"^--data cifar10: the {part} files in {tmp_path} ") as info:
         load_data("cifar10", tmp_path, None)
     assert "\n" not in str(info.value)
 
 
-def test_other_labels_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A label beyond the classes is refused before it could become an index on a GPU."""
-    batch = cifar_batch(np.zeros((20, 3, 32, 32), np.uint8), [10] * 20, "labels")
-    cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update(test_batch=batch))
-    with pytest.raises(UserError, match=r"the test files .* uint8 .*, N labels below 10"):
-        load_data("cifar10", tmp_path, None)
-
-
 def test_mnist_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--download brings the four files and nothing else; the second time nobody is asked."""
+    """--download writes the four files and nothing else, and does not need the server a second time."""
     (tmp_path / "there").mkdir()
     files = mnist(tmp_path / "made", packed=True)
     for name, content in files.items():
@@ -222,11 +203,11 @@ def test_mnist_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(load(settings, RankContext()).train) == 200
     found = sorted(path.name for path in (tmp_path / "here").rglob("*"))
     assert found == sorted(["data", "MNIST", "raw", *(name.removesuffix(".gz") for name in files)])
-    assert len(load(settings, RankContext()).test) == 40  # there is no server any more
+    assert len(load(settings, RankContext()).test) == 40
 
 
-def test_packed_files_that_are_there_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Archives that someone has put there serve --download without a network, and stay; damaged files are replaced."""
+def test_packed_files_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--download unpacks archives in the folder without a network, keeps them, and replaces damaged files."""
     publish_mnist(monkeypatch, mnist(tmp_path, packed=True), "http://127.0.0.1:9/")
     raw = tmp_path / "MNIST" / "raw"
     (raw / "train-images-idx3-ubyte").write_bytes(b"half of it, from an earlier run that was killed")
@@ -236,8 +217,8 @@ def test_packed_files_that_are_there_are_unpacked(tmp_path: Path, monkeypatch: p
     assert not any(path.is_symlink() for path in raw.iterdir())
 
 
-def test_cifar_is_downloaded_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--download replaces a damaged batch; an archive with another MD5 is refused, and nothing of it is left."""
+def test_cifar_is_downloaded_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--download replaces a damaged batch; an archive with another MD5 is refused and removed."""
     from torchvision.datasets import CIFAR10
 
     folder = cifar(tmp_path / "there", "CIFAR10", monkeypatch)
@@ -257,24 +238,23 @@ def test_cifar_is_downloaded_and_mended(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(load_data("cifar10", here, None).train) == 100
 
 
-def test_no_network_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where nobody answers, the program ends with exit code 2 and a line with the reason and another way."""
-    files = mnist(tmp_path / "made")
-    publish_mnist(monkeypatch, files, "http://127.0.0.1:9/")  # the port of "discard"
-    here = tmp_path / "here"
-    assert main(["--data", "mnist", "--data-dir", str(here), "--download", "--progress", "none"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("run.py: error: --download: ")
-    assert f"{here}: Error downloading train-images" in line
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """If no server answers, or the folder cannot be written, there is one line with the reason and another source."""
+    publish_mnist(monkeypatch, mnist(tmp_path / "made"), "http://127.0.0.1:9/")  # the port of "discard"
+    folder = tmp_path / "data"
+    line = fail(capsys, "mnist", folder, "--download")
+    assert line.startswith("--download: ")
+    assert f"{folder}: Error downloading train-images" in line
     assert "refused" in line
     assert line.endswith(" https://ossci-datasets.s3.amazonaws.com/mnist/")
-    assert list(here.iterdir()) == []
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^--download: .*mnist .*(exists|[Nn]ot a directory)"):
+        download("mnist", tmp_path / "file")
 
 
 def test_checkpoints_are_evaluated_on_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`train.evaluate --data-dir` scores a run on MNIST's test files; without the folder it says which is needed."""
+    """`train.evaluate --data-dir` scores a run on MNIST's test files; without the folder it is an error."""
     mnist(tmp_path)
     model = build_model("mnist_convnet", 1, 10, 4, image_size=28)
     config = {"model": "mnist_convnet", "width": 4, "data": "mnist"}
@@ -287,13 +267,6 @@ def test_checkpoints_are_evaluated_on_files(tmp_path: Path, capsys: pytest.Captu
     assert [rank["own"]["samples"] for rank in found["ranks"]] == [40, 40]
     assert evaluate(files) == 2
     assert capsys.readouterr().err.startswith("evaluate.py: --data mnist: needs --data-dir")
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """Where the folder's name is that of a file, the line says so."""
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"^--download: .*mnist .*(exists|[Nn]ot a directory)"):
-        download("mnist", tmp_path / "file")
 
 
 def test_mnist_convnet_learns_mnist_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The networks: their sizes against the papers', and what they accept."""
+"""The networks: numbers of parameters, images and options."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from train.models.transformer import choose_patch_size
 
 
 def parameters(name: str, channels: int = 3, classes: int = 10, **options: int) -> int:
-    """Count them, without building any."""
+    """Return the number of parameters of a model, without allocating it."""
     with torch.device("meta"):
         model = build_model(name, channels, classes, options.pop("width", None), **options)
     return sum(p.numel() for p in model.parameters())
 
 
 SHALLOW = ("convnet", "mnist_convnet")  # no stages
-# torchvision's larger ones take long and are not ours: one size each.
+# torchvision's larger networks are slow: one size each.
 FEWER = {"tv_resnet34": (32,), "tv_resnet50": (8,)}
 SIZES = [(name, size) for name in MODELS for size in FEWER.get(name, (8, 28, 32))]
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
-def test_takes_small_images(name: str, size: int) -> None:
-    """Every model takes a batch of 8x8 and 28x28 grey and of 32x32 colour images, and learns from it."""
+def test_small_images(name: str, size: int) -> None:
+    """Every model accepts 8x8 and 28x28 gray and 32x32 color images, and all its parameters get gradients."""
     width = 8 if "width" in MODELS[name].options else None
     if width is None:
         pytest.importorskip("torchvision")
@@ -42,8 +42,8 @@ def test_takes_small_images(name: str, size: int) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_sizes_are_the_papers() -> None:
-    """resnet20 has the 0.27 million parameters of the paper's table 6, resnet18 the known 11.17 million."""
+def test_parameters_of_resnets() -> None:
+    """resnet20 has 0.27 million parameters, as in table 6 of the paper, and resnet18 has 11.17 million."""
     assert round(parameters("resnet20") / 1e6, 2) == 0.27
     assert parameters("resnet18") == 11_173_962
     convolutions = [m for m in build_model("resnet8", 1, 10, None).modules() if isinstance(m, nn.Conv2d)]
@@ -53,37 +53,26 @@ def test_sizes_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "depth", "alpha", "millions"),
+    ("name", "depth", "alpha", "expected"),
     [
         ("pyramidnet", 110, 48, 1.7),
         ("pyramidnet", 110, 84, 3.8),
-        ("pyramidnet", 110, 270, 28.3),
-        ("pyramidnet_bottleneck", 164, 270, 27.0),
         ("pyramidnet_bottleneck", 200, 240, 26.6),
         ("pyramidnet_bottleneck", 236, 220, 26.8),
         ("pyramidnet_bottleneck", 272, 200, 26.0),
+        # Exact numbers of https://github.com/osmr/imgclsmob, within 1 % of 28.3 and 27.0 million in the paper.
+        ("pyramidnet", 110, 270, 28_485_477),
+        ("pyramidnet_bottleneck", 164, 270, 27_216_021),
     ],
 )
-def test_pyramidnets_have_the_parameters_of_their_paper(name: str, depth: int, alpha: int, millions: float) -> None:
-    """All seven of the paper's tables are met within 1 %, those without alpha 270 to the digit, cut off as there."""
+def test_parameters_of_pyramidnets(name: str, depth: int, alpha: int, expected: float) -> None:
+    """All seven networks have the paper's number of parameters in millions, truncated, or the exact number."""
     count = parameters(name, depth=depth, alpha=alpha)
-    if alpha == 270:
-        assert count == pytest.approx(millions * 1e6, rel=0.01)
-    else:
-        assert int(count / 1e5) / 10 == millions
-
-
-def test_pyramidnets_have_the_parameters_that_others_count() -> None:
-    """Where no channel comes out as a fraction they are exactly those of another implementation.
-
-    https://github.com/osmr/imgclsmob: pyramidnet110_a270_cifar10 and pyramidnet164_a270_bn_cifar10.
-    """
-    assert parameters("pyramidnet", depth=110, alpha=270) == 28_485_477
-    assert parameters("pyramidnet_bottleneck", depth=164, alpha=270) == 27_216_021
+    assert (count if isinstance(expected, int) else int(count / 1e5) / 10) == expected
 
 
 def test_a_pyramid_grows_in_every_block() -> None:
-    """The channels rise by alpha over all blocks, evenly; a block's shortcut is its input with zeros behind."""
+    """Channels increase evenly by alpha over all blocks; a shortcut is the input, padded with zero channels."""
     model = build_model("pyramidnet", 3, 10, None, depth=20, alpha=36)
     convolutions = [m.out_channels for n, m in model.named_modules() if n.endswith("conv2")]
     assert convolutions == [20, 24, 28, 32, 36, 40, 44, 48, 52]
@@ -93,38 +82,36 @@ def test_a_pyramid_grows_in_every_block() -> None:
     assert torch.equal(block(x), torch.cat([x, torch.zeros(2, 4, 4, 4)], 1))
     half = model.get_submodule("layer2.0").eval()
     nn.init.zeros_(half.bn3.weight)
-    y = half(torch.ones(2, 28, 5, 5))  # an odd edge is rounded up, as by the convolution
+    y = half(torch.ones(2, 28, 5, 5))  # an odd edge is rounded up, as in the convolution
     assert y.shape == (2, 32, 3, 3)
     assert torch.equal(y[:, :28], torch.ones(2, 28, 3, 3))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
-def test_resnets_are_named_like_torchvisions(name: str) -> None:
-    """Their tensors have the names, order and, but for the stem, the shapes of torchvision's."""
+@pytest.mark.parametrize(("name", "tensors"), [("resnet18", 122), ("resnet34", 218), ("resnet50", 320)])
+def test_resnets_are_named_like_torchvisions(name: str, tensors: int) -> None:
+    """Tensors have the names, the order and, except for the stem, the shapes of torchvision's networks."""
     pytest.importorskip("torchvision")
     with torch.device("meta"):
         ours, theirs = (build_model(n, 3, 10, None).state_dict() for n in (name, f"tv_{name}"))
     assert list(ours) == list(theirs)
-    assert len(ours) == {"resnet18": 122, "resnet34": 218, "resnet50": 320}[name]
+    assert len(ours) == tensors
     assert [n for n in ours if ours[n].shape != theirs[n].shape] == ["conv1.weight"]
 
 
-def test_resnet50_computes_what_torchvisions_does() -> None:
-    """With the same weights and behind the same stem, the stages give the same features bit by bit."""
+def test_resnet50_computes_torchvisions_features() -> None:
+    """With equal weights, the stages after the stem compute bitwise equal features."""
     pytest.importorskip("torchvision")
     ours, theirs = (build_model(name, 3, 10, None).eval() for name in ("resnet50", "tv_resnet50"))
-    weights = theirs.state_dict()
-    ours.load_state_dict(weights | {"conv1.weight": ours.state_dict()["conv1.weight"]})
+    ours.load_state_dict(theirs.state_dict() | {"conv1.weight": ours.state_dict()["conv1.weight"]})
     x = torch.randn(2, 64, 8, 8)
     with torch.no_grad():
         for stage in ("layer1", "layer2", "layer3", "layer4"):
-            mine = ours.get_submodule(stage)(x)
-            assert torch.equal(mine, theirs.get_submodule(stage)(x))
-            x = mine
+            ours_x, x = ours.get_submodule(stage)(x), theirs.get_submodule(stage)(x)
+            assert torch.equal(ours_x, x)
 
 
-def test_mnist_convnet_is_that_of_the_example() -> None:
-    """On 28x28 it has the example's shapes and 1,199,882 parameters, and it refuses images below 6x6."""
+def test_mnist_convnet() -> None:
+    """mnist_convnet has the shapes of PyTorch's example for 28x28 images, and refuses images below 6x6."""
     assert parameters("mnist_convnet", 1, image_size=28) == 1_199_882
     with torch.device("meta"):
         shapes = [list(p.shape) for p in build_model("mnist_convnet", 1, 10, None, image_size=28).parameters()]
@@ -134,13 +121,13 @@ def test_mnist_convnet_is_that_of_the_example() -> None:
 
 
 @pytest.mark.parametrize(("size", "patch"), [(8, 2), (28, 4), (32, 4), (29, 29), (1, 1), (224, 28)])
-def test_patches_fill_the_image(size: int, patch: int) -> None:
-    """A transformer's patches are the smallest that are not too many; a prime number of pixels leaves one patch."""
+def test_patch_size(size: int, patch: int) -> None:
+    """A transformer has the smallest patches whose number is allowed; a prime edge leads to one patch."""
     assert choose_patch_size(size) == patch
 
 
-def test_a_transformer_sees_where_a_patch_is() -> None:
-    """Patches in another order give other logits, for their places are learned too; each sample stands alone."""
+def test_a_transformer_depends_on_the_position_of_patches() -> None:
+    """Patches in another order lead to other logits; samples of a batch do not affect each other."""
     model = build_model("transformer", 1, 10, 8, image_size=8, depth=2).eval()
     x = torch.randn(3, 1, 8, 8)
     with torch.no_grad():
@@ -150,8 +137,8 @@ def test_a_transformer_sees_where_a_patch_is() -> None:
     assert len(model.get_submodule("layers")) == 2
 
 
-def test_width_changes_the_size() -> None:
-    """A narrower model is smaller; torchvision's cannot be made so; the convnet has no BatchNorm."""
+def test_width() -> None:
+    """A smaller width has fewer parameters; torchvision's networks refuse it; the convnet has no BatchNorm."""
     for name in ("resnet8", "resnet18", "convnet", "resnet50", "transformer", "mnist_convnet"):
         assert parameters(name, width=4) < parameters(name, width=8)
     with pytest.raises(UserError, match=r"^--width 4: .*tv_resnet50"):
@@ -172,20 +159,20 @@ def test_width_changes_the_size() -> None:
         ("transformer", {"width": 10}, "^--width 10: .* 4 heads"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, int], says: str) -> None:
-    """An option that a model has not, or a number that it cannot take, is one line; nothing is allocated."""
+def test_unsupported_options_are_refused(name: str, options: dict[str, int], says: str) -> None:
+    """An option that the model lacks, or an unsupported number, is an error before allocation."""
     with pytest.raises(UserError, match=says):
         build_model(name, 3, 10, options.pop("width", None), **options)
 
 
-def test_unknown_name_lists_the_known() -> None:
-    """A name that is not in the table is answered with those that are."""
+def test_an_unknown_model_is_refused() -> None:
+    """The error lists the known models."""
     with pytest.raises(UserError, match=r"^--model vgg: .*resnet8, resnet20, "):
         build_model("vgg", 1, 10, None)
 
 
 def test_the_list_has_every_model() -> None:
-    """--list-models has a line for each, with its parameters, what it normalizes by and where it comes from."""
+    """--list-models has a line per model: its parameters, normalization and source."""
     pytest.importorskip("torchvision")
     head, *lines = list_models().splitlines()
     assert head.split() == ["name", "parameters", "norm", "source"]
@@ -197,7 +184,7 @@ def test_the_list_has_every_model() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fsdp_finds_the_blocks(name: str) -> None:
-    """Stages are what --method fsdp divides one by one: most of the parameters of a deep model are in its blocks."""
+    """--method fsdp shards stages one by one; they have most parameters of a deep model."""
     if name.startswith("tv_"):
         pytest.importorskip("torchvision")
     with torch.device("meta"):
@@ -207,5 +194,5 @@ def test_fsdp_finds_the_blocks(name: str) -> None:
         assert found == []
         return
     inside = sum(p.numel() for block in found for p in block.parameters())
-    assert len(found) >= 3, "stages are nn.Sequential; a network without any stands in SHALLOW"
+    assert len(found) >= 3, "stages are nn.Sequential; list a network without stages in SHALLOW"
     assert inside > 0.8 * sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""A run with a fault beside the same run without, and what their files hold."""
+"""Runs with and without an injected fault, and the tensors of their files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 # With SyncBatchNorm nothing differs by itself, and with AdamW each parameter has a step counter.
 QUIET = replace(SMALL, sync_bn=True, optimizer="adamw", lr=0.005)
-# What a fault needs beside its name.
+# Options that a fault needs.
 NEEDS: dict[str, dict[str, Any]] = {
     "buffers-never-synced": {"sync_bn": False},
     "extra-forward": {"sync_bn": False},
     "scaler-diverged": {"amp": "fp16"},
     "average-not-updated": {"ema": 0.9},
 }
-# Files that claim to be synchronized once a step are believed: the drift is then one step's.
+# If the metadata claims a synchronization in each step, the drift may be that of one step.
 ALIKE = {"SYN202": {"SYN202", "SYN201"}}
 
 
@@ -38,7 +38,7 @@ ALIKE = {"SYN202": {"SYN202", "SYN201"}}
 class Pair:
     """Two ranks' files at the end of one run.
 
-    clean: what differs between those of the run without the fault. without: rank 0's file of that run.
+    clean: names of the tensors that differ without the fault. without: rank 0's file of that run.
     """
 
     settings: Settings
@@ -49,39 +49,39 @@ class Pair:
 
     @property
     def differing(self) -> set[str]:
-        """Names of the tensors that differ between the ranks."""
+        """Return the names of the tensors that differ between the ranks."""
         return unlike(self.good, self.bad)
 
     def values(self, name: str) -> tuple[Tensor, Tensor]:
-        """One tensor as rank 0 and as rank 1 has it."""
+        """Return the values of a tensor on rank 0 and rank 1."""
         return tensors(self.good)[name], tensors(self.bad)[name]
 
     def at(self, step: int) -> tuple[Path, Path]:
-        """Rank 0's and rank 1's file of an earlier step."""
+        """Return the files of rank 0 and rank 1 of an earlier step."""
         folder = self.settings.out / "history" / self.settings.run / f"step_{step}"
         return folder / "rank_0.pth", folder / "rank_1.pth"
 
 
 def unlike(a: Path, b: Path) -> set[str]:
-    """Names of the tensors that are in one of two checkpoints only, or differ in dtype or bytes."""
+    """Return the names of the tensors that only one checkpoint has, or that differ in dtype or bytes."""
     left, right = held(a), held(b)
     return {n for n in left | right if n not in left or n not in right or raw(left[n]) != raw(right[n])}
 
 
 def held(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, the averages of --ema too."""
+    """Return all tensors of a checkpoint, with the averages of --ema."""
     return tensors(path) | {f"ema.{name}": tensor for name, tensor in load(path).get("ema", {}).items()}
 
 
 def raw(tensor: Tensor) -> tuple[torch.dtype, bytes]:
-    """A tensor's dtype and bytes; numpy has no bfloat16."""
+    """Return a tensor's dtype and bytes. NumPy has no bfloat16."""
     return tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def plant(ctx: RankContext, out: Path, fault: str, *, explained: bool = True, **changes: Any) -> Pair:
     """Train on two ranks, once without the fault and once with it.
 
-    explained: whether syncheck shall see the difference, and name the fault's finding if it has that rule.
+    explained: whether to check that syncheck reports the fault's finding.
     """
     settings = replace(QUIET, **NEEDS.get(fault, {}) | changes, fault=fault, out=out / "planted")
     without = replace(settings, fault=None, fault_step=None, save_every=None, out=out / "clean")
@@ -95,7 +95,7 @@ def plant(ctx: RankContext, out: Path, fault: str, *, explained: bool = True, **
 
 
 def check_report(report: Report, code: str) -> None:
-    """Check that a report is not in sync, and that it names the finding if there is a rule for it."""
+    """Check that a report is out of sync and has this finding, if there is a rule for it."""
     assert report.verdict == "out_of_sync"
     found = {finding.code for group in report.groups for finding in group.findings}
     if code in {rule.CODE for rule in RULES}:
@@ -103,30 +103,30 @@ def check_report(report: Report, code: str) -> None:
 
 
 def parameters(path: Path) -> set[str]:
-    """Names of the model's parameters."""
+    """Return the names of the model's parameters."""
     content = load(path)
     return set(content["model"]) - set(content["syncheck"]["buffers"])
 
 
 def optimizer_names(path: Path, *states: str) -> set[str]:
-    """Names of the optimizer's tensors; of these states only, if any are given."""
+    """Return the names of the optimizer's tensors. states: only these."""
     named = {name for name in tensors(path) if name.startswith("optimizer.")}
     return {name for name in named if not states or name.rpartition(".")[2] in states}
 
 
 def statistics(path: Path, *kinds: str) -> set[str]:
-    """Names of BatchNorm's buffers of these kinds."""
+    """Return the names of BatchNorm's buffers of these kinds."""
     return {name for name in load(path)["model"] if name.rpartition(".")[2] in kinds}
 
 
 def elements(left: Tensor, right: Tensor) -> list[int]:
-    """Places, in C order, of the elements whose bits differ between two float32 tensors."""
+    """Return the indices, in C order, of the elements whose bits differ between two float32 tensors."""
     apart = left.reshape(-1).view(torch.int32) != right.reshape(-1).view(torch.int32)
     places: list[int] = apart.nonzero().flatten().tolist()
     return places
 
 
 def flipped_bits(left: Tensor, right: Tensor) -> int:
-    """How many bits differ between two float32 tensors."""
+    """Return the number of bits that differ between two float32 tensors."""
     bits = left.reshape(-1).view(torch.int32) ^ right.reshape(-1).view(torch.int32)
     return sum(bin(number & 0xFFFFFFFF).count("1") for number in bits.tolist())

@@ -1,4 +1,4 @@
-"""Planted desyncs that show in the files only, and those of one rank's own layer, average or learning rate."""
+"""Faults of files, and of one rank's layer, average or learning rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.syncheck(ranks=2, timeout=60)
 
 @pytest.mark.parametrize("model", ["resnet8", "convnet"])
 def test_adapter_on_one_rank(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
-    """The last rank alone has the adapter and its optimizer state; it has learned, and all else is equal."""
+    """Only the last rank has the adapter, which it trained, with optimizer state; all other tensors are equal."""
     pair = plant(ctx, syncheck_rank.shared, "adapter-on-one-rank", model=model)
     assert pair.clean == set()
     adapter = load(pair.bad)["syncheck"]["optimizer_parameters"].index("fc.adapter.weight")
@@ -40,18 +40,18 @@ def test_other_dtype_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 def test_last_save_failed(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The last rank's final file is what it held at half of the run, and says so; its history is whole."""
+    """The last rank's final file has the tensors and the step of half of the run; its history is complete."""
     pair = plant(ctx, syncheck_rank.shared, "last-save-failed", save_every=1, explained=False)
     assert pair.clean == unlike(*pair.at(6)) == set()
     assert unlike(pair.at(3)[1], pair.bad) == set()
     assert [load(path)["step"] for path in (pair.good, pair.bad)] == [6, 3]
     assert unlike(pair.without, pair.good) == set()
-    # Beside the history it is as well what the others held at an earlier step.
+    # Beside the history it would equal the other rank's earlier step.
     check_report(syncheck.compare(pair.good, pair.bad), "SYN106")
 
 
 def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """One element of one weight differs in the last rank's file, whose checksum tells; what it held was right."""
+    """One element of one weight differs in the last rank's file, with a wrong checksum; the rank's memory was right."""
     pair = plant(ctx, syncheck_rank.shared, "damaged-on-disk", save_every=6)
     assert pair.clean == unlike(*pair.at(6)) == set()
     (name,) = pair.differing
@@ -66,10 +66,10 @@ def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 @pytest.mark.parametrize(("fault", "share"), [("other-learning-rate", 0.5), ("smaller-steps", 1.0)])
 def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank, fault: str, share: float) -> None:
-    """Every parameter differs, no moment of AdamW does, and the last rank's file names its rate or the common one."""
+    """Every parameter differs, no moment of AdamW does, and the file has the rank's rate or the common one."""
     pair = plant(ctx, syncheck_rank.shared, fault)
     assert pair.clean == set()
-    # Gradients were averaged over unlike models, and are the same for both.
+    # Averaged gradients are equal, although the models differ.
     assert pair.differing == parameters(pair.good)
     assert optimizer_names(pair.good, "exp_avg")
     rates = [load(path)["optimizer"]["param_groups"][0]["lr"] for path in (pair.good, pair.bad)]
@@ -77,14 +77,14 @@ def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank, fault: str, 
 
 
 def test_average_not_updated(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The last rank's averages are those of the step before the fault, and all that is trained is equal."""
+    """The last rank's averages are those of the step before the fault, and trained tensors are equal."""
     pair = plant(ctx, syncheck_rank.shared, "average-not-updated", save_every=1)
     assert pair.clean == unlike(*pair.at(2)) == set()
     averages = {f"ema.{name}" for name in parameters(pair.good)}
     assert pair.differing == averages
     before, after = held(pair.at(2)[1]), held(pair.bad)
     assert all(torch.equal(before[name], after[name]) for name in averages)
-    # On rank 0 it is an average: 0.9 of the one before and 0.1 of the parameters.
+    # Rank 0 averages: 0.9 of the previous average and 0.1 of the parameters.
     first, second, now = (held(pair.at(step)[0])["ema.fc.weight"] for step in (1, 2, 3))
     weight = held(pair.at(3)[0])["fc.weight"]
     assert torch.equal(first, held(pair.at(1)[0])["fc.weight"])

@@ -30,8 +30,8 @@ def files(settings: Settings) -> list[Path]:
 @pytest.mark.syncheck(ranks=4, timeout=120)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.slow
-def test_halves_stand_for_nodes(ctx: RankContext, syncheck_rank: Rank, accumulate: int) -> None:
-    """Ranks 0 and 1 are equal, 2 and 3 are, all that is trained differs between them, and so do their hosts."""
+def test_halves_are_nodes(ctx: RankContext, syncheck_rank: Rank, accumulate: int) -> None:
+    """Ranks 0 and 1 are equal, ranks 2 and 3 are equal, and trained tensors and hosts differ between the pairs."""
     settings = replace(QUIET, max_steps=3, accumulate=accumulate, out=syncheck_rank.shared)
     run(ctx, settings)
     assert all(differing(files(settings)[0], file) == set() for file in files(settings))
@@ -48,8 +48,8 @@ def test_halves_stand_for_nodes(ctx: RankContext, syncheck_rank: Rank, accumulat
 
 @pytest.mark.syncheck(ranks=4, timeout=120)
 @pytest.mark.slow
-def test_real_nodes_are_taken_as_they_are(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Where the ranks know their nodes, those are the groups, in whatever order, and the host is the machine's own."""
+def test_real_nodes(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """If the ranks know their nodes, these are the groups in any order, and the host is the machine."""
     settings = replace(QUIET, max_steps=2, fault=FAULT, out=syncheck_rank.shared)
     run(replace(ctx, node=ctx.rank % 2), settings)
     a, b, c, d = files(settings)
@@ -59,8 +59,8 @@ def test_real_nodes_are_taken_as_they_are(ctx: RankContext, syncheck_rank: Rank)
 
 
 @pytest.mark.syncheck(ranks=4, timeout=120)
-def test_nodes_take_steps_of_the_right_size(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The mean of both nodes' parameters after one step is what averaging over all ranks gives."""
+def test_size_of_the_steps(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The mean of both nodes' parameters after one step equals the average over all ranks."""
     plain = replace(SMALL, model="convnet", max_steps=1, out=syncheck_rank.shared)
     settings = replace(plain, fault=FAULT, out=syncheck_rank.shared / "planted")
     run(ctx, plain)

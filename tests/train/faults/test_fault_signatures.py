@@ -1,4 +1,4 @@
-"""Each planted desync leaves exactly its own marks: which tensors, which rank, which elements."""
+"""The tensors, ranks and elements that each fault changes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from planted import (
-    Pair,
-    elements,
-    flipped_bits,
-    optimizer_names,
-    parameters,
-    plant,
-    statistics,
-)
+from planted import Pair, elements, flipped_bits, optimizer_names, parameters, plant, statistics
 from scenarios import differing, load, tensors
 
 if TYPE_CHECKING:
@@ -29,46 +21,46 @@ pytestmark = pytest.mark.syncheck(ranks=2, timeout=60)
 
 
 def gaps(a: Path, b: Path, names: set[str]) -> Tensor:
-    """All differences between two checkpoints in one vector."""
+    """Return all differences between two checkpoints as one vector."""
     left, right = tensors(a), tensors(b)
     return torch.cat([(left[name].double() - right[name].double()).flatten() for name in sorted(names)])
 
 
 def steps_counted(path: Path) -> set[float]:
-    """The optimizer's step counters, of all parameters."""
+    """Return the values of the optimizer's step counters."""
     return {tensors(path)[name].item() for name in optimizer_names(path, "step")}
 
 
 def test_buffers_never_synced(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Only running means and variances differ, what was apart stays apart, and the metadata knows nothing of it."""
+    """Only running means and variances differ, with a stable direction that the metadata does not explain."""
     pair = plant(ctx, syncheck_rank.shared, "buffers-never-synced", max_steps=20, save_every=19)
     names = statistics(pair.good, "running_mean")
     assert pair.differing == pair.clean == names | statistics(pair.good, "running_var")
     before, after = gaps(*pair.at(19), names), gaps(pair.good, pair.bad, names)
-    # Nine tenths of it stay, and one step is added. With the sync each step starts afresh: test_methods.py.
+    # Nine tenths of the difference stay in each step.
     assert torch.cosine_similarity(before, after, dim=0) > 0.7
     assert load(pair.bad)["syncheck"]["buffers_synced"] is True
 
 
 def test_extra_forward(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The last rank has counted one batch more in each BatchNorm; its running statistics follow, and nothing else."""
+    """The last rank counted one more batch in each BatchNorm; only running statistics differ with it."""
     pair = plant(ctx, syncheck_rank.shared, "extra-forward")
     counts = statistics(pair.good, "num_batches_tracked")
     assert pair.clean == statistics(pair.good, "running_mean", "running_var")
     assert pair.differing == pair.clean | counts
-    # One, not one for each step: the next step's broadcast repairs it, and the next extra forward breaks it.
+    # One batch, not one per step, because the broadcast of the next step repairs the count.
     assert {tuple(value.item() for value in pair.values(name)) for name in counts} == {(6, 7)}
 
 
 def test_extra_forward_adds_up_without_broadcast(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """With --no-buffer-sync nothing repairs the counts: six steps are six batches more."""
+    """With --no-buffer-sync nothing repairs the counts: six steps count six more batches."""
     pair = plant(ctx, syncheck_rank.shared, "extra-forward", buffer_sync=False)
     counts = statistics(pair.good, "num_batches_tracked")
     assert {tuple(value.item() for value in pair.values(name)) for name in counts} == {(6, 12)}
 
 
 def test_variance_only_bn(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Every running variance differs, by what the two counts explain; means, counts and parameters are equal."""
+    """Every running variance differs by the ratio of the two sample counts; all other tensors are equal."""
     pair = plant(ctx, syncheck_rank.shared, "variance-only-bn", max_steps=1)
     assert pair.clean == set()
     assert pair.differing == statistics(pair.good, "running_var")
@@ -80,26 +72,26 @@ def test_variance_only_bn(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 def test_local_normalizer(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The normalizer's mean and variance differ, its count and everything that is trained are equal."""
+    """The normalizer's mean and variance differ; its count and all trained tensors are equal."""
     pair = plant(ctx, syncheck_rank.shared, "local-normalizer")
     assert pair.clean == set()
     assert pair.differing == {"normalizer.mean", "normalizer.var"}
 
 
 def test_init_not_broadcast(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """What starts from random numbers differs nearly everywhere by a constant gap; norms and optimizer are equal."""
+    """Randomly initialized tensors differ by a constant; norms and optimizer are equal."""
     pair = plant(ctx, syncheck_rank.shared, "init-not-broadcast", save_every=1)
     assert pair.clean == set()
     random = {name for name in parameters(pair.good) if "bn" not in name}
     assert pair.differing == random
     first, last = gaps(*pair.at(1), random), gaps(pair.good, pair.bad, random)
     assert (first != 0).double().mean() > 0.99
-    # AdamW's own decay takes 0.005 x 5e-4 of it in a step.
+    # AdamW's decay reduces it by 0.005 x 5e-4 in a step.
     assert (last - first).abs().max() < 2e-5 * first.abs().max()
 
 
 def test_forward_through_module(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """All parameters and all moments of the optimizer differ and drift apart; its step counters are equal."""
+    """All parameters and moments differ by a growing amount; step counters are equal."""
     pair = plant(ctx, syncheck_rank.shared, "forward-through-module", save_every=1)
     assert pair.clean == set()
     names = parameters(pair.good)
@@ -109,7 +101,7 @@ def test_forward_through_module(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 @pytest.mark.parametrize("model", ["resnet8", "convnet"])
 def test_late_head(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
-    """The added layer and its optimizer state differ, the classifier before it and all else do not."""
+    """The added layer and its optimizer state differ, and no other tensor."""
     pair = plant(ctx, syncheck_rank.shared, "late-head", model=model)
     assert pair.clean == set()
     block = load(pair.good)["syncheck"]
@@ -121,7 +113,7 @@ def test_late_head(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
 
 @pytest.mark.parametrize("grad_clip", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_clip_on_one_rank(ctx: RankContext, syncheck_rank: Rank, grad_clip: float | None) -> None:
-    """All differs, and the last rank's first moments have the others' direction and a small share of their length."""
+    """All trained tensors differ; the last rank's first moments are shorter, with the same direction."""
     pair = plant(ctx, syncheck_rank.shared, "clip-on-one-rank", grad_clip=grad_clip)
     assert pair.clean == set()
     assert pair.differing == parameters(pair.good) | optimizer_names(pair.good, "exp_avg", "exp_avg_sq")
@@ -135,18 +127,18 @@ def test_clip_on_one_rank(ctx: RankContext, syncheck_rank: Rank, grad_clip: floa
 
 
 def test_skipped_step(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Until half of the run all is equal; then parameters, moments and counters differ, the buffers do not."""
+    """All tensors are equal until half of the run; then parameters, moments and counters differ, but no buffers."""
     pair = plant(ctx, syncheck_rank.shared, "skipped-step", save_every=1)
     assert pair.clean == differing(*pair.at(2)) == set()
     assert pair.differing == parameters(pair.good) | optimizer_names(pair.good)
     assert (steps_counted(pair.good), steps_counted(pair.bad)) == ({6}, {5})
-    # The lost step itself: parameters and optimizer are those of the step before, and the buffers are not.
+    # In the skipped step only the buffers change.
     before, after = pair.at(2)[1], pair.at(3)[1]
     assert differing(before, after) == statistics(before, "running_mean", "running_var", "num_batches_tracked")
 
 
 def test_optimizer_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """From the resume on parameters and the whole optimizer differ, and only rank 0 has counted all steps."""
+    """After the resume parameters and optimizer state differ, and only rank 0 has counted all steps."""
     pair = plant(ctx, syncheck_rank.shared, "optimizer-on-one-rank", save_every=1, fault_step=5)
     assert pair.clean == differing(*pair.at(4)) == set()
     assert pair.differing == parameters(pair.good) | optimizer_names(pair.good)
@@ -154,7 +146,7 @@ def test_optimizer_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 def test_scaler_diverged(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The last rank has half the loss scale, no growth since, and one step less; all that is trained differs."""
+    """The last rank has half the loss scale, no growth since, and one step less; all trained tensors differ."""
     pair = plant(ctx, syncheck_rank.shared, "scaler-diverged", save_every=1)
     assert pair.clean == differing(*pair.at(2)) == set()
     assert pair.differing == parameters(pair.good) | optimizer_names(pair.good)
@@ -165,7 +157,7 @@ def test_scaler_diverged(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"sync_bn": False, "optimizer": "sgd"}], ids=["syncbn", "own statistics"])
 def test_stale_rank(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
-    """The last rank's file of the last step holds, bit by bit, what its own file of the step before holds."""
+    """The last rank's file of the last step equals its file of the step before."""
     pair = plant(ctx, syncheck_rank.shared, "stale-rank", save_every=1, **changes)
     assert differing(pair.at(5)[1], pair.bad) == set()
     assert differing(pair.at(5)[0], pair.good) == set(tensors(pair.good)) == pair.differing
@@ -175,7 +167,7 @@ def test_stale_rank(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, An
 
 @pytest.mark.parametrize("model", ["resnet8", "convnet"])
 def test_frozen_not_broadcast(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
-    """Only the first convolution differs, by a gap that never changes; it is frozen, and in no optimizer."""
+    """Only the first convolution differs, by a constant; it is frozen and has no optimizer state."""
     names = {"conv1.weight"} if model == "resnet8" else {"conv1.weight", "conv1.bias"}
     pair = plant(ctx, syncheck_rank.shared, "frozen-not-broadcast", model=model, save_every=1)
     assert pair.clean == set()
@@ -188,7 +180,7 @@ def test_frozen_not_broadcast(ctx: RankContext, syncheck_rank: Rank, model: str)
 
 
 def only_change(pair: Pair, name: str) -> tuple[Tensor, Tensor, list[int]]:
-    """Both ranks' values of the one tensor that differs, and the places where; rank 0 is as without the fault."""
+    """Return both ranks' values of the only tensor that differs, and the differing elements. Rank 0 has no fault."""
     assert pair.clean == set()
     assert pair.differing == {name}
     assert differing(pair.without, pair.good) == set()
@@ -197,14 +189,14 @@ def only_change(pair: Pair, name: str) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def chosen(pair: Pair) -> str:
-    """Name of the one tensor of the model that differs."""
+    """Return the name of the only parameter that differs."""
     (name,) = pair.differing & parameters(pair.good)
     return name
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_bit_flip_weight(ctx: RankContext, syncheck_rank: Rank, seed: int) -> None:
-    """At the last step one bit of one element of one weight differs, and the number stays small."""
+    """One bit of one element of one weight differs after the last step, and the number stays small."""
     pair = plant(ctx, syncheck_rank.shared, "bit-flip-weight", fault_step=6, seed=seed)
     right, wrong, places = only_change(pair, chosen(pair))
     assert len(places) == flipped_bits(right, wrong) == 1
@@ -245,7 +237,7 @@ def test_nan_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 def test_nan_spreads_from_an_earlier_step(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """A step later the averaged gradients have taken the NaN to all weights of all ranks."""
+    """A step later the averaged gradients have spread the NaN to all weights of all ranks."""
     pair = plant(ctx, syncheck_rank.shared, "nan-on-one-rank", fault_step=5, model="convnet", explained=False)
     for path in (pair.good, pair.bad):
         assert all(tensors(path)[name].isnan().all() for name in ("conv1.weight", "fc.bias"))
@@ -253,7 +245,7 @@ def test_nan_spreads_from_an_earlier_step(ctx: RankContext, syncheck_rank: Rank)
 
 @pytest.mark.parametrize(("width", "length"), [(4, 64), (1, 36)])
 def test_contiguous_corruption(ctx: RankContext, syncheck_rank: Rank, width: int, length: int) -> None:
-    """Adjacent elements of one weight differ, 64 or half of what the tensor holds, and are finite."""
+    """Adjacent elements of one weight differ, 64 or half of the tensor, and are finite."""
     pair = plant(ctx, syncheck_rank.shared, "contiguous-corruption", model="convnet", width=width)
     right, wrong, places = only_change(pair, chosen(pair))
     assert places == list(range(places[0], places[0] + length))
@@ -262,7 +254,7 @@ def test_contiguous_corruption(ctx: RankContext, syncheck_rank: Rank, width: int
 
 
 def test_rounding_only(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Every element of every parameter is one unit in the last place off, and nothing else differs."""
+    """Every element of every parameter differs by one unit in the last place, and no other tensor differs."""
     pair = plant(ctx, syncheck_rank.shared, "rounding-only")
     assert pair.clean == set()
     assert pair.differing == parameters(pair.good)

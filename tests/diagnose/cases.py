@@ -1,0 +1,63 @@
+"""Groups whose tensors differ in a given way, and their findings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from groups import make_group
+
+from syncheck import diagnose
+from syncheck.records import Counts, Replica, TensorDiff
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from syncheck.records import Finding, Group
+
+TOTALS = {"parameter": 10, "bn_mean": 4, "bn_var": 4, "bn_count": 4, "optimizer": 20, "optimizer_step": 10}
+# Fields of a tensor of which only the digests were compared.
+DIGEST: dict[str, Any] = {"mismatched": None, "max_abs": None, "index": None, "extent": None, "reason": "digest"}
+
+
+def diff(name: str, kind: str, clusters: Any = ((0,), (1,)), **changes: Any) -> TensorDiff:
+    """Return a tensor that differs in every element. clusters: the ranks with equal values, largest set first."""
+    majority = len(clusters) < 2 or len(clusters[0]) > len(clusters[1])
+    fields = {"dtype": "float32", "shape": (4,), "status": "different", "mismatched": 4, "numel": 4, "max_abs": 0.5}
+    fields |= {"index": (1,), "extent": "all"}
+    fields["minority"] = tuple(sorted(rank for ranks in clusters[1:] for rank in ranks)) if majority else ()
+    return TensorDiff(name, kind, clusters=clusters, **fields | changes)
+
+
+def make_case(tensors: Iterable[TensorDiff], totals: Mapping[str, int], ranks: int, **fields: Any) -> Group:
+    """Return a group with these differing tensors. totals: number of all tensors by kind."""
+    tensors, kinds = tuple(tensors), {}
+    for kind, total in totals.items():
+        odd = [found.status for found in tensors if found.kind == kind]
+        different = odd.count("different")
+        kinds[kind] = Counts(total, total - len(odd), different=different, not_compared=len(odd) - different)
+    replicas = tuple(Replica(f"rank{rank}.pth", rank, "torch-zip", 52, 1000) for rank in range(ranks))
+    counts = sum(kinds.values(), Counts())
+    return make_group("run", fields.pop("step", 10), "undecided", replicas, counts, tensors, kinds=kinds, **fields)
+
+
+def group(*tensors: TensorDiff, ranks: int = 2, **fields: Any) -> Group:
+    """Return a group in which these tensors differ and the rest of TOTALS is identical."""
+    return make_case(tensors, TOTALS, ranks, **fields)
+
+
+def found(case: Group, *earlier: Group) -> dict[str, Finding]:
+    """Diagnose a group and return its findings by code. earlier: groups of earlier steps."""
+    return {finding.code: finding for finding in diagnose.diagnose(case, (*earlier, case) if earlier else ())}
+
+
+def only(case: Group, *earlier: Group) -> Finding:
+    """Return the single finding, which covers everything that differs.
+
+    Ranks that are no suspects may have unsynchronized running statistics, which are a second finding.
+    """
+    finding, *others = found(case, *earlier).values()
+    assert {other.code for other in others} <= {"SYN201", "SYN202"}
+    assert not any(set(other.ranks) & set(finding.ranks) for other in others)
+    assert sorted(finding.tensors) == sorted(diff.name for diff in case.tensors)
+    assert sorted(finding.values) == sorted(value.name for value in case.values if value.counts)
+    return finding
