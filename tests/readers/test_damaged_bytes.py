@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from malformed.torch_parts import DATA, INTACT
 
 import syncheck
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
-
-from malformed.torch_parts import DATA, INTACT
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BYTE_ORDER = b"archive/byteorder"
 

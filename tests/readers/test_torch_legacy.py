@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from malformed.torch_parts import legacy_state, mapping, storage, tensor, torch_legacy, whole
 
 import syncheck
 from syncheck.errors import MalformedFile, RefusedFile, UnsupportedFormat
 from syncheck.kernel.blocks import Files, ranges
 from syncheck.messages import Refusal
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
-
-from malformed.torch_parts import legacy_state, mapping, storage, tensor, torch_legacy, whole
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def save(path: Path, tree: Any) -> str:

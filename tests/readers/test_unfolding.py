@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import itertools
 import struct
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-import syncheck
-from syncheck.errors import MalformedFile
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
-
 from malformed.opcodes import Part, called, listing, mapping, named, pickled, whole
 from malformed.torch_files import doubled
 from malformed.torch_parts import DATA, Member, saved, state, storage, tensor, torch_zip, zipped
 
+import syncheck
+from syncheck.errors import MalformedFile
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 LISTS = b"K\x01q\x00" + b"".join(b"0](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60))
 CALLS = b"".join(b"h\xf0h%ch%c\x86q%cR0" % (i, i, i + 1) for i in range(2, 60))

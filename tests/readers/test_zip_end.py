@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import struct
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from malformed.torch_parts import INTACT, saved, state, with_zip64, zipped
 
 import syncheck
 from syncheck.errors import MalformedFile
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
-
-from malformed.torch_parts import INTACT, saved, state, with_zip64, zipped
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PLAIN = INTACT["torch-zip"]
 BOTH = pytest.mark.parametrize("data", [PLAIN, with_zip64(PLAIN)], ids=["zip", "zip64"])
