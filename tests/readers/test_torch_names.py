@@ -8,11 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from checkpoints import Call, Global, save_pth, save_safetensors
+from checkpoints import Call, Global, _Stored, save_pth, save_safetensors
 from dcp_folders import contents
 
 import syncheck
-from syncheck.messages import Refusal
+from syncheck.messages import Detail, Refusal
 from syncheck.records import Reason
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ def test_a_storage_that_differs_is_out_of_sync(tmp_path: Path, legacy: bool) -> 
 
 def test_a_storage_of_an_unknown_class_is_counted(tmp_path: Path) -> None:
     """A storage of an unknown class has an unknown element size, so it is counted as not compared."""
-    from checkpoints import _Stored
-
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32), "s": _Stored("0", "OddStorage", 2)})
     assert syncheck.read(str(path)).tensors["s"].refused == Refusal.UNKNOWN_STORAGE()
 
@@ -111,8 +109,6 @@ def test_unsupported_dtypes_have_a_name_and_a_shape(tmp_path: Path) -> None:
 
 def test_dtypes_of_later_versions_have_a_shape(tmp_path: Path) -> None:
     """An unknown dtype does not hide the tensor's shape."""
-    from checkpoints import _Stored
-
     arguments = (_Stored("0", "ByteStorage", 8), 0, (2, 4), (4, 1), False, {}, Global("torch", "float2_odd"))
     call = Call(Global("torch._utils", "_rebuild_tensor_v3"), arguments)
     tensor = syncheck.read(str(save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32), "t": call}))).tensors["t"]
@@ -130,3 +126,16 @@ def test_scales_of_microscaling_formats_are_measured(tmp_path: Path, ending: str
             torch.save({"s": array}, tmp_path / f"rank{rank}.pth")
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
     assert (diff.dtype, diff.mismatched, diff.max_abs, diff.max_ulp) == ("float8_e8m0fnu", 2, 2.0**126, 3)
+
+
+def test_a_huge_view_is_refused(tmp_path: Path) -> None:
+    """A number expanded to 400 GB, minutes of reading, is counted and not compared; a small view is read."""
+    for rank in range(2):
+        torch.save(
+            {"huge": torch.zeros(1).expand(10**11), "small": torch.ones(1).expand(100), "w": torch.ones(1)},
+            tmp_path / f"rank{rank}.pth",
+        )
+    (group,) = syncheck.compare(tmp_path).groups
+    (diff,) = group.tensors
+    assert (group.counts.identical, diff.name, diff.reason, diff.shape) == (2, "huge", Reason.REFUSED, (10**11,))
+    assert diff.detail == Detail.REFUSED(refusal=Refusal.HUGE_VIEW(stored=4, shown=4 * 10**11))
