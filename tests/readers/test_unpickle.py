@@ -177,10 +177,10 @@ RECURSIVE = b"\x80\x02}q\x00X\x01\x00\x00\x00a]q\x01h\x00as."
 @pytest.mark.timeout(30)
 def test_endless_containers(tmp_path: Path, pickled: bytes) -> None:
     """Recursive or exponentially unfolding containers are malformed, detected in bounded time."""
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(MalformedFile):
         syncheck.read(str(save_records(tmp_path / "a.pth", pickled)))
-    assert time.monotonic() - began < 25
+    assert time.process_time() - began < 25
 
 
 @pytest.mark.parametrize(
