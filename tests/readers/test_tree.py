@@ -23,6 +23,15 @@ def names(folder: Path, tree: Any) -> list[str]:
     return list(syncheck.read(str(save_pth(folder / "a.pth", tree))).tensors)
 
 
+def optimizer(state: dict[Any, Any], **group: Any) -> dict[str, Any]:
+    """Return an optimizer's state dict with one group."""
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}
+
+
+BY_NAME = {"state": {"w": {"exp_avg": W}}, "param_groups": [{"params": ["w"]}]}
+ODD = np.ones(5, np.float32)
+
+
 @pytest.mark.parametrize(
     "tree, expected",
     [
@@ -40,6 +49,10 @@ def names(folder: Path, tree: Any) -> list[str]:
         ({1: W, (2, 3): W}, ["1", "(2, 3)"]),
         ({"": W, "model": {"": W}}, ["tensor", "model."]),
         ({}, []),
+        # Two optimizers, as in a GAN. Ids are kept if the number or the shapes of the parameters differ.
+        ({"opt_g": BY_NAME, "opt_d": BY_NAME}, ["optimizer.0.w.exp_avg", "optimizer.1.w.exp_avg"]),
+        ({"model": {"a": W, "b": W}, "o": optimizer({0: {"exp_avg": ODD}})}, ["a", "b", "optimizer.0.exp_avg"]),
+        ({"model": {"a": W}, "o": optimizer({0: {"exp_avg": W}})}, ["a", "optimizer.0.exp_avg"]),
     ],
     ids=repr,
 )
@@ -70,26 +83,6 @@ def test_names_do_not_depend_on_the_order_of_keys(tmp_path: Path, first: Any, se
     for rank, tree in enumerate((first, second)):
         save_pth(tmp_path / f"m_rank{rank}.pth", tree)
     assert syncheck.compare(tmp_path).exit_code == code
-
-
-def optimizer(state: dict[Any, Any], **group: Any) -> dict[str, Any]:
-    """Return an optimizer's state dict with one group."""
-    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}
-
-
-def test_ids_without_a_match_stay(tmp_path: Path) -> None:
-    """With other shapes or another number of parameters, ids are kept."""
-    odd = np.ones(5, np.float32)
-    tree = {"model": {"a": W, "b": W}, "optimizer": optimizer({0: {"exp_avg": odd}})}
-    assert names(tmp_path, tree)[2:] == ["optimizer.0.exp_avg"]
-    tree = {"model": {"a": W}, "optimizer": optimizer({0: {"exp_avg": W}})}
-    assert names(tmp_path, tree)[1:] == ["optimizer.0.exp_avg"]
-
-
-def test_two_optimizers_are_numbered(tmp_path: Path) -> None:
-    """The states of two optimizers, as in a GAN, are kept separate."""
-    one = {"state": {"w": {"exp_avg": W}}, "param_groups": [{"params": ["w"]}]}
-    assert names(tmp_path, {"opt_g": one, "opt_d": one}) == ["optimizer.0.w.exp_avg", "optimizer.1.w.exp_avg"]
 
 
 def test_settings_of_an_optimizer(tmp_path: Path) -> None:
