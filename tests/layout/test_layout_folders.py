@@ -10,12 +10,10 @@ from checkpoints import changed, network, save, save_pth
 
 import syncheck
 from syncheck.api import holds_checkpoint
+from syncheck.cli import main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    from checkpoints import Done
 
 
 def checkpoint(folder: Path, step: int = 5) -> Path:
@@ -88,17 +86,17 @@ def test_a_folder_of_settings_holds_no_checkpoint(tmp_path: Path) -> None:
     assert holds_checkpoint(tmp_path)
 
 
-def test_the_command_line_shows_a_folder(tmp_path: Path, cli: Callable[..., Done]) -> None:
+def test_the_command_line_accepts_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`compare` and `show` accept a folder like a file, and print its path as given."""
+    monkeypatch.chdir(tmp_path)
     for rank in (0, 1):
         checkpoint(tmp_path / f"rank{rank}")
-    done = cli("compare", "rank0", "rank1/")
-    assert done.code == 0
-    assert "rank 1: rank1 (huggingface, 14 tensors" in done.out
-    done = cli("show", "rank0")
-    assert done.code == 0
-    assert done.lines[0].startswith("rank0: huggingface, 14 tensors")
+    assert main(["compare", "rank0", "rank1/"]) == 0
+    assert "rank 1: rank1 (huggingface, 14 tensors" in capsys.readouterr().out
+    assert main(["show", "rank0"]) == 0
+    assert capsys.readouterr().out.startswith("rank0: huggingface, 14 tensors")
     (tmp_path / "rank1" / "model.safetensors").write_bytes(b"")
-    done = cli("compare", "rank0", "rank1")
-    assert done.code == 2
-    assert "rank1: model.safetensors: the file is empty" in done.err
+    assert main(["compare", "rank0", "rank1"]) == 2
+    assert "rank1: model.safetensors: the file is empty" in capsys.readouterr().err

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import random
 import shutil
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from dcp_folders import assemble, contents, metadata, save, write_metadata  # noqa: E402
 
+import syncheck  # noqa: E402
 from syncheck import api, readers  # noqa: E402
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat  # noqa: E402
 from syncheck.messages import Refusal  # noqa: E402
@@ -22,8 +23,6 @@ from syncheck.messages import Refusal  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from checkpoints import Done
 
 HALVES = [((0, 0), (2, 4)), ((2, 0), (2, 4))]
 
@@ -52,28 +51,129 @@ def change(folder: Path, edit: Callable[[Any], None]) -> None:
     write_metadata(folder, content)
 
 
-def test_missing_chunk_file(folder: Path, cli: Callable[..., Done]) -> None:
+def record_fields(**fields: Any) -> Callable[[Any], None]:
+    """Return an edit of `.metadata` that sets fields of all records."""
+
+    def edit(content: Any) -> None:
+        for info in content.storage_data.values():
+            for name, value in fields.items():
+                setattr(info, name, value)
+
+    return edit
+
+
+def keys(paths: Any) -> Callable[[Any], None]:
+    """Return an edit of `.metadata` that replaces the keys of the state dict by tensor name."""
+    return lambda content: setattr(content, "planner_data", paths)
+
+
+def one_record(content: Any) -> None:
+    """Let all chunks refer to one record."""
+    one = next(iter(content.storage_data.values()))
+    content.storage_data.update(dict.fromkeys(content.storage_data, one))
+
+
+def repeat_chunk(content: Any) -> None:
+    """List a chunk 10,000 times, which takes a few bytes each."""
+    content.state_dict_metadata["w"].chunks = content.state_dict_metadata["w"].chunks[:1] * 10_000
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        *(
+            (record_fields(relative_path=path), "needed a file in the folder")
+            for path in ("../other/__0_0.distcp", "/etc/passwd", "", "a//b", "a\0b", ".")
+        ),
+        (record_fields(relative_path="\ud800"), "an invalid file name"),
+        *(
+            (record_fields(offset=offset, length=length), ".metadata, '")
+            for offset, length in ((-1, 10), (0, -5), (True, 10), ("0", 10))
+        ),
+        *((record_fields(offset=offset, length=2**62), "ends at byte") for offset in (0, 2**62)),
+        *(
+            (keys(paths), "keys")
+            for paths in (
+                {"w": ("v",), "v": ("v",)}, {"w": ("v", "w"), "v": ("v",)}, {"w": ()}, {"w": "w"}, {"w": ("a",) * 300},
+                {"w": (10**5000,)},
+            )
+        ),
+        # torch looks up tensors by the name made of their keys.
+        (keys({"w": ("x",), "v": ("v",)}), ".metadata, 'w': keys ('x',); needed the segments of its name"),
+        # A thousand names could refer to one long record.
+        (one_record, "its record begins at byte 0; needed at least "),
+        (repeat_chunk, "10000 chunks contain element [0, 0]"),
+    ],
+)  # fmt: skip
+def test_damaged_metadata(folder: Path, edit: Callable[[Any], None], text: str) -> None:
+    """Paths outside the folder, impossible offsets, conflicting keys and repeated records are reported."""
+    change(folder, edit)
+    assert text in error(folder)
+
+
+def test_compressed_chunks_are_unsupported(folder: Path) -> None:
+    """Chunks with a transformation such as zstd are not read, and its name is reported."""
+    if not hasattr(next(iter(metadata(folder).storage_data.values())), "transform_descriptors"):
+        pytest.skip("this torch has no extensions")
+    change(folder, record_fields(transform_descriptors=["stream.zstd"]))
+    assert "stream.zstd" in error(folder, UnsupportedFormat)
+
+
+def test_without_keys_the_flat_names_are_used(folder: Path) -> None:
+    """Without a planner's keys, flat names are used."""
+    change(folder, keys(None))
+    assert set(readers.read(str(folder)).tensors) == {"w", "v"}
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nothing of the kind", b"\x80\x04N."])
+def test_invalid_metadata(folder: Path, content: bytes) -> None:
+    """An empty, truncated or unrelated `.metadata` is reported."""
+    (folder / ".metadata").write_bytes(content)
+    assert ".metadata: " in error(folder)
+
+
+def test_metadata_that_executes_code_is_refused(folder: Path, tmp_path: Path) -> None:
+    """A `.metadata` that calls a system function is refused, and nothing is executed."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (folder / ".metadata").write_bytes(pickle.dumps({"storage_data": Bomb()}))
+    assert "runs code" in error(folder, RefusedFile)
+    assert not (tmp_path / "made").exists()
+
+
+def replace_by_pipe(path: Path) -> None:
+    """Replace a file by a pipe, which would block a reader."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "text"),
+    [
+        (".metadata", os.unlink, "no .metadata; needed this file, which is written last"),
+        (".metadata", lambda path: os.truncate(path, 10**12), "1000000000000 bytes; needed at most 1000000000"),
+        ("__0_0.distcp", replace_by_pipe, "needed a file"),
+        ("__1_0.distcp", lambda path: os.truncate(path, 0), "'w' at [2, 0]: ends at byte "),
+        ("__1_0.distcp", lambda path: os.truncate(path, path.stat().st_size - 1), "'w' at [2, 0]: ends at byte "),
+    ],
+    ids=["unfinished save", "sparse file of 1 TB", "pipe", "empty chunk file", "truncated chunk file"],
+)
+def test_damaged_files(folder: Path, name: str, damage: Callable[[Path], None], text: str) -> None:
+    """A missing, truncated, huge or blocking file is reported before memory is allocated."""
+    damage(folder / name)
+    assert text in error(folder)
+
+
+def test_missing_chunk_file(folder: Path) -> None:
     """A missing file is reported with one of its tensors; comparing exits with 2."""
     (folder / "__1_0.distcp").unlink()
     text = error(folder)
     assert "__1_0.distcp, 'w' at [2, 0]: no such file or directory" in text
     assert "save or copy the folder again" in text.lower()
-    done = cli("compare", folder)
-    assert done.code == 2
-    assert "__1_0.distcp" in done.out + done.err
-
-
-@pytest.mark.parametrize("left", [0, 100, -1])
-def test_truncated_chunk_file(folder: Path, left: int) -> None:
-    """A truncated file is reported with the expected end of a chunk."""
-    left %= _length(folder)
-    os.truncate(folder / "__1_0.distcp", left)
-    assert f"'w' at [2, 0]: ends at byte {_length(folder)}; needed at most {left}" in error(folder)
-
-
-def _length(folder: Path) -> int:
-    places = metadata(folder).storage_data
-    return max(info.offset + info.length for info in places.values() if info.relative_path == "__1_0.distcp")
+    assert syncheck.compare(folder).exit_code == 2
 
 
 def test_file_truncated_during_the_comparison(tmp_path: Path) -> None:
@@ -88,24 +188,9 @@ def test_file_truncated_during_the_comparison(tmp_path: Path) -> None:
     assert [replica.path for replica in report.groups[0].replicas] == [str(others[0]), str(others[2])]
 
 
-def test_unfinished_save(folder: Path) -> None:
-    """Chunks without `.metadata`, which is written last, are reported as an unfinished save."""
-    (folder / ".metadata").unlink()
-    assert "no .metadata; needed this file, which is written last" in error(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nothing of the kind", b"\x80\x04N."])
-def test_invalid_metadata(folder: Path, content: bytes) -> None:
-    """An empty, truncated or unrelated `.metadata` is reported."""
-    (folder / ".metadata").write_bytes(content)
-    assert ".metadata: " in error(folder)
-
-
 @pytest.mark.parametrize(
     ("spans", "wrong"),
     [
-        ([((0, 0), (2, 4)), ((2, 0), (1, 4))], "no chunks contain element [3, 0]"),
-        ([((0, 0), (3, 4)), ((2, 0), (2, 4))], "2 chunks contain element [2, 0]"),
         ([((0, 0), (2, 4)), ((2, 0), (2, 5))], "the chunk of size [2, 5] at [2, 0] extends beyond the tensor"),
         ([((0, 0), (2, 4)), ((2,), (2,))], "a chunk of size (2,) at (2,)"),
         ([((0, 0), (1, 4)), ((1, 0), (3, 4))], "the record of its chunk at [1, 0] is not listed"),
@@ -130,136 +215,7 @@ def test_chunk_of_another_size_or_dtype_than_recorded(tmp_path: Path) -> None:
     assert "the record contains float32 [2, 4]; needed float64 [2, 4]" in error(folder)
 
 
-@pytest.mark.parametrize("place", ["../other/__0_0.distcp", "/etc/passwd", "", "a//b", "a\0b", "."])
-def test_chunk_outside_the_folder(folder: Path, place: str) -> None:
-    """A path outside the folder is refused and not opened."""
-
-    def edit(content: Any) -> None:
-        for info in content.storage_data.values():
-            info.relative_path = place
-
-    change(folder, edit)
-    assert "needed a file in the folder" in error(folder)
-
-
-@pytest.mark.parametrize(("offset", "length"), [(-1, 10), (0, 10**30), (2**62, 2**62), (0, -5), (True, 10), ("0", 10)])
-def test_impossible_offsets_and_lengths(folder: Path, offset: Any, length: Any) -> None:
-    """Impossible offsets and lengths are reported before anything is read or allocated."""
-
-    def edit(content: Any) -> None:
-        for info in content.storage_data.values():
-            info.offset, info.length = offset, length
-
-    change(folder, edit)
-    assert "'w'" in error(folder) or "'v'" in error(folder)
-
-
-def test_compressed_chunks_are_unsupported(folder: Path) -> None:
-    """Chunks with a transformation such as zstd are not read, and its name is reported."""
-    if "transform_descriptors" not in {f.name for f in dataclasses.fields(_an_info(folder))}:
-        pytest.skip("this torch has no extensions")
-
-    def edit(content: Any) -> None:
-        for info in content.storage_data.values():
-            info.transform_descriptors = ["stream.zstd"]
-
-    change(folder, edit)
-    assert "stream.zstd" in error(folder, UnsupportedFormat)
-
-
-def _an_info(folder: Path) -> Any:
-    return next(iter(metadata(folder).storage_data.values()))
-
-
-def test_metadata_that_executes_code_is_refused(folder: Path, tmp_path: Path) -> None:
-    """A `.metadata` that calls a system function is refused, and nothing is executed."""
-
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "made"),)
-
-    (folder / ".metadata").write_bytes(pickle.dumps({"storage_data": Bomb()}))
-    assert "runs code" in error(folder, RefusedFile)
-    assert not (tmp_path / "made").exists()
-
-
-@pytest.mark.parametrize(
-    "paths",
-    [
-        {"w": ("v",), "v": ("v",)},
-        {"w": ("v", "w"), "v": ("v",)},
-        {"w": ()},
-        {"w": "w"},
-        {"w": ("a",) * 300},
-        {"w": (10**5000,)},
-    ],
-)
-def test_conflicting_keys(folder: Path, paths: Any) -> None:
-    """Keys shared by two tensors, or keys that are not a path, are an error."""
-    change(folder, lambda content: setattr(content, "planner_data", paths))
-    assert "keys" in error(folder)
-
-
-def test_a_name_that_is_not_its_keys_is_malformed(folder: Path) -> None:
-    """torch looks up tensors by the name made of their keys, so another name is malformed."""
-    change(folder, lambda content: setattr(content, "planner_data", {"w": ("x",), "v": ("v",)}))
-    assert ".metadata, 'w': keys ('x',); needed the segments of its name" in error(folder)
-
-
-def test_a_huge_metadata_is_not_read(folder: Path) -> None:
-    """A sparse `.metadata` of 1 TB is refused before memory is allocated."""
-    os.truncate(folder / ".metadata", 10**12)
-    assert "1000000000000 bytes; needed at most 1000000000" in error(folder)
-
-
-def test_overlapping_records(folder: Path) -> None:
-    """Overlapping records are an error, because a thousand names could refer to one long record."""
-
-    def edit(content: Any) -> None:
-        one = next(iter(content.storage_data.values()))
-        for index in content.storage_data:
-            content.storage_data[index] = one
-
-    change(folder, edit)
-    assert "its record begins at byte 0; needed at least " in error(folder)
-
-
-def test_a_chunk_listed_many_times(folder: Path) -> None:
-    """A chunk that is listed a million times, which takes a few bytes each, is refused quickly."""
-
-    def edit(content: Any) -> None:
-        chunks = content.state_dict_metadata["w"].chunks
-        content.state_dict_metadata["w"].chunks = chunks[:1] * 10_000
-
-    change(folder, edit)
-    assert "10000 chunks contain element [0, 0]" in error(folder)
-
-
-def test_a_file_name_with_a_lone_surrogate(folder: Path) -> None:
-    """A name that UTF-8 cannot encode is an invalid file name."""
-
-    def edit(content: Any) -> None:
-        for info in content.storage_data.values():
-            info.relative_path = "\ud800"
-
-    change(folder, edit)
-    assert "an invalid file name" in error(folder)
-
-
-def test_without_keys_the_flat_names_are_used(folder: Path) -> None:
-    """Without a planner's keys, flat names are used."""
-    change(folder, lambda content: setattr(content, "planner_data", None))
-    assert set(readers.read(str(folder)).tensors) == {"w", "v"}
-
-
-def test_a_pipe_is_not_opened(folder: Path) -> None:
-    """A pipe, which would block, is refused."""
-    (folder / "__0_0.distcp").unlink()
-    os.mkfifo(folder / "__0_0.distcp")
-    assert "needed a file" in error(folder)
-
-
-def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[..., Done]) -> None:
+def test_objects_that_torch_did_not_save_are_listed(folder: Path) -> None:
     """Bytes of a custom planner are counted as not compared, and the rest is read."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -278,52 +234,90 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path, cli: Callable[
         "note": Refusal.UNKNOWN_RECORD(),
     }
     shutil.copytree(folder, folder.with_name("copy"))
-    done = cli("compare", folder, folder.with_name("copy"))
-    assert str(Refusal.UNKNOWN_RECORD()) in done.out
-    assert (done.code, done.lines[-1]) == (0, "3 tensors: 2 identical, 0 close, 0 different, 1 not compared")
+    report = syncheck.compare(folder, folder.with_name("copy"))
+    assert (report.exit_code, report.counts.identical, report.counts.not_compared) == (0, 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("damaged", "code", "reason"),
-    [
-        (slice(0, 4), 2, "__0_0.distcp, 'epoch': archive/data.pkl: no record at the offset in the directory"),
-        (slice(0, None), 1, "epoch"),
-    ],
-    ids=["its beginning", "all of it"],
-)
-def test_a_damaged_object_is_reported(
-    tmp_path: Path, cli: Callable[..., Done], damaged: slice, code: int, reason: str
-) -> None:
+@pytest.mark.parametrize(("damaged", "code"), [(4, 2), (None, 1)], ids=["its beginning", "all of it"])
+def test_a_damaged_object_is_reported(tmp_path: Path, damaged: int | None, code: int) -> None:
     """An object that is intact in only one folder is an error or a difference, never just a note."""
     left, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
-    assert cli("compare", left, right).code == 0
-    place = next(info for index, info in metadata(right).storage_data.items() if index.fqn == "epoch")
-    data = bytearray((right / place.relative_path).read_bytes())
-    record = data[place.offset : place.offset + place.length]
-    record[damaged] = bytes(len(record[damaged]))
-    data[place.offset : place.offset + place.length] = record
-    (right / place.relative_path).write_bytes(data)
-    done = cli("compare", left, right)
-    assert done.code == code
-    assert reason in done.out + done.err
+    assert syncheck.compare(left, right).exit_code == 0
+    record = next(info for index, info in metadata(right).storage_data.items() if index.fqn == "epoch")
+    with (right / record.relative_path).open("r+b") as file:
+        file.seek(record.offset)
+        file.write(bytes(damaged or record.length))
+    report = syncheck.compare(left, right)
+    assert report.exit_code == code
+    texts = [file.reason for file in report.unreadable] + [repr(group.findings) for group in report.groups]
+    assert any("epoch" in text for text in texts)
 
 
-def test_damage_anywhere_is_one_line_or_harmless(folder: Path) -> None:
-    """With bytes changed, lost or added anywhere, a folder is read or refused with a one-line error."""
-    draw = random.Random(0)
-    lines = []
-    for _ in range(300):
-        file = folder / draw.choice([".metadata", "__0_0.distcp", "__1_0.distcp"])
-        good = file.read_bytes()
-        damaged = bytearray(good)
-        for _ in range(draw.randint(1, 3)):
-            at, length = draw.randrange(len(damaged)), draw.randrange(9)
-            damaged[at : at + draw.choice([length, 1])] = draw.randbytes(draw.choice([length, 1]))
-        file.write_bytes(damaged)
-        try:
-            contents(folder)
-            lines.append(0)
-        except CheckpointError as refused:
-            lines.append(len(str(refused).splitlines()))
-        file.write_bytes(good)
-    assert set(lines) == {0, 1}
+# --- cuts and flipped bits anywhere, beside an intact folder ---
+
+FILES = (".metadata", "__0_0.distcp")
+STATE = {"w": torch.arange(6.0).reshape(2, 3), "bn": {"running_mean": torch.ones(2)}, "epoch": 3}
+# Every so many bytes are damaged.
+STEPS = [101, pytest.param(17, marks=pytest.mark.slow)]
+
+
+def outcome(left: Path, right: Path) -> int:
+    """Compare; a folder in sync contains equal tensors, and an unreadable folder has a one-line error."""
+    report = syncheck.compare(left, right)
+    if report.exit_code == 0:
+        assert contents(left) == contents(right)
+        assert report.groups[0].counts.identical == 2
+    for file in report.unreadable:
+        assert len(file.reason.splitlines()) == 1
+    assert bool(report.unreadable) == (report.exit_code == 2)
+    return report.exit_code
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", FILES)
+def test_cut_anywhere(tmp_path: Path, name: str, step: int) -> None:
+    """A truncated `.metadata` or chunk file gives "could not tell"."""
+    left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    whole = (right / name).read_bytes()
+    for length in range(0, len(whole), step):
+        (right / name).write_bytes(whole[:length])
+        assert outcome(left, right) == 2, length
+    (right / name).write_bytes(whole)
+    assert outcome(left, right) == 0
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", FILES)
+def test_flipped_bit_in_any_byte(tmp_path: Path, name: str, step: int) -> None:
+    """A flipped bit gives out of sync or a one-line error, unless no compared byte changed."""
+    left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    whole = (right / name).read_bytes()
+    draw, seen = random.Random(step), Counter[int]()
+    for at in range(draw.randrange(step), len(whole), step):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << draw.randrange(8)
+        (right / name).write_bytes(damaged)
+        seen[outcome(left, right)] += 1
+    assert seen.keys() <= {0, 1, 2}
+    assert seen[2]
+
+
+def test_flipped_bit_in_tensor_bytes(tmp_path: Path) -> None:
+    """A flipped bit in a tensor's bytes is out of sync."""
+    left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
+    path = right / "__0_0.distcp"
+    whole = path.read_bytes()
+    places = {index.fqn: info for index, info in metadata(right).storage_data.items()}
+    raw = {"w": STATE["w"], "bn.running_mean": STATE["bn"]["running_mean"]}
+    flipped = 0
+    for name, tensor in raw.items():
+        data = tensor.numpy().tobytes()
+        start = whole.index(data, places[name].offset)
+        assert start + len(data) <= places[name].offset + places[name].length
+        for at in range(start, start + len(data)):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << at % 8
+            path.write_bytes(damaged)
+            assert outcome(left, right) == 1, (name, at - start)
+            flipped += 1
+    assert flipped == 8 * 4

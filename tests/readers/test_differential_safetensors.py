@@ -37,3 +37,9 @@ def check(case: dict[str, Any]) -> None:
 def test_any_tensors(examples: int) -> None:
     """Tensors of every dtype and shape that safetensors supports, with random names and bits."""
     for_all(contents(), check, examples)
+
+
+def test_every_dtype() -> None:
+    """Each dtype that safetensors supports, and tensors without dimensions or elements."""
+    tensors = {name: from_bytes(noise(1, name, 12), name) for name in SAFETENSORS}
+    check(tensors | {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)})

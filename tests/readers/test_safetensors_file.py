@@ -11,36 +11,10 @@ from checkpoints import save_header, save_safetensors
 
 import syncheck
 from syncheck.errors import CheckpointError, MalformedFile
-from syncheck.kernel.blocks import Files
 from syncheck.messages import Detail, Refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return dtype, shape and bytes of every tensor of a file by name."""
-    with Files() as files:
-        tensors = syncheck.read(str(path)).tensors
-        return {n: (t.dtype, t.shape, bytes(files.read(t, 0, t.numel, 0))) for n, t in tensors.items()}
-
-
-def test_equals_the_library(tmp_path: Path) -> None:
-    """Files of safetensors.torch are read bit by bit in every dtype, including empty and 0-d tensors."""
-    torch = pytest.importorskip("torch")
-    library = pytest.importorskip("safetensors.torch")
-    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 int64 int32 int16 int8 "
-    names += "uint8 uint16 uint32 uint64 bool"
-    tensors = {name: torch.arange(12).reshape(3, 4).to(getattr(torch, name)) for name in names.split()}
-    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
-    path = tmp_path / "a.safetensors"
-    library.save_file(tensors, path, metadata={"step": "7", "note": "x"})
-    expected = {}
-    for name, tensor in library.load_file(path).items():
-        raw = bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()) if tensor.numel() else b""
-        expected[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw)
-    assert read(path) == expected
-    assert syncheck.read(str(path)).values == {"step": 7, "note": "x"}
 
 
 def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
@@ -72,15 +46,11 @@ def entry(start: int = 0, stop: int = 8, **changes: Any) -> dict[str, Any]:
     return {"dtype": "F32", "shape": [2], "data_offsets": [start, stop]} | changes
 
 
-TWICE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "a": {}}'
 DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
     ("length_too_big", {"a": entry()}, bytes(8), 200, "a length of 200 bytes"),
-    ("length_2_to_62", {"a": entry()}, bytes(8), 2**62, "a length of 4611686018427387904 bytes"),
     ("length_too_small", {"a": entry()}, bytes(8), 20, "invalid JSON"),
     ("no_json", b"{'a': 1}", b"", None, "invalid JSON"),
     ("no_utf8", b'{"\xff": 1}', b"", None, "invalid JSON"),
-    ("deep_json", b'{"a":' * 50_000, b"", None, "invalid JSON"),
-    ("name_twice", TWICE, bytes(8), None, "a duplicate name"),
     ("entry_no_object", {"a": 1}, b"", None, "an incomplete entry"),
     ("entry_incomplete", {"a": {"dtype": "F32", "shape": [2]}}, b"", None, "an incomplete entry"),
     ("shape_negative", {"a": entry(shape=[-2])}, bytes(8), None, "needed a dtype, sizes and two offsets"),
@@ -89,22 +59,17 @@ DEFECTS: list[tuple[str, Any, bytes, int | None, str]] = [
     ("one_offset", {"a": entry(data_offsets=[0])}, bytes(8), None, "needed a dtype, sizes and two offsets"),
     ("dtype_no_text", {"a": entry(dtype=3)}, bytes(8), None, "needed a dtype, sizes and two offsets"),
     ("wrong_size", {"a": entry(0, 4)}, bytes(4), None, "4 bytes; needed 8"),
-    ("huge_shape", {"a": entry(shape=[2**62, 2**62])}, bytes(8), None, "8 bytes; needed"),
     ("reversed", {"a": entry(8, 0)}, bytes(8), None, "needed a dtype, sizes and two offsets in order"),
-    ("reversed_unread", {"a": entry(), "b": entry(8, 4, dtype="F77")}, bytes(4), None, "'F77' [2] [8, 4]"),
-    ("many_dimensions", {"a": entry(0, 4, shape=[1] * 65)}, bytes(4), None, "at most 64 dimensions"),
     ("million_dimensions", {"a": entry(shape=[2] * 10**6)}, bytes(8), None, "at most 64 dimensions"),
-    ("shape_of_many_digits", {"a": entry(shape=[10**4000] * 3)}, bytes(8), None, "two offsets in order"),
     ("unread_of_many_digits", {"a": entry(dtype="F77", shape=[10**4000])}, bytes(8), None, "two offsets in order"),
+    ("unread_overflows", {"a": entry(dtype="F77", shape=[2**62] * 2)}, bytes(8), None, "at most"),
     ("offset_of_many_digits", {"a": entry(0, 10**4000)}, bytes(8), None, "two offsets in order"),
     ("number_too_long", b'{"a": ' + b"9" * 5000 + b"}", b"", None, "invalid JSON"),
     ("lone_surrogate", b'{"\xed\xa0\x80": 1}', b"", None, "invalid JSON"),
-    ("utf_16", b"{\0" + json.dumps({"a": entry()})[1:].encode("utf-16-le"), bytes(8), None, "invalid JSON"),
     ("hole", {"a": entry(), "b": entry(12, 20)}, bytes(20), None, "starts at byte 12 of the data; needed 8"),
     ("overlap", {"a": entry(), "b": entry(4, 12)}, bytes(12), None, "starts at byte 4 of the data; needed 8"),
     ("hole_first", {"a": entry(8, 16)}, bytes(16), None, "starts at byte 8 of the data; needed 0"),
     ("trailing", {"a": entry()}, bytes(9), None, "9 bytes; needed 8, the end of the last tensor"),
-    ("truncated", {"a": entry()}, bytes(7), None, "7 bytes; needed 8, the end of the last tensor"),
     ("strings_no_text", {"__metadata__": {"a": 1}, "a": entry()}, bytes(8), None, "values that are not strings"),
     ("block_no_json", {"__metadata__": {"syncheck": "{"}, "a": entry()}, bytes(8), None, "invalid JSON"),
     ("block_wrong", {"__metadata__": {"syncheck": '{"rank": "x"}'}, "a": entry()}, bytes(8), None, "metadata block"),

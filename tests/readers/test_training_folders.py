@@ -1,7 +1,9 @@
-"""Folders of Accelerate, DeepSpeed and Megatron-LM, with the documented file names."""
+"""Folders of Accelerate, DeepSpeed and Megatron-LM, complete and with missing or damaged parts."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,10 +11,16 @@ import pytest
 from checkpoints import changed, network, save, save_pth
 
 import syncheck
-from syncheck.messages import Grouping
+from syncheck.errors import MalformedFile, UnreadableFile
+from syncheck.messages import Grouping, Note
+from syncheck.readers import regular_file, safetensors_file
+from syncheck.records import Reason
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from syncheck.records import Report
 
 
 def adam(value: float = 1.0) -> dict[str, Any]:
@@ -176,12 +184,193 @@ def test_megatron_optimizer_in_its_own_file(tmp_path: Path) -> None:
     assert [group.replicas[0].path for group in report.groups] == [str(folder)]
 
 
-def test_a_broken_part(tmp_path: Path) -> None:
-    """A truncated part makes the folder unreadable, and the part is reported."""
-    left, right = (megatron(tmp_path / name / "iter_0000500") for name in "ab")
-    part = right / "mp_rank_01" / "model_optim_rng.pt"
-    part.write_bytes(part.read_bytes()[:-30])
+# --- parts that are missing, renumbered, of another run, or not files: reported, never ignored ---
+
+BLOCK = {"run": "a", "run_id": "one", "step": 5}
+
+
+def both(folder: Path, make: Callable[..., Path], name: str, plant: Callable[[Path], Any]) -> Report:
+    """Compare two folders after the same damage to both."""
+    made = [make(folder / side / name) for side in ("a", "b")]
+    for one in made:
+        plant(one)
+    return syncheck.compare(*made)
+
+
+def replaced(relative: str, how: str) -> Callable[[Path], None]:
+    """Return a function that replaces a file by something unreadable."""
+
+    def plant(folder: Path) -> None:
+        path = folder / relative
+        path.unlink()
+        if how == "pipe":
+            os.mkfifo(path)
+        elif how == "folder":
+            path.mkdir()
+        elif how == "half a file":
+            save_pth(path, {"model": network()})
+            os.truncate(path, path.stat().st_size - 30)
+        elif how == "a file for the folder":
+            path.parent.rmdir()
+            path.parent.touch()
+        elif how != "nothing":
+            path.symlink_to({"loop": path.name, "dangling": "nowhere", "device": "/dev/zero"}[how])
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("pipe", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
+        ("device", "mp_rank_01/model_optim_rng.pt: a pipe, socket or device; needed a file"),
+        ("folder", "mp_rank_01/model_optim_rng.pt: a folder; needed a file, or a folder that is one checkpoint"),
+        ("loop", "mp_rank_01/model_optim_rng.pt: too many levels of symbolic links"),
+        ("dangling", "mp_rank_01/model_optim_rng.pt: no such file or directory. Check the path."),
+        ("half a file", "mp_rank_01/model_optim_rng.pt: zip directory: "),
+        ("nothing", "mp_rank_01: no file of this rank; needed one of model_optim_rng.pt, "),
+        ("a file for the folder", "mp_rank_01: not a directory"),
+    ],
+)
+def test_the_same_part_is_unreadable_in_both(tmp_path: Path, how: str, reason: str) -> None:
+    """Two Megatron folders with the same unreadable part are unreadable, not in sync by their other part."""
+    report = both(tmp_path, megatron, "iter_0000500", replaced("mp_rank_01/model_optim_rng.pt", how))
+    assert (report.verdict, report.exit_code) == ("undecided", 2)
+    assert [file.reason.startswith(reason) for file in report.unreadable] == [True, True]
+
+
+def test_another_part_alone_is_not_the_first(tmp_path: Path) -> None:
+    """A single second part is not compared with the other folder's first part, although they are equal."""
+    tree = {"model": network(), "optimizer": adam()}
+    zero = {"optimizer_state_dict": {"base_optimizer_state": adam()}}
+    for side, rank in (("a", 0), ("b", 1)):
+        save_pth(tmp_path / "megatron" / side / f"mp_rank_0{rank}" / "model_optim_rng.pt", tree)
+        save_pth(tmp_path / "tag" / side / f"mp_rank_0{rank}_model_states.pt", {"module": network()})
+        save_pth(tmp_path / "zero" / side / "mp_rank_00_model_states.pt", {"module": network()})
+        save_pth(tmp_path / "zero" / side / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", zero)
+        number = f"_{rank}" if rank else ""
+        save(tmp_path / "model" / side / f"model{number}.safetensors", network())
+        save_pth(tmp_path / "model" / side / "random_states_0.pkl", {"step": 1})
+        save(tmp_path / "optimizer" / side / "model.safetensors", network())
+        save_pth(tmp_path / "optimizer" / side / f"optimizer{number}.bin", adam())
+    for kind in ("megatron", "tag", "zero", "model", "optimizer"):
+        report = syncheck.compare(tmp_path / kind / "a", tmp_path / kind / "b")
+        # Two nodes may each have saved their own partition, and the number of partitions is unknown.
+        expected = (2, Reason.AMBIGUOUS) if kind == "zero" else (1, Reason.MISSING)
+        reasons = {diff.reason for group in report.groups for diff in group.tensors}
+        assert (kind, report.exit_code, reasons) == (kind, expected[0], {expected[1]})
+
+
+def test_rng_states_of_any_rank_share_a_name(tmp_path: Path) -> None:
+    """Each node's folder has its own rank's RNG states, under one name and not compared."""
+    for rank in range(2):
+        save(tmp_path / f"node{rank}" / "model.safetensors", network())
+        save_pth(tmp_path / f"node{rank}" / f"random_states_{rank}.pkl", {"torch_manual_seed": np.full(4, rank)})
+    (group,) = syncheck.compare(tmp_path).groups
+    assert (group.verdict, group.kinds["rng"].tensors, group.kinds["rng"].not_compared) == ("in_sync", 1, 1)
+
+
+@pytest.mark.parametrize("format_name", ["megatron", "deepspeed"])
+def test_a_part_of_another_step(tmp_path: Path, format_name: str) -> None:
+    """A part of another iteration makes its folder unreadable, although its tensors are equal."""
+    if format_name == "megatron":
+        left, right = (megatron(tmp_path / side / "iter_0000500") for side in "ab")
+        tree = {"iteration": 499, "checkpoint_version": 3.0, "model": network(1), "optimizer": {"optimizer": adam(1)}}
+        save_pth(right / "mp_rank_01" / "model_optim_rng.pt", tree)
+        reason = "mp_rank_01/model_optim_rng.pt: iteration: 499; needed 500, as in mp_rank_00/model_optim_rng.pt. Its"
+    else:
+        left, right = (deepspeed(tmp_path / side / "global_step500", model_parallel=2) for side in "ab")
+        tree = {"module": network(1), "global_steps": 499, "dp_world_size": 2, "mp_world_size": 2}
+        save_pth(right / "mp_rank_01_model_states.pt", tree)
+        reason = "mp_rank_01_model_states.pt: global_steps: 499; needed 500, as in mp_rank_00_model_states.pt. Its"
     report = syncheck.compare(left, right)
+    assert report.exit_code == 2
     (unreadable,) = report.unreadable
     assert unreadable.path == str(right)
-    assert unreadable.reason.startswith("mp_rank_01/model_optim_rng.pt: zip directory: ")
+    assert unreadable.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("change", [{"run_id": "two"}, {"step": 6}])
+def test_a_part_of_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Parts with metadata of two runs or steps are malformed."""
+    folder = megatron(tmp_path / "iter_0000500")
+    for rank, block in enumerate((BLOCK, BLOCK | change)):
+        save_pth(folder / f"mp_rank_0{rank}" / "model_optim_rng.pt", {"model": network(), "syncheck": block})
+    (name,) = change
+    with pytest.raises(
+        MalformedFile, match=f"mp_rank_01/model_optim_rng.pt: metadata, {name}: .* as in the other files"
+    ):
+        syncheck.read(str(folder))
+    save_pth(folder / "mp_rank_01" / "model_optim_rng.pt", {"model": network(), "syncheck": BLOCK | {"rank": 1}})
+    assert syncheck.read(str(folder)).metadata is not None
+
+
+def test_parts_missing_in_both_are_counted(tmp_path: Path) -> None:
+    """If part numbers have a gap, the present parts are in sync, with a note about the gap."""
+    report = both(tmp_path / "megatron", megatron, "iter_0000500", lambda folder: shutil.rmtree(folder / "mp_rank_00"))
+    (group,) = report.groups
+    assert Note.PARTS_ABSENT(absent="1", total="2", what="model-parallel parts") in group.notes
+    lost = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    report = both(
+        tmp_path / "deepspeed",
+        lambda path: deepspeed(path, model_parallel=2),
+        "global_step500",
+        lambda folder: (folder / lost).unlink(),
+    )
+    (group,) = report.groups
+    assert Note.PARTS_ABSENT(absent="1", total="4", what="ZeRO parts") in group.notes
+    number = "9" * 200
+    folder = megatron(tmp_path / "huge" / "iter_0000500", ("mp_rank_00", f"mp_rank_{number}"))
+    (note,) = syncheck.read(str(folder)).notes
+    assert (note.code, note.parameters["what"]) == (Note.PARTS_ABSENT, "model-parallel parts")
+    folder = megatron(tmp_path / "mixed" / "iter_0000500", ("mp_rank_00", "mp_rank_01_000"))
+    assert syncheck.read(str(folder)).notes == ()
+
+
+def test_a_scaler_that_one_folder_lacks(tmp_path: Path) -> None:
+    """A `save_state` folder without scaler and scheduler is out of sync, because a resume needs both."""
+    left, right = accelerate(tmp_path / "a"), accelerate(tmp_path / "b")
+    assert Note.VALUES_ABSENT not in {note.code for note in syncheck.compare(left, right).groups[0].notes}
+    (right / "scaler.pt").unlink()
+    (right / "scheduler.bin").unlink()
+    (group,) = syncheck.compare(left, right).groups
+    assert [finding.code for finding in group.findings] == ["SYN101"]
+    assert {name.partition(".")[0] for name in group.findings[0].values} == {"scaler", "scheduler"}
+
+
+def test_the_models_index_precedes_a_variants_index(tmp_path: Path) -> None:
+    """The model's own index is used, although the index of a variant sorts before it."""
+    for name, value in (("model.safetensors.index.json", 1.0), ("model.safetensors.index.fp16.json", 2.0)):
+        part = f"model-{value:05.0f}-of-00002.safetensors"
+        save(tmp_path / part, {f"w{value:.0f}": np.full(3, value, np.float32)})
+        (tmp_path / name).write_text(f'{{"weight_map": {{"w{value:.0f}": "{part}"}}}}')
+    assert set(syncheck.read(str(tmp_path)).tensors) == {"w1", "model-00002-of-00002.safetensors.w2"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", ".metadata"])
+def test_kernel_files_are_not_read(tmp_path: Path, name: str) -> None:
+    """A link to /proc/kmsg, which would block, is not read because its size is 0."""
+    source = "/proc/self/status"  # has bytes, as it too denies
+    if not os.path.exists(source):
+        pytest.skip("no /proc here")
+    (tmp_path / name).symlink_to(source)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(MalformedFile, match=r"(the file is empty|invalid JSON: Expecting value|\.metadata: )"):
+        syncheck.read(str(tmp_path))
+
+
+def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe that replaced a file a moment ago is refused without waiting for a writer."""
+    os.mkfifo(tmp_path / "pipe")
+    before = os.stat(__file__)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", lambda *_, **__: before)
+        with pytest.raises(UnreadableFile, match="a pipe, socket or device; needed a file"):
+            regular_file.open_regular_file(str(tmp_path / "pipe"))
+
+
+def test_a_file_truncated_after_detection(tmp_path: Path) -> None:
+    """A safetensors file that is truncated to zero after its format was detected is malformed."""
+    (tmp_path / "a.safetensors").write_bytes(b"\x10\0")
+    with pytest.raises(MalformedFile, match="header: 2 bytes; needed at least 8"):
+        safetensors_file.read(str(tmp_path / "a.safetensors"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from checkpoints import network, save_pth
 
 import syncheck
 from syncheck.errors import MalformedFile
@@ -21,6 +21,15 @@ W = np.ones(2, np.float32)
 def names(folder: Path, tree: Any) -> list[str]:
     """Return the tensor names of a checkpoint of this tree."""
     return list(syncheck.read(str(save_pth(folder / "a.pth", tree))).tensors)
+
+
+def optimizer(state: dict[Any, Any], **group: Any) -> dict[str, Any]:
+    """Return an optimizer's state dict with one group."""
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}
+
+
+BY_NAME = {"state": {"w": {"exp_avg": W}}, "param_groups": [{"params": ["w"]}]}
+ODD = np.ones(5, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +49,10 @@ def names(folder: Path, tree: Any) -> list[str]:
         ({1: W, (2, 3): W}, ["1", "(2, 3)"]),
         ({"": W, "model": {"": W}}, ["tensor", "model."]),
         ({}, []),
+        # Two optimizers, as in a GAN. Ids are kept if the number or the shapes of the parameters differ.
+        ({"opt_g": BY_NAME, "opt_d": BY_NAME}, ["optimizer.0.w.exp_avg", "optimizer.1.w.exp_avg"]),
+        ({"model": {"a": W, "b": W}, "o": optimizer({0: {"exp_avg": ODD}})}, ["a", "b", "optimizer.0.exp_avg"]),
+        ({"model": {"a": W}, "o": optimizer({0: {"exp_avg": W}})}, ["a", "optimizer.0.exp_avg"]),
     ],
     ids=repr,
 )
@@ -70,39 +83,6 @@ def test_names_do_not_depend_on_the_order_of_keys(tmp_path: Path, first: Any, se
     for rank, tree in enumerate((first, second)):
         save_pth(tmp_path / f"m_rank{rank}.pth", tree)
     assert syncheck.compare(tmp_path).exit_code == code
-
-
-def optimizer(state: dict[Any, Any], **group: Any) -> dict[str, Any]:
-    """Return an optimizer's state dict with one group."""
-    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]}
-
-
-def test_ids_by_the_order_of_parameters(tmp_path: Path) -> None:
-    """Integer ids are the parameters in order, without buffers, if number and shapes match."""
-    model = {"a": W, "bn.running_mean": W, "bn.running_var": W, "b": np.ones(3, np.float32)}
-    tree = {"model": model, "optimizer": optimizer({0: {"exp_avg": W}, 1: {"exp_avg": np.ones(3, np.float32)}})}
-    assert names(tmp_path, tree)[4:] == ["optimizer.a.exp_avg", "optimizer.b.exp_avg"]
-
-
-def test_ids_without_a_match_stay(tmp_path: Path) -> None:
-    """With other shapes or another number of parameters, ids are kept."""
-    odd = np.ones(5, np.float32)
-    tree = {"model": {"a": W, "b": W}, "optimizer": optimizer({0: {"exp_avg": odd}})}
-    assert names(tmp_path, tree)[2:] == ["optimizer.0.exp_avg"]
-    tree = {"model": {"a": W}, "optimizer": optimizer({0: {"exp_avg": W}})}
-    assert names(tmp_path, tree)[1:] == ["optimizer.0.exp_avg"]
-
-
-def test_stored_names_of_parameters_win(tmp_path: Path) -> None:
-    """param_names of recent torch versions determine the names."""
-    tree = {"model": {"a": W, "b": W}, "optimizer": optimizer({0: {"exp_avg": W}}, param_names=["b", "a"])}
-    assert names(tmp_path, tree)[2:] == ["optimizer.b.exp_avg"]
-
-
-def test_two_optimizers_are_numbered(tmp_path: Path) -> None:
-    """The states of two optimizers, as in a GAN, are kept separate."""
-    one = {"state": {"w": {"exp_avg": W}}, "param_groups": [{"params": ["w"]}]}
-    assert names(tmp_path, {"opt_g": one, "opt_d": one}) == ["optimizer.0.w.exp_avg", "optimizer.1.w.exp_avg"]
 
 
 def test_settings_of_an_optimizer(tmp_path: Path) -> None:
@@ -139,10 +119,47 @@ def test_a_repeated_optimizer(monkeypatch: pytest.MonkeyPatch, inside: bool) -> 
         tree_module.flatten([made] * 100, "a.pth", size=0)
 
 
-def test_learning_rate_tensor_that_differs_is_found(tmp_path: Path) -> None:
-    """Ranks with different values in a capturable optimizer's learning rate tensor are out of sync."""
+# --- bookkeeping of Lightning and of hand-written loops ---
+
+KEY = "ModelCheckpoint{'monitor': 'loss'}"
+
+
+def lightning(folder: Path, rank: int, callback: dict[str, Any]) -> Path:
+    """Write a rank's file with the state of one callback."""
+    optimizer = {"state": {0: {"exp_avg": np.zeros(2, np.float32)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    tree = {"global_step": 3, "state_dict": {"w": np.ones(2, np.float32)}, "loops": {}, "callbacks": {KEY: callback}}
+    return save_pth(folder / f"last_rank{rank}.ckpt", {**tree, "optimizer_states": [optimizer]})
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(np.float32, 0.5), (np.float64, 0.25), (np.int64, -3)])
+def test_scalars_of_callbacks_are_values(tmp_path: Path, dtype: Any, value: float) -> None:
+    """A callback's best score in a 0-d tensor is listed if it differs, and the files stay in sync."""
+    files = [lightning(tmp_path, rank, {"best_model_score": np.array(value + rank, dtype)}) for rank in range(2)]
+    snapshot = syncheck.read(str(files[0]))
+    assert snapshot.values[f"callbacks.{KEY}.best_model_score"] == value
+    report = syncheck.compare(*files)
+    assert (report.verdict, report.groups[0].counts.tensors) == ("in_sync", 2)
+    (diff,) = report.groups[0].values
+    assert (dict(diff.by_rank), diff.counts) == ({0: value, 1: value + 1}, False)
+
+
+def test_weights_of_callbacks_are_tensors(tmp_path: Path) -> None:
+    """Averaged weights in a callback are compared like other tensors."""
+    files = [lightning(tmp_path, rank, {"weights": np.full(2, rank, np.float32)}) for rank in range(2)]
+    (group,) = syncheck.compare(*files).groups
+    assert [diff.name for diff in group.tensors if diff.out_of_sync] == [f"callbacks.{KEY}.weights"]
+
+
+def test_tensors_of_callbacks_are_not_parameters(tmp_path: Path) -> None:
+    """Optimizer states get their parameters' names although a callback has tensors too."""
+    file = lightning(tmp_path, 0, {"best": np.array(1.0, np.float32), "weights": np.ones(3, np.float32)})
+    assert "optimizer.w.exp_avg" in syncheck.read(str(file)).tensors
+
+
+def test_words_of_rng_states_are_not_listed(tmp_path: Path) -> None:
+    """Python's RNG state of 625 numbers differs by design and is not listed."""
     for rank in range(2):
-        lr = np.array(0.1 + rank, np.float32)
-        tree = {"model": {"w": W}, "optimizer": {"state": {}, "param_groups": [{"lr": lr, "params": []}]}}
-        save_pth(tmp_path / f"rank{rank}.pth", tree)
-    assert syncheck.compare(tmp_path).exit_code == 1
+        random = {"python": (3, tuple(range(rank, 625 + rank)), None), "seed": 7 + rank}
+        save_pth(tmp_path / f"rank{rank}.pth", {"model": network(), "rng_state": random, "milestones": [rank, 5]})
+    (group,) = syncheck.compare(tmp_path).groups
+    assert {diff.name for diff in group.values} == {"rng_state.seed", "milestones.0"}

@@ -20,46 +20,28 @@ if TYPE_CHECKING:
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 
-# Callables with arguments that would make the canary file if they were called.
-PAYLOADS = [
-    ("os", "system", "touch {canary}"),
-    ("posix", "system", "touch {canary}"),
-    ("nt", "system", "touch {canary}"),
-    ("subprocess", "getoutput", "touch {canary}"),
-    ("subprocess", "Popen", ["touch", "{canary}"]),
-    ("builtins", "eval", "open('{canary}', 'w')"),
-    ("builtins", "exec", "open('{canary}', 'w')"),
-    ("__builtin__", "eval", "open('{canary}', 'w')"),
-    ("builtins", "open", "{canary}"),
-    ("builtins", "__import__", "os"),
-    ("builtins", "getattr", "os"),
-    ("importlib", "import_module", "os"),
-    ("importlib.util", "find_spec", "os"),
-    ("runpy", "run_path", "{canary}"),
-    ("pickle", "loads", b"."),
-    ("_pickle", "loads", b"."),
-    ("sys", "exit", 0),
-    ("socket", "create_connection", "host"),
-    ("ctypes", "CDLL", "libc.so.6"),
-    ("os.path", "os.system", "touch {canary}"),
-    ("torch.hub", "load", "x"),
-    ("torch.utils.cpp_extension", "load", "x"),
-    ("operator", "attrgetter", "system"),
-    ("types", "FunctionType", "x"),
-    ("timeit", "timeit", "x"),
-    ("pydoc", "pipepager", "x"),
-    ("multiprocessing.util", "spawnv_passfds", "x"),
-]
+# An argument that would make the canary file if it were executed, and callables.
+PAYLOADS = {
+    "touch {canary}": "os:system posix:system nt:system subprocess:getoutput subprocess:Popen os.path:os.system",
+    "open('{canary}', 'w')": "builtins:eval builtins:exec __builtin__:eval",
+    "{canary}": "builtins:open runpy:run_path",
+    "os": "builtins:__import__ builtins:getattr importlib:import_module importlib.util:find_spec",
+    "x": "torch.hub:load torch.utils.cpp_extension:load types:FunctionType timeit:timeit pydoc:pipepager "
+    "multiprocessing.util:spawnv_passfds socket:create_connection ctypes:CDLL operator:attrgetter pickle:loads "
+    "_pickle:loads sys:exit",
+}
 
 
-@pytest.mark.parametrize("module, name, argument", PAYLOADS, ids=lambda value: value if isinstance(value, str) else "")
-def test_code_execution_is_refused(tmp_path: Path, module: str, name: str, argument: Any) -> None:
+@pytest.mark.parametrize(
+    ("argument", "function"), [(argument, name) for argument, names in PAYLOADS.items() for name in names.split()]
+)
+def test_code_execution_is_refused(tmp_path: Path, argument: str, function: str) -> None:
     """A pickle with a callable that executes code is refused with its name, and nothing is executed."""
     canary = tmp_path / "canary"
-    given = argument.replace("{canary}", str(canary)) if isinstance(argument, str) else argument
-    path = save_pth(tmp_path / "evil.pth", {"w": WEIGHT, "evil": Call(Global(module, name), (given,))})
+    module, name = function.split(":")
+    call = Call(Global(module, name), (argument.replace("{canary}", str(canary)),))
     with pytest.raises(RefusedFile, match="nothing was run") as caught:
-        syncheck.read(str(path))
+        syncheck.read(str(save_pth(tmp_path / "evil.pth", {"w": WEIGHT, "evil": call})))
     assert name in str(caught.value)
     assert not canary.exists()
 
@@ -159,59 +141,28 @@ def test_stub_classes_are_not_shared_between_files(tmp_path: Path) -> None:
         assert list(found.tensors) == ["y.0"]
 
 
-def recursive() -> bytes:
-    """A list that contains itself."""
-    return b"\x80\x02]q\x00h\x00a."
-
-
-def recursive_dict() -> bytes:
-    """A dict that contains itself two levels down."""
-    return b"\x80\x02}q\x00X\x01\x00\x00\x00a]q\x01h\x00as."
-
-
-def deep() -> bytes:
-    """100,000 nested lists."""
-    return b"\x80\x02" + b"]" * 100_001 + b"a" * 100_000 + b"."
-
-
-def bomb() -> bytes:
-    """A list of two references to a list of two references, 60 times: 2^60 leaves in 300 bytes."""
-    stream = b"\x80\x02]q\x00"
-    for i in range(60):
-        stream += b"0](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1])
-    return stream + b"."
-
-
 def parameter_group_bomb() -> bytes:
-    """The same in an optimizer's settings, which are converted to text."""
-    inner = bomb()[2:-1]
+    """2^60 references in an optimizer's settings, which are converted to text."""
+    inner = b"]q\x00" + b"".join(b"0](h%ch%ceq%c" % (i, i, i + 1) for i in range(60))
     return b"\x80\x02}(X\x05\x00\x00\x00state}X\x0c\x00\x00\x00param_groups]}X\x01\x00\x00\x00a" + inner + b"sau."
 
 
-def long_memo() -> bytes:
-    """A memo index that requests gigabytes."""
-    return b"\x80\x02]r\xff\xff\xff\x7f."
+RECURSIVE = b"\x80\x02}q\x00X\x01\x00\x00\x00a]q\x01h\x00as."
 
 
-def long_text() -> bytes:
-    """A string with a stated length of 2^60 bytes."""
-    return b"\x80\x04\x8d" + (1 << 60).to_bytes(8, "little") + b"."
-
-
-# Two of the cases unfold up to the limit, which takes seconds.
-LONG = [pytest.param(make, marks=pytest.mark.slow) for make in (bomb, parameter_group_bomb)]
-BOMBS = [recursive, recursive_dict, deep, *LONG, long_memo, long_text]
-
-
-@pytest.mark.parametrize("make", BOMBS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "pickled",
+    # The second case unfolds up to the limit, which takes seconds.
+    [RECURSIVE, pytest.param(parameter_group_bomb(), marks=pytest.mark.slow)],
+    ids=["a dict in itself", "settings"],
+)
 @pytest.mark.timeout(30)
-def test_endless_containers(tmp_path: Path, make: Any) -> None:
-    """Recursive, deep or exponentially unfolding containers are malformed, detected in bounded time."""
-    began = time.monotonic()
-    with pytest.raises(MalformedFile) as caught:
-        syncheck.read(str(save_records(tmp_path / "a.pth", make())))
-    assert "\n" not in str(caught.value)
-    assert time.monotonic() - began < 25
+def test_endless_containers(tmp_path: Path, pickled: bytes) -> None:
+    """Recursive or exponentially unfolding containers are malformed, detected in bounded time."""
+    began = time.process_time()
+    with pytest.raises(MalformedFile):
+        syncheck.read(str(save_records(tmp_path / "a.pth", pickled)))
+    assert time.process_time() - began < 25
 
 
 @pytest.mark.parametrize(
@@ -233,14 +184,9 @@ def test_tensors_without_a_storage(tmp_path: Path, arguments: tuple[Any, ...]) -
 @pytest.mark.parametrize(
     "offset, shape, strides, message",
     [
-        (0, (3, 3), (3, 1), "ends at byte 36 of a record of 24"),
         (4, (2, 2), (2, 1), "ends at byte 32 of a record of 24"),
         (0, (2, 2**62), (1, 1), "ends at byte"),
-        (0, (-1,), (1,), "non-negative integers"),
-        (0, (2,), (-1,), "non-negative integers"),
         (0, (2, 3), (1,), "2 sizes but 1 strides"),
-        (0, (True,), (1,), "non-negative integers"),
-        (-1, (2,), (1,), "an offset out of range"),
     ],
 )
 def test_tensors_out_of_bounds(tmp_path: Path, offset: int, shape: Any, strides: Any, message: str) -> None:
