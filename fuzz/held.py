@@ -96,7 +96,7 @@ def _read(read: Read, path: str) -> Snapshot | CheckpointError:
 def _use(first: Snapshot, copy: Snapshot) -> None:
     """Do with two equal snapshots what the commands do; they must not differ, and no step may fail."""
     try:
-        report = api.judge(api.Found(group_replicas([first, copy])))
+        report = api.judge(api.GroupedCheckpoints(group_replicas([first, copy])))
         text = json_document.render(report, "0") + files.drawn("text", report)
     except CheckpointError:
         return  # of a single tensor, such as one that lies beyond the file's end

@@ -5,7 +5,7 @@ Importing this package imports neither torch nor numpy; the names below are load
 
 from __future__ import annotations
 
-# Not that of `typing`, whose import takes longer than all else before the command line can take Ctrl-C.
+# Not imported from `typing`, because its import would delay the handling of Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -20,8 +20,8 @@ from syncheck.names import normalize
 from syncheck.omissions import find_shared_files, remove_aliases
 from syncheck.options import Options as Options  # users import it from here too
 from syncheck.records import Alias, Report, Unreadable
-from syncheck.tolerance import tolerances
-from syncheck.verdicts import judged_group, overall
+from syncheck.tolerance import build_tolerances
+from syncheck.verdicts import combine_verdicts, judge_group
 
 if TYPE_CHECKING:
     import os
@@ -46,7 +46,7 @@ def build_selection(options: Options, rank: int | None = None) -> Selection:
         include=options.include,
         exclude=options.exclude,
         buffers=options.buffers,
-        tolerance=tolerances(
+        tolerance=build_tolerances(
             rtol=options.rtol,
             atol=options.atol,
             ulp=options.ulp,
@@ -67,7 +67,7 @@ def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GroupedCheckpoints:
     """The checkpoints under some paths, opened and grouped; no tensor has been compared."""
 
     groups: tuple[ReplicaGroup, ...]
@@ -76,11 +76,11 @@ class Found:
     """Number of other files in the given folders."""
     aliases: tuple[Alias, ...] = ()
     """Links to the file of another replica."""
-    idle: tuple[str, ...] | None = None
+    unused_tolerances: tuple[str, ...] | None = None
     """Globs of tolerances that match no tensor of any group; None if they have not been matched yet."""
 
 
-def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Found:
+def find(*paths: str | os.PathLike[str], options: Options | None = None) -> GroupedCheckpoints:
     """Open the checkpoints under the paths and group the replicas.
 
     paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, no path
@@ -100,29 +100,30 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
     unreadable = (*opened.unreadable, *(found for replicas in groups for found in find_shared_files(replicas.ranks)))
     reference.check(options.reference, groups, unreadable)
-    return Found(groups, unreadable, opened.skipped, (*opened.aliases, *linked), _idle(groups, options))
+    aliases = (*opened.aliases, *linked)
+    return GroupedCheckpoints(groups, unreadable, opened.skipped, aliases, _find_unused_tolerances(groups, options))
 
 
 def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[str, ...]:
     """Return the kinds of tensors that a comparison of the group would include, without reading any tensor.
 
-    The last kind is `value` if the files hold Python values that are compared, such as the step.
+    The last kind is `value` if the files have Python values to compare, such as the step.
     """
     counted = any(holds_counted(snapshot) for _, snapshot in replicas.ranks)
     return comparison.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
 
 
-def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
+def judge(found: GroupedCheckpoints, options: Options | None = None, *, histograms: bool = False) -> Report:
     """Compare the replicas in each group, and diagnose the differences.
 
-    histograms: add histograms of the tensors that differ most at the last step of each run, for an HTML page. If a file
-    breaks while it is read, it is listed as unreadable, and the verdict is never "in sync".
+    histograms: add histograms to the tensors with the largest differences at the last step of each run. HTML pages show
+    them. If a file breaks while it is read, it is listed as unreadable, and the verdict is never "in sync".
     """
     options = options or Options()
     unreadable = list(found.unreadable)
     last = select_last_steps(found.groups) if histograms else ()
     compared = [
-        _compare(replicas, options, unreadable, histograms=any(replicas is one for one in last))
+        _compare(replicas, options, unreadable, histograms=any(replicas is group for group in last))
         for replicas in found.groups
     ]
     groups = with_stale(compared, unreadable, options.jobs, quick=options.quick)
@@ -130,32 +131,33 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         from syncheck.evidence.free_running import with_free_running
 
         groups = with_free_running(groups, compared, unreadable, options.jobs)
-    groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
+    unused = found.unused_tolerances
+    groups = _add_note(groups, _find_unused_tolerances(found.groups, options) if unused is None else unused)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
-    judged = tuple(judged_group(group, runs.get(group.run, ()), allow) for group in groups)
+    judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)
     report = Report(
-        verdict=overall(judged, unreadable),
+        verdict=combine_verdicts(judged, unreadable),
         groups=judged,
         unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
         skipped=found.skipped,
         aliases=found.aliases,
         quick=options.quick,
-        drift=series.drifts(runs),
-        closures=series.closures(runs),
+        drift=series.measure_drifts(runs),
+        closures=series.compare_runs(runs),
     )
     if options.baseline is None:
         return report
     from syncheck import baseline
 
-    return baseline.accepted(report, baseline.read(options.baseline))
+    return baseline.accept_known(report, baseline.read(options.baseline))
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
     """Compare the replicas in each group of the checkpoints under the paths, and diagnose the differences.
 
-    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: add histograms of the
-    tensors that differ most at the last step of each run, for an HTML page.
+    paths: files, folders or globs. options: how to compare; bitwise by default. histograms: add histograms to the
+    tensors with the largest differences at the last step of each run, as shown in HTML pages.
 
         report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
         print(report.verdict, report.counts.different)
@@ -170,10 +172,7 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
 def _compare(
     replicas: ReplicaGroup, options: Options, unreadable: list[Unreadable], *, histograms: bool
 ) -> tuple[Comparison, ReplicaGroup]:
-    """Compare a group without the files that break while they are read.
-
-    Also returns the group without these files.
-    """
+    """Compare a group, and return it without the files that break while they are read."""
     while True:
         try:
             rank = reference.rank_of(options.reference, replicas)
@@ -181,29 +180,29 @@ def _compare(
         except CheckpointError as error:
             errors = broken_files([snapshot.tensors.values() for _, snapshot in replicas.ranks], error)
             # The broken file may lie in the folder of a checkpoint.
-            left = tuple(
+            intact = tuple(
                 (rank, s)
                 for rank, s in replicas.ranks
                 if not any(f"{e.path}/".startswith(f"{s.path}/") for e in errors)
             )
-            if len(left) in (0, len(replicas.ranks)):
+            if len(intact) in (0, len(replicas.ranks)):
                 raise
             unreadable += [Unreadable(broken.path, broken.reason) for broken in errors]
-            replicas = replace(replicas, ranks=left)
+            replicas = replace(replicas, ranks=intact)
 
 
-def _idle(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
+def _find_unused_tolerances(groups: Sequence[ReplicaGroup], options: Options) -> tuple[str, ...]:
     """Return the globs of tolerances that match no tensor of any group, because they are probably misspelled."""
-    excused = build_selection(options).tolerance
-    if not excused.names or not groups:
+    tolerance = build_selection(options).tolerance
+    if not tolerance.names or not groups:
         return ()
     names = (normalize(snapshot.tensors).values() for replicas in groups for _, snapshot in replicas.ranks)
-    return excused.idle(frozenset().union(*names))
+    return tolerance.find_unused(frozenset().union(*names))
 
 
-def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison]:
-    """Add a note on all groups to the first group."""
-    if not idle or not groups:
+def _add_note(groups: list[Comparison], unused: Sequence[str]) -> list[Comparison]:
+    """Add a note about unused tolerances, which concerns all groups, to the first group."""
+    if not unused or not groups:
         return groups
-    note = Note.UNUSED_TOLERANCES(names=", ".join(idle), kinds=", ".join(kinds.KINDS))
+    note = Note.UNUSED_TOLERANCES(names=", ".join(unused), kinds=", ".join(kinds.KINDS))
     return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Write files atomically: a reader sees the old content or the complete new content."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def writing(path: str, option: str = "-o") -> Iterator[None]:
-    """Turn a failure to write a file into OptionError.
+def convert_write_errors(path: str, option: str = "-o") -> Iterator[None]:
+    """Raise OptionError for a file that cannot be written.
 
-    option: the spelling of the path's option, or `{baseline}`, which each surface spells.
+    option: the option with the path, as the user wrote it, or `{baseline}`, which each surface spells differently.
     """
     try:
         yield
@@ -31,10 +31,10 @@ def writing(path: str, option: str = "-o") -> Iterator[None]:
         raise OptionError(f"{option} {path}: cannot write it: {reason}", "baseline") from None
 
 
-def check_place(path: str) -> None:
-    """Raise OSError or ValueError where `replace_file` could not write, as far as that shows beforehand."""
-    place, _ = _place(path)
-    folder = os.path.dirname(place)
+def check_writable(path: str) -> None:
+    """Raise OSError or ValueError if it is clear in advance that `replace_file` will fail."""
+    target, _ = _resolve_target(path)
+    folder = os.path.dirname(target)
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -44,51 +44,51 @@ def check_place(path: str) -> None:
 
 
 def replace_file(path: str, content: str) -> None:
-    """Write a text beside a file and put it in its place, so that the whole new one is there or the old one.
+    """Write a temporary file, then rename it to the path.
 
-    A link stays, and the file that it leads to is replaced, whose permissions are kept. What is not whole has no name
-    where the system can do that, so that a process that is killed leaves nothing; elsewhere, and in the instant before
-    the new file takes its place, it leaves a hidden file `.syncheck-*.tmp`.
-    Raises OSError or ValueError when it cannot be written, also where something lies there that is no file.
+    A link is kept, and its target is replaced. The permissions of an existing file are kept. The temporary file has no
+    name until it is complete, so that a killed process leaves no file behind; where unnamed files are not supported,
+    and just before the rename, it is the hidden file `.syncheck-*.tmp`.
+    Raises OSError or ValueError if the path cannot be written, or is a folder, pipe, socket or device.
     """
-    place, mode = _place(path)
-    # A name of its own length: that of the file may be as long as a name can be.
-    beside = os.path.join(os.path.dirname(place), f".syncheck-{os.urandom(8).hex()}.tmp")
-    # What replaces a private file is never readable by others, not even while it is written.
-    first = 0o666 if mode is None else 0o600
+    target, mode = _resolve_target(path)
+    # Not derived from the target's name, which may already have the maximum length.
+    temporary = os.path.join(os.path.dirname(target), f".syncheck-{os.urandom(8).hex()}.tmp")
+    # The replacement of a private file must stay private while it is written.
+    first_mode = 0o666 if mode is None else 0o600
     try:
-        if not _named_when_whole(beside, content, first, mode):
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first)
+        if not _write_unnamed(temporary, content, first_mode, mode):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, first_mode)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                _fill(file, content, mode)
-        os.replace(beside, place)
+                _write_content(file, content, mode)
+        os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
 
 
-def _named_when_whole(path: str, content: str, first: int, mode: int | None) -> bool:
-    """Write a text into a file without a name, and give it one; False where the system or the file system cannot.
+def _write_unnamed(path: str, content: str, first_mode: int, mode: int | None) -> bool:
+    """Write an unnamed file, then link it to the path; return False if the system does not support this.
 
-    first, mode: permissions that it has at first, and in the end. Raises OSError where it cannot be written.
+    first_mode, mode: permissions during and after writing. Raises OSError if writing fails.
     """
     try:
-        descriptor = os.open(os.path.dirname(path), os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, first)
-    except (OSError, AttributeError):  # as on NFS; beyond Linux there is no such flag
+        descriptor = os.open(os.path.dirname(path), os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, first_mode)
+    except (OSError, AttributeError):  # unsupported by the file system, such as NFS, or by the operating system
         return False
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        _fill(file, content, mode)
+        _write_content(file, content, mode)
         try:
-            # Only if a folder is given does Python follow the link to the file; that it is none does not matter, for
-            # the path begins at the top. See open(2) on O_TMPFILE.
+            # Python follows the /proc link only with src_dir_fd. Any descriptor will do, because the path is absolute.
+            # See open(2) on O_TMPFILE.
             os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
         except (OSError, NotImplementedError):  # without /proc
             return False
     return True
 
 
-def _fill(file: TextIO, content: str, mode: int | None) -> None:
+def _write_content(file: TextIO, content: str, mode: int | None) -> None:
     file.write(content)
     file.flush()
     if mode is not None:
@@ -96,15 +96,15 @@ def _fill(file: TextIO, content: str, mode: int | None) -> None:
     os.fsync(file.fileno())
 
 
-def _place(path: str) -> tuple[str, int | None]:
-    """Return where a path leads, and the permissions of the file there; None where there is none yet."""
+def _resolve_target(path: str) -> tuple[str, int | None]:
+    """Return the path without links, and the permissions of an existing file. Raises OSError unless it is a file."""
     try:
         found = os.stat(path).st_mode
-    except FileNotFoundError:  # also for a link that leads nowhere yet
+    except FileNotFoundError:  # also for a dangling link
         return os.path.realpath(path), None
     if stat.S_ISDIR(found):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(found):
-        # To put a file in the place of /dev/null would take it from the whole machine.
-        raise OSError(errno.EINVAL, "a pipe, socket or device lies there; needs a file")
+        # Replacing /dev/null by a file would break the whole machine.
+        raise OSError(errno.EINVAL, "a pipe, socket or device; must be a file")
     return os.path.realpath(path), stat.S_IMODE(found) & 0o777

@@ -1,4 +1,4 @@
-"""Known findings: a file that people commit, so that only what is new fails.
+"""Baselines: committed files of known findings, so that only new findings fail.
 
     {
      "syncheck_baseline": 1,
@@ -9,11 +9,11 @@
          "bn1.running_mean"
     ...
 
-By run, code and kind it lists the tensors and values that a finding may cover. Under codes of several kinds of facts,
-the kind says which: `parameter (shape)`; an entry without it, of an older syncheck, is of any. Neither gaps nor ranks
-stand in it: gaps vary from one training to the next, and the suspects do where no majority tells them, or where there
-are more ranks. Nor do steps, run_ids, or folders unless they alone tell two runs apart. The text is sorted, a name a
-line, so that a change of the file shows what was accepted.
+A baseline lists tensors and values by run, code and kind. If a code covers several kinds of facts, the kind includes
+the fact, as in `parameter (shape)`; entries without a fact, written by an older syncheck, accept any fact. A baseline
+does not contain differences, ranks, steps or run ids, because they vary from one training to the next. It contains
+folders only if two runs have the same name. The text is sorted, with one name per line, so that a diff shows new
+entries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from syncheck import atomic
 from syncheck.errors import UsageError, brief
 from syncheck.messages import Fact
 from syncheck.records import Fixed
-from syncheck.verdicts import overall, with_findings
+from syncheck.verdicts import combine_verdicts, with_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
 _OPTION = "{baseline}"
-_MOST_NAMED = 5
-# Codes that cover facts of several kinds: who accepts another shape has not accepted another dtype.
+# Codes with several kinds of facts: accepting a different shape does not accept a different dtype.
 _OF_FACTS = ("SYN102", "SYN215")
 
 
 class Entry(NamedTuple):
-    """One name of a finding that is accepted.
+    """An accepted name of a finding.
 
-    kind: of the tensor, and the fact where a code covers several; `value` of what is no tensor.
+    kind: the kind of the tensor, with the fact for codes in `_OF_FACTS`; `value` for a Python value.
     """
 
     run: str
@@ -58,9 +57,9 @@ Known = frozenset[Entry]
 
 
 def read(path: str, *, may_be_missing: bool = False) -> Known:
-    """Read a baseline. may_be_missing: one that is not there has nothing.
+    """Read a baseline. may_be_missing: return an empty baseline if the file does not exist.
 
-    Raises UsageError for a file that is missing, cannot be read, is of another version, or is no baseline.
+    Raises UsageError for a file that is missing, unreadable, of another version, or not a baseline.
     """
     try:
         with open(path, "rb") as file:
@@ -83,39 +82,39 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
         raise UsageError(f"{path}: a baseline of version {brief(version)}; this syncheck reads version {SCHEMA}")
     if document.keys() != {_VERSION, _ACCEPTED}:
         raise UsageError(f"{path}: not a baseline: needs {_VERSION} and {_ACCEPTED}, found {brief([*document])}")
-    return frozenset(_entries(path, document[_ACCEPTED]))
+    return frozenset(_parse_entries(path, document[_ACCEPTED]))
 
 
 def read_for_update(path: str) -> Known:
-    """Read a baseline that is to be written: one that is not there yet has nothing.
+    """Read a baseline that will be updated; a missing file is an empty baseline.
 
-    Raises UsageError as `read` does, and where the file could not be written, as far as that shows beforehand.
+    Raises UsageError as `read` does, and if it is clear in advance that the file cannot be written.
     """
     known = read(path, may_be_missing=True)
-    with atomic.writing(path, _OPTION):
-        atomic.check_place(path)
+    with atomic.convert_write_errors(path, _OPTION):
+        atomic.check_writable(path)
     return known
 
 
-def _entries(path: str, accepted: object) -> Iterator[Entry]:
-    """Take the file's tree apart, down to the lists of names. Raises UsageError where it is another one."""
-    for run, codes in _items(path, _ACCEPTED, accepted):
-        for code, kinds in _items(path, brief(run), codes):
-            for kind, names in _items(path, f"{brief(run)}, {brief(code)}", kinds):
+def _parse_entries(path: str, accepted: object) -> Iterator[Entry]:
+    """Yield the entries of a file. Raises UsageError for a value of the wrong type."""
+    for run, codes in _list_items(path, _ACCEPTED, accepted):
+        for code, kinds in _list_items(path, brief(run), codes):
+            for kind, names in _list_items(path, f"{brief(run)}, {brief(code)}", kinds):
                 if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                    place = f"{brief(run)}, {brief(code)}, {brief(kind)}"
-                    raise UsageError(f"{path}: not a baseline: {place}: needs a list of names, found {brief(names)}")
+                    location = f"{brief(run)}, {brief(code)}, {brief(kind)}"
+                    raise UsageError(f"{path}: not a baseline: {location}: needs a list of names, found {brief(names)}")
                 yield from (Entry(run, code, kind, name) for name in names)
 
 
-def _items(path: str, place: str, value: object) -> list[tuple[str, Any]]:
+def _list_items(path: str, location: str, value: object) -> list[tuple[str, Any]]:
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: not a baseline: {place}: needs an object, found {brief(value)}")
+        raise UsageError(f"{path}: not a baseline: {location}: needs an object, found {brief(value)}")
     return list(value.items())
 
 
-def written(known: Known) -> str:
-    """Return the text of a baseline, in ASCII whatever the names are: the same for the same entries."""
+def format_baseline(known: Known) -> str:
+    """Return the text of a baseline, which depends only on its entries. Other characters than ASCII are escaped."""
     tree: dict[str, Any] = {}
     for entry in sorted(known):
         names = tree.setdefault(entry.run, {}).setdefault(entry.code, {}).setdefault(entry.kind, [])
@@ -124,57 +123,57 @@ def written(known: Known) -> str:
 
 
 def write(path: str, known: Known) -> None:
-    """Write a baseline, whole or not at all. Raises UsageError where it cannot be written."""
-    with atomic.writing(path, _OPTION):
-        atomic.replace_file(path, written(known))
+    """Write a baseline atomically. Raises UsageError if it cannot be written."""
+    with atomic.convert_write_errors(path, _OPTION):
+        atomic.replace_file(path, format_baseline(known))
 
 
-def accepted(report: Report, known: Known) -> Report:
-    """Return a report in which findings that a baseline has do not fail, with what it lacks and what is gone.
+def accept_known(report: Report, known: Known) -> Report:
+    """Return the report after accepting the findings of a baseline, with new names and resolved entries listed.
 
-    A finding is accepted when the baseline has all of its tensors and values under its run, code and kind. One that
-    covers more than that fails, and names what is new.
+    A finding is accepted if the baseline lists all of its tensors and values under its run, code and kind. If some are
+    missing, the finding fails and lists them as new.
     """
-    last = {_label(group): number for number, group in enumerate(report.groups)}
-    gone = _gone(report, known)
+    last = {_get_label(group): number for number, group in enumerate(report.groups)}
+    resolved = _find_resolved(report, known)
     groups = []
     for number, group in enumerate(report.groups):
-        made = group
+        judged = group
         if group.verdict != "alone":
-            made = with_findings(group, tuple(_looked_up(group, finding, known) for finding in group.findings))
-        if last[_label(group)] == number:
-            made = replace(made, fixed=_by_code(gone, _label(group)))
-        groups.append(made)
-    return replace(report, groups=tuple(groups), verdict=overall(groups, report.unreadable))
+            judged = with_findings(group, tuple(_accept_finding(group, finding, known) for finding in group.findings))
+        if last[_get_label(group)] == number:
+            judged = replace(judged, fixed=_group_by_code(resolved, _get_label(group)))
+        groups.append(judged)
+    return replace(report, groups=tuple(groups), verdict=combine_verdicts(groups, report.unreadable))
 
 
-def updated(report: Report, known: Known) -> Known:
-    """Return a baseline that accepts what fails in a report, and has nothing that is fixed.
+def update(report: Report, known: Known) -> Known:
+    """Return the baseline with new findings of a report, and without resolved entries.
 
-    What the report did not look at stays. Raises UsageError where the report could not tell: that cannot be accepted.
+    Entries that the report did not check are kept. Raises UsageError for an undecided report.
     """
     if report.unreadable:
         first = report.unreadable[0]
-        raise UsageError(f"the baseline is not updated: {first.path} could not be read, and may hide what it has")
+        raise UsageError(f"the baseline is not updated: {first.path} could not be read, and may contain known findings")
     if not any(group.verdict in ("in_sync", "out_of_sync") for group in report.groups):
         raise UsageError("the baseline is not updated: nothing was compared")
-    found = failing(report)
-    return (known - _gone(report, known) - {_older(entry) for entry in found}) | found
+    failing = list_failing(report)
+    return (known - _find_resolved(report, known) - {_remove_fact(entry) for entry in failing}) | failing
 
 
-def failing(report: Report) -> Known:
-    """Return the entries that accept all that fails in a report, or would without its baseline."""
+def list_failing(report: Report) -> Known:
+    """Return entries for all findings that fail, or that fail without the baseline."""
     return frozenset(
         entry
         for group in report.groups
         for finding in group.findings
         if finding.severity != "info" and not finding.allowed
-        for entry in _of(group, finding)
+        for entry in _list_entries(group, finding)
     )
 
 
-def change(before: Known, after: Known) -> str:
-    """Say in words what an update did."""
+def describe_update(before: Known, after: Known) -> str:
+    """Return a summary of an update: the numbers of accepted, added and removed names."""
     runs = len({entry.run for entry in after})
     return (
         f"{len(after)} name{'s' * (len(after) != 1)} in {runs} run{'s' * (runs != 1)} accepted: "
@@ -183,20 +182,20 @@ def change(before: Known, after: Known) -> str:
     )
 
 
-def _label(group: Group) -> str:
+def _get_label(group: Group) -> str:
     return group.label or group.run
 
 
-def _of(group: Group, finding: Finding) -> set[Entry]:
-    """Return what an acceptance of a finding would say."""
+def _list_entries(group: Group, finding: Finding) -> set[Entry]:
+    """Return the entries that accept a finding."""
     diffs = {diff.name: diff for diff in group.tensors}
-    kinds = {name: _kinds(diffs[name], finding.code) if name in diffs else ["other"] for name in finding.tensors}
-    found = {Entry(_label(group), finding.code, kind, name) for name, of in kinds.items() for kind in of}
-    return found | {Entry(_label(group), finding.code, "value", name) for name in finding.values}
+    kinds = {name: _list_kinds(diffs[name], finding.code) if name in diffs else ["other"] for name in finding.tensors}
+    entries = {Entry(_get_label(group), finding.code, kind, name) for name, of in kinds.items() for kind in of}
+    return entries | {Entry(_get_label(group), finding.code, "value", name) for name in finding.values}
 
 
-def _kinds(diff: TensorDiff, code: str) -> list[str]:
-    """Return under which kinds a tensor is listed: more than one where several things are wrong with it."""
+def _list_kinds(diff: TensorDiff, code: str) -> list[str]:
+    """Return the kinds that list a tensor: several if it has several facts."""
     if code not in _OF_FACTS:
         return [diff.kind]
     reasons = [
@@ -207,69 +206,69 @@ def _kinds(diff: TensorDiff, code: str) -> list[str]:
     return [f"{diff.kind} ({reason})" for reason in reasons]
 
 
-def _older(entry: Entry) -> Entry:
-    """Return the entry as a syncheck wrote it that did not tell facts apart."""
+def _remove_fact(entry: Entry) -> Entry:
+    """Return the entry without its fact, as written by an older syncheck."""
     return entry._replace(kind=entry.kind.partition(" (")[0])
 
 
-def _looked_up(group: Group, finding: Finding, known: Known) -> Finding:
+def _accept_finding(group: Group, finding: Finding, known: Known) -> Finding:
     if not finding.fails:
         return finding
-    covered = _of(group, finding)
-    new = tuple(sorted({entry.name for entry in covered if known.isdisjoint((entry, _older(entry)))}))
-    if covered and not new:
+    entries = _list_entries(group, finding)
+    new = tuple(sorted({entry.name for entry in entries if known.isdisjoint((entry, _remove_fact(entry)))}))
+    if entries and not new:
         return replace(finding, accepted=True)
     return replace(finding, new=new, facts=(Fact.NOT_IN_BASELINE(names=new), *finding.facts))
 
 
-def _gone(report: Report, known: Known) -> Known:
-    """Return what a baseline has and the report does not, of what it looked at.
+def _find_resolved(report: Report, known: Known) -> Known:
+    """Return the baseline's entries that the report checked and did not find.
 
-    A tensor that the options leave out, or that could not be compared, was not looked at. Nor was anything for sure
-    where a file could not be read, or is not there: it may be that of the odd rank.
+    Tensors that were excluded or could not be compared count as not checked. If a file is missing or unreadable,
+    nothing counts as checked, because it may be the file of the deviating rank.
     """
     if report.unreadable:
         return frozenset()
     runs: dict[str, list[Group]] = defaultdict(list)
     for group in report.groups:
         if group.verdict in ("in_sync", "out_of_sync") and not _lacks_ranks(group):
-            runs[_label(group)].append(group)
-    found = {entry for group in report.groups for finding in group.findings for entry in _of(group, finding)}
-    found |= {_older(entry) for entry in found}
-    seen = {run: _Seen(groups) for run, groups in runs.items()}
-    return frozenset(entry for entry in known - found if entry.run in seen and seen[entry.run].has(entry))
+            runs[_get_label(group)].append(group)
+    found = {entry for group in report.groups for finding in group.findings for entry in _list_entries(group, finding)}
+    found |= {_remove_fact(entry) for entry in found}
+    checked = {run: _CheckedNames(groups) for run, groups in runs.items()}
+    return frozenset(entry for entry in known - found if entry.run in checked and checked[entry.run].includes(entry))
 
 
 def _lacks_ranks(group: Group) -> bool:
     return group.evidence.metadata is not None and (group.evidence.metadata.world_size or 0) > len(group.replicas)
 
 
-class _Seen:
-    """What was looked at of a run."""
+class _CheckedNames:
+    """The names of a run that a report checked."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        self._whole = not any(group.left_out for group in groups)
+        self._complete = not any(group.left_out for group in groups)
         self._compared = {
             name
             for group in groups
-            for name in group.evidence.names.keys() - {diff.name for diff in group.tensors if _is_passed_over(diff)}
+            for name in group.evidence.names.keys() - {diff.name for diff in group.tensors if _is_skipped(diff)}
         }
-        self._named = {name for group in groups for name in group.evidence.names}
+        self._present = {name for group in groups for name in group.evidence.names}
 
-    def has(self, entry: Entry) -> bool:
-        """Whether a name was compared, or is no more in the checkpoints."""
-        if entry.kind != "value" and entry.name in self._named:
+    def includes(self, entry: Entry) -> bool:
+        """Whether a name was compared, or no longer exists in the checkpoints."""
+        if entry.kind != "value" and entry.name in self._present:
             return entry.name in self._compared
-        return self._whole
+        return self._complete
 
 
-def _is_passed_over(diff: TensorDiff) -> bool:
+def _is_skipped(diff: TensorDiff) -> bool:
     return diff.status == "not_compared" and not diff.out_of_sync
 
 
-def _by_code(gone: Known, run: str) -> tuple[Fixed, ...]:
+def _group_by_code(resolved: Known, run: str) -> tuple[Fixed, ...]:
     codes: dict[str, list[str]] = defaultdict(list)
-    for entry in sorted(gone):
+    for entry in sorted(resolved):
         if entry.run == run:
             codes[entry.code].append(entry.name)
     return tuple(Fixed(code, tuple(sorted(names))) for code, names in codes.items())

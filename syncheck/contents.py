@@ -1,4 +1,4 @@
-"""What is in one checkpoint: every tensor with its kind, place and statistics."""
+"""The contents of one checkpoint: its tensors with kinds and statistics, its values and its metadata."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def describe(path: str) -> dict[str, Any]:
-    """List a checkpoint's tensors with kind, dtype, shape, bytes, min, max, mean, std and nonfinite count.
+    """Return the contents of a checkpoint as JSON values.
 
-    Statistics are over finite elements, in float64, None where there are none; complex tensors have none.
-    Returns JSON values. Raises CheckpointError for a file that cannot be read.
+    Each tensor has kind, dtype, shape, bytes, min, max, mean, std and the number of nonfinite elements. Statistics
+    cover finite elements, in float64, and are None without any and for complex tensors. Raises CheckpointError for a
+    file that cannot be read.
     """
     snapshot = readers.read(path)
     kinds, guessed, _ = classify_snapshot(snapshot)
@@ -37,7 +38,7 @@ def describe(path: str) -> dict[str, Any]:
             rows.append(
                 row
                 | {"bytes": size, "refused": None if tensor.refused is None else str(tensor.refused)}
-                | _statistics(tensor, files)
+                | _measure_statistics(tensor, files)
             )
     values = {name: value if _is_json(value) else brief(value, 200) for name, value in snapshot.values.items()}
     return {
@@ -48,7 +49,7 @@ def describe(path: str) -> dict[str, Any]:
         "tensors": rows,
         "values": values,
         "stubs": list(snapshot.stubs),
-        "metadata": None if snapshot.metadata is None else _metadata(snapshot.metadata),
+        "metadata": None if snapshot.metadata is None else _describe_metadata(snapshot.metadata),
     }
 
 
@@ -58,16 +59,16 @@ def _is_json(value: Any) -> bool:
     return value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _metadata(metadata: Metadata) -> dict[str, Any]:
-    """Keep what identifies the file; the lists of names are in the tensors' kinds."""
+def _describe_metadata(metadata: Metadata) -> dict[str, Any]:
+    """Return the fields that identify the file; the kinds of the tensors contain its lists of names."""
     wanted = ("run", "run_id", "step", "epoch", "rank", "world_size", "host", "buffers_synced")
     return {name: getattr(metadata, name) for name in wanted}
 
 
-def _statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
+def _measure_statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
     if tensor.refused:
         return dict.fromkeys((*NAMES, "nonfinite"))
-    if tensor.digest is not None:  # a fingerprint has the statistics in place of the bytes
+    if tensor.digest is not None:  # a fingerprint stores the statistics instead of the bytes
         return {name: getattr(tensor.digest, name) for name in (*NAMES, "nonfinite")}
     seen = moments_of(tensor, files)
     return seen.found() | {"nonfinite": seen.nonfinite}

@@ -1,7 +1,7 @@
-"""Make fingerprints: a digest, moments and counts in place of each tensor's bytes, a few kB a checkpoint.
+"""Create fingerprints, which store a digest and statistics instead of each tensor's bytes: a few kB per checkpoint.
 
-Keep one beside what is deleted, send it instead of the checkpoint, or take it at every save: `compare` reads it in
-place of the checkpoint (readers/fingerprint_file.py).
+`compare` reads a fingerprint like a checkpoint (readers/fingerprint_file.py). Keep it when the checkpoint is deleted,
+send it instead of the checkpoint, or write it with every checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.atomic import check_place, replace_file, writing
+from syncheck.atomic import check_writable, convert_write_errors, replace_file
 from syncheck.comparison.values import counted
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
@@ -29,86 +29,84 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 ENDING = ".fingerprint.json"
-# Characters of a text among the values: the longest that counts lists the members of a parameter group.
+# Maximum length of a string value; the longest that is compared lists the members of a parameter group.
 _MOST_VALUE = 1_000_000
 
 
 def fingerprint(snapshot: Snapshot) -> str:
-    """Read a checkpoint's tensors and return its fingerprint: JSON, one tensor a line.
+    """Read a checkpoint's tensors and return its fingerprint: JSON with one tensor per line.
 
-    Of its Python values those are kept that count when they differ: step, epoch, param_groups, the scaler's state.
-    Raises CheckpointError when the file can no longer be read.
+    It contains the Python values that are compared: step, epoch, param_groups, scaler state. Raises CheckpointError if
+    the file can no longer be read.
     """
     tensors = snapshot.tensors
     kinds = classify_snapshot(snapshot).by_name
     source = os.path.basename(os.path.normpath(snapshot.path))
     found = counted(snapshot)
-    values = {name: _value(value) for name, value in found.items() if _can_be_kept(value)}
+    values = {name: _encode_value(value) for name, value in found.items() if _is_storable(value)}
     dropped = [
-        f"the fingerprint leaves out {name}, whose value is no usual one" for name in found.keys() - values.keys()
+        f"the fingerprint does not contain {name}: its value cannot be stored" for name in found.keys() - values.keys()
     ]
-    about = {
+    header = {
         KEY: VERSION,
         "source": {"name": source, "format": snapshot.format, "bytes": snapshot.bytes},
         "algorithm": ALGORITHM,
-        "metadata": None if snapshot.metadata is None else _block(snapshot.metadata),
+        "metadata": None if snapshot.metadata is None else _encode_metadata(snapshot.metadata),
         "values": values,
         "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
         "notes": [str(note)[:MOST_TEXT] for note in (*snapshot.notes, *sorted(dropped))],
     }
-    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in about.items()]
+    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in header.items()]
     with Files() as files:
-        entries = [
-            f"  {json.dumps(name)}: {json.dumps({'kind': kinds[name]} | _entry(tensor, files), allow_nan=False)}"
-            for name, tensor in tensors.items()
-        ]
-    listed = ",\n".join(entries)
+        entries = {name: {"kind": kinds[name]} | _digest_tensor(tensor, files) for name, tensor in tensors.items()}
+    listed = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(entry, allow_nan=False)}" for name, entry in entries.items()
+    )
     return "{" + ",\n ".join(lines) + ',\n "tensors": {\n' + listed + "\n }}\n"
 
 
-def places(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, str]]:
-    """Say where the fingerprint of each checkpoint goes; what is a fingerprint already is left out.
+def choose_paths(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, str]]:
+    """Return the path of the fingerprint of each checkpoint. Fingerprints among the checkpoints are skipped.
 
-    output: a file for one checkpoint. For several, or where it is a folder or ends as one, the folder in which each
-    goes under its own name, and below the folder that all have in common under the same folders: rank and step in the
-    names stay what they are. Raises UsageError where there is none to make, two would get one name, or a checkpoint
-    lies there.
+    output: the file for a single checkpoint, or a folder. In a folder, fingerprints have the names of the checkpoints
+    and the folders below their common folder, so that ranks and steps in paths are kept. Raises UsageError if all paths
+    are fingerprints, two checkpoints have the same output path, or the output path is a checkpoint.
     """
     wanted = [snapshot for snapshot in snapshots if snapshot.format != FORMAT]
     if snapshots and not wanted:
-        raise UsageError(f"{snapshots[0].path}: this is a fingerprint already; needs the checkpoint")
+        raise UsageError(f"{snapshots[0].path}: already a fingerprint; pass the checkpoint")
     paths = [snapshot.path for snapshot in wanted]
     if len(paths) == 1 and not os.path.isdir(output) and not output.endswith(os.sep):
-        found = {paths[0]: output}
+        chosen = {paths[0]: output}
     elif os.path.isfile(output):
-        raise UsageError(f"-o {output}: {len(paths)} checkpoints need a folder to write to, and this is a file")
+        raise UsageError(f"-o {output}: a file; {len(paths)} checkpoints need a folder")
     else:
-        found = {path: os.path.join(output, name) for path, name in _below(paths).items()}
+        chosen = {path: os.path.join(output, name) for path, name in _name_files(paths).items()}
     taken: dict[str, str] = {}
-    for path, place in found.items():
-        other = taken.setdefault(place, path)
+    for path, target in chosen.items():
+        other = taken.setdefault(target, path)
         if other != path:
-            raise UsageError(f"{other} and {path}: both would be written to {place}; do them one at a time")
-        if os.path.exists(place):
-            refuse_overwrite(place, replaceable=fingerprint_file)
-            with writing(place):
-                check_place(place)
-    return [(snapshot, found[snapshot.path]) for snapshot in wanted]
+            raise UsageError(
+                f"{other} and {path}: both would be written to {target}; write their fingerprints separately"
+            )
+        if os.path.exists(target):
+            refuse_overwrite(target, replaceable=fingerprint_file)
+            with convert_write_errors(target):
+                check_writable(target)
+    return [(snapshot, chosen[snapshot.path]) for snapshot in wanted]
 
 
-def write(place: str, text: str) -> None:
-    """Write a fingerprint; the folders above are made. The whole file is there afterwards, or what was there before.
-
-    Raises UsageError when it cannot be written.
-    """
-    with writing(place):
-        folder = os.path.dirname(place) or "."
+def write(path: str, text: str) -> None:
+    """Write a fingerprint atomically, and create its folder if necessary. Raises UsageError if this fails."""
+    with convert_write_errors(path):
+        folder = os.path.dirname(path) or "."
         if not os.path.exists(folder):
             os.makedirs(folder, exist_ok=True)
-        replace_file(place, text)
+        replace_file(path, text)
 
 
-def _below(paths: Sequence[str]) -> dict[str, str]:
+def _name_files(paths: Sequence[str]) -> dict[str, str]:
+    """Return the path of each fingerprint below the output folder, by the path of its checkpoint."""
     folders = [os.path.dirname(os.path.abspath(path)) for path in paths]
     common = os.path.commonpath(folders) if folders else ""
     names = {}
@@ -120,7 +118,7 @@ def _below(paths: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _entry(tensor: Tensor, files: Files) -> dict[str, Any]:
+def _digest_tensor(tensor: Tensor, files: Files) -> dict[str, Any]:
     entry: dict[str, Any] = {"dtype": tensor.dtype[:MOST_TEXT], "shape": list(tensor.shape)}
     if tensor.refused:
         return entry | {"refused": str(tensor.refused)[:MOST_TEXT]}
@@ -133,29 +131,29 @@ def _entry(tensor: Tensor, files: Files) -> dict[str, Any]:
     return entry if tensor.sharding is None else entry | {"sharding": asdict(tensor.sharding)}
 
 
-def _can_be_kept(value: Any) -> bool:
+def _is_storable(value: Any) -> bool:
     if isinstance(value, int):
         return abs(value) < 2**64
     return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= _MOST_VALUE)
 
 
-def _value(value: Any) -> Any:
-    """Write a float that JSON cannot say as {"float": "nan"}."""
+def _encode_value(value: Any) -> Any:
+    """Return the value for JSON, with NaN and infinity as {"float": "nan"}."""
     return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _block(metadata: Metadata) -> dict[str, Any]:
-    """Return the metadata block, without what an untrusted file put into it that is no plain value."""
+def _encode_metadata(metadata: Metadata) -> dict[str, Any]:
+    """Return the metadata block for JSON, without the values of an untrusted file that JSON cannot store."""
     block: dict[str, Any] = {"schema": SCHEMA}
     for name in type(metadata).__slots__:
         value = getattr(metadata, name)
         if value is not None and value != () and value != {}:
-            block[name] = _plain(value)
-    # An empty list says that a model without buffers was described.
+            block[name] = _keep_plain(value)
+    # An empty list is kept: it describes a model without buffers.
     return block if metadata.buffers is None else block | {"buffers": list(metadata.buffers)}
 
 
-def _plain(value: Any) -> Any:
+def _keep_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [part for part in value if _is_plain(part)]
     if isinstance(value, dict):

@@ -175,7 +175,7 @@ class Grouping(Sentence):
 
 
 class Note(Sentence):
-    """What readers of a result should know about a group of replicas: its options, gaps and guesses."""
+    """Remarks on the comparison of a group: options, omissions and assumptions."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
@@ -249,7 +249,7 @@ SHARD_REFUSALS = (Refusal.SHARDED_TENSOR, Refusal.SHARDED_DTENSOR, Refusal.FLAT_
 
 
 class Detail(Sentence):
-    """Why a tensor was not compared in full, or what is known of a difference."""
+    """Why a tensor was not compared in full, or details of a difference."""
 
     MISSING = "not on {ranks:ranks}"
     OWN_PART_MISSING = "not on rank {rank}, which owns it"
@@ -273,7 +273,7 @@ class Detail(Sentence):
 
 
 class Fact(Sentence):
-    """A statement of evidence that any finding may have."""
+    """Evidence that every kind of finding may have."""
 
     TEXT = "{text}"
     NOT_IN_BASELINE = "not in the baseline: {names:names}"
@@ -310,7 +310,7 @@ class Undecided(Sentence):
 
 
 class Hint(Sentence):
-    """What to do next with an option."""
+    """Advice to use an option."""
 
     ALL_ROWS = "{limit:option=0} shows all"
     ALL_ROWS_IN_JSON = "the .json report has all"

@@ -174,7 +174,8 @@ class Options:
 
     `baseline` applies to checkpoints only: objects in memory are compared without it.
 
-    Raises OptionError, a UsageError, for a value of the wrong type or out of range, and for contradicting tolerances.
+    Raises OptionError (a UsageError) if a value has the wrong type or is out of range, or if tolerances contradict each
+    other.
     """
 
     only: tuple[str, ...] = option(
@@ -265,16 +266,16 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         _check_codes(self.allow)
-        from syncheck.tolerance import tolerances
+        from syncheck.tolerance import build_tolerances
 
-        tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
+        build_tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """The options of a run that do not affect the comparison: input, exit code and output.
 
-    Raises OptionError, a UsageError, for a value of the wrong type or out of range.
+    Raises OptionError (a UsageError) if a value has the wrong type or is out of range.
     """
 
     checkpoints: tuple[str, ...] = option(

@@ -1,6 +1,6 @@
-"""The records everything else passes around: frozen, without behaviour that reads a file.
+"""Frozen records of a comparison and its report. They do not read files.
 
-Field names are those of the JSON document (`syncheck/report/schema.json`), so that
+Fields have the same names as in the JSON document (`syncheck/report/schema.json`):
 `report.groups[0].findings[0].code` in Python is `.groups[0].findings[0].code` in JSON.
 """
 
@@ -24,18 +24,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Elements of a tensor, from its first, that norms and the cosine are of.
+# Norms and cosines cover this many elements at the start of a tensor.
 MEASURED = 1 << 18
 
-# The decades of a histogram: the powers of ten where they begin.
+# The bins of a histogram, by the power of ten at their lower end.
 DECADES = range(-12, 6)
 
-# The running averages of the gradients in torch's optimizers, and in those that follow its names.
+# Running averages of the gradients in torch's optimizers, and in optimizers with torch's names.
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 
 
 class Reason(StrEnum):
-    """Why a tensor was not, or not fully, compared by value."""
+    """Why a tensor was not compared by value, or only in part."""
 
     MISSING = "missing"
     SHAPE = "shape"
@@ -58,44 +58,46 @@ ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "othe
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a second look at a tensor that differs tells; empty or None is what was not looked at, or does not apply.
+    """Additional measurements of a tensor that differs. Empty or None: not measured, or not applicable.
 
-    Norms and the cosine are over the tensor's first `MEASURED` elements, without those that are not finite everywhere.
+    Norms and the cosine cover the tensor's first `MEASURED` elements, except elements that are not finite on every
+    replica.
     """
 
     damaged: tuple[int, ...] = ()
-    """Ranks whose bytes, or others of the same storage, do not match the CRC-32 that torch.save stored for them."""
+    """Ranks whose storage does not match the CRC-32 checksum that torch.save stored for it."""
     first: int | None = None
-    """Of a tensor in which adjacent elements differ, and no others: the first of them, counted in C order."""
+    """If the elements that differ are adjacent: the position of the first, in C order."""
     values: Mapping[int, int | float | str] = field(default_factory=dict)
-    """Of a tensor of which one element differs: that element by rank; NaN and infinity as text."""
+    """If a single element differs: its value by rank; NaN and infinity as text."""
     flipped_bits: int | None = None
-    """Of such a tensor: in how many bits the element differs between the two replicas where these are most."""
+    """If a single element differs: the largest number of bits that differ between two replicas."""
     bit: int | None = None
-    """If that is one: which, 0 for the lowest of the element's bits."""
+    """If a single bit differs: its position, 0 for the lowest bit of the element."""
     norms: Mapping[int, float] = field(default_factory=dict)
-    """Euclidean norm by rank, of parameters and of the optimizer's first moments."""
+    """Euclidean norm by rank, for parameters and for the optimizer's first moments."""
     cosine: float | None = None
-    """Smallest cosine between a majority's replica (the first, where there is none) and another one."""
+    """Smallest cosine between a replica of the majority (without a majority, the first replica) and another replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """How the tensors of a finding stood at one step."""
+    """The tensors of a finding at one step."""
 
     step: int
     differing: int
-    """How many of them were out of sync."""
+    """Number of tensors that were out of sync."""
     max_abs: float | None
-    """Their largest gap, 0.0 where all agree; None where no number tells it."""
+    """Their largest difference, 0.0 if all agree; None if it is not a number, for example for a missing tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """How a finding came about over the steps of its run that were compared.
+    """A finding over the compared steps of its run.
 
-    since: the first step at which one of its tensors was out of sync; agreed: the last one before, None where that is
-    the first step compared. tensors: those that were out of sync at that step; ranks: the suspects then.
+    since: the first step at which a tensor of the finding was out of sync. agreed: the compared step before it, None if
+    `since` is the first compared step. tensors: the tensors out of sync at step `since`. ranks: the suspects at step
+    `since`.
     """
 
     points: tuple[HistoryPoint, ...]
@@ -104,106 +106,106 @@ class History:
     tensors: tuple[str, ...]
     ranks: tuple[int, ...]
     trend: Trend | None = None
-    """What the gaps did from the first to the last step at which the same tensors differed; None with one such step."""
+    """Trend of the differences over the steps at which the same tensors differed; None for a single step."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeRunning:
-    """Whether running statistics lag by one update or run freely, by their gaps at several steps of a run.
+    """Whether running statistics lag by one update or are unsynchronized, judged by their differences at several steps.
 
-    The gaps are those between the first rank and each other one. misfit_free, misfit_lag: how far they are from what
-    statistics would do that run freely, and from what a lag does, in squares of their usual scatter; None where the
-    steps are too few, too late or too far apart to tell the two.
+    Differences are measured between the first rank and each other rank. misfit_free, misfit_lag: squared distance of
+    the differences from a model of unsynchronized statistics, and from a model of a lag, in units of their usual
+    scatter; None if the steps are too few, too late or too far apart to distinguish the models.
     """
 
     steps: tuple[int, ...]
-    """That were looked at."""
+    """The steps that were measured."""
     cosine: float
-    """Mean cosine between the gaps at neighbouring steps."""
+    """Mean cosine between the differences at neighboring steps."""
     growth: float
-    """Median ratio of the gaps at the last step to those at the first."""
+    """Median ratio of the differences at the last step to the differences at the first step."""
     misfit_free: float | None = None
     misfit_lag: float | None = None
     below: int = 0
-    """Running variances that are lower than they can be if they were copied from rank 0 since an earlier step."""
+    """Number of running variances below the minimum for variances copied from rank 0 since an earlier step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many elements of a tensor are how far apart, of those looked at: of a very large one evenly spread parts.
+    """The number of elements of a tensor by the size of their difference. A very large tensor is sampled evenly.
 
-    An element counts with its gap against a majority or a reference. Without one, or with a tolerance and no reference,
-    it counts with the gap between the two farthest replicas.
+    Differences are measured against the majority or the reference. Without either, or with a tolerance and no
+    reference, they are measured between the two most distant replicas.
     """
 
     equal: int
     counts: tuple[int, ...]
-    """First of gaps below 1e-12, then by decade (from 1e-12 up to 1e-11, ..., from 1e5 up to 1e6), last of the rest."""
+    """Differences below 1e-12, then one count per decade (1e-12 to 1e-11, ..., 1e5 to 1e6), then larger differences."""
     not_finite: int
     """Elements that differ and are NaN or infinite on some replica."""
 
     @property
     def elements(self) -> int:
-        """How many were looked at."""
+        """Number of elements in the histogram."""
         return self.equal + sum(self.counts) + self.not_finite
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Names that are one tensor, sharing its memory, on some ranks, and several tensors on the others."""
+    """Names of a tied tensor: they share memory on some ranks, and are separate tensors on other ranks."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Those on which they are one."""
+    """Ranks on which the names share memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Tensors that the ranks hold in parts, all laid out alike."""
+    """Sharded tensors with a common layout."""
 
     kind: str
-    """`DTensor`, `model parallel`, or `optimizer` where the metadata says that each rank has a part of its state."""
+    """`DTensor`, `model parallel`, or `optimizer` if the metadata reports sharded optimizer state."""
     layout: str
-    """In words."""
+    """Description of the layout."""
     tensors: int
     compared: int
-    """Those of which at least two ranks hold the same part."""
+    """Number of tensors with a shard that at least two ranks hold."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
     """The sets of ranks that were compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A finding that the baseline accepts, or a part of it, which is not found any more."""
+    """Entries of the baseline that no longer occur, of one finding."""
 
     code: str
     names: tuple[str, ...]
-    """Tensors and values."""
+    """Names of tensors and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A snapshot's place in its group."""
+    """One checkpoint of a group."""
 
     path: str
     rank: int
-    """The rank where it is known, else the position among the sorted paths."""
+    """The rank, or the position among the sorted paths if the rank is unknown."""
     format: str
     tensors: int
     bytes: int
     host: str | None = None
-    """The machine, where the metadata, or else a folder such as node0, tells it."""
+    """The machine, from the metadata or from a folder name such as node0."""
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """Its place by dimension of the mesh of ranks, where the metadata, or else its DTensors, tell it."""
+    """The coordinate by mesh dimension, from the metadata or from DTensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """How the replicas of one tensor compare.
+    """The differences between the replicas of one tensor.
 
-    max_abs, max_rel and max_ulp are over the elements that are finite on all replicas, None where there is none;
-    max_rel is |a-b| / max(|a|, |b|). With a majority, or a reference in its place, they are against it. Without one, or
-    with a tolerance and no reference, they are between the two farthest replicas.
+    max_abs, max_rel and max_ulp cover the elements that are finite on all replicas, and are None without any. max_rel
+    is |a-b| / max(|a|, |b|). They are measured against the reference or the majority. Without either, or with a
+    tolerance and no reference, they are measured between the two most distant replicas.
     """
 
     name: str
@@ -212,48 +214,49 @@ class TensorDiff:
     shape: tuple[int, ...]
     status: Status
     reason: Reason | None = None
-    """Why it was not (fully) compared; `digest` or `checksum` if only these differ."""
+    """Why the tensor was not compared in full; `digest` or `checksum` if only digests or checksums were compared."""
     detail: Message | None = None
-    """Explains the reason."""
+    """An explanation of the reason."""
     tolerance: str | None = None
     """The tolerance that applied, if the status is `close`."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
-    """The sets of ranks that ought to hold the same bytes."""
+    """The sets of ranks that must hold equal bytes."""
     clusters: tuple[tuple[int, ...], ...] = ()
-    """Ranks that hold equal bytes, largest set first; of several replica groups, those within which bytes differ."""
+    """Sets of ranks with equal bytes, largest first; only replica groups with a difference are listed."""
     mismatched: int | None = 0
-    """Elements whose values are not equal on all replicas; all numbers are of the replica group that is worst.
+    """Number of elements with unequal values.
 
-    None where only digests or checksums tell that bytes differ; then the numbers below are not known either.
+    With several replica groups, all numbers describe the group with the largest difference. None if only digests or
+    checksums were compared; then the numbers below are unknown too.
     """
     numel: int = 0
     max_abs: float | int | None = None
     max_rel: float | None = None
     max_ulp: int | None = None
     index: tuple[int, ...] | None = None
-    """Where the gap is greatest, or where one side is not finite."""
+    """Index of the largest difference, or of an element that is not finite on one side."""
     nonfinite: Mapping[int, int] = field(default_factory=dict)
-    """Infinities and NaNs per rank."""
+    """Number of infinities and NaNs by rank."""
     extent: Extent | None = None
     minority: tuple[int, ...] = ()
-    """Ranks outside the majority, or apart from the reference that was asked for; empty where there is neither."""
+    """Ranks outside the majority, or ranks that differ from the reference; empty without a majority or reference."""
     evidence: Evidence | None = None
-    """Of a tensor that differs; None where no second look was taken."""
+    """Additional measurements of a tensor that differs; None if none were made."""
     histogram: Histogram | None = None
-    """Of the floating-point tensors that differ most, where it was asked for."""
+    """For the floating-point tensors that differ most, if histograms were requested."""
     facts: tuple[TensorDiff, ...] = ()
-    """Where several things are wrong with it, each by itself: missing, of unlike shapes or dtypes, of unlike values."""
+    """If the tensor has several problems, one record for each: missing, different shapes, dtypes, values."""
 
     @property
     def out_of_sync(self) -> bool:
-        """Different, or missing on some replica, or of another shape or dtype."""
+        """Whether the tensor differs, is missing on some replica, or has several shapes or dtypes."""
         return self.status == "different" or (
             self.status == "not_compared" and self.reason in (Reason.MISSING, Reason.SHAPE, Reason.DTYPE)
         )
 
     @property
     def unknown(self) -> bool:
-        """Whether it may differ: its checksums do not show it (`--quick`), or nothing says who holds the same part."""
+        """Whether the tensor may differ: it lacks a usable checksum (`--quick`), or its replicas are not identified."""
         return self.status == "not_compared" and self.reason in (Reason.CHECKSUM, Reason.AMBIGUOUS)
 
 
@@ -263,18 +266,18 @@ class ValueDiff:
 
     name: str
     by_rank: Mapping[int, Any]
-    """None where a rank does not have it."""
+    """The value by rank, None if it is missing."""
     counts: bool
-    """Whether it makes the group out of sync: progress, settings and the scaler's state do, notes do not."""
+    """Whether the value makes the group out of sync, as progress, settings and scaler state do; notes do not."""
     kind: ValueKind = "other"
     """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights."""
     lost: tuple[int, ...] = ()
-    """Ranks that lack its whole container, such as the optimizer or the scaler."""
+    """Ranks that lack the whole container of the value, such as the optimizer or the scaler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many tensors ended how. They add up to `tensors`."""
+    """The number of tensors by status; the statuses add up to `tensors`."""
 
     tensors: int = 0
     identical: int = 0
@@ -285,7 +288,7 @@ class Counts:
 
     @property
     def compared(self) -> int:
-        """Tensors whose bytes were looked at."""
+        """Number of compared tensors."""
         return self.tensors - self.not_compared
 
     def __add__(self, other: Counts) -> Counts:
@@ -294,62 +297,62 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A named cause for some differences, with what to do about it."""
+    """A diagnosed cause of some differences, and its fix."""
 
     code: str
     slug: str
     severity: Severity
     ranks: tuple[int, ...]
-    """The suspects, or all ranks of the group where none stands out."""
+    """The suspects, or all ranks of the group without a suspect."""
     tensors: tuple[str, ...]
     facts: tuple[Message, ...]
     """The evidence, one statement each."""
     cause: Message
     fix: Message
     values: tuple[str, ...] = ()
-    """Names of the Python values it covers."""
+    """Names of the Python values with this cause."""
     allowed: bool = False
     history: History | None = None
-    """In the group of a run's last step, where several steps were compared."""
+    """Set in the group of a run's last step, if several steps were compared."""
     accepted: bool = False
-    """Whether the baseline has all of it."""
+    """Whether the baseline lists all tensors and values of the finding."""
     new: tuple[str, ...] = ()
-    """Tensors and values that the baseline does not have under this code; empty without one."""
+    """Tensors and values that the baseline does not list under this code; empty without a baseline."""
 
     @property
     def evidence(self) -> str:
-        """The facts in words."""
+        """The facts as text."""
         return "; ".join(map(str, self.facts))
 
     @property
     def fails(self) -> bool:
-        """Whether it makes the group out of sync."""
+        """Whether the finding makes the group out of sync."""
         return self.severity != "info" and not (self.allowed or self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEvidence:
-    """What is known of a group besides the differences of its tensors and values; input of the diagnosis."""
+    """Input of the diagnosis about a group, besides the differences of its tensors and values."""
 
     metadata: Metadata | None = None
-    """Of the first replica that has it."""
+    """The first metadata block in the group."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The kind of each selected tensor by name, including identical tensors."""
     hyperparameters: Mapping[str, float] = field(default_factory=dict)
     """`lr`, `weight_decay` and `momentum` of the first parameter group of the first replica's optimizer."""
     normalized: Mapping[int, int] = field(default_factory=dict)
-    """The number of names with a wrapper's prefix such as `module.`, by rank."""
+    """Number of names with a wrapper prefix such as `module.`, by rank."""
     stores_progress: bool = False
     """Whether the files store the step or epoch at which they were written."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     free_running: FreeRunning | None = None
-    """In the last step of a run whose running statistics differ: whether they were synchronized."""
+    """For the last step of a run whose running statistics differ: whether they were synchronized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A group of replicas, compared and not judged yet."""
+    """A compared group of replicas, without findings and verdict."""
 
     name: str
     run: str
@@ -365,15 +368,15 @@ class Comparison:
     kinds: Mapping[str, Counts] = field(default_factory=dict)
     """The counts by kind of tensor."""
     left_out: int = 0
-    """Tensors that the options exclude; no count includes them."""
+    """Number of tensors excluded by the options; the counts do not include them."""
     uncompared: tuple[int, ...] = ()
     """Ranks without any compared tensor, if other ranks have some."""
     grouping: tuple[Message, ...] = ()
-    """How the group was found."""
+    """How the checkpoints were grouped."""
     notes: tuple[Message, ...] = ()
-    """What was normalized, guessed or skipped."""
+    """Options, assumptions and gaps that affect the result."""
     label: str = ""
-    """The name of the run in a baseline; empty if it is `run`."""
+    """The name of the run in a baseline; empty if it equals `run`."""
     evidence: GroupEvidence = field(default_factory=GroupEvidence)
 
     @property
@@ -384,17 +387,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Group(Comparison):
-    """A comparison with its judgement."""
+    """A comparison with its findings and verdict."""
 
     verdict: Verdict = "undecided"
     findings: tuple[Finding, ...] = ()
     fixed: tuple[Fixed, ...] = ()
-    """Findings of the baseline that no step of the run has any more; in the group of the last step."""
+    """Baseline entries that no longer occur at any step of the run; set in the group of the last step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A file that was given and could not be compared."""
+    """A file that could not be compared."""
 
     path: str
     reason: str
@@ -402,17 +405,17 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A link to another replica: not compared, because it would equal itself."""
+    """A link to another replica. It is not compared, because a file equals itself."""
 
     path: str
-    """As it was given or found."""
+    """The path of the link."""
     of: str
-    """The replica that was compared in its place."""
+    """The path of the compared replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriftPoint:
-    """The largest gap of any running statistic of a run at one step."""
+    """The largest difference in any BatchNorm running statistic of a run at one step."""
 
     run: str
     step: int | None
@@ -422,7 +425,7 @@ class DriftPoint:
 
 @dataclass(frozen=True, slots=True)
 class Closure:
-    """Two runs that differ in SyncBatchNorm only: what it did to the drift of the running statistics."""
+    """The drift of two runs that differ only in SyncBatchNorm."""
 
     plain: DriftPoint
     synced: DriftPoint
@@ -431,23 +434,23 @@ class Closure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole answer."""
+    """The result of a comparison: all groups, and the paths without a comparison."""
 
     verdict: Verdict
     groups: tuple[Group, ...]
     unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
-    """Files in the folders given that are no checkpoints."""
+    """Number of files in the given folders that are not checkpoints."""
     aliases: tuple[Alias, ...] = ()
     """Links to checkpoints that were compared under another path."""
     quick: bool = False
-    """Whether stored checksums were compared in place of the bytes."""
+    """Whether stored checksums were compared instead of the bytes."""
     drift: tuple[DriftPoint, ...] = ()
     closures: tuple[Closure, ...] = ()
 
     @property
     def counts(self) -> Counts:
-        """Over all groups."""
+        """The counts over all groups."""
         return sum((group.counts for group in self.groups), Counts())
 
     @property

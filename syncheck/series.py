@@ -1,4 +1,4 @@
-"""One run over its steps, and runs beside each other: drift of the running statistics, and what closed it."""
+"""Runs over several steps: drift of the running statistics, and the effect of SyncBatchNorm between two runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from syncheck.records import Group, TensorDiff
 
 Compared = TypeVar("Compared", bound=Comparison)
-# Under which trainers record how long a run is and how often it saves.
+# Keys under which trainers record the length of a run and the interval between checkpoints.
 LENGTHS = ("epochs", "max_epochs", "num_epochs", "steps", "max_steps", "total_steps", "save_every")
 
 
 def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
-    """Sort the groups of two or more replicas by run and step; of two of one step, the first stands."""
+    """Return the groups with several replicas by run, sorted by step; the first group of each step is kept."""
     runs: dict[str, dict[int | None, Compared]] = defaultdict(dict)
     for group in groups:
         if len(group.replicas) > 1:
@@ -29,7 +29,7 @@ def by_run(groups: Iterable[Compared]) -> dict[str, tuple[Compared, ...]]:
 
 
 def step_order(group: Comparison) -> int:
-    """Return a key that sorts groups by their steps, those without one first."""
+    """Return a key that sorts groups by step; groups without a step come first."""
     return -1 if group.step is None else group.step
 
 
@@ -51,35 +51,35 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(reversed(shown))
 
 
-def drift_of(group: Comparison) -> DriftPoint | None:
-    """Return the largest gap of any running statistic, 0.0 where all agree.
+def measure_drift(group: Comparison) -> DriftPoint | None:
+    """Return the largest difference in any running statistic, 0.0 if all are equal.
 
-    None where none was compared, and where one is apart by no number (missing, of another shape, not finite): to pass
-    over it would call the others' gap the largest, or 0.0.
+    Return None if no running statistic was compared, or if a difference is not a number because a statistic is missing,
+    has several shapes, or is not finite: the largest of the remaining differences would be too small.
     """
     if not any(counts.compared for kind, counts in group.kinds.items() if kind in BN_STATISTICS):
         return None
-    apart = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
-    if any(diff.out_of_sync and (diff.max_abs is None or _nonfinite_somewhere(diff)) for diff in apart):
+    diffs = [diff for diff in group.tensors if diff.kind in BN_STATISTICS]
+    if any(diff.out_of_sync and (diff.max_abs is None or _differs_in_nonfinite(diff)) for diff in diffs):
         return None
-    apart = [diff for diff in apart if diff.max_abs is not None]
-    worst = max(apart, key=lambda diff: diff.max_abs or 0, default=None)
+    measured = [diff for diff in diffs if diff.max_abs is not None]
+    worst = max(measured, key=lambda diff: diff.max_abs or 0, default=None)
     if worst is None or worst.max_abs is None:
         return DriftPoint(group.run, group.step, 0.0, None)
     return DriftPoint(group.run, group.step, float(worst.max_abs), worst.name)
 
 
-def _nonfinite_somewhere(diff: TensorDiff) -> bool:
+def _differs_in_nonfinite(diff: TensorDiff) -> bool:
     return len(set(diff.nonfinite.values())) > 1
 
 
-def drifts(runs: Mapping[str, Sequence[Comparison]]) -> tuple[DriftPoint, ...]:
-    """Return the drift of every run at every step, runs and steps in order."""
-    return tuple(point for groups in runs.values() for group in groups if (point := drift_of(group)) is not None)
+def measure_drifts(runs: Mapping[str, Sequence[Comparison]]) -> tuple[DriftPoint, ...]:
+    """Return the drift of every run at every step, in order."""
+    return tuple(point for groups in runs.values() for group in groups if (point := measure_drift(group)) is not None)
 
 
-def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
-    """Pair the runs that differ in SyncBatchNorm only, by the last step that both have; tell where there is none."""
+def compare_runs(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
+    """Compare the drift of runs that differ only in SyncBatchNorm, at their last common step if there is one."""
     return tuple(
         closure
         for plain in runs.values()
@@ -89,28 +89,34 @@ def closures(runs: Mapping[str, Sequence[Comparison]]) -> tuple[Closure, ...]:
 
 
 def _closure(plain: Sequence[Comparison], synced: Sequence[Comparison]) -> Closure | None:
-    """Return what SyncBatchNorm did; None where the drift of one of them has no number."""
-    before, after = drift_of(plain[-1]), drift_of(synced[-1])
+    """Return the drift without and with SyncBatchNorm, or None if a run has no measured drift at its last step."""
+    before, after = measure_drift(plain[-1]), measure_drift(synced[-1])
     if before is None or after is None:
         return None
     if before.step == after.step:
-        return Closure(before, after, _sentence(before, after))
-    # Drift changes over a run: that of unlike steps tells nothing of SyncBatchNorm.
-    of_step = {group.step: point for group in synced if (point := drift_of(group)) is not None}
-    common = [(b, of_step[b.step]) for g in plain if (b := drift_of(g)) is not None and b.step in of_step]
-    lengths = f"{before.run} ends at {_at(before)}, {after.run} at {_at(after)}"
+        return Closure(before, after, _format_sentence(before, after))
+    # Drift changes over a run, so only drifts at the same step show the effect of SyncBatchNorm.
+    by_step = {group.step: point for group in synced if (point := measure_drift(group)) is not None}
+    common = [(b, by_step[b.step]) for g in plain if (b := measure_drift(g)) is not None and b.step in by_step]
+    lengths = f"{before.run} ends at {_format_step(before)}, {after.run} at {_format_step(after)}"
     if not common:
-        text = f"{lengths}, and no step is there of both: save both at one step to see what SyncBatchNorm does."
+        text = (
+            f"{lengths}, and they have no common step: save both at the same step to see the effect of SyncBatchNorm."
+        )
         return Closure(before, after, text)
-    return Closure(*common[-1], f"{_sentence(*common[-1])} That is {_at(common[-1][0])}, the last of both; {lengths}.")
+    last = f"Compared at {_format_step(common[-1][0])}, their last common step; {lengths}."
+    return Closure(*common[-1], f"{_format_sentence(*common[-1])} {last}")
 
 
-def _at(point: DriftPoint) -> str:
+def _format_step(point: DriftPoint) -> str:
     return "no known step" if point.step is None else f"step {point.step}"
 
 
 def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
-    """By the recorded configuration, or, where none is recorded, by the name `<run>-syncbn`. Lengths may differ."""
+    """Whether two runs differ only in SyncBatchNorm and length.
+
+    The recorded configuration decides. If neither run recorded its configuration, the name `<run>-syncbn` decides.
+    """
     a = dict(plain.evidence.metadata.config) if plain.evidence.metadata is not None else {}
     b = dict(synced.evidence.metadata.config) if synced.evidence.metadata is not None else {}
     if not a and not b:
@@ -121,8 +127,8 @@ def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
     return a.pop("sync_bn", None) is False and b.pop("sync_bn", None) is True and a == b
 
 
-def _sentence(before: DriftPoint, after: DriftPoint) -> str:
-    """Both numbers in full: 0.0 means equal to the last bit, and 1e-9 does not."""
+def _format_sentence(before: DriftPoint, after: DriftPoint) -> str:
+    """Describe the effect of SyncBatchNorm. A drift of exactly 0.0 is printed as 0.0: the statistics are equal."""
     was = f"{before.max_abs:.4g} in {before.run}" + (f" ({before.tensor})" if before.tensor else "")
     now = f"{after.max_abs!r}" if after.max_abs == 0 else f"{after.max_abs:.4g}"
     if before.max_abs == 0:

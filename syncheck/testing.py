@@ -1,12 +1,12 @@
-"""Assert in a test, with or without pytest, that replicas are the same model: files, things in memory, ranks.
+"""Assert in tests that replicas are the same model: checkpoint files, objects in memory, or ranks.
 
     from syncheck.testing import assert_in_sync
 
     assert_in_sync("ckpts/*.pth", only=("params", "optimizer"))    # checkpoints
-    assert_in_sync(first.state_dict(), second)    # in one process: each thing is a replica
-    assert_in_sync(ddp, optimizer)    # in a process group: on all ranks, each rank is a replica
+    assert_in_sync(first.state_dict(), second)    # in one process: each object is a replica
+    assert_in_sync(ddp, optimizer)    # in a process group, called on all ranks: each rank is a replica
 
-Importing this module imports neither torch, numpy nor pytest.
+pytest is not required. Importing this module does not import torch, numpy or pytest.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["OutOfSync", "Rank", "assert_in_sync", "compare", "message"]
 
 @dataclass(frozen=True)
 class Rank:
-    """What the fixture `syncheck_rank` gives a test: who this process is.
+    """The rank of this process, as returned by the pytest fixture `syncheck_rank`.
 
-    rank: 0 to world_size - 1. world_size: how many ranks the test runs on. shared: a folder that all ranks of this test
-    see, empty at first; tmp_path is each rank's own. seed: that random, numpy and torch were seeded with, another one
-    on each rank, the same in each run.
+    rank: from 0 to world_size - 1. world_size: number of ranks of the test. shared: an empty folder that all ranks of
+    the test share; `tmp_path` is different on each rank. seed: the seed of random, numpy and torch, which is different
+    on each rank and equal in every run.
     """
 
     rank: int
@@ -45,28 +45,27 @@ class Rank:
     shared: Path
     seed: int
 
-    def __repr__(self) -> str:  # it stands above every traceback
+    def __repr__(self) -> str:  # the heading of every traceback
         return f"<rank {self.rank} of {self.world_size}>"
 
     @property
     def device(self) -> torch.device:
-        """Where the rank's tensors belong: the CPU."""
+        """The device for the rank's tensors: the CPU."""
         import torch
 
         return torch.device("cpu")
 
     @property
     def group(self) -> torch.distributed.ProcessGroup | None:
-        """The gloo process group of all ranks; None while there is none, which syncheck(group=False) begins with."""
+        """The gloo process group of all ranks; None if it is not initialized, as at the start with group=False."""
         import torch.distributed as dist
 
         return dist.group.WORLD if dist.is_initialized() else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order. A collective call: every rank has to make it.
+        """Return the values of all ranks, in order of rank. A collective call: every rank must make it.
 
-        It has a group of its own: where the code under test left a rank in the middle of a collective, this message is
-        not taken for one of that.
+        It uses a new process group, so it cannot be mixed up with an unfinished collective of the code under test.
         """
         import torch.distributed as dist
 
@@ -76,7 +75,7 @@ class Rank:
         return gathered
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         import torch.distributed as dist
 
         dist.barrier()
@@ -90,14 +89,14 @@ def assert_in_sync(
     limit: int = 10,
     **comparing: Any,
 ) -> Report:
-    """Raise OutOfSync unless replicas are the same model; return the report if they are.
+    """Raise OutOfSync unless the replicas are the same model; otherwise return the report.
 
-    things, options, group, across_ranks, comparing: as `compare` takes them. limit: rows of tensors in the error's text
-    for each group of replicas, 0 for all.
+    things, options, group, across_ranks, comparing: as for `compare`. limit: number of tensors to list in the error for
+    each group of replicas, 0 for all.
 
-    What could not be told fails too: nothing compared, an unreadable file, a tensor of a kind that is not read, such as
-    a sparse one, unless exclude= leaves it out. Only shards are passed over.
-    In a process group all ranks raise, with one text, or none does. Raises UsageError as `compare` does.
+    An undecided comparison fails too: nothing compared, an unreadable file, or a tensor that syncheck cannot read, such
+    as a sparse tensor, unless `exclude` skips it. Only shards may remain uncompared.
+    In a process group, either all ranks raise the same error, or no rank raises. Raises UsageError as `compare` does.
     """
     __tracebackhide__ = True
     report = _run(things, options, group, across_ranks, comparing, limit)
@@ -115,29 +114,34 @@ def compare(
     across_ranks: bool | None = None,
     **comparing: Any,
 ) -> Report:
-    """Compare replicas: files, things in memory, or the ranks of a process group.
+    """Compare replicas: checkpoint files, objects in memory, or the ranks of a process group.
 
-    things: paths and globs alone are compared as the command line does, each rank for itself. Otherwise modules,
-    optimizers, state dicts, tensors and whatever has a `state_dict()`: in a process group of several ranks they are the
-    parts of this rank's replica, and all ranks have to call this; elsewhere each thing is a replica, a tuple such as
-    (model, optimizer) is one too, and so is the path of one file. In memory plain values count as tensors do, missing
-    ones too; exclude= leaves them out by name. across_ranks: True or False to choose, on all ranks alike; in a process
-    group two things of one kind, such as two models, need it. group: of torch.distributed, by default all ranks.
-    options: how to compare. comparing: fields of `syncheck.Options` by name, in place of those of options; a single
-    text stands for a tuple.
+    things: the replicas, in one of three forms.
+
+    - Only paths and globs: the files are compared as on the command line, by each rank separately.
+    - In a process group of several ranks: the parts of this rank's replica. All ranks must make the call.
+    - Otherwise: one replica each. A tuple such as (model, optimizer), or the path of one file, is one replica.
+
+    Parts are modules, optimizers, state dicts, tensors, and any object with a `state_dict()`. Python values in memory
+    are compared like tensors, including missing values; `exclude` skips them by name.
+
+    across_ranks: True to compare ranks, False to compare within this process; equal on all ranks. It is required in a
+    process group if two things have the same kind, such as two models. group: a torch.distributed process group, by
+    default all ranks. options: how to compare. comparing: fields of `syncheck.Options` that override `options`; for a
+    tuple, a single string is accepted.
 
         report = compare((model, optimizer), (other, other_optimizer), only="params")
 
-    Raises UsageError for a call that cannot be carried out; in a process group on all ranks, with one text.
+    Raises UsageError for invalid arguments; in a process group, all ranks raise the same error.
     """
     __tracebackhide__ = True
     return _run(things, options, group, across_ranks, comparing)
 
 
 def message(report: Report, limit: int = 10) -> str:
-    """Say what a report found in a text of bounded size: what `assert_in_sync` raises with.
+    """Return the error message of `assert_in_sync` for a report, in text of bounded size.
 
-    limit: rows of tensors a group, 0 for all.
+    limit: number of tensors to list for each group, 0 for all.
     """
     from syncheck.report import failure
 
@@ -154,9 +158,9 @@ def _run(
 ) -> Report:
     __tracebackhide__ = True
     try:
-        return _compare(things, group, across_ranks, lambda: _options(options, comparing, limit))
+        return _compare(things, group, across_ranks, lambda: _merge_options(options, comparing, limit))
     except UsageError as error:
-        # Whoever reads this wants the line of the test, not the frames in here.
+        # The traceback should end at the line of the test.
         raise error.with_traceback(None) from None
     except SyncheckError as error:
         raise error.with_traceback(None) from error.__cause__
@@ -168,21 +172,21 @@ def _compare(things: tuple[Any, ...], group: Any, across_ranks: bool | None, opt
     several = channel.world_size() > 1
     if things and all(map(_is_path, things)) and not across_ranks and (group is None or not several):
         if group is not None:
-            raise UsageError("files are compared by each rank for itself; leave out group=")
+            raise UsageError("each rank compares files separately; remove group=")
         return api.compare(*things, options=options())
     if across_ranks or (across_ranks is None and (group is not None or several)):
         from syncheck.live.exchange import compare_across_ranks
 
-        def checked() -> Options:
+        def check_options() -> Options:
             if across_ranks is None and group is None:
                 from syncheck.live.memory.roles import check_unambiguous
 
                 check_unambiguous(things)
             return options()
 
-        return compare_across_ranks(things, group, checked)
+        return compare_across_ranks(things, group, check_options)
     if group is not None:
-        raise UsageError("across_ranks=False compares within this process; leave out group=")
+        raise UsageError("across_ranks=False compares within this process; remove group=")
     from syncheck.live.here import compare_here
 
     return compare_here(things, options())
@@ -192,11 +196,8 @@ def _is_path(thing: Any) -> bool:
     return isinstance(thing, (str, os.PathLike))
 
 
-def _options(options: Options | None, comparing: dict[str, Any], limit: int) -> Options:
-    """Return the options with the fields given by name in place of their own.
-
-    For a list, a single string stands for a list of one, and a set for a list.
-    """
+def _merge_options(options: Options | None, comparing: dict[str, Any], limit: int) -> Options:
+    """Return the options with the fields that are given by name. Tuples may be given as a list, a set or one string."""
     RunOptions(limit=limit)  # raises OptionError for a wrong limit
     if options is not None and not isinstance(options, Options):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""When is a difference small enough? By default never: true replicas are bitwise equal."""
+"""Tolerances for differences. By default there are none, because replicas are bitwise equal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 # (rtol, atol) by dtype: _DTYPE_PRECISIONS in torch/testing/_comparison.py, the defaults of torch.testing.assert_close,
-# https://docs.pytorch.org/docs/stable/testing.html. As there, a dtype without a row (float8, integers, bool) has to be
-# equal. torch takes rtol times the expected value; there is no expected side here, so it is times the larger one.
+# https://docs.pytorch.org/docs/stable/testing.html. Dtypes without a row (float8, integers, bool) must be equal, as in
+# torch. torch multiplies rtol by the expected value; replicas have no expected side, so the larger value is used.
 CLOSE = {
     "float16": (1e-3, 1e-5),
     "bfloat16": (1.6e-2, 1e-5),
@@ -25,7 +25,7 @@ CLOSE = {
     "complex64": (1.3e-6, 1e-5),
     "complex128": (1e-7, 1e-7),
 }
-# Kinds that count, and last parts of names that do: 100,000 steps and 100,001 are not "close".
+# Kinds and last name segments of counters, which must be equal: 100,000 steps are not "close" to 100,001.
 COUNTING = ("optimizer_step", "bn_count")
 COUNTERS = frozenset(
     "step steps num_steps step_count _step_count global_step optimization_step num_updates n_averaged count counter "
@@ -38,14 +38,15 @@ _NEEDED = 'must be "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Two finite floats are close if |a-b| <= atol + rtol * max(|a|, |b|), or if they lie within `ulp` steps.
+    """Two finite floats are close if |a-b| <= atol + rtol * max(|a|, |b|), or if they are at most `ulp` values apart.
 
-    A tensor is close if every pair of replicas is, in each element.
+    A tensor is close if each element is close on every pair of replicas. Integers and bools are never close. The rule
+    is symmetric, unlike the rules of numpy and torch.
 
-    rtol, atol, ulp: None is off; rtol and atol come together, for one alone has no sensible default for the other.
-    rule: what said so, for the report; empty for the options rtol, atol and ulp themselves.
-    Integers and bools are never close. Unlike numpy's and torch's rule, this one is symmetric.
-    Raises OptionError for one of rtol and atol alone, negative values, and rtol above 1, which would pass everything.
+    rtol, atol, ulp: None is off; rtol requires atol and vice versa, because neither has a sensible default.
+    rule: the entry that sets the tolerance, printed in reports; empty for the options rtol, atol and ulp.
+    Raises OptionError for rtol without atol or the reverse, negative values, and rtol above 1, which accepts any
+    difference.
     """
 
     rtol: float | None = None
@@ -55,7 +56,7 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if (self.rtol is None) != (self.atol is None):
-            raise OptionError("{rtol} and {atol} belong together: give both (0 is a value)", "rtol", "atol")
+            raise OptionError("{rtol} and {atol} belong together: give both (either may be 0)", "rtol", "atol")
         if (
             self.rtol is not None
             and self.atol is not None
@@ -67,7 +68,7 @@ class Tolerance:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing but equality passes."""
+        """Whether values must be equal."""
         return self.rtol is None and self.ulp is None
 
     def __str__(self) -> str:
@@ -76,44 +77,44 @@ class Tolerance:
         return f"{text} ({self.rule})" if self.rule else text
 
 
-# A tolerance, or "close": that of the tensor's dtype in the table above.
-Said = Tolerance | Literal["close"]
+# A tolerance, or "close" for the tolerance of the tensor's dtype in CLOSE.
+Rule = Tolerance | Literal["close"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """Which tolerance applies to which tensor: names come before kinds, and both before the general one.
+    """The tolerances of all tensors. Names take precedence over kinds, and kinds over the general tolerance.
 
-    names: globs of whole names; of several that match, the first counts. kinds: of `kinds.KINDS`.
+    names: by glob of full names, of which the first match applies. kinds: by kind, see `kinds.KINDS`.
     """
 
-    general: Said = Tolerance()
-    names: tuple[tuple[str, Said], ...] = ()
-    kinds: tuple[tuple[str, Said], ...] = ()
+    general: Rule = Tolerance()
+    names: tuple[tuple[str, Rule], ...] = ()
+    kinds: tuple[tuple[str, Rule], ...] = ()
 
     def of(self, name: str, kind: str, dtype: str) -> Tolerance:
-        """Return what applies to a tensor; its `rule` names the entry that says so.
+        """Return the tolerance of a tensor; its `rule` is the matching entry.
 
-        Counters are exact, also those stored as floats, unless an entry is of their kind or ends with their own name.
+        Counters must be equal, even if stored as floats, unless an entry names their kind or ends with their name.
         """
         last = name.rpartition(".")[2]
         counter = kind in COUNTING or last in COUNTERS
-        for glob, said in self.names:
+        for glob, rule in self.names:
             if fnmatchcase(name, glob) and not (counter and not glob.endswith(last)):
-                return _of_dtype(said, dtype, f"tolerance of {glob}")
-        for of, said in self.kinds:
+                return _resolve_rule(rule, dtype, f"tolerance of {glob}")
+        for of, rule in self.kinds:
             if of == kind and not (counter and kind not in COUNTING):
-                return _of_dtype(said, dtype, f"tolerance of {of}")
+                return _resolve_rule(rule, dtype, f"tolerance of {of}")
         if counter:
             return Tolerance()
-        return self.general if isinstance(self.general, Tolerance) else _of_dtype(self.general, dtype, "")
+        return self.general if isinstance(self.general, Tolerance) else _resolve_rule(self.general, dtype, "")
 
-    def idle(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the globs that match none of these names."""
+    def find_unused(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the globs that match no name."""
         return tuple(glob for glob, _ in self.names if not any(fnmatchcase(name, glob) for name in names))
 
 
-def tolerances(
+def build_tolerances(
     *,
     rtol: float | None = None,
     atol: float | None = None,
@@ -122,10 +123,10 @@ def tolerances(
     table: Mapping[str, object] | None = None,
     kinds: Collection[str] = (),
 ) -> Tolerances:
-    """Put the options together. table: by kind or glob of names, "close", "bitwise" or a table of rtol, atol, ulp.
+    """Return the tolerances of the given options.
 
-    A key of the table that is one of `kinds` is a kind, any other a glob. Raises OptionError for what contradicts
-    itself or makes no sense.
+    table: "close", "bitwise" or a table of rtol, atol and ulp, by kind or glob of names; a key in `kinds` is a kind.
+    Raises OptionError for contradicting options and invalid values.
     """
     given = [name for name, value in zip(_FIELDS, (rtol, atol, ulp), strict=True) if value is not None]
     if close and given:
@@ -133,16 +134,16 @@ def tolerances(
         raise OptionError(
             f"{{close}} cannot be combined with {others}: it sets the tolerance of each dtype", "close", *given
         )
-    rules = {key: _said(key, value) for key, value in (table or {}).items()}
+    rules = {key: _parse_rule(key, value) for key, value in (table or {}).items()}
     return Tolerances(
         "close" if close else Tolerance(rtol, atol, ulp),
-        tuple((key, said) for key, said in rules.items() if key not in kinds),
-        tuple((key, said) for key, said in rules.items() if key in kinds),
+        tuple((key, rule) for key, rule in rules.items() if key not in kinds),
+        tuple((key, rule) for key, rule in rules.items() if key in kinds),
     )
 
 
-def _said(key: str, value: object) -> Said:
-    """Read one entry of the table."""
+def _parse_rule(key: str, value: object) -> Rule:
+    """Convert an entry of the table. Raises OptionError for an invalid value."""
     if value == "close":
         return "close"
     if value == "bitwise":
@@ -152,29 +153,29 @@ def _said(key: str, value: object) -> Said:
         raise OptionError(_NEEDED, **wrong)
     for name, number in value.items():
         if isinstance(number, dict) and name not in _FIELDS:
-            # TOML takes the dots of a bare key for nested tables.
+            # In TOML, the dots of a bare key create nested tables.
             raise OptionError('a name with dots needs quotes, as in "layer4.*" = {ulp = 4}', **wrong)
         whole = isinstance(number, int) and not isinstance(number, bool)
         if name not in _FIELDS or not (whole or (isinstance(number, float) and name != "ulp")):
             raise OptionError(_NEEDED, **wrong)
     try:
-        rtol, atol = (None if name not in value else _float(value[name]) for name in _FIELDS[:2])
+        rtol, atol = (None if name not in value else _convert_number(value[name]) for name in _FIELDS[:2])
         return Tolerance(rtol, atol, value.get("ulp"))
     except OptionError as error:
         raise OptionError(str(error), **wrong) from None
 
 
-def _float(number: float) -> float:
+def _convert_number(number: float) -> float:
     try:
         return float(number)
-    except OverflowError:  # TOML's integers have no bound
+    except OverflowError:  # TOML's integers are unbounded
         return math.inf
 
 
 @cache
-def _of_dtype(said: Said, dtype: str, rule: str) -> Tolerance:
-    """Return what an entry means for a dtype, with the entry's name in it."""
-    if isinstance(said, Tolerance):
-        return replace(said, rule=rule)
-    rule = ", ".join(filter(None, ("close", rule)))
-    return Tolerance(*CLOSE[dtype], rule=rule) if dtype in CLOSE else Tolerance(rule=rule)
+def _resolve_rule(rule: Rule, dtype: str, entry: str) -> Tolerance:
+    """Return the tolerance of a rule for a dtype. entry: the description of the rule for the report."""
+    if isinstance(rule, Tolerance):
+        return replace(rule, rule=entry)
+    entry = ", ".join(filter(None, ("close", entry)))
+    return Tolerance(*CLOSE[dtype], rule=entry) if dtype in CLOSE else Tolerance(rule=entry)

@@ -1,4 +1,4 @@
-"""From what a comparison found to findings and a verdict: of one group, and of all."""
+"""Derive the findings and the verdict of each group, and the verdict of the report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from syncheck.records import Comparison, Finding, Unreadable, Verdict
 
 
-def judged_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
-    """Diagnose a comparison and add the verdict. run: its steps; the diagnosis of the last one uses all of them."""
+def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
+    """Diagnose a comparison and add the verdict. run: its steps, all of which the diagnosis of the last step uses."""
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     if len(group.replicas) == 1:
         return replace(group, verdict="alone")
@@ -29,24 +29,24 @@ def judged_group(comparison: Comparison, run: Sequence[Comparison], allow: froze
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
-    """Return a group of several replicas with these findings, and the verdict that follows."""
+    """Return a group of several replicas with other findings, and the verdict that they imply."""
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _compared(group) or group.uncompared or any(diff.unknown for diff in group.tensors):
+    elif not _count_compared(group) or group.uncompared or any(diff.unknown for diff in group.tensors):
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
 
 
-def _compared(group: Group) -> int:
-    """How many tensors were compared that say something of a model; an optimizer's step counters do not."""
+def _count_compared(group: Group) -> int:
+    """Return the number of compared tensors, without optimizer step counters, which are equal for different models."""
     return sum(counts.compared for kind, counts in group.kinds.items() if kind != "optimizer_step")
 
 
-def overall(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdict:
-    """Return the verdict on all groups: in sync only if each of them is, and everything given could be read.
+def combine_verdicts(groups: Sequence[Group], unreadable: Sequence[Unreadable]) -> Verdict:
+    """Return the verdict on all groups: in sync only if every group is in sync and every file could be read.
 
-    So a checkpoint that was compared with nothing, in a group of its own, leaves the answer open.
+    A checkpoint without a replica is a group of its own, and makes the verdict undecided.
     """
     found = {group.verdict for group in groups}
     if "out_of_sync" in found:

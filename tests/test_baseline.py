@@ -42,13 +42,13 @@ def compared(place: Path, *endings: str, by: float = 1.0, **options: Any) -> Rep
 
 def of(report: Report) -> Known:
     """Return the baseline that a first update writes."""
-    return baseline.updated(report, frozenset())
+    return baseline.update(report, frozenset())
 
 
 def test_what_is_written_is_what_the_docs_say(place: Path) -> None:
     """By run, code and kind the names, sorted, and neither gap, rank, path nor step; the same text each time."""
     known = of(compared(place, *STATISTICS))
-    text = baseline.written(known)
+    text = baseline.format_baseline(known)
     assert json.loads(text) == {
         "syncheck_baseline": 1,
         "accepted": {
@@ -62,7 +62,7 @@ def test_what_is_written_is_what_the_docs_say(place: Path) -> None:
     }
     file = place.parent / "known.json"
     baseline.write(str(file), known)
-    assert file.read_text() == text == baseline.written(frozenset(sorted(known, reverse=True)))
+    assert file.read_text() == text == baseline.format_baseline(frozenset(sorted(known, reverse=True)))
     assert baseline.read(str(file)) == known
 
 
@@ -79,17 +79,17 @@ def test_other_gaps_ranks_and_steps_are_the_same_finding(place: Path, tmp_path: 
     """The same statistics apart by another gap, among three ranks of which another one is odd, at a later step, in
     another folder and launch, are known."""
     known = of(compared(place, *STATISTICS))
-    assert baseline.accepted(compared(place, *STATISTICS, by=7.0), known).verdict == "in_sync"
+    assert baseline.accept_known(compared(place, *STATISTICS, by=7.0), known).verdict == "in_sync"
     later = tmp_path / "elsewhere" / "step_200"
     for rank in range(3):
         save(later / f"ddp_rank{rank}.pth", changed(network(), *STATISTICS, by=float(rank == 0)))
-    assert baseline.accepted(syncheck.compare(later), known).exit_code == 0
+    assert baseline.accept_known(syncheck.compare(later), known).exit_code == 0
 
 
 def test_a_new_tensor_under_a_known_code_fails_and_is_named(place: Path) -> None:
     """One more layer whose statistics differ is out of sync; the finding names it, and it alone."""
     known = of(compared(place, "layer0.bn.running_mean"))
-    report = baseline.accepted(compared(place, "layer0.bn.running_mean", "layer1.bn.running_mean"), known)
+    report = baseline.accept_known(compared(place, "layer0.bn.running_mean", "layer1.bn.running_mean"), known)
     (finding,) = report.groups[0].findings
     assert (report.exit_code, finding.accepted, finding.new) == (1, False, ("layer1.bn.running_mean",))
     assert finding.facts[0] == Fact.NOT_IN_BASELINE(names=("layer1.bn.running_mean",))
@@ -100,25 +100,25 @@ def test_another_code_or_kind_is_a_new_finding(place: Path) -> None:
     report = compared(place, "fc.weight")
     (entry,) = of(report)
     for other in (entry._replace(code="SYN201"), entry._replace(kind="buffer"), entry._replace(run="other")):
-        judged = baseline.accepted(report, frozenset({other}))
+        judged = baseline.accept_known(report, frozenset({other}))
         assert judged.exit_code == 1
         assert judged.groups[0].findings[0].new == ("fc.weight",)
-    (finding,) = baseline.accepted(report, frozenset()).groups[0].findings
+    (finding,) = baseline.accept_known(report, frozenset()).groups[0].findings
     assert finding.facts[0] == Fact.NOT_IN_BASELINE(names=("fc.weight",))
-    assert baseline.accepted(report, frozenset({entry})).exit_code == 0
+    assert baseline.accept_known(report, frozenset({entry})).exit_code == 0
 
 
 def test_what_is_fixed_is_told_and_never_fails(place: Path) -> None:
     """Of four known tensors two agree again: they are told, an update takes them out, and the others stay."""
     known = of(compared(place, *STATISTICS))
-    report = baseline.accepted(compared(place, "running_mean"), known)
+    report = baseline.accept_known(compared(place, "running_mean"), known)
     assert report.exit_code == 0
     ((fixed,),) = [group.fixed for group in report.groups]
     assert (fixed.code, fixed.names) == ("SYN201", ("layer0.bn.running_var", "layer1.bn.running_var"))
     (line,) = words.fixed_lines(report.groups)
     assert "SYN201 on layer0.bn.running_var, layer1.bn.running_var" in line
-    assert {entry.kind for entry in baseline.updated(report, known)} == {"bn_mean"}
-    assert baseline.updated(baseline.accepted(compared(place), known), known) == frozenset()
+    assert {entry.kind for entry in baseline.update(report, known)} == {"bn_mean"}
+    assert baseline.update(baseline.accept_known(compared(place), known), known) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_what_is_fixed_is_told_and_never_fails(place: Path) -> None:
 def test_what_the_options_leave_out_is_not_fixed(place: Path, options: dict[str, Any]) -> None:
     """Statistics that this run did not look at are neither told as fixed nor taken out by an update."""
     known = of(compared(place, *STATISTICS))
-    report = baseline.accepted(compared(place, **options), known)
+    report = baseline.accept_known(compared(place, **options), known)
     assert report.groups[0].fixed == ()
-    assert baseline.updated(report, known) == known
+    assert baseline.update(report, known) == known
 
 
 def test_what_could_not_be_compared_is_not_fixed(place: Path) -> None:
@@ -140,8 +140,8 @@ def test_what_could_not_be_compared_is_not_fixed(place: Path) -> None:
         save(place / f"ddp_rank{rank}.safetensors", network() | {"rng_state": np.full(8, rank, np.uint8)})
     known = of(syncheck.compare(place, options=syncheck.Options(rng=True)))
     assert {entry.kind for entry in known} == {"rng"}
-    report = baseline.accepted(syncheck.compare(place), known)
-    assert (report.groups[0].fixed, baseline.updated(report, known)) == ((), known)
+    report = baseline.accept_known(syncheck.compare(place), known)
+    assert (report.groups[0].fixed, baseline.update(report, known)) == ((), known)
 
 
 def test_with_a_file_missing_nothing_is_fixed(place: Path) -> None:
@@ -153,23 +153,23 @@ def test_with_a_file_missing_nothing_is_fixed(place: Path) -> None:
     known = of(syncheck.compare(place))
     assert {entry.name for entry in known} == {"fc.weight"}
     (place / "ddp_rank2.pth").unlink()
-    report = baseline.accepted(syncheck.compare(place), known)
-    assert (report.verdict, report.groups[0].fixed, baseline.updated(report, known)) == ("in_sync", (), known)
+    report = baseline.accept_known(syncheck.compare(place), known)
+    assert (report.verdict, report.groups[0].fixed, baseline.update(report, known)) == ("in_sync", (), known)
 
 
 def test_a_tensor_that_is_no_more_is_fixed(place: Path) -> None:
     """A layer that was taken out of the model is gone from the baseline too, where all was looked at."""
     known = of(compared(place, "fc.weight")) | {baseline.Entry("ddp", "SYN299", "parameter", "old.weight")}
-    report = baseline.accepted(compared(place, "fc.weight"), known)
+    report = baseline.accept_known(compared(place, "fc.weight"), known)
     assert [fixed.names for fixed in report.groups[0].fixed] == [("old.weight",)]
 
 
 def test_runs_that_were_not_looked_at_stay(place: Path) -> None:
     """An update of one run keeps what is known of another, which is not fixed either."""
     other = baseline.Entry("zero", "SYN299", "parameter", "fc.weight")
-    report = baseline.accepted(compared(place, "fc.bias"), frozenset({other}))
+    report = baseline.accept_known(compared(place, "fc.bias"), frozenset({other}))
     assert report.groups[0].fixed == ()
-    assert {entry.run for entry in baseline.updated(report, frozenset({other}))} == {"ddp", "zero"}
+    assert {entry.run for entry in baseline.update(report, frozenset({other}))} == {"ddp", "zero"}
 
 
 def test_what_is_allowed_and_what_informs_is_not_written(place: Path) -> None:
@@ -177,7 +177,7 @@ def test_what_is_allowed_and_what_informs_is_not_written(place: Path) -> None:
     allowed = compared(place, *STATISTICS, allow=("SYN201",))
     assert of(allowed) == frozenset()
     known = of(compared(place, *STATISTICS))
-    report = baseline.accepted(allowed, known)
+    report = baseline.accept_known(allowed, known)
     assert [(finding.allowed, finding.accepted) for finding in report.groups[0].findings] == [(True, False)]
     assert report.groups[0].fixed == ()
 
@@ -191,7 +191,7 @@ def test_steps_of_a_run_share_their_entries(tmp_path: Path) -> None:
     known = of(report)
     assert {entry.run for entry in known} == {"ddp"}
     gone = baseline.Entry("ddp", "SYN220", "parameter", "fc.bias")
-    judged = baseline.accepted(report, known | {gone})
+    judged = baseline.accept_known(report, known | {gone})
     assert (judged.exit_code, [len(group.fixed) for group in judged.groups]) == (0, [0, 1])
 
 
@@ -205,7 +205,7 @@ def test_values_are_accepted_by_name(place: Path) -> None:
 
     known = of(report(3))
     assert known == {baseline.Entry("ddp", "SYN106", "value", "epoch")}
-    assert baseline.accepted(report(5), known).exit_code == 0
+    assert baseline.accept_known(report(5), known).exit_code == 0
 
 
 def test_could_not_tell_is_never_accepted(place: Path) -> None:
@@ -213,14 +213,14 @@ def test_could_not_tell_is_never_accepted(place: Path) -> None:
     anything written where nothing was compared."""
     known = of(compared(place, "fc.weight"))
     (place / "ddp_rank2.pth").write_bytes(b"junk")
-    report = baseline.accepted(syncheck.compare(place), known)
+    report = baseline.accept_known(syncheck.compare(place), known)
     assert (report.verdict, report.exit_code, report.groups[0].fixed) == ("undecided", 2, ())
     with pytest.raises(UsageError, match=r"not updated: .*ddp_rank2.pth could not be read"):
-        baseline.updated(report, known)
+        baseline.update(report, known)
     save(place / "ddp_rank1.pth", network())
-    assert baseline.accepted(syncheck.compare(place), known).groups[0].fixed == ()
+    assert baseline.accept_known(syncheck.compare(place), known).groups[0].fixed == ()
     with pytest.raises(UsageError, match="not updated: nothing was compared"):
-        baseline.updated(syncheck.compare(place / "ddp_rank0.pth"), known)
+        baseline.update(syncheck.compare(place / "ddp_rank0.pth"), known)
 
 
 def test_runs_of_one_name_are_told_apart_wherever_they_lie(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_runs_of_one_name_are_told_apart_wherever_they_lie(tmp_path: Path) -> No
     known = of(syncheck.compare(tmp_path / "here"))
     assert {entry.run for entry in known} == {"old/ddp"}
     shutil.move(tmp_path / "here", tmp_path / "there")
-    assert baseline.accepted(syncheck.compare(tmp_path / "there"), known).exit_code == 0
+    assert baseline.accept_known(syncheck.compare(tmp_path / "there"), known).exit_code == 0
     save(tmp_path / "there" / "new" / "ddp_rank1.pth", changed(network(), "fc.weight"))
-    assert baseline.accepted(syncheck.compare(tmp_path / "there"), known).exit_code == 1
+    assert baseline.accept_known(syncheck.compare(tmp_path / "there"), known).exit_code == 1
 
 
 def test_labels_have_no_run_id_and_no_step() -> None:

@@ -15,7 +15,7 @@ from checkpoints import network, save_pth, save_safetensors
 
 from syncheck import readers
 from syncheck.errors import MalformedFile, UsageError
-from syncheck.fingerprint import fingerprint, places, write
+from syncheck.fingerprint import choose_paths, fingerprint, write
 from syncheck.messages import Note, Refusal
 from syncheck.metadata_block import KEY, metadata
 from syncheck.snapshots import Sharding, Snapshot, Tensor
@@ -171,12 +171,12 @@ def test_a_file_that_changes_is_no_fingerprint(tmp_path: Path) -> None:
 def test_names_keep_rank_and_step(tmp_path: Path) -> None:
     """Several checkpoints go to a folder under their own names, below the folders in which they differ."""
     paths = [save_pth(tmp_path / f"run/node{i}/rank_{i}.pth", {"w": np.ones(2)}) for i in range(2)]
-    got = places([readers.read(str(path)) for path in paths], "out")
+    got = choose_paths([readers.read(str(path)) for path in paths], "out")
     assert [place for _, place in got] == ["out/node0/rank_0.fingerprint.json", "out/node1/rank_1.fingerprint.json"]
     one = readers.read(str(paths[0]))
-    assert [place for _, place in places([one], "x.json")] == ["x.json"]
-    assert [place for _, place in places([one], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
-    assert [place for _, place in places([one], str(tmp_path))] == [str(tmp_path / "rank_0.fingerprint.json")]
+    assert [place for _, place in choose_paths([one], "x.json")] == ["x.json"]
+    assert [place for _, place in choose_paths([one], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
+    assert [place for _, place in choose_paths([one], str(tmp_path))] == [str(tmp_path / "rank_0.fingerprint.json")]
 
 
 def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
     a = readers.read(str(save_pth(tmp_path / "a.pth", {"w": np.ones(2)})))
     b = readers.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": np.ones(2)})))
     with pytest.raises(UsageError, match="both would be written to"):
-        places([a, b], "out")
+        choose_paths([a, b], "out")
     with pytest.raises(UsageError, match="need a folder"):
-        places([a, b], a.path)
+        choose_paths([a, b], a.path)
     with pytest.raises(UsageError, match="would overwrite a checkpoint"):
-        places([a], b.path)
+        choose_paths([a], b.path)
     with pytest.raises(UsageError, match="already"):
-        places([read_back(a, tmp_path / "f.json")], "out")
+        choose_paths([read_back(a, tmp_path / "f.json")], "out")
 
 
 def test_the_old_file_stays_where_the_new_one_cannot_be_written(tmp_path: Path) -> None:

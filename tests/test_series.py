@@ -70,7 +70,7 @@ def save_step(folder: Path, run: str, step: int, gap: float, *, sync_bn: bool, *
 
 
 def test_runs_of_other_lengths_are_compared_at_their_last_common_step(tmp_path: Path) -> None:
-    """A run that ended earlier, and was told to, is compared where both were saved, and the sentence says so."""
+    """Runs with different numbers of steps are compared at their last common step, and the sentence names it."""
     for step, gap in ((2, 0.25), (4, 0.5), (6, 4.0)):
         save_step(tmp_path, "plain", step, gap, sync_bn=False, max_steps=6)
     for step in (2, 4):
@@ -79,18 +79,18 @@ def test_runs_of_other_lengths_are_compared_at_their_last_common_step(tmp_path: 
     assert (closure.plain.step, closure.plain.max_abs, closure.synced.step, closure.synced.max_abs) == (4, 0.5, 4, 0.0)
     assert closure.sentence == (
         "SyncBatchNorm closed the gap: the largest drift of any running statistic was 0.5 in plain (bn.running_mean) "
-        "and is 0.0 in synced. That is step 4, the last of both; plain ends at step 6, synced at step 4."
+        "and is 0.0 in synced. Compared at step 4, their last common step; plain ends at step 6, synced at step 4."
     )
 
 
-def test_runs_without_a_common_step_are_told(tmp_path: Path) -> None:
-    """Where no step was saved of both, no gap is said to be closed, and the reason is given."""
+def test_runs_without_a_common_step_are_reported(tmp_path: Path) -> None:
+    """Two runs without a common step are not compared, and the report gives the reason."""
     save_step(tmp_path, "plain", 6, 4.0, sync_bn=False, max_steps=6)
     save_step(tmp_path, "synced", 4, 0.0, sync_bn=True, max_steps=4)
     (closure,) = syncheck.compare(tmp_path).closures
     assert closure.sentence == (
-        "plain ends at step 6, synced at step 4, and no step is there of both: save both at one step to see what "
-        "SyncBatchNorm does."
+        "plain ends at step 6, synced at step 4, and they have no common step: save both at the same step to see the "
+        "effect of SyncBatchNorm."
     )
 
 

@@ -221,7 +221,7 @@ def test_tensors_in_objects_of_unknown_classes_are_found() -> None:
         (({}, {}), {"limit": "x"}, "limit='x': must be"),
         (({}, {}), {"limit": -1}, "limit=-1: must be"),
         (({}, {}), {"across_ranks": True}, "no process group"),
-        (("*.pth",), {"group": "any"}, "leave out group="),
+        (("*.pth",), {"group": "any"}, "remove group="),
         (("no_such_*.pth",), {}, "no file matches"),
     ],
     ids=str,

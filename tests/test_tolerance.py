@@ -17,7 +17,7 @@ from syncheck.errors import COMMAND_LINE, TOML, OptionError, UsageError, spellin
 from syncheck.messages import Note
 from syncheck.records import DECADES
 from syncheck.testing import compare
-from syncheck.tolerance import CLOSE, Tolerance, tolerances
+from syncheck.tolerance import CLOSE, Tolerance, build_tolerances
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ def test_close_is_by_dtype(tmp_path: Path, dtype: str, near: float, far: float) 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int64", "uint8", "bool"])
 def test_close_wants_equality_where_torch_has_no_row(dtype: str) -> None:
     """float8 and integers have no row in torch's table, and then nothing but equality passes, as in torch."""
-    assert tolerances(close=True).of("w", "parameter", dtype).exact
+    assert build_tolerances(close=True).of("w", "parameter", dtype).exact
 
 
 def test_close_is_symmetric_where_torch_is_not(tmp_path: Path) -> None:
@@ -185,15 +185,15 @@ def test_the_table_excuses_by_name_and_kind(tmp_path: Path) -> None:
 def test_the_order_of_globs_decides() -> None:
     """Of two globs that match, the first in the table counts, not the longer one."""
     table: dict[str, Any] = {"*.weight": {"ulp": 1}, "fc.weight": {"ulp": 2}}
-    assert tolerances(table=table).of("fc.weight", "parameter", "float32").ulp == 1
+    assert build_tolerances(table=table).of("fc.weight", "parameter", "float32").ulp == 1
     turned = dict(reversed(table.items()))
-    assert tolerances(table=turned).of("fc.weight", "parameter", "float32").ulp == 2
+    assert build_tolerances(table=turned).of("fc.weight", "parameter", "float32").ulp == 2
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_every_kind_may_stand_in_the_table(kind: str) -> None:
     """Each kind that a report names is a key, and applies to that kind only."""
-    found = tolerances(table={kind: {"ulp": 3}}, kinds=kinds.KINDS)
+    found = build_tolerances(table={kind: {"ulp": 3}}, kinds=kinds.KINDS)
     assert found.of("some.name", kind, "float32") == Tolerance(ulp=3, rule=f"tolerance of {kind}")
     assert all(found.of("some.name", other, "float32").exact for other in kinds.KINDS if other != kind)
 
@@ -214,9 +214,9 @@ COUNTED = {
 def test_counters_are_exact(name: str, options: dict[str, Any]) -> None:
     """A count stored as a float is exact under every tolerance but one that names it."""
     kind, glob = COUNTED[name]
-    assert tolerances(**_table(options)).of(name, kind, "float32").exact
+    assert build_tolerances(**_table(options)).of(name, kind, "float32").exact
     named = {"tolerance": {"*.w": "close", glob: {"rtol": 0, "atol": 1}}}
-    assert tolerances(**_table(named)).of(name, kind, "float32").atol == 1
+    assert build_tolerances(**_table(named)).of(name, kind, "float32").atol == 1
 
 
 def _table(options: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.api import Found, Options, find, judge
+from syncheck.api import GroupedCheckpoints, Options, find, judge
 from syncheck.comparison import reference
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
@@ -51,7 +51,7 @@ def compare_here(things: Sequence[Any], options: Options) -> Report:
     agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
     groups = (ReplicaGroup("model", None, agreed, (Grouping.MEMORY(),)),) if agreed else ()
     reference.check(options.reference, groups, unreadable)
-    return judge(Found(groups, tuple(unreadable)), options)
+    return judge(GroupedCheckpoints(groups, tuple(unreadable)), options)
 
 
 def _check(things: Sequence[Any]) -> None:

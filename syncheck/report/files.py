@@ -46,14 +46,14 @@ def write_file(path: str, report: Report, option: str = "-o") -> None:
     Its folder must be there. Raises UsageError, naming the option, when it cannot be written.
     """
     content = drawn(ENDINGS[_ending(path)], report)
-    with atomic.writing(path, option):
+    with atomic.convert_write_errors(path, option):
         atomic.replace_file(path, content)
 
 
 def check_place(path: str, option: str = "-o") -> None:
     """Raise UsageError for a file that cannot be written, if that can be told before there is anything to write."""
-    with atomic.writing(path, option):
-        atomic.check_place(path)
+    with atomic.convert_write_errors(path, option):
+        atomic.check_writable(path)
 
 
 def _ending(path: str) -> str:

@@ -38,7 +38,7 @@ def refused(done: Done, text: str) -> None:
 def test_what_is_no_file(run: Run, tmp_path: Path, command: tuple[str, ...], what: str) -> None:
     """A pipe that nobody reads makes nothing wait; it, a socket, a device and a looping link stay what they are."""
     out = tmp_path / "out.json"
-    needed = "cannot write it: a pipe, socket or device lies there; needs a file"
+    needed = "cannot write it: a pipe, socket or device; must be a file"
     if what == "socket":
         with socket.socket(socket.AF_UNIX) as opened:
             opened.bind("out.json")

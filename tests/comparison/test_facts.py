@@ -94,12 +94,12 @@ STATES = {
 @pytest.mark.parametrize("known", STATES)
 def test_a_baseline_accepts_no_other_fact(tmp_path: Path, known: str) -> None:
     """What was accepted passes, and fewer facts do; another one in the same tensor fails."""
-    accepted = baseline.updated(compared(tmp_path, *STATES[known]), frozenset())
+    accepted = baseline.update(compared(tmp_path, *STATES[known]), frozenset())
     baseline.write(str(tmp_path / "known.json"), accepted)
     read = baseline.read(str(tmp_path / "known.json"))
     passes = {"one", known, *([known.partition(",")[0], "two"] if "," in known else [])}
     for name, versions in STATES.items():
-        found = baseline.accepted(compared(tmp_path, *versions), read)
+        found = baseline.accept_known(compared(tmp_path, *versions), read)
         assert (found.exit_code == 0) == (name in passes), name
 
 
@@ -107,11 +107,11 @@ def test_an_older_baseline_is_read(tmp_path: Path) -> None:
     """An entry without the fact accepts any of its code, is not told as fixed, and an update writes which it is."""
     report = compared(tmp_path, *STATES["shape"])
     older = frozenset({baseline.Entry("run", UNLIKE, "parameter", "odd")})
-    (run,) = {entry.run for entry in baseline.updated(report, frozenset())}
+    (run,) = {entry.run for entry in baseline.update(report, frozenset())}
     older = frozenset(entry._replace(run=run) for entry in older)
-    judged = baseline.accepted(report, older)
+    judged = baseline.accept_known(report, older)
     assert (judged.exit_code, judged.groups[0].fixed) == (0, ())
-    assert {entry.kind for entry in baseline.updated(report, older)} == {"parameter (shape)"}
+    assert {entry.kind for entry in baseline.update(report, older)} == {"parameter (shape)"}
 
 
 def at(step: int, state: Any = ONE, **settings: float) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_too_little_memory_is_no_damage(
     assert main(["compare", str(path), str(path)]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
-    assert "out of memory; raise its limit" in err
+    assert "out of memory; raise the limit" in err
 
 
 def within(path: Path, megabytes: int) -> tuple[int, str]:
@@ -166,5 +166,5 @@ def test_ten_million_keys(tmp_path: Path) -> None:
     save_records(path, b"\x80\x02}(" + b"".join(keys(limits.MOST_ENTRIES - 10)) + b"u.")
     code, err = within(path, 1024)
     assert (code, len(err.splitlines())) == (2, 1)
-    assert "out of memory; raise its limit" in err
+    assert "out of memory; raise the limit" in err
     assert len(syncheck.read(str(path)).values) == limits.MOST_ENTRIES - 10

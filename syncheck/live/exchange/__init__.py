@@ -17,7 +17,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.api import Found, Options, build_selection, judge
+from syncheck.api import GroupedCheckpoints, Options, build_selection, judge
 from syncheck.comparison import hyperparameters, kinds_asked_for, reference
 from syncheck.comparison.replica_groups import divide, positions_of
 from syncheck.errors import UsageError
@@ -172,7 +172,7 @@ def _judged(
 ) -> Report:
     replicas = ReplicaGroup(name, holdings.step, tuple(holdings.snapshots(ranks).items()), grouping)
     reference.check(options.reference, (replicas,))
-    return judge(Found((replicas,)), options, histograms=histograms)
+    return judge(GroupedCheckpoints((replicas,)), options, histograms=histograms)
 
 
 def _differing(holdings: Holdings, options: Options) -> dict[str, dict[bytes, Wanted]]:

@@ -46,7 +46,7 @@ class Judge:
 
     def __init__(
         self,
-        found: api.Found,
+        found: api.GroupedCheckpoints,
         options: api.Options,
         start: Path,
         *,
@@ -101,11 +101,11 @@ class Judge:
             self._runs[run] = self._judged(part)
         return _or_raise(self._runs[run]), numbers.index(number)
 
-    def _judged(self, found: api.Found) -> Report | CheckpointError:
+    def _judged(self, found: api.GroupedCheckpoints) -> Report | CheckpointError:
         with folder(self._start):
             try:
                 report = api.judge(found, self.options, histograms=self._histograms)
-                return baseline.accepted(report, baseline.failing(report)) if self._accepting else report
+                return baseline.accept_known(report, baseline.list_failing(report)) if self._accepting else report
             except CheckpointError as error:
                 return error
 

@@ -52,7 +52,7 @@ def seen_from(start: Path, root: Path, nodeid: str) -> str:
     return nodeid if start == root else f"{Path(os.path.relpath(root / shown, start)).as_posix()}{separator}{rest}"
 
 
-def plan(found: api.Found, options: api.Options, start: Path, root: Path) -> list[Planned]:
+def plan(found: api.GroupedCheckpoints, options: api.Options, start: Path, root: Path) -> list[Planned]:
     """Return the items in the order of the groups, unreadable files last.
 
     start: the folder to which the paths are relative. root: pytest's rootdir, to which ids are relative. Every group
@@ -83,7 +83,7 @@ def plan(found: api.Found, options: api.Options, start: Path, root: Path) -> lis
     return planned
 
 
-def _folders(found: api.Found, start: Path) -> dict[str, Path]:
+def _folders(found: api.GroupedCheckpoints, start: Path) -> dict[str, Path]:
     """Return the folder of each run, the same for all of its steps."""
     paths: dict[str, list[str]] = {}
     for replicas in found.groups:

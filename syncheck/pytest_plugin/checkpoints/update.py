@@ -35,10 +35,10 @@ class Update:
                 f"the baseline is not updated: {len(left_out)} of the tests of checkpoints did not run, the first is "
                 f"{left_out[0].nodeid}"
             )
-        made = baseline.updated(judge.report(), self.known)
+        made = baseline.update(judge.report(), self.known)
         with judge.here():
             baseline.write(self.path, made)
-        return f"{self.path}: {baseline.change(self.known, made)}"
+        return f"{self.path}: {baseline.describe_update(self.known, made)}"
 
 
 def begun(options: Options, asked: Asked) -> tuple[Options, Update]:
