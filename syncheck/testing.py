@@ -116,11 +116,9 @@ def compare(
 ) -> Report:
     """Compare replicas: checkpoint files, objects in memory, or the ranks of a process group.
 
-    things: the replicas, in one of three forms.
-
-    - Only paths and globs: the files are compared as on the command line, by each rank separately.
-    - In a process group of several ranks: the parts of this rank's replica. All ranks must make the call.
-    - Otherwise: one replica each. A tuple such as (model, optimizer), or the path of one file, is one replica.
+    things: the replicas. Only paths and globs: each rank compares the files separately, as on the command line. In a
+    process group of several ranks: the parts of this rank's replica, and all ranks must make the call. Otherwise: one
+    replica each, where a tuple such as (model, optimizer) or the path of one file is a replica.
 
     Parts are modules, optimizers, state dicts, tensors, and any object with a `state_dict()`. Python values in memory
     are compared like tensors, including missing values; `exclude` skips them by name.
