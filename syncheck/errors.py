@@ -151,13 +151,13 @@ _CURRENT: ContextVar[Words] = ContextVar("words", default=PYTHON)
 
 
 def current_words() -> Words:
-    """Return how the surface that renders text at present writes options."""
+    """Return the spelling of options on the surface that is rendering text."""
     return _CURRENT.get()
 
 
 @contextmanager
 def spelling(words: Words) -> Iterator[None]:
-    """Render messages and errors with options written so, in a `with` block or a decorated function."""
+    """Write options in the spelling of a surface while rendering messages, as a context manager or decorator."""
     token = _CURRENT.set(words)
     try:
         yield
@@ -210,7 +210,7 @@ class OutOfSync(SyncheckError, AssertionError):
 
 
 class DemoFailed(SyncheckError):
-    """A step of `syncheck demo` failed, or had another result than the demo expects."""
+    """A step of `syncheck demo` failed, or did not have the expected result."""
 
 
 class CheckpointError(SyncheckError):

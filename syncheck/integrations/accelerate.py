@@ -1,4 +1,4 @@
-"""Watch a model that Accelerate trains.
+"""Live checks for models trained with Accelerate.
 
     from syncheck.integrations.accelerate import monitor
 
@@ -8,10 +8,10 @@
             accelerator.backward(loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
-        if accelerator.sync_gradients:    # an optimizer step was made, not only a part of its gradient
+        if accelerator.sync_gradients:    # the optimizer made a step instead of accumulating gradients
             watched.step()
 
-Importing this module imports neither accelerate nor torch: all that it needs comes with the accelerator given.
+Importing this module does not import accelerate or torch.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ if TYPE_CHECKING:
     from syncheck.live import SyncMonitor
 
 
-def unwrapped(optimizer: Any) -> Any:
-    """Return the torch optimizer inside Accelerate's; each one's of a list or tuple; anything else as it is."""
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the torch optimizer in Accelerate's wrapper, also within lists and tuples; other objects unchanged."""
     if isinstance(optimizer, (list, tuple)):
-        return tuple(unwrapped(each) for each in optimizer)
+        return tuple(unwrap_optimizer(each) for each in optimizer)
     if any(kind.__name__ == "AcceleratedOptimizer" for kind in type(optimizer).__mro__):
         return optimizer.optimizer
     return optimizer
 
 
 def monitor(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -> SyncMonitor:
-    """Return a SyncMonitor of what `accelerator.prepare` returned; call its `step()` after each optimizer step.
+    """Return a SyncMonitor of a prepared model and optimizer; call its `step()` after each optimizer step.
 
-    model, optimizer: prepared ones, or a tuple of them; the optimizers inside Accelerate's are watched. The gradient
-    scaler is the accelerator's unless options has a `scaler`. options: of SyncMonitor, such as every= and on_desync=.
-    Its log and its events are written by rank 0 only, which is Accelerate's main process.
-    Raises UsageError as SyncMonitor does.
+    model, optimizer: as returned by `accelerator.prepare`, or tuples of several. options: of SyncMonitor, such as every
+    and on_desync; scaler is the accelerator's by default. Rank 0, which is Accelerate's main process, writes the log
+    and the events. Raises UsageError as SyncMonitor does.
     """
     from syncheck.live import SyncMonitor
 
     options.setdefault("scaler", getattr(accelerator, "scaler", None))
-    return SyncMonitor(model, unwrapped(optimizer), **options)
+    return SyncMonitor(model, unwrap_optimizer(optimizer), **options)

@@ -1,4 +1,4 @@
-"""What the callbacks of all libraries do with a monitor; what differs is which of their hooks calls it."""
+"""The monitor of a callback, shared by all libraries; the hooks of each library call it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Watching:
-    """Makes a monitor at the start of each training, and ends it with the training.
+    """Create a monitor at the start of each training, and close it at the end.
 
-    every, on_desync, options: of SyncMonitor; UsageError for wrong ones comes here, before anything is trained.
-    monitor: of the training that runs, or that ran last.
+    every, on_desync, options: as for SyncMonitor. monitor: of the current or most recent training. Raises UsageError
+    for wrong options, before training starts.
     """
 
     def __init__(self, every: int, on_desync: Any, options: Mapping[str, Any]) -> None:
@@ -25,22 +25,22 @@ class Watching:
         SyncMonitor(None, **self._options)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Launchers that spawn processes send the callback to them; a monitor belongs to the process that it is in.
+        # Launchers send the callback to spawned processes, and a monitor belongs to one process.
         return {**self.__dict__, "monitor": None}
 
     def begin(self, model: Any, optimizer: Any, scaler: Any, *, start: int, writer: Any = None) -> None:
-        """Watch these from now on. start: steps done before. writer: unless the options have one."""
+        """Create the monitor. start: number of completed steps. writer: the default of the option `writer`."""
         from syncheck.live import SyncMonitor
 
         given: dict[str, Any] = {"scaler": scaler, "start": start, "writer": writer, **self._options}
         self.monitor = SyncMonitor(model, optimizer, **given)
 
     def step(self, *, last: bool) -> None:
-        """Count an optimizer step. last: check in any case, for no further step will follow."""
+        """Count an optimizer step, and check if a check is due. last: always check, because this is the last step."""
         if self.monitor is None:
             return
         try:
-            # Also a step that the gradient scaler skipped is one: ranks that count alike do not wait for each other.
+            # Steps skipped by the gradient scaler count too, so that all ranks have equal counts and check together.
             if self.monitor.step() is None and last:
                 self.monitor.check()
         except BaseException as error:
@@ -48,11 +48,11 @@ class Watching:
             raise
 
     def end(self) -> None:
-        """Check what was done since the last check, if anything was."""
+        """Check the steps since the last check, if any, and close the monitor."""
         if self.monitor is not None:
             self.monitor.close()
 
     def fail(self, error: BaseException) -> None:
-        """End without a check, after an exception."""
+        """Close the monitor without a check, after an exception."""
         if self.monitor is not None:
             self.monitor.__exit__(type(error), error, error.__traceback__)
