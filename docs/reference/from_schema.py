@@ -97,6 +97,8 @@ def fields() -> str:
     ordered = sorted(_with_inner(objects).items(), key=lambda pair: [*RECORDS, pair[0]].index(pair[0]))
     for name, found in ordered:
         meanings = _meanings(RECORDS.get(name, name.title().replace("_", "")))
+        if name == "group":  # the document contains some fields of the group's evidence directly
+            meanings |= _meanings("GroupEvidence")
         required = set(found.get("required", ()))
         rows = []
         for key, wanted in found["properties"].items():
@@ -129,7 +131,10 @@ def _meanings(record: str) -> dict[str, str]:
         raise TypeError(record)
     listed = sources.attributes(node)
     _, in_text = split_fields(sources.docstring(node), [field.name for field in listed])
-    return {field.name: field.text or in_text[field.name] for field in listed}
+    inherited: dict[str, str] = {}
+    for base in node.bases:
+        inherited |= _meanings(ast.unparse(base))
+    return inherited | {field.name: field.text or in_text[field.name] for field in listed}
 
 
 def _type(wanted: dict[str, Any], key: str) -> str:

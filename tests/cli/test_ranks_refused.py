@@ -80,7 +80,7 @@ def program(file: Path) -> None:
         (cut_short, "save or copy the file again"),
         (folder, "2 checkpoints; needs the one of this rank"),
         (empty_folder, "no checkpoint in this folder"),
-        (text, "needed a file of torch.save or safetensors"),
+        (text, "needed a torch.save or safetensors file"),
         (fingerprint, "a fingerprint; these are compared without torchrun: syncheck compare *.json"),
         (program, "os.system"),
     ],
@@ -150,7 +150,7 @@ def test_a_rank_that_is_missing(across: Across) -> None:
     described(across, world_size=3)
     ended = across.compare(across.path)
     assert [done.code for done in ended] == [0, 0]
-    assert "  no file of rank 2, which the metadata says took part" in ended[0].lines
+    assert "  no file of rank 2, although the metadata lists 3 ranks" in ended[0].lines
 
 
 @pytest.mark.parametrize(
