@@ -7,5 +7,5 @@ if __name__ == "__main__":
         from syncheck.cli import main
 
         sys.exit(main())
-    except KeyboardInterrupt:  # before `main` could take it
+    except KeyboardInterrupt:  # before `main` handles it
         sys.exit(130)

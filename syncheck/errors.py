@@ -70,7 +70,7 @@ class _Brief(reprlib.Repr):
 def brief(value: object, most: int = 60) -> str:
     """Return a value from a file as text of at most `most` characters, in bounded time.
 
-    `repr` takes exponential time for nested shared references, and fails for integers of more than 4,300 digits.
+    `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
     """
     short = _Brief()
     short.maxstring = short.maxother = short.maxlong = most
@@ -126,7 +126,7 @@ class Words:
         return name + (entry if dot else "")
 
     def placeholder(self, field: str, metavar: str) -> str:
-        """Return a field with a placeholder for its value: `--group-by REGEX`."""
+        """Write a field with a placeholder for its value: `--group-by REGEX`."""
         return f"{self.name(field)}{self.equals}{metavar}"
 
     def pair(self, field: str, value: object) -> str:
@@ -157,7 +157,7 @@ def current_words() -> Words:
 
 @contextmanager
 def spelling(words: Words) -> Iterator[None]:
-    """Render messages and errors with this spelling of options, in a `with` block or a decorated function."""
+    """Write options in the spelling of a surface while rendering messages, as a context manager or decorator."""
     token = _CURRENT.set(words)
     try:
         yield
@@ -210,7 +210,7 @@ class OutOfSync(SyncheckError, AssertionError):
 
 
 class DemoFailed(SyncheckError):
-    """A step of `syncheck demo` failed, or had another result than the demo expects."""
+    """A step of `syncheck demo` failed, or did not have the expected result."""
 
 
 class CheckpointError(SyncheckError):

@@ -286,7 +286,7 @@ class Detail(Sentence):
 
 
 class Fact(Sentence):
-    """A statement of evidence that any finding may have."""
+    """Evidence that every kind of finding may have."""
 
     TEXT = "{text}"
     NOT_IN_BASELINE = "not in the baseline: {names:names}"

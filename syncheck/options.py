@@ -174,7 +174,8 @@ class Options:
 
     `baseline` applies to checkpoints only: objects in memory are compared without it.
 
-    Raises OptionError, a UsageError, for a value of the wrong type or out of range, and for contradicting tolerances.
+    Raises OptionError (a UsageError) if a value has the wrong type or is out of range, or if tolerances contradict each
+    other.
     """
 
     only: tuple[str, ...] = option(
@@ -274,7 +275,7 @@ class Options:
 class RunOptions:
     """The options of a run that do not affect the comparison: input, exit code and output.
 
-    Raises OptionError, a UsageError, for a value of the wrong type or out of range.
+    Raises OptionError (a UsageError) if a value has the wrong type or is out of range.
     """
 
     checkpoints: tuple[str, ...] = option(

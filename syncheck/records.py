@@ -35,7 +35,7 @@ FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 
 
 class Reason(StrEnum):
-    """Why a tensor was not, or not fully, compared by value."""
+    """Why a tensor was not compared by value, or only in part."""
 
     MISSING = "missing"
     SHAPE = "shape"
@@ -178,7 +178,7 @@ class Fixed:
 
     code: str
     names: tuple[str, ...]
-    """Tensors and values."""
+    """Names of tensors and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class TensorDiff:
     reason: Reason | None = None
     """Why it was not (fully) compared; `digest` or `checksum` for the comparison of digests or checksums."""
     detail: Message | None = None
-    """Explains the reason."""
+    """An explanation of the reason."""
     tolerance: str | None = None
     """The tolerance that applied, if the status is `close`."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
@@ -233,7 +233,7 @@ class TensorDiff:
     index: tuple[int, ...] | None = None
     """The index of the first element that is NaN or infinite on some replica, else of the largest difference."""
     nonfinite: Mapping[int, int] = field(default_factory=dict)
-    """Infinities and NaNs per rank."""
+    """Number of infinities and NaNs by rank."""
     extent: Extent | None = None
     minority: tuple[int, ...] = ()
     """Ranks outside the majority, or different from the reference; empty if there is neither."""
@@ -323,7 +323,7 @@ class Finding:
 
     @property
     def fails(self) -> bool:
-        """Whether it makes the group out of sync."""
+        """Whether the finding makes the group out of sync."""
         return self.severity != "info" and not (self.allowed or self.accepted)
 
 
@@ -344,7 +344,7 @@ class GroupEvidence:
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     free_running: FreeRunning | None = None
-    """In the last step of a run whose running statistics differ: whether they were synchronized."""
+    """For the last step of a run whose running statistics differ: whether they were synchronized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +373,7 @@ class Comparison:
     notes: tuple[Message, ...] = ()
     """Notes about normalized, guessed or skipped tensors and values."""
     label: str = ""
-    """The name of the run in a baseline; empty if it is `run`."""
+    """The name of the run in a baseline; empty if it equals `run`."""
     evidence: GroupEvidence = field(default_factory=GroupEvidence)
 
     @property

@@ -6,7 +6,7 @@
     assert_in_sync(first.state_dict(), second)    # in one process: each object is a replica
     assert_in_sync(ddp, optimizer)    # in a process group: call on all ranks, each rank is a replica
 
-Importing this module imports neither torch, numpy nor pytest.
+pytest is not required. Importing this module does not import torch, numpy or pytest.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Rank:
         return gathered
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         import torch.distributed as dist
 
         dist.barrier()
@@ -154,7 +154,7 @@ def _run(
 ) -> Report:
     __tracebackhide__ = True
     try:
-        return _compare(things, group, across_ranks, lambda: _options(options, comparing, limit))
+        return _compare(things, group, across_ranks, lambda: _merge_options(options, comparing, limit))
     except UsageError as error:
         # Without the traceback of this module: only the line of the test matters.
         raise error.with_traceback(None) from None
@@ -192,11 +192,8 @@ def _is_path(thing: Any) -> bool:
     return isinstance(thing, (str, os.PathLike))
 
 
-def _options(options: Options | None, comparing: dict[str, Any], limit: int) -> Options:
-    """Return the options with the fields given by name in place of their own.
-
-    For a list, a single string stands for a list of one, and a set for a list.
-    """
+def _merge_options(options: Options | None, comparing: dict[str, Any], limit: int) -> Options:
+    """Return the options with the fields that are given by name. Tuples may be given as a list, a set or one string."""
     RunOptions(limit=limit)  # raises OptionError for a wrong limit
     if options is not None and not isinstance(options, Options):
         raise UsageError(

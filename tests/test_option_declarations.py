@@ -136,7 +136,7 @@ def test_each_choice_of_only_selects_kinds() -> None:
     """The kinds of tensors of each value of `only` are known, and the command line has a switch for each."""
     declaration = list_options(PYTHON, Options)["only"]
     assert set(declaration.choices) == set(api.ONLY) == set(declaration.switch_help)
-    arguments = parser.build().parse_args(["compare", "x", *(f"--only-{name}" for name in declaration.choices)])
+    arguments = parser.build_parser().parse_args(["compare", "x", *(f"--only-{name}" for name in declaration.choices)])
     assert arguments.only == list(declaration.choices)
 
 

@@ -16,7 +16,7 @@ from syncheck.pytest_plugin import options as plugin
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each command, in the order of the help."""
-    actions = parser.build()._actions  # noqa: SLF001 - argparse has no public access
+    actions = parser.build_parser()._actions  # noqa: SLF001 - argparse has no public access
     (found,) = [action for action in actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
     return dict(found.choices)
 

@@ -1,4 +1,4 @@
-"""The command line: arguments and printing only."""
+"""The command line: it parses arguments, calls the library and prints the result."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ import sys
 
 CRASH = 3
 INTERRUPTED = 130
-CLOSED = 141  # what a shell reports for SIGPIPE
+CLOSED = 141  # the exit code of a process killed by SIGPIPE, as shells report it
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 in sync, 1 out of sync, 2 could not tell, 3 a crash of ours."""
-    # numpy's matrix routines are not used here; not to start their threads saves a tenth of the whole run.
+    """Run a command and return its exit code: 0 in sync, 1 out of sync, 2 could not tell, 3 crash, 130 interrupted."""
+    # syncheck does not use numpy's matrix routines, and starting their threads takes a tenth of a short run.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Records of 200,000 tensors hold no cycles; to search them for some every 700 takes a fifth of the whole run.
+    # Records of 200,000 tensors contain no reference cycles, and the default threshold of 700 objects would spend a
+    # fifth of the run searching for them.
     gc.set_threshold(100_000)
-    # What is imported takes most of a short run, so Ctrl-C comes there too.
+    # Imports take most of a short run, so Ctrl-C is handled during imports too.
     try:
         from syncheck.cli import streams
         from syncheck.errors import COMMAND_LINE, spelling
 
-        streams.reopen()
+        streams.reopen_closed()
         try:
             with spelling(COMMAND_LINE):
                 return _run(sys.argv[1:] if argv is None else argv)
         finally:
-            streams.settle()
+            streams.flush_before_exit()
     except KeyboardInterrupt:
         from syncheck.cli import streams
 
-        streams.say("syncheck: interrupted")
+        streams.print_stderr("syncheck: interrupted")
         return INTERRUPTED
 
 
@@ -40,50 +41,50 @@ def _run(argv: list[str]) -> int:
     from syncheck.errors import SyncheckError
 
     try:
-        code = _carried_out(argv)
+        code = _run_command(argv)
         streams.flush()
         return code
     except SyncheckError as error:
-        output.tell(f"error: {error}")
+        output.print_message(f"error: {error}")
         return error.exit_code
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough; Python must not complain at exit when it flushes.
-        streams.silence(sys.stdout)
+        # The reader, such as `| head`, closed the pipe. Python would report an error when it flushes stdout at exit.
+        streams.redirect_to_null(sys.stdout)
         return CLOSED
-    except Exception as error:  # noqa: BLE001 - whatever it is, exit 1 would claim that replicas differ
-        lacking = _lacking(error)
-        if lacking:
-            output.tell(f"error: {lacking}")
+    except Exception as error:  # noqa: BLE001 - Python's exit code 1 would mean that replicas differ
+        exhausted = _describe_exhausted_resource(error)
+        if exhausted:
+            output.print_message(f"error: {exhausted}")
             return SyncheckError.exit_code
         _report_crash(argv)
         return CRASH
 
 
-def _carried_out(argv: list[str]) -> int:
+def _run_command(argv: list[str]) -> int:
     from syncheck.cli import streams
-    from syncheck.cli.parser import build
+    from syncheck.cli.parser import build_parser
 
-    with streams.printing():
+    with streams.convert_write_errors():
         try:
-            arguments = build().parse_args(argv)
-        except SystemExit:  # after help, and after an error that was told
+            arguments = build_parser().parse_args(argv)
+        except SystemExit:  # argparse has printed the help or an error
             sys.stdout.flush()
             raise
     code: int = arguments.run(arguments)
     return code
 
 
-def _lacking(error: Exception) -> str:
-    """Say what the machine would not give, if that is what ended a run, and what to do about it; empty where not."""
+def _describe_exhausted_resource(error: Exception) -> str:
+    """Return a message if an error means that memory or file descriptors ran out, otherwise an empty string."""
     import errno
 
     number = error.errno if isinstance(error, OSError) else None
-    # A library that cannot be mapped is told of as one that cannot be imported.
+    # If a shared library cannot be mapped into memory, Python raises ImportError.
     unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
     if isinstance(error, MemoryError) or unmapped or number == errno.ENOMEM:
-        return "out of memory; raise its limit (ulimit -v), or compare fewer files at once, with --jobs 1"
+        return "out of memory; raise the limit (ulimit -v), or compare fewer files at once, with --jobs 1"
     if number in (errno.EMFILE, errno.ENFILE):
-        return "too many open files; raise their limit (ulimit -n), of which a few dozen are needed"
+        return "too many open files; raise the limit (ulimit -n) to at least a few dozen"
     return ""
 
 
@@ -92,9 +93,9 @@ def _report_crash(argv: list[str]) -> None:
 
     from syncheck.cli import about, streams
 
-    streams.say(
+    streams.print_stderr(
         f"{traceback.format_exc()}"
         "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
-        + "".join(f"  {line}\n" for line in about.lines())
+        + "".join(f"  {line}\n" for line in about.list_versions())
         + f"  arguments: {argv}"
     )

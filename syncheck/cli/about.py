@@ -1,13 +1,13 @@
-"""What a bug report needs: versions of what takes part, and of the machine."""
+"""The environment for a bug report: versions of syncheck, Python, the platform and libraries."""
 
 from __future__ import annotations
 
-# Dependencies, then what live checks, pages and the pytest plugin use where it is installed.
+# Dependencies, then the optional libraries of live checks, HTML pages and the pytest plugin.
 LIBRARIES = ("numpy", "ml_dtypes", "rich", "rich-argparse", "torch", "xxhash", "safetensors", "matplotlib", "pytest")
 
 
-def lines() -> list[str]:
-    """Return the versions a line each, that of syncheck first. Nothing of it is imported to ask it."""
+def list_versions() -> list[str]:
+    """Return lines with the versions, syncheck first, without importing the libraries."""
     import platform
     from importlib import metadata
     from pathlib import Path

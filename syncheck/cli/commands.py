@@ -44,10 +44,10 @@ class Baseline:
                 baseline.write(self.path, updated)
             except UsageError as error:
                 failed = error
-                output.tell(f"error: {self.path}: {error}")
+                output.print_message(f"error: {self.path}: {error}")
             else:
                 if not self.quiet:
-                    output.tell(f"{self.path}: {baseline.describe_change(known, updated)}")
+                    output.print_message(f"{self.path}: {baseline.describe_change(known, updated)}")
                 known = updated
         return baseline.apply_baseline(report, known), failed
 
@@ -85,7 +85,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if any("{" in path for path in arguments.paths):
         from syncheck.cli import ranks
 
-        if ranks.asked_for(arguments.paths):
+        if ranks.names_rank(arguments.paths):
             return _compare_across_ranks(arguments)
     return _compare(arguments, _load_project(arguments), "comparison")
 
@@ -94,13 +94,13 @@ def _compare_across_ranks(arguments: argparse.Namespace) -> int:
     """`syncheck compare` as one of several processes, each with its own file. Does not return."""
     from syncheck.cli import ranks
 
-    if not ranks.is_leader():
+    if not ranks.is_first():
         arguments.quiet = True
 
     def prepare() -> ranks.Task:
         settings = _read_settings(arguments, _load_project(arguments))
         # Only the first process needs the file, whose path may not exist on other machines.
-        baseline = _read_baseline(settings) if ranks.is_leader() else Baseline()
+        baseline = _read_baseline(settings) if ranks.is_first() else Baseline()
         return ranks.Task(
             replace(settings.options, baseline=None),
             files.needs_histograms(settings.run.output),
@@ -144,13 +144,13 @@ def _read_settings(arguments: argparse.Namespace, project: Config) -> Settings:
         from_file.append("exit-zero")
     output_name = "-o" if arguments.output else f"{project.path}: {TOML.name('output')}"
     files.check_extensions(run.output, output_name)
-    if ranks.is_leader():
+    if ranks.is_first():
         for path in run.output:
             files.check_writable(path, output_name)
             readers.refuse_overwrite(path, output_name)
     if from_file and not run.quiet:
         # Options that accept differences are shown, because the user may have forgotten the file.
-        output.tell(f"options from {project.path}: {', '.join(from_file)}")
+        output.print_message(f"options from {project.path}: {', '.join(from_file)}")
     return Settings(arguments.paths or project.checkpoints or ["ckpts"], merged, run, output_name)
 
 
@@ -163,7 +163,7 @@ def _compare(arguments: argparse.Namespace, project: Config, layout: str) -> int
     histograms = files.needs_histograms(settings.run.output)
     found = api.compare(*settings.paths, options=options, histograms=histograms)
     for broken in found.unreadable:
-        output.tell(f"error: {broken.path}: {broken.reason}")
+        output.print_message(f"error: {broken.path}: {broken.reason}")
     return write_report(settings, found, layout, baseline)
 
 
@@ -179,7 +179,7 @@ def write_report(settings: Settings, found: Report, layout: str, baseline: Basel
             files.write_file(path, found, settings.output_name)
         except UsageError as error:
             failed = error
-            output.tell(f"error: {error}")
+            output.print_message(f"error: {error}")
     if not run.quiet:
         _print_report(run, found, layout)
     if failed is not None:
@@ -189,11 +189,11 @@ def write_report(settings: Settings, found: Report, layout: str, baseline: Basel
 
 def _print_report(run: RunOptions, found: Report, layout: str) -> None:
     if run.format != "text":
-        output.write_text(files.render_format(run.format, found))
+        output.print_text(files.render_format(run.format, found))
     elif found.groups:
         from syncheck.report import text
 
-        output.write(getattr(text, layout)(found, run.limit), run.color)
+        output.print_parts(getattr(text, layout)(found, run.limit), run.color)
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -204,11 +204,11 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         from syncheck.report import json_document
 
-        output.write_text(json_document.to_json(listed))
+        output.print_text(json_document.to_json(listed))
     else:
         from syncheck.report import listing
 
-        output.write(listing.list_contents(listed), arguments.color)
+        output.print_parts(listing.list_contents(listed), arguments.color)
     return 0
 
 
@@ -220,19 +220,19 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 
     opened = paths.open_checkpoints(arguments.paths)
     unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
-    for snapshot, place in made.choose_output_paths(opened.snapshots, arguments.output):
+    for snapshot, path in made.choose_output_paths(opened.snapshots, arguments.output):
         try:
             text = made.fingerprint(snapshot)
         except CheckpointError as error:
             unreadable.append(str(error))
             continue
-        made.write(place, text)
+        made.write(path, text)
         if not arguments.quiet:
             size = f"{len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)} in {bytes_text(len(text))}"
-            line = f"{one_line(place)}: fingerprint of {one_line(snapshot.path)}, {size}"
-            output.write_text(f"{logged(line)}\n")
+            line = f"{one_line(path)}: fingerprint of {one_line(snapshot.path)}, {size}"
+            output.print_text(f"{logged(line)}\n")
     for line in unreadable:
-        output.tell(f"error: {line}")
+        output.print_message(f"error: {line}")
     return 2 if unreadable else 0
 
 
@@ -245,13 +245,13 @@ def explain(arguments: argparse.Namespace) -> int:
         raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
     rules = sorted(RULES, key=lambda rule: rule.CODE)
     if arguments.code is None:
-        output.write(listing.list_rules(rules), arguments.color)
+        output.print_parts(listing.list_rules(rules), arguments.color)
         return 0
     asked = arguments.code.lower()
     found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
     if found is None:
         raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
-    output.write(listing.explain_rule(found), arguments.color)
+    output.print_parts(listing.explain_rule(found), arguments.color)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Where output goes: a terminal of some width, a pipe, a file."""
+"""Print reports and messages, with color and width to suit a terminal, a pipe or a file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that stdout is, None where it is none."""
+    """Return the number of columns of the terminal, or None if stdout is not a terminal."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return None
     return shutil.get_terminal_size().columns
 
 
-def color_wanted(choice: str) -> bool:
-    """Decide on colour: the option, then NO_COLOR (no-color.org) and FORCE_COLOR, then whether stdout is a terminal."""
+def use_color(choice: str) -> bool:
+    """Whether to color: by the option, then NO_COLOR (no-color.org) and FORCE_COLOR, then if stdout is a terminal."""
     if choice != "auto":
         return choice == "always"
     if os.environ.get("NO_COLOR"):
@@ -32,10 +32,10 @@ def color_wanted(choice: str) -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or terminal_width() is not None
 
 
-def ascii_only() -> bool:
-    """Whether stdout may lack characters beyond ASCII: by its encoding, or because the user asks for the C locale.
+def needs_ascii() -> bool:
+    """Whether to print ASCII only, because of the encoding of stdout or the C locale.
 
-    Python writes UTF-8 in the C locale (PEP 538), but the terminal need not show it.
+    In the C locale, Python writes UTF-8 (PEP 538), but the terminal may not display it.
     """
     locale = os.environ.get("LC_ALL") or os.environ.get("LANG")
     try:
@@ -45,29 +45,29 @@ def ascii_only() -> bool:
     return locale in ("C", "POSIX")
 
 
-def tell(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a line on stderr."""
-    streams.say(f"syncheck: {logged(one_line(text))}")
+    streams.print_stderr(f"syncheck: {logged(one_line(text))}")
 
 
-def write(parts: Sequence[Part], color: str) -> None:
-    """Print parts on stdout, drawn for where it leads."""
-    width, colored = terminal_width(), color_wanted(color)
+def print_parts(parts: Sequence[Part], color: str) -> None:
+    """Render the parts of a report, and print them on stdout."""
+    width, colored = terminal_width(), use_color(color)
     if width is None and not colored:
         from syncheck.report import plain
 
-        write_text(plain.render(parts))
+        print_text(plain.render(parts))
     else:
-        from syncheck.report import terminal  # rich is imported here, for terminals only
+        from syncheck.report import terminal  # imports rich, which only terminals need
 
-        write_text(terminal.render(parts, width, colored, ascii_only=ascii_only()))
+        print_text(terminal.render(parts, width, colored, ascii_only=needs_ascii()))
 
 
-def write_text(drawn: str) -> None:
-    """Print on stdout. Characters that its encoding lacks are replaced: a verdict must come out under LANG=C.
+def print_text(text: str) -> None:
+    """Print text on stdout. Characters outside its encoding are replaced, so that LANG=C never hides a verdict.
 
-    Raises UsageError where stdout takes nothing more.
+    Raises UsageError if stdout cannot be written.
     """
     encoding = sys.stdout.encoding or "utf-8"
-    with streams.printing():
-        sys.stdout.write(drawn.encode(encoding, "replace").decode(encoding))
+    with streams.convert_write_errors():
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))

@@ -24,7 +24,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         from syncheck.cli import about
 
-        print("\n".join(about.lines()))
+        print("\n".join(about.list_versions()))
         parser.exit()
 
 
@@ -66,7 +66,7 @@ class _Parser(argparse.ArgumentParser):
         from syncheck.cli import streams
 
         self.formatter_class = argparse.RawDescriptionHelpFormatter
-        streams.say(super().format_help().rstrip())
+        streams.print_stderr(super().format_help().rstrip())
         return 2
 
 
@@ -81,7 +81,7 @@ def _suggest(word: str, known: Iterable[str]) -> str:
     return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1))
 
 
-def build() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """Return the parser; each command's `run` is a function of the parsed arguments."""
     parser = _Parser(
         prog="syncheck",

@@ -1,4 +1,4 @@
-"""`torchrun ... -m syncheck compare 'ckpts/rank_{rank}.pth'`: every process reads its own file, wherever that lies."""
+"""`torchrun ... -m syncheck compare 'ckpts/rank_{rank}.pth'`: each process reads its own file on its own machine."""
 
 from __future__ import annotations
 
@@ -20,162 +20,152 @@ if TYPE_CHECKING:
     from syncheck.live.channel import Channel
     from syncheck.records import Report
 
-# What may stand in a path, and the variable of torchrun that has it.
+# Fields of a path, and torchrun's environment variables with their values.
 FIELDS = {"rank": "RANK", "local_rank": "LOCAL_RANK", "node_rank": "GROUP_RANK", "world_size": "WORLD_SIZE"}
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Until the last process has come to its end, after all have had the last message.
-_PATIENCE = timedelta(seconds=30)
+# The time for the last process to exit, after all processes have received the last message.
+_EXIT_TIMEOUT = timedelta(seconds=30)
 
 
 class Task(NamedTuple):
-    """What a process was asked for. tell: prints and writes the report, and returns the exit code."""
+    """The requested comparison. write_report: prints and writes the report, and returns the exit code."""
 
     options: Options
     histograms: bool
-    tell: Callable[[Report], int]
+    write_report: Callable[[Report], int]
 
 
-def asked_for(paths: Sequence[str]) -> bool:
-    """Whether a path names the rank of a process, as in 'ckpts/rank_{rank}.pth'; a file of that very name does not."""
-    return any(not os.path.lexists(path) and _names_field(path) for path in paths)
+def names_rank(paths: Sequence[str]) -> bool:
+    """Whether a path has a field for the rank, as in 'ckpts/rank_{rank}.pth', and is not an existing file."""
+    return any(not os.path.lexists(path) and _has_field(path) for path in paths)
 
 
-def is_leader() -> bool:
-    """Whether this process is the one that reports."""
+def is_first() -> bool:
+    """Whether this process writes the report."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def run(paths: Sequence[str], prepare: Callable[[], Task]) -> NoReturn:
-    """Compare the file of this process with those of all others. The first one tells; all end with its exit code.
+    """Compare the files of all processes, report on the first process, and exit all with the same exit code.
 
-    prepare: reads the options, once the processes know each other: where it fails on one of them, all hear of it.
-    The processes leave together, so that none is told that another failed. Raises UsageError where this process was
-    not started as one of several.
+    prepare: reads the options after the processes are connected, so that its errors reach all of them. All processes
+    exit at the same time, because torchrun reports an early exit as a failure. Raises UsageError outside torchrun.
     """
-    channel, code = compared(_path(paths), prepare)
+    channel, code = compare(_select_path(paths), prepare)
     sys.stderr.flush()
     if not channel.broken:
-        _wait()
-    # What is left to be ended are torch's threads, which need not come to an end once a process is gone.
+        _wait_for_all()
+    # A normal exit could wait for torch's threads forever if a process has died.
     os._exit(code)
 
 
-def compared(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
-    """Do all of `run` but to leave. A collective call: returns the same exit code on all processes."""
-    channel = _channel(path)
+def compare(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
+    """Compare and report. A collective call: it returns the same exit code on all processes."""
+    channel = _connect(path)
 
     def work() -> int:
-        return _compared(channel, path, prepare())
+        return _compare_own_file(channel, path, prepare())
 
     try:
         return channel, channel.run_together(work)
     except SyncheckError as error:
         cause = error.__cause__
-        # Where no message comes through, the first process may be the one that is gone.
+        # If messages are lost, the first process may have died, so every process reports the error.
         if channel.is_leader or channel.broken:
-            output.tell(f"error: {error}")
+            output.print_message(f"error: {error}")
         if isinstance(cause, Exception) and not isinstance(cause, (SyncheckError, OSError)) and not channel.broken:
             import traceback
 
-            traceback.print_exception(cause)  # of ours, and to be reported
+            traceback.print_exception(cause)  # a bug of syncheck
         return channel, error.exit_code
 
 
-def _compared(channel: Channel, path: str, task: Task) -> int:
+def _compare_own_file(channel: Channel, path: str, task: Task) -> int:
     from syncheck.live.files import compare_files
 
     try:
         own = path.format_map({name: int(os.environ[of]) for name, of in FIELDS.items() if of in os.environ})
     except (ValueError, KeyError) as error:
-        raise UsageError(
-            f"{path}: what is in braces cannot be filled in: {error}; needs {{rank}} or {{rank:02d}}"
-        ) from None
+        raise UsageError(f"{path}: invalid field in braces: {error}; must be {{rank}} or {{rank:02d}}") from None
     pattern = os.path.splitext(re.sub(r"{[^{}]*}", "*", path))[0]
     report = compare_files(channel, own, pattern, task.options, histograms=task.histograms)
-    return channel.run_on_leader(lambda: _told(report, task), lambda _: None)
+    return channel.run_on_leader(lambda: _write_report(report, task), lambda _: None)
 
 
-def _told(report: Report, task: Task) -> int:
+def _write_report(report: Report, task: Task) -> int:
     try:
-        code = task.tell(report)
+        code = task.write_report(report)
         sys.stdout.flush()
     except BrokenPipeError:
-        # As without ranks: the reader (`| head`) has seen enough.
-        streams.silence(sys.stdout)
+        # The reader, such as `| head`, closed the pipe, as in a comparison without ranks.
+        streams.redirect_to_null(sys.stdout)
         return CLOSED
     return code
 
 
-def _channel(path: str) -> Channel:
-    """Join the other processes."""
-    needed = dict.fromkeys((*_NEEDED, *(FIELDS[name] for name in sorted(_fields(path)))))
+def _connect(path: str) -> Channel:
+    """Connect to the other processes. Raises UsageError outside torchrun, and RankFailed if the connection fails."""
+    needed = dict.fromkeys((*_NEEDED, *(FIELDS[name] for name in sorted(_list_fields(path)))))
     missing = [name for name in needed if name not in os.environ]
     if missing:
         raise UsageError(
-            f"{path}: what is in braces is told by torchrun, and not set: {', '.join(missing)}; "
-            "needs: torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
+            f"{path}: torchrun sets the values in braces, but these variables are not set: {', '.join(missing)}; "
+            "use torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
         )
     try:
         import torch.distributed as dist
 
         from syncheck.live.channel import Channel
     except ImportError as error:
-        raise UsageError(
-            f"torch is needed to compare across processes ({error}): pip install 'syncheck[live]'"
-        ) from None
+        raise UsageError(f"comparing across processes requires torch ({error}): pip install 'syncheck[live]'") from None
     if not dist.is_available():
-        raise UsageError("this torch is built without torch.distributed, which is needed to compare across processes")
+        raise UsageError("comparing across processes requires torch.distributed, and this build of torch lacks it")
     if not dist.is_initialized():
         try:
             dist.init_process_group("gloo")
-        except (RuntimeError, ValueError) as error:  # torch.distributed's own are of these kinds
+        except (RuntimeError, ValueError) as error:  # the base classes of torch.distributed's errors
             text = one_line(str(error).strip().splitlines()[0][:300])
             raise RankFailed(
-                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join the others at "
-                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {text}; on several nodes, "
-                "GLOO_SOCKET_IFNAME names the network device that leads to the others"
+                f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not join the other ranks at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {text}; on several nodes, set "
+                "GLOO_SOCKET_IFNAME to the network interface that connects them"
             ) from error
     return Channel()
 
 
-def _wait() -> None:
-    """Let all come here before the first one leaves: torchrun ends the others as soon as one has failed."""
+def _wait_for_all() -> None:
+    """Wait until all processes are ready to exit, because torchrun kills the remaining processes after a failure."""
     dist: Any = sys.modules["torch.distributed"]
     try:
-        dist.monitored_barrier(timeout=_PATIENCE)
-    except RuntimeError:  # one is gone already
+        dist.monitored_barrier(timeout=_EXIT_TIMEOUT)
+    except RuntimeError:  # a process has already exited
         return
 
 
-def _names_field(path: str) -> bool:
-    """Whether a path that is no file has a field to be filled in.
+def _has_field(path: str) -> bool:
+    """Whether a path has a field in braces.
 
-    Braces without a known field may be a misspelt one, which is to be told; but not where the path is a glob of files
-    that do have braces in their names.
+    Unknown fields count too, so that a misspelled field is reported, unless the path is a glob of files with braces in
+    their names.
     """
-    fields = _fields(path)
+    fields = _list_fields(path)
     return bool(fields & FIELDS.keys()) or (bool(fields) and not glob.glob(path))
 
 
-def _fields(path: str) -> set[str]:
+def _list_fields(path: str) -> set[str]:
     try:
         return {name for _, name, _, _ in string.Formatter().parse(path) if name is not None}
-    except ValueError:  # a brace without its other half
+    except ValueError:  # an unmatched brace
         return set()
 
 
-def _path(paths: Sequence[str]) -> str:
-    """Return the one path, of which each process has its own."""
+def _select_path(paths: Sequence[str]) -> str:
+    """Return the only path. Raises UsageError for several paths and for an unknown field."""
     for path in paths:
-        unknown = sorted(_fields(path) - FIELDS.keys())
+        unknown = sorted(_list_fields(path) - FIELDS.keys())
         if unknown:
-            raise UsageError(f"{path}: no such file, and {{{unknown[0]}}} is not known; needs one of {_known()}")
+            known = ", ".join(f"{{{name}}}" for name in FIELDS)
+            raise UsageError(f"{path}: no such file, and {{{unknown[0]}}} is not a field; must be one of {known}")
     if len(paths) != 1:
-        raise UsageError(
-            f"{len(paths)} paths, one of which names the rank: needs that one alone, of which each process has its own"
-        )
+        raise UsageError(f"{len(paths)} paths: a path with a rank in braces must be the only path")
     return paths[0]
-
-
-def _known() -> str:
-    return ", ".join(f"{{{name}}}" for name in FIELDS)

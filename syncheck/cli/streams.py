@@ -1,7 +1,6 @@
-"""stdin, stdout and stderr as they are found: closed, on a full disk, or led to a reader that has gone.
+"""Handle stdin, stdout and stderr that are closed, on a full disk, or a broken pipe.
 
-What cannot be printed changes nothing of what is true of the files, so no failure of a stream may end in an exit code
-that is a verdict.
+A failure to print must not change the exit code to a different verdict.
 """
 
 from __future__ import annotations
@@ -19,69 +18,69 @@ if TYPE_CHECKING:
     from typing import Any, TextIO
 
 
-def reopen() -> None:
-    """Let those that are closed lead to the null device, as after `>&-`.
+def reopen_closed() -> None:
+    """Open the null device for each closed standard stream, as after `>&-`.
 
-    Their numbers would go to the next files that are opened, and what a library prints into these.
+    Otherwise, the next opened file would get the descriptor of the stream, and the output of libraries.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free is this one; it is kept for programs started from here.
+            # os.open returns the lowest free descriptor, which is this one. Child processes need it too.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    # Python has no object for a stream that was closed when it started.
+    # Python sets a stream to None if it is closed at start-up.
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
-    found: Any = sys.stdout
-    own = found is sys.__stdout__
-    if own and isinstance(getattr(found, "buffer", None), io.RawIOBase):
-        # Unbuffered, as by PYTHONUNBUFFERED=1, Python drops without a word what a disk that fills up does not take.
-        sys.stdout = os.fdopen(found.fileno(), "w", 1, encoding=found.encoding, errors=found.errors, closefd=False)
+    stdout: Any = sys.stdout
+    replaceable = stdout is sys.__stdout__
+    if replaceable and isinstance(getattr(stdout, "buffer", None), io.RawIOBase):
+        # Unbuffered streams (PYTHONUNBUFFERED=1) silently drop the rest of a partial write, as on a full disk.
+        sys.stdout = os.fdopen(stdout.fileno(), "w", 1, encoding=stdout.encoding, errors=stdout.errors, closefd=False)
 
 
 @contextmanager
-def printing() -> Iterator[None]:
-    """Turn a failure to write to stdout into UsageError. BrokenPipeError passes: the reader has seen enough."""
+def convert_write_errors() -> Iterator[None]:
+    """Raise UsageError if stdout cannot be written. BrokenPipeError is not converted, because it is not an error."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        silence(sys.stdout)
+        redirect_to_null(sys.stdout)
         reason = error.strerror or error
-        raise UsageError(f"stdout: cannot write it: {reason}; free some space, or send it elsewhere") from None
+        raise UsageError(f"stdout: cannot write it: {reason}; free some space, or redirect the output") from None
 
 
 def flush() -> None:
-    """Write what still waits for stdout. Raises as `printing` does."""
-    with printing():
+    """Flush stdout. Raises UsageError as `convert_write_errors` does."""
+    with convert_write_errors():
         sys.stdout.flush()
 
 
-def say(text: str) -> None:
-    """Print lines on stderr if it takes them; the exit code tells all the same."""
+def print_stderr(text: str) -> None:
+    """Print lines on stderr. A failure is ignored, because the exit code is the result."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        silence(sys.stderr)
+        redirect_to_null(sys.stderr)
 
 
-def settle() -> None:
-    """Leave nothing to be written when Python ends, which would complain of what fails, and change the exit code."""
+def flush_before_exit() -> None:
+    """Flush stdout and stderr, because a failure during Python's own flush at exit would change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            silence(stream)
+            redirect_to_null(stream)
 
 
-def silence(stream: TextIO) -> None:
-    """Let a stream that failed lead to the null device, with what still waits for it."""
+def redirect_to_null(stream: TextIO) -> None:
+    """Redirect a failed stream, including its buffered text, to the null device."""
     try:
         number = stream.fileno()
     except (OSError, ValueError):
-        return  # no stream of the system
+        return  # replaced by an object without a descriptor, as in tests
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, number)
     os.close(null)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import OPTIMIZER
-from syncheck.messages import Message, Sentence, by_rank_text
-from syncheck.messages import number_text as number_text
+from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -216,42 +215,12 @@ def agreement_facts(tensors: Sequence[TensorDiff], group: Comparison) -> tuple[M
     return tuple(facts)
 
 
-def gap_text(tensors: Iterable[TensorDiff]) -> str:
-    """Return `largest_difference` as text."""
-    return str(largest_difference(tensors))
-
-
-def parameters_text(case: Case, differing: Sequence[TensorDiff]) -> str:
-    """Return `parameter_facts` as text."""
-    return "; ".join(map(str, parameter_facts(case, differing)))
-
-
-def agreement_text(tensors: Sequence[TensorDiff], group: Comparison) -> str:
-    """Return `agreement_facts` as text after a semicolon."""
-    return "".join(f"; {fact}" for fact in agreement_facts(tensors, group))
-
-
-def counted(number: int, one: str, many: str = "") -> str:
-    """'1 tensor', '2 tensors'."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def differ(number: int) -> str:
-    """Return the verb for so many subjects: 'differs' for 1, else 'differ'."""
-    return "differs" if number == 1 else "differ"
-
-
 def ranks_by(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     """Return the ranks of each value, in the order of the first occurrence of the values."""
     ranks: dict[_Value, list[int]] = {}
     for rank, value in by_rank.items():
         ranks.setdefault(value, []).append(rank)
     return ranks
-
-
-def by_value_text(by_rank: Mapping[int, object]) -> str:
-    """Return values by rank as text: '65536 on ranks 0, 1, 2 and 32768 on rank 3'."""
-    return by_rank_text(by_rank)
 
 
 def fewer(some: set[int], others: set[int]) -> set[int]:

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import counted, differ, number_text, parameter_of, ranks_by
+from syncheck.diagnose.case import parameter_of, ranks_by
 from syncheck.kinds import BN_STATISTICS
-from syncheck.messages import ranks_text
 from syncheck.value_kinds import SCALES
 
 if TYPE_CHECKING:
@@ -209,34 +208,6 @@ def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
         and len({str(held) for held in value.by_rank.values() if held is not None}) > 1
         and (not ranks or set(minority_of(value.by_rank)) <= set(ranks))
     )
-
-
-def counted_text(counter: StepCounter) -> str:
-    """Return the count of each rank as text: '12 steps on ranks 0, 1, 2 and 11 on rank 3'."""
-    first, *others = sorted(ranks_by(dict(sorted(counter.by_rank.items()))).items(), reverse=True)
-    texts = [f"{number_text(first[0])} steps on {ranks_text(first[1])}"]
-    texts += [f"{number_text(count)} on {ranks_text(ranks)}" for count, ranks in others[:3]]
-    return " and ".join(texts) + (" and ..." if len(others) > 3 else "")
-
-
-def lag_text(counters: Sequence[StepCounter]) -> str:
-    """Return the number of counters, the largest lag and its counts as text; '' without counters."""
-    most = farthest(counters)
-    if most is None:
-        return ""
-    number = counted(len(counters), "optimizer step counter")
-    return f"{number} {differ(len(counters))}, by {counted(int(most.lag), 'step')}: {counted_text(most)}"
-
-
-def other_lag_text(counter: StepCounter, series: Sequence[Comparison]) -> str:
-    """Return the lag at the first step of the run with a lag as text; '' if it is the same as now."""
-    for group in series[:-1]:
-        for diff in group.tensors:
-            counts = counts_of(diff) if diff.name == counter.name else {}
-            if counts and group.step is not None:
-                lag = max(counts.values()) - min(counts.values())
-                return "" if lag == counter.lag else f"at step {group.step} it was {counted(int(lag), 'step')}"
-    return ""
 
 
 def _is_number(value: object) -> bool:

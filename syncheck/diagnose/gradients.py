@@ -217,11 +217,6 @@ def follower_facts(covered: Iterable[TensorDiff], *reported: str) -> tuple[Messa
     return tuple(sentence(count=count) for sentence, count in counts.items())
 
 
-def followers_text(covered: Iterable[TensorDiff], *reported: str) -> str:
-    """Return `follower_facts` as text after a semicolon."""
-    return "".join(f"; {fact}" for fact in follower_facts(covered, *reported))
-
-
 def _compared(case: Case, kind: str) -> list[str]:
     skipped = {diff.name for diff in case.group.tensors if diff.status == "not_compared"}
     return [name for name, own_kind in case.group.evidence.names.items() if own_kind == kind and name not in skipped]

@@ -48,7 +48,7 @@ def test_what_is_not_installed_is_said(monkeypatch: Any, capsys: Any) -> None:
 
 def test_a_crash_asks_for_the_same(monkeypatch: Any, capsys: Any) -> None:
     """The text of a crash ends with these lines and the arguments, after the traceback."""
-    monkeypatch.setattr(cli, "_carried_out", lambda argv: 1 // 0)
+    monkeypatch.setattr(cli, "_run_command", lambda argv: 1 // 0)
     assert cli.main(["compare", "a.pth", "b.pth"]) == 3
     told = capsys.readouterr().err
     assert re.search(

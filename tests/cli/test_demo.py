@@ -91,5 +91,5 @@ def test_demo_leaves_a_folder_of_others_alone(tmp_path: Path) -> None:
     mine.write_text("mine")
     done = demo(tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("syncheck: error: syncheck-demo/ is there and was not made by the demo")
+    assert done.stderr.startswith("syncheck: error: syncheck-demo/ exists and was not created by the demo")
     assert list(mine.parent.iterdir()) == [mine]

@@ -31,7 +31,7 @@ COMMANDS = {
 }
 # Commands that print on stderr only, which no failure of stdout concerns.
 ERRORS_ONLY = [command for command, code in COMMANDS.items() if code == 2]
-FULL = "syncheck: error: stdout: cannot write it: No space left on device; free some space, or send it elsewhere\n"
+FULL = "syncheck: error: stdout: cannot write it: No space left on device; free some space, or redirect the output\n"
 
 
 def check(shell: Callable[[str], tuple[int, str, str]], command: str) -> None:
@@ -76,7 +76,7 @@ def test_a_disk_that_takes_a_part(
 ) -> None:
     """Where a file takes only the first kilobyte, what is lost is told: unbuffered, Python would say nothing of it."""
     limit = f"ulimit -f 1; exec env PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED={unbuffered}"
-    told = "syncheck: error: stdout: cannot write it: File too large; free some space, or send it elsewhere\n"
+    told = "syncheck: error: stdout: cannot write it: File too large; free some space, or redirect the output\n"
     assert shell(f"trap '' XFSZ; {limit} syncheck {COMPARE} --format json > out.json") == (2, "", told)
     assert (tmp_path / "out.json").stat().st_size == 1024
 

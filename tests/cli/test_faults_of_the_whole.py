@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 COMPARE = "syncheck compare run_rank0.pth run_rank1.pth"
 LAST = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
-MEMORY = "out of memory; raise its limit (ulimit -v), or compare fewer files at once, with --jobs 1"
-FILES = "too many open files; raise their limit (ulimit -n), of which a few dozen are needed"
+MEMORY = "out of memory; raise the limit (ulimit -v), or compare fewer files at once, with --jobs 1"
+FILES = "too many open files; raise the limit (ulimit -n) to at least a few dozen"
 GONE = "the current folder was removed; change to an existing folder"
 
 

@@ -137,7 +137,7 @@ def test_torchrun_of_a_file_that_is_missing(jobs: Jobs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_port_that_is_taken(jobs: Jobs, tmp_path: Path) -> None:
-    """A process that cannot join the others says so in one line, with address and reason, and ends with 2."""
+    """A process that cannot join the other ranks prints one line with address and reason, and exits with 2."""
     write(tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -147,5 +147,5 @@ def test_a_port_that_is_taken(jobs: Jobs, tmp_path: Path) -> None:
         done = finished(jobs.start(*SYNCHECK, "compare", PATH, **where))
     assert (done.code, done.out) == (2, "")
     line = done.err.splitlines()[-1]
-    assert line.startswith(f"syncheck: error: rank 0 of 2 could not join the others at 127.0.0.1:{port}: ")
+    assert line.startswith(f"syncheck: error: rank 0 of 2 could not join the other ranks at 127.0.0.1:{port}: ")
     assert "address already in use" in line

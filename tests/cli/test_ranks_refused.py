@@ -156,11 +156,14 @@ def test_a_rank_that_is_missing(across: Across) -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["run_{rnk}.pth"], "run_{rnk}.pth: no such file, and {rnk} is not known; needs one of {rank}, {local_rank}, "),
-        (["{}_{rank}.pth"], "{}_{rank}.pth: no such file, and {} is not known"),
-        (["{rank}/{step}.pth"], "{rank}/{step}.pth: no such file, and {step} is not known"),
-        (["run_{rank.real}.pth"], "run_{rank.real}.pth: no such file, and {rank.real} is not known"),
-        (["a_{rank}.pth", "b_{rank}.pth"], "2 paths, one of which names the rank: needs that one alone"),
+        (
+            ["run_{rnk}.pth"],
+            "run_{rnk}.pth: no such file, and {rnk} is not a field; must be one of {rank}, ",
+        ),
+        (["{}_{rank}.pth"], "{}_{rank}.pth: no such file, and {} is not a field"),
+        (["{rank}/{step}.pth"], "{rank}/{step}.pth: no such file, and {step} is not a field"),
+        (["run_{rank.real}.pth"], "run_{rank.real}.pth: no such file, and {rank.real} is not a field"),
+        (["a_{rank}.pth", "b_{rank}.pth"], "2 paths: a path with a rank in braces must be the only path"),
     ],
 )
 def test_wrong_paths(across: Across, arguments: list[str], says: str) -> None:
@@ -173,7 +176,7 @@ def test_wrong_paths(across: Across, arguments: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["run_{rank:zz}.pth"], "run_{rank:zz}.pth: what is in braces cannot be filled in: "),
+        (["run_{rank:zz}.pth"], "run_{rank:zz}.pth: invalid field in braces: "),
         (["run_{rank}.pth", "--quick"], "--quick and --group-by require a single process"),
         (["run_{rank}.pth", "--group-by", "x"], "--quick and --group-by require a single process"),
         (["run_{rank}.pth", "--allow", "SYN000"], "--allow SYN000: no such code"),
@@ -225,16 +228,17 @@ def test_a_crash_of_rank_0_shows_where(across: Across, monkeypatch: pytest.Monke
 
 
 def test_without_the_variables_of_torchrun(across: Across, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside torchrun the path is told to need it, and what else would do."""
-    needs = "needs: torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
+    """Outside torchrun, the error names the missing variables and both ways to run the comparison."""
+    unset = "torchrun sets the values in braces, but these variables are not set:"
+    advice = "use torchrun --nproc-per-node N -m syncheck compare PATH, or a glob such as 'ckpts/rank_*.pth'"
     monkeypatch.delenv("GROUP_RANK")
-    text = f"node_{{node_rank}}.pth: what is in braces is told by torchrun, and not set: GROUP_RANK; {needs}"
+    text = f"node_{{node_rank}}.pth: {unset} GROUP_RANK; {advice}"
     assert {(done.code, done.err) for done in across.compare("node_{node_rank}.pth")} == {
         (2, f"syncheck: error: {text}\n")
     }
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)
-    text = f"run_{{rank}}.pth: what is in braces is told by torchrun, and not set: RANK, WORLD_SIZE; {needs}"
+    text = f"run_{{rank}}.pth: {unset} RANK, WORLD_SIZE; {advice}"
     assert {(done.code, done.err) for done in across.compare("run_{rank}.pth")} == {(2, f"syncheck: error: {text}\n")}
 
 

@@ -67,17 +67,7 @@ def locate_tensor(
             needed=f"{end} bytes for {location.dtype.name} {list(location.shape)}",
             next_step="the file is cut short or damaged: save or copy the file again",
         )
-    itemsize = location.storage.itemsize or location.dtype.size
-    stored = location.storage.numel * itemsize
-    # Storages that are shared between dtypes may have a remainder.
-    if not 0 <= record.size - stored < itemsize:
-        raise MalformedFile(
-            path,
-            place=record.label,
-            found=f"a storage of {location.storage.numel} elements, {stored} bytes, in a record of {record.size}",
-            needed="equal sizes, up to a partial element",
-            next_step="the file is cut short or damaged: save or copy the file again",
-        )
+    _check_storage(location.storage, location.storage.itemsize or location.dtype.size, record, path)
     if (shown := elements * location.dtype.size) > MOST_ELEMENTS:
         raise MalformedFile(
             path, place=record.label,
@@ -93,3 +83,17 @@ def locate_tensor(
         big_endian, location.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,
         record=(record.crc32, record.start, record.size) if record.crc32 else None, sharding=location.sharding,
     )  # fmt: skip
+
+
+def _check_storage(storage: Storage, itemsize: int, record: Record, path: str) -> None:
+    """Raise MalformedFile if the record of a storage has another size."""
+    stored = storage.numel * itemsize
+    # Storages that are shared between dtypes may have a remainder.
+    if not 0 <= record.size - stored < itemsize:
+        raise MalformedFile(
+            path,
+            place=record.label,
+            found=f"a storage of {storage.numel} elements, {stored} bytes, in a record of {record.size}",
+            needed="equal sizes, up to a partial element",
+            next_step="the file is cut short or damaged: save or copy the file again",
+        )

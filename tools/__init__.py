@@ -1,0 +1,1 @@
+"""Scripts for maintainers of this repository; the wheel does not contain them."""
