@@ -155,16 +155,23 @@ def within(path: Path, megabytes: int) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_million_keys(tmp_path: Path) -> None:
-    """A real file of ten million keys is refused within 1 GiB; almost five million are read."""
+def test_millions_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real file above the limit is refused within 1 GiB. At a tenth of the limits, a file just below them is read."""
     path = tmp_path / "a_rank0.pth"
-    for count in (10_000_000, limits.MOST_ENTRIES):
+
+    def save(count: int) -> None:
         save_records(path, b"\x80\x02}(" + b"".join(keys(count)) + b"u.")
-        code, err = within(path, 1024)
-        assert (code, len(err.splitlines())) == (2, 1)
-        assert f"more than {limits.MOST_OBJECTS} objects" in err
-    save_records(path, b"\x80\x02}(" + b"".join(keys(limits.MOST_ENTRIES - 10)) + b"u.")
+
+    save(limits.MOST_ENTRIES)
     code, err = within(path, 1024)
     assert (code, len(err.splitlines())) == (2, 1)
-    assert "out of memory; raise its limit" in err
-    assert len(syncheck.read(str(path)).values) == limits.MOST_ENTRIES - 10
+    assert f"more than {limits.MOST_OBJECTS} objects" in err
+    most, objects = limits.MOST_ENTRIES // 10, limits.MOST_OBJECTS // 10
+    monkeypatch.setattr(limits, "MOST_ENTRIES", most)
+    monkeypatch.setattr(limits, "MOST_OBJECTS", objects)
+    monkeypatch.setattr(pickle_limits, "_FEW_OPCODES", pickle_limits._FEW_OPCODES // 10)
+    for count in (2 * most, most):
+        save(count)
+        assert f"more than {objects} objects" in refused(path)
+    save(most - 10)
+    assert len(syncheck.read(str(path)).values) == most - 10
