@@ -1,1 +1,1 @@
-"""Coverage-guided fuzzing of the readers: `python -m fuzz`. README.md beside this file says what is held."""
+"""Mutate checkpoints and check the readers: `python -m fuzz` and `python -m fuzz.damages`. See README.md."""

@@ -1,74 +1,77 @@
-"""One target in a process of its own: `python -m fuzz.child TARGET FINDINGS SCRATCH [libFuzzer's options]`.
+"""A process with limited memory, whose crash, hang or exit ends only this process.
 
-A fault does not end the run: the first and the smallest input of each kind is kept, with its story, and the search
-goes on. What libFuzzer itself stops for (no answer in time, too much memory, a crash of the interpreter) ends it.
+Its function is `judge.compare_guarded`, which runs syncheck, or `oracle.load`, which runs the libraries.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+import multiprocessing
+import os
+import resource
+from typing import TYPE_CHECKING, Any
 
-import atheris
-
-with atheris.instrument_imports(include=["syncheck"], enable_loader_override=False):
-    from fuzz import guard
-    from fuzz.held import Broken
-    from fuzz.targets import TARGETS
-
-    guard.preload()
+from fuzz.guard import preload
+from fuzz.judge import compare_guarded
 
 if TYPE_CHECKING:
-    from fuzz.targets import Target
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
-# Of kinds of faults; where there are more, one cause has many faces.
-_MOST_KINDS = 50
+_ADDRESS_SPACE = 3 << 30
+_CONTEXT = multiprocessing.get_context("spawn")
 
 
-class Search:
-    """What is done with each input. findings: a folder that is there."""
+class Worker:
+    """The process. It is started for the first call, and again after it died. function: of all calls."""
 
-    def __init__(self, target: Target, findings: Path, scratch: Path) -> None:
-        self.target, self.findings, self.scratch = target, findings, scratch
-        self.smallest: dict[str, int] = {}
+    def __init__(self, function: Callable[..., dict[str, Any]]) -> None:
+        self.function = function
+        self.process: Any = None
 
-    def one(self, data: bytes) -> None:
-        """Hold the property for one input, and keep it where the property is broken."""
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill the process if there is one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+    def send(self, *arguments: str) -> None:
+        """Start a call."""
+        if self.process is None:
+            self.pipe, theirs = _CONTEXT.Pipe()
+            self.process = _CONTEXT.Process(target=_serve, args=(theirs, self.function), daemon=True)
+            self.process.start()
+            theirs.close()
+            self.pipe.recv()  # imports are complete
+        self.pipe.send(arguments)
+
+    def receive(self, seconds: float) -> dict[str, Any]:
+        """Return the result of the call, or how the process ended under `died`: hang, or exit code."""
+        if not self.pipe.poll(seconds):
+            self.stop()
+            return {"died": "hang"}
         try:
-            self.target.check(data, self.scratch)
-        except Broken as error:
-            self.keep(data, error)
-
-    def keep(self, data: bytes, error: Broken) -> None:
-        """Write down an input that is the smallest of its kind."""
-        known = self.smallest.get(error.kind)
-        if known is None and len(self.smallest) == _MOST_KINDS:
-            return
-        if known is None or len(data) < known:
-            self.smallest[error.kind] = len(data)
-            name = f"{self.target.name}-{hashlib.sha256(error.kind.encode()).hexdigest()[:10]}"
-            (self.findings / name).write_bytes(data)
-            (self.findings / f"{name}.txt").write_text(f"{error}\n", encoding="utf-8", errors="backslashreplace")
+            result: dict[str, Any] = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            result = {"died": f"exit {self.process.exitcode}"}
+            self.stop()
+        return result
 
 
-def main() -> None:
-    """Fuzz until libFuzzer's time is over."""
-    name, findings, scratch, *options = sys.argv[1:]
-    target = TARGETS[name]
-    search = Search(target, Path(findings), Path(scratch))
-
-    def mutated(data: bytes, most: int, seed: int) -> bytes:
-        assert target.mutate is not None
-        changed = target.mutate(data, lambda part, size: atheris.Mutate(part, min(size, most)), random.Random(seed))
-        return changed[:most]
-
-    extra = {} if target.mutate is None else {"custom_mutator": mutated}
-    atheris.Setup([sys.argv[0], *options], search.one, **extra)
-    atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    main()
+def _serve(connection: Connection[Any, Any], function: Callable[..., dict[str, Any]]) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1)  # output of the libraries
+    os.dup2(null, 2)
+    if function is compare_guarded:
+        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
+        preload()
+    connection.send(None)
+    while True:
+        connection.send(function(*connection.recv()))

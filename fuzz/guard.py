@@ -1,105 +1,114 @@
-"""What reading a checkpoint must never do: import, run, write, delete, connect, or read beyond its own folder.
+"""Stop and record everything that a reader must not do, and measure its time and memory.
 
-Python tells an audit hook of each such act before it happens: https://peps.python.org/pep-0578/. A hook cannot be taken
-away again, so that there is one, which heeds nothing while no guard is open.
+A reader must not import, execute, write, delete or connect, and reads only the checkpoint. Python raises an audit event
+before each of these acts: https://peps.python.org/pep-0578/. An audit hook cannot be removed, therefore one hook is
+installed, which ignores all events while no guard is active.
 """
 
 from __future__ import annotations
 
 import contextlib
-import encodings.cp437  # a zip's names may be in it; codecs are imported when they are first asked for
+import encodings.cp437  # a codec of names in a zip; codecs are imported when they are used first
 import encodings.unicode_escape  # noqa: F401
 import importlib
 import os
 import pkgutil
+import re
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import syncheck
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import TracebackType
 
-# What needs torch, pytest or a terminal; no reader comes near them.
-_APART = ("live", "integrations", "testing", "pytest_plugin", "cli", "__main__")
-_REFUSED = frozenset(
+# Limits for files of some kB: seconds of processor time, and bytes.
+MAX_SECONDS = 10.0
+MAX_MEMORY = 256 << 20
+# These packages import torch, pytest or rich. No reader uses them.
+_NOT_READERS = ("live", "integrations", "testing", "pytest_plugin", "cli", "__main__")
+_FORBIDDEN = frozenset(
     "import exec pickle.find_class os.exec os.fork os.forkpty os.kill os.killpg os.posix_spawn os.spawn os.system "
     "os.startfile os.putenv os.unsetenv os.chdir os.fchdir os.chmod os.chown os.link os.symlink os.mkdir os.remove "
     "os.rename os.rmdir os.truncate os.utime os.setxattr os.removexattr subprocess.Popen webbrowser.open pty.spawn "
     "builtins.breakpoint code.__new__ function.__new__ marshal.loads marshal.load sys.settrace sys.setprofile "
     "signal.pthread_kill resource.setrlimit syslog.openlog".split()
 )
-_REFUSED_FAMILIES = (
-    "socket.",
-    "ctypes.",
-    "shutil.",
-    "tempfile.",
-    "urllib.",
-    "http.",
-    "ftplib.",
-    "smtplib.",
-    "sqlite3.",
-)
+_FORBIDDEN_FAMILIES = tuple("socket. ctypes. shutil. tempfile. urllib. http. ftplib. smtplib. sqlite3.".split())
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
-class Refused(RuntimeError):
-    """An act that was stopped."""
+class Forbidden(RuntimeError):
+    """An act that the guard stopped."""
 
 
 class Guard:
-    """While it is open, what a reader must not do is stopped and noted. folder: all that may be read."""
+    """A context in which forbidden acts are stopped and recorded. folder: the only folder that may be read."""
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.join(os.path.realpath(folder), "")
         self.acts: list[str] = []
-        """What was tried. The reader may have taken the error for one of the file's, so this is what counts."""
+        self.seconds, self.memory = 0.0, 0
 
     def __enter__(self) -> Guard:
         preload()
-        _open.append(self)
+        self.memory, self.seconds = _peak_memory(), time.process_time()
+        _active.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _open.remove(self)
+        _active.remove(self)
+        self.memory, self.seconds = _peak_memory() - self.memory, time.process_time() - self.seconds
 
-    def heed(self, event: str, given: tuple[Any, ...]) -> None:
-        """Look at one act. Raises Refused."""
+    def faults(self) -> list[str]:
+        """Return what went wrong. The reader may have hidden the error of a forbidden act, but not the record of it."""
+        faults = [f"it tried to {act}" for act in self.acts]
+        if self.seconds > MAX_SECONDS:
+            faults.append(f"it takes too long: {self.seconds:.1f} s")
+        if self.memory > MAX_MEMORY:
+            faults.append(f"it takes too much memory: {self.memory >> 20} MiB")
+        return faults
+
+    def check(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Check an audit event. Raises Forbidden."""
         if event == "open":
-            path, _, flags = given
+            path, _, flags = arguments
             if isinstance(flags, int) and flags & _WRITES:
                 self._stop(f"open for writing: {path!r:.200}")
             if isinstance(path, (str, bytes)) and not os.path.realpath(os.fsdecode(path)).startswith(self.folder):
                 self._stop(f"open outside of the checkpoint: {path!r:.200}")
-        elif event in _REFUSED or event.startswith(_REFUSED_FAMILIES):
-            self._stop(f"{event} {given!r:.200}")
+        elif event in _FORBIDDEN or event.startswith(_FORBIDDEN_FAMILIES):
+            self._stop(f"{event} {arguments!r:.200}")
 
     def _stop(self, act: str) -> NoReturn:
         self.acts.append(act)
-        raise Refused(act)
+        raise Forbidden(act)
 
 
-_open: list[Guard] = []
-_hooked: list[bool] = []
+_active: list[Guard] = []
+_installed: list[bool] = []
 
 
-def _hook(event: str, given: tuple[Any, ...]) -> None:
-    if _open:
-        _open[-1].heed(event, given)
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _active:
+        _active[-1].check(event, arguments)
 
 
 def preload() -> None:
-    """Import all of syncheck that reads and compares, so that no import is left to come from a file."""
-    if not _hooked:
-        for name in (*_modules(), "numpy", "ml_dtypes"):
-            with contextlib.suppress(ImportError):  # of what draws pages, where matplotlib is not installed
-                importlib.import_module(name)
+    """Import all modules that read and compare, so that any later import is caused by a file."""
+    if not _installed:
+        modules = [module.name for module in pkgutil.walk_packages(syncheck.__path__, "syncheck.", lambda _: None)]
+        for name in (*modules, "numpy", "ml_dtypes"):
+            if name.partition(".")[2].split(".")[0] not in _NOT_READERS:
+                with contextlib.suppress(ImportError):  # matplotlib may be missing
+                    importlib.import_module(name)
         sys.addaudithook(_hook)
-        _hooked.append(True)
+        _installed.append(True)
 
 
-def _modules() -> Iterator[str]:
-    for module in pkgutil.walk_packages(syncheck.__path__, "syncheck.", onerror=lambda _: None):
-        if module.name.split(".")[1] not in _APART:
-            yield module.name
+def _peak_memory() -> int:
+    """Return the maximum resident memory of this process; that of getrusage starts at the parent's."""
+    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="ascii"))
+    return int(found[1]) << 10 if found else 0

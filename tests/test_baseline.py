@@ -331,6 +331,6 @@ def test_options_take_a_baseline(place: Path, tmp_path: Path) -> None:
     with pytest.raises(OutOfSync):
         testing.assert_in_sync(network(), changed(network(), "fc.weight"), options=options)
     both = replace(options, allow=("SYN299",))
-    assert "allowed findings: SYN299" in words.verdict_line(syncheck.compare(place, options=both))
+    assert "allowed findings (SYN299)" in words.verdict_line(syncheck.compare(place, options=both))
     with pytest.raises(UsageError, match="baseline=7: must be a path"):
         syncheck.Options(baseline=7)  # type: ignore[arg-type]

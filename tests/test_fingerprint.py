@@ -189,7 +189,7 @@ def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
         choose_output_paths([a, b], "out")
     with pytest.raises(UsageError, match="pass a folder"):
         choose_output_paths([a, b], a.path)
-    with pytest.raises(UsageError, match="a checkpoint lies there"):
+    with pytest.raises(UsageError, match="would overwrite a checkpoint"):
         choose_output_paths([a], b.path)
     with pytest.raises(UsageError, match="already"):
         choose_output_paths([read_back(a, tmp_path / "f.json")], "out")

@@ -1,14 +1,16 @@
-"""The property that the fuzz targets hold, on what they begin with; and that each of its parts can fail."""
+"""The property of the fuzz targets: it holds for their seeds, and each part of it can fail."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,12 +21,20 @@ from syncheck.readers import files, torch_zip
 from syncheck.snapshots import Snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # at the end: where syncheck is installed from a wheel, that one is tested
+sys.path.append(str(ROOT))  # at the end: if syncheck is installed from a wheel, the wheel is tested
 
-from fuzz import guard, held  # noqa: E402
-from fuzz.__main__ import quoted  # noqa: E402
-from fuzz.held import Broken  # noqa: E402
-from fuzz.mutations import records_of, safetensors, zip_of, zipped  # noqa: E402
+from fuzz import guard  # noqa: E402
+from fuzz.fields import Field  # noqa: E402
+from fuzz.judge import Broken  # noqa: E402
+from fuzz.mutations import (  # noqa: E402
+    KINDS,
+    damage,
+    find_fields,
+    mutate_safetensors,
+    mutate_zip,
+    read_records,
+    write_zip,
+)
 from fuzz.targets import SEEDS, TARGETS  # noqa: E402
 
 if TYPE_CHECKING:
@@ -34,32 +44,39 @@ SMALL = (SEEDS / "zip" / "small").read_bytes()
 
 
 def test_every_format_of_files_is_fuzzed() -> None:
-    """Among the targets' seeds is a file of each reader."""
+    """The seeds include a file of each reader."""
     heads = {path.read_bytes()[:64] for name in TARGETS for path in (SEEDS / name).iterdir()}
     unseen = [name for name, reader in files.READERS.items() if not any(map(reader.matches, heads))]
-    assert unseen == [], "a reader without a target in fuzz/targets.py and its seeds"
+    assert unseen == [], "a reader without a target in fuzz/targets.py and seeds"
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own", "all"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_seeds_hold(name: str, every: bool, tmp_path: Path) -> None:
-    """Every seed is read or refused as the property says; among all, those of fixtures and what is malformed."""
+def test_seeds(name: str, every: bool, tmp_path: Path) -> None:
+    """The property holds for the seeds; the slow test includes valid and malformed fixtures."""
     own = len(list((SEEDS / name).iterdir()))  # they come first
     outcomes = [TARGETS[name].check(data, tmp_path) for data in islice(TARGETS[name].seeds(), None if every else own)]
     assert any(isinstance(outcome, Snapshot) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_cut_seeds_hold(name: str, tmp_path: Path) -> None:
-    """So is a seed that ends too early, and one with a flipped byte."""
-    data = min(TARGETS[name].seeds(), key=len)
-    for i in range(0, len(data), max(1, len(data) // 20)):
-        TARGETS[name].check(data[:i], tmp_path)
-        TARGETS[name].check(data[:i] + bytes([data[i] ^ 0x55]) + data[i + 1 :], tmp_path)
+def test_damaged_seeds(name: str, tmp_path: Path) -> None:
+    """The property holds for seeds with damage of every kind, and for seeds with damage inside an intact frame."""
+    target, random = TARGETS[name], Random(name)
+    data = min((path.read_bytes() for path in (SEEDS / name).iterdir()), key=len)
+    fields = find_fields("seed", data) if name == "zip" else [Field(0, len(data), "all")]
+    for kind, _ in product(KINDS, range(3)):
+        target.check(damage(random, kind, data, fields, data), tmp_path)
+
+    def damage_part(part: bytes, _: int) -> bytes:
+        return damage(random, random.choice(KINDS), part, [Field(0, len(part), "all")], part) if part else part
+
+    for _ in range(30 if target.mutate else 0):
+        target.check(target.mutate(data, damage_part, random), tmp_path)
 
 
 def broken(tmp_path: Path) -> Broken:
-    """What the zip target says of an intact file."""
+    """Return the error of the zip target for an intact file."""
     with pytest.raises(Broken) as caught:
         TARGETS["zip"].check(SMALL, tmp_path)
     return caught.value
@@ -78,7 +95,7 @@ ACTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("act", ACTS)
 def test_acts_are_stopped(act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that imports, runs, writes, deletes, connects or looks elsewhere is told, though it hides the error."""
+    """Imports, commands, writes, deletions, connections and reads elsewhere are reported, even if errors are hidden."""
 
     def read(path: str) -> Snapshot:
         try:
@@ -95,8 +112,8 @@ def test_acts_are_stopped(act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "written").exists()
 
 
-def test_other_errors_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that is none of ours is a fault, named by its kind and where in syncheck it came from."""
+def test_other_errors_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other error is a fault; its kind is the class and the function of syncheck that raised it."""
     monkeypatch.setattr(torch_zip, "flatten", lambda *_: {}["missing"])
     assert broken(tmp_path).kind == "KeyError at torch_zip.py:read"
 
@@ -116,8 +133,8 @@ def test_errors_must_be_one_line_on_the_file(text: str, tmp_path: Path, monkeypa
     assert "not one printable line" in broken(tmp_path).kind
 
 
-def test_reads_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second read of the same bytes gives the same; NaN is the same as NaN."""
+def test_reads_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two reads of the same bytes are equal; NaN equals NaN."""
     count = iter(range(10))
     real = files.remove_bookkeeping
     monkeypatch.setattr(
@@ -136,53 +153,54 @@ def parts(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def test_a_copy_must_be_in_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is out of sync with its copy is a fault."""
+    """A comparison that reports a file out of sync with its copy is a fault."""
     monkeypatch.setattr(api, "overall", lambda *_: "out_of_sync")
     assert broken(tmp_path).kind == "a checkpoint is out of sync with its copy"
 
 
-def test_time_and_memory_have_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An input that takes longer, or more memory, than one of its size may is a fault."""
-    monkeypatch.setattr(held, "MOST_SECONDS", 0.0)
+def test_time_and_memory_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input that exceeds the limit of time or memory is a fault."""
+    monkeypatch.setattr(guard, "MAX_SECONDS", 0.0)
     assert broken(tmp_path).kind == "it takes too long"
     monkeypatch.undo()
-    monkeypatch.setattr(held, "MOST_MEMORY", -1)
+    monkeypatch.setattr(guard, "MAX_MEMORY", -1)
     assert broken(tmp_path).kind == "it takes too much memory"
 
 
-def test_a_guard_heeds_nothing_when_closed(tmp_path: Path) -> None:
-    """Its hook stays for good, and must not hinder what runs after it."""
+def test_a_closed_guard_allows_everything(tmp_path: Path) -> None:
+    """The hook stays installed, and must not affect code outside of the guard."""
     with guard.Guard(str(tmp_path)):
         pass
     (tmp_path / "a").write_bytes(b"")
 
 
 def test_mutations_keep_the_frame() -> None:
-    """A mutated zip still has a directory, and a mutated header its true length and as many bytes as it asks for."""
+    """A mutated zip has a valid directory, and a mutated header the correct length and as much data as it states."""
 
-    class Numbers:
+    class Numbers(Random):
         def random(self) -> float:
             return 0.3
 
-    records = records_of(SMALL)
-    assert records is not None
-    assert records_of(bytes(zip_of(records))) == records
-    changed = records_of(zipped(SMALL, lambda data, _: data + b"x", Numbers()))  # type: ignore[arg-type]
-    assert changed is not None
+    records = read_records(SMALL)
+    assert read_records(write_zip(records)) == records
+    changed = read_records(mutate_zip(SMALL, lambda data, _: data + b"x", Numbers(1)))
     pickled = next(content for name, content in records if name.endswith("data.pkl"))
     assert pickled + b"x" in [content for _, content in changed]
     header = json.dumps({"w": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]}}).encode()
-    made = safetensors(bytes(8) + b"{", lambda *_: header, Numbers())  # type: ignore[arg-type]
+    made = mutate_safetensors(bytes(8) + b"{", lambda *_: header, Numbers(1))
     assert made == len(header).to_bytes(8, "little") + header + bytes(5)
 
 
-def test_words_are_quoted() -> None:
-    """A word of the dictionary is printable whatever bytes it has."""
-    assert quoted(b'a"\\\n') == "a\\x22\\x5c\\x0a"
+def test_dictionaries() -> None:
+    """Each word of a dictionary is one quoted line, as libFuzzer requires, and each dictionary exists."""
+    for name in {name for target in TARGETS.values() for name in target.words}:
+        lines = (ROOT / "fuzz" / "words" / f"{name}.dict").read_text(encoding="ascii").splitlines()
+        wrong = [line for line in lines if not re.fullmatch(r'#.*|"([^"\\]|\\x[0-9a-f]{2})+"', line)]
+        assert (len(lines) > 5, wrong) == (True, [])
 
 
 def test_without_atheris() -> None:
-    """Where atheris is not installed, that is said in one line, exit 2."""
+    """Without atheris, the command prints one line and exits with 2."""
     code = (
         "import sys; sys.modules['atheris'] = None; sys.argv = ['fuzz']; from fuzz.__main__ import main; exit(main())"
     )
@@ -191,8 +209,8 @@ def test_without_atheris() -> None:
     assert "pip install -e '.[fuzz]'" in done.stderr
 
 
-def test_what_was_found_stays_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each input that fuzzing found ends in the error that its case names."""
+def test_found_inputs_stay_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each input that fuzzing found has the error of its case."""
     monkeypatch.syspath_prepend(str(ROOT / "fixtures"))
     from malformed.found_by_fuzzing import CASES
 

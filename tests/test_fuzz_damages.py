@@ -1,0 +1,206 @@
+"""Random damage of checkpoints: the harness reports every wrong answer, and finds none."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from syncheck.errors import MalformedFile
+from syncheck.readers import READERS, torch_zip
+from syncheck.readers.folders import FOLDERS
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # at the end: if syncheck is installed from a wheel, the wheel is tested
+
+from fuzz import child, damages  # noqa: E402
+from fuzz.damages import run_trials  # noqa: E402
+from fuzz.fields import DATA, find_fields  # noqa: E402
+from fuzz.judge import compare_guarded, judge_comparison  # noqa: E402
+from fuzz.mutations import KINDS, damage_checkpoint, damaged_labels  # noqa: E402
+
+DAMAGES = 324  # three of each kind to each format
+TENSOR = ["torch.float32", [2], "bits", "numbers"]
+INTACT = {"tensors": {"w": TENSOR, "v": TENSOR}, "values": {"epoch": "2", "note": "'a'"}}
+
+
+def answer(code: int, tensors: tuple[tuple[str, str], ...] = (), **more: Any) -> dict[str, Any]:
+    """Return an answer of syncheck. tensors: name and status of all tensors that are not identical."""
+    listed = [{"name": name, "status": status, "reason": None} for name, status in tensors]
+    codes = more.pop("codes", ("SYN299",) if code else ())
+    findings = [{"code": c, "severity": "error", "ranks": [1], "tensors": [n for n, _ in tensors]} for c in codes]
+    values = [{"name": name} for name in more.pop("values", ())]
+    out = json.dumps({"groups": [{"tensors": listed, "values": values, "findings": findings}]})
+    return {"code": code, "out": "" if code == 2 else out, "err": "", "faults": [], **more}
+
+
+def test_every_format_is_damaged() -> None:
+    """Each format of a reader has a checkpoint to damage, and a loader of its library."""
+    pytest.importorskip("torch")
+    from fuzz.checkpoints import MAKERS
+    from fuzz.oracle import LOADERS
+
+    assert set(MAKERS) == set(READERS | FOLDERS), "a format without a maker in MAKERS of fuzz/checkpoints.py"
+    assert set(LOADERS) == set(MAKERS), "a format without its library in LOADERS of fuzz/oracle.py"
+
+
+def read(**changed: Any) -> dict[str, Any]:
+    """Return what the libraries read from the damaged file. None removes a tensor or value."""
+    kinds = {kind: {name: changed.get(name, value) for name, value in INTACT[kind].items()} for kind in INTACT}
+    return {kind: {name: value for name, value in found.items() if value} for kind, found in kinds.items()}
+
+
+OTHER = ["torch.float32", [2], "others", "other numbers"]
+ONE_LINE = "syncheck: error: f.pth: broken\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "damaged", "fault"),
+    [
+        (answer(0), read(), ""),
+        (answer(0), read(w=OTHER), "in sync, and w differs"),
+        (answer(0, (("w", "equal"),)), read(w=OTHER), ""),
+        (answer(0), read(w=None), "in sync, and w differs"),
+        (answer(0), read(epoch="3"), "in sync, and epoch differs"),
+        (answer(0, values=("note",)), read(note="'b'"), ""),
+        (answer(0), read(note="'b'"), "note differs and is not listed"),
+        (answer(0), {"error": "RuntimeError"}, "in sync, and the libraries cannot read it (RuntimeError)"),
+        (answer(1), {"error": "RuntimeError"}, ""),
+        (answer(1, (("w", "different"),), codes=("SYN223",)), read(w=OTHER), ""),
+        (answer(1, (("w", "different"),)), read(w=OTHER), "findings ['SYN299'] of damage on disk"),
+        (answer(1, (("w", "different"),), codes=()), read(w=OTHER), "no finding"),
+        (answer(1, (("v", "different"),), codes=("SYN223",)), read(w=OTHER), "w differs and is not reported"),
+        (answer(1, (("w", "not_compared"),)), read(w=OTHER), "w differs and is not compared"),
+        (answer(1, (("w", "different"),), codes=("SYN223",)), read(), "w is reported and does not differ"),
+        (answer(1), read(), "out of sync, and nothing differs"),
+        (answer(2, err=ONE_LINE), read(), ""),
+        (answer(2), read(), "exit 2 without a message"),
+        (answer(2, err=2 * ONE_LINE), read(), "stderr: "),
+        (answer(2, err="syncheck: error: \x1b[2J\n"), read(), "stderr: "),
+        (answer(3, err="Traceback (most recent call last):\n"), read(), "stderr: 'Traceback"),
+        (answer(3), read(), "exit code 3"),
+        (answer(2, err=ONE_LINE, faults=["it tried to import"]), read(), "it tried to import"),
+        ({"died": "hang"}, read(), "hang"),
+    ],
+)
+def test_wrong_answers_are_faults(said: dict[str, Any], damaged: dict[str, Any], fault: str) -> None:
+    """Each wrong answer to damaged tensor data in a zip is a fault, and correct answers are not."""
+    faults = judge_comparison("torch-zip", {DATA}, said, INTACT, damaged).faults
+    assert any(fault in found for found in faults) if fault else faults == []
+
+
+def test_damage_without_effect() -> None:
+    """If the libraries refuse a file because of a field that affects no compared data, in sync is correct."""
+    said = answer(0)
+    assert judge_comparison("torch-zip", {"local date"}, said, INTACT, {"error": "RuntimeError"}).faults == []
+    assert judge_comparison("torch-zip", {"local date", "pickle"}, said, INTACT, {"error": "RuntimeError"}).faults != []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_changes_a_file(kind: str) -> None:
+    """Each kind changes bytes, is reproducible by its seed, and names the damaged fields."""
+    files = {"a.json": b"0123456789" * 30, "b.json": b"abcdefghij" * 30}
+    for seed in range(20):
+        after = damage_checkpoint(Random(seed), kind, files, files)
+        assert after != files
+        assert after == damage_checkpoint(Random(seed), kind, files, files)
+        assert damaged_labels(files, after) <= {"json", "behind the end", "json and all behind it"}
+
+
+def test_fields_of_a_zip(tmp_path: Path) -> None:
+    """Each byte of a torch.save file belongs to one field, and tensor data is exactly the records of tensors."""
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.arange(5.0)}, tmp_path / "f.pth")
+    data = (tmp_path / "f.pth").read_bytes()
+    fields = find_fields("f.pth", data)
+    assert [field.start for field in fields] == [0, *(field.stop for field in fields[:-1])]
+    assert fields[-1].stop == len(data)
+    assert [data[start:stop] for start, stop, label in fields if label == DATA] == [torch.arange(5.0).numpy().tobytes()]
+    labels = {field.label for field in fields}
+    assert {"pickle", "padding", "local crc", "directory crc", "byteorder", "unused record"} <= labels
+
+
+def test_a_process_that_hangs_or_dies_is_replaced() -> None:
+    """A call without an answer in time, or that ends the process, is reported, and the next call is answered."""
+    with child.Worker(compare_guarded) as worker:
+        worker.send("/no", "/no/such", "/no/path")
+        assert worker.receive(0) == {"died": "hang"}
+        worker.send("too few arguments")
+        assert worker.receive(60) == {"died": "exit 1"}
+        worker.send("/no", "/no/such", "/no/path")
+        answer = worker.receive(60)
+        assert (answer["code"], answer["faults"]) == (2, [])
+
+
+@pytest.fixture
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call the functions of workers in this process, where tests can inject faults."""
+    pytest.importorskip("torch")
+    pytest.importorskip("safetensors.torch")
+    monkeypatch.setattr(child.Worker, "send", lambda self, *given: setattr(self, "result", self.function(*given)))
+    monkeypatch.setattr(child.Worker, "receive", lambda self, _: self.result)
+    monkeypatch.setattr(damages, "_COMMAND_LINE_EVERY", 10**9)
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_a_few_damages(tmp_path: Path) -> None:
+    """Each kind of damage to a torch.save file and a safetensors file is answered correctly."""
+    formats = ("torch-zip", "safetensors")
+    trials = list(run_trials(0, range(2 * len(KINDS)), tmp_path, formats))
+    assert {(trial.format, trial.kind) for trial in trials} == set(product(formats, KINDS))
+    assert [str(trial) for trial in trials if trial.verdict.faults] == []
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_injected_faults_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that drops a tensor, runs a command, or crashes gives wrong answers."""
+    intact = torch_zip.read
+
+    def drop(path: str) -> Any:
+        snapshot = intact(path)
+        del snapshot.tensors["3.weight"]
+        return snapshot
+
+    def execute(path: str) -> Any:
+        try:
+            os.system("true")
+        except Exception:  # noqa: BLE001 - as the unpickler does
+            raise MalformedFile(path, found="something") from None
+        return intact(path)
+
+    def crash(_: str) -> Any:
+        raise KeyError("w")
+
+    expected = {drop: "3.weight differs and is not reported", execute: "it tried to os.system", crash: "exit code 3"}
+    for read, fault in expected.items():
+        monkeypatch.setattr(torch_zip, "read", read)
+        trials = run_trials(0, range(len(KINDS)), tmp_path / read.__name__, ["torch-zip"])
+        faults = [found for trial in trials for found in trial.verdict.faults]
+        assert any(found.startswith(fault) for found in faults), (fault, faults)
+
+
+def test_security_states_the_number_of_damages() -> None:
+    """SECURITY.md states the number of damages of the slow test."""
+    assert f"{DAMAGES} random damages" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_damages(tmp_path: Path) -> None:
+    """No damage, over all formats and kinds, has a wrong answer."""
+    pytest.importorskip("torch")
+    pytest.importorskip("safetensors.torch")
+    from fuzz.checkpoints import MAKERS
+
+    trials = list(run_trials(0, range(DAMAGES), tmp_path))
+    assert [f"{trial}: {trial.verdict.faults}" for trial in trials if trial.verdict.faults] == []
+    assert Counter((trial.format, trial.kind) for trial in trials) == dict.fromkeys(product(MAKERS, KINDS), 3)
+    outcomes = [trial.verdict.outcome for trial in trials]
+    assert min(outcomes.count(outcome) for outcome in ("out of sync", "exit 2", "in sync")) > DAMAGES // 20
