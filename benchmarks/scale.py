@@ -32,6 +32,7 @@ JOBS = (
 ROOT = Path(__file__).resolve().parent.parent
 # Of the report, which the first rank sends to all: bytes a rank, and a tensor beside its name.
 RANK, TENSOR = 94, 9
+DIFFERENCES = 1700  # of the report: the description of one tensor, and one finding
 READY = 118  # bytes a rank sends in the gather before ranks broadcast or answer questions
 MOST_BYTES = 64.0  # sent a tensor and rank, in sync: DESIGN.md, section 9
 MOST_MEMORY = 150.0  # MB of a comparison, up to 40,000 tensors and ranks; beyond, 200 bytes each
@@ -81,7 +82,7 @@ def received(ranks: int, tensors: int, *, answers: int, letters: int, each: int)
     few = 4 * answers <= ranks
     digests = 16 * tensors * (answers if few else ranks - 1)
     ready = READY * (2 if few else 1) * (ranks - 1)
-    return first + ready + digests + RANK * ranks + (TENSOR + letters) * tensors
+    return first + ready + digests + DIFFERENCES + RANK * ranks + (TENSOR + letters) * tensors
 
 
 def played(ranks: int, tensors: int, case: str, rounds: int) -> dict[str, Any]:

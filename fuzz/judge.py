@@ -130,7 +130,7 @@ def _check_commands(first: Snapshot, copy: Snapshot) -> None:
 
 def _render(report: Report) -> tuple[str, str]:
     """Return a report as a JSON document and as text. The version would be read from a file."""
-    return json_document.render(report, "0"), files.drawn("text", report)
+    return json_document.render(report, "0"), files.render_format("text", report)
 
 
 def are_equal(one: Any, other: Any) -> bool:

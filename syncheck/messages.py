@@ -339,8 +339,8 @@ class PytestText(Sentence):
 
     NOT_COMPARED = "syncheck: {path}: its checkpoints are not compared; pass --syncheck {path} to compare them"
     CHECKPOINTS_UNUSED = "syncheck_checkpoints: ignored, because {reason}"
-    UPDATE_NEEDS_CHECKPOINTS = "{update_baseline:option}: no checkpoints to compare; pass --syncheck GLOB"
-    OUTPUT_NEEDS_CHECKPOINTS = "{output:option} {path}: no checkpoints to report on; pass --syncheck GLOB"
+    UPDATE_NEEDS_CHECKPOINTS = "--syncheck-update-baseline: no checkpoints to compare; pass --syncheck GLOB"
+    OUTPUT_NEEDS_CHECKPOINTS = "--syncheck-output {path}: no checkpoints to report on; pass --syncheck GLOB"
     NO_SUCH_TEST = "{nodeid}: no such test; available are {tests} (--collect-only -q lists all)"
     MORE_TENSORS = "... and {count} more; --syncheck-output FILE.html lists all"
     TIME_LIMIT = (

@@ -289,7 +289,7 @@ def test_another_timeout_shows_stacks_too(pytester: pytest.Pytester) -> None:
         ("ranks=0", "ranks=0: must be a number from 1 to 64"),
         ("ranks=1000", "ranks=1000: must be a number from 1 to 64"),
         ("ranks=[]", "ranks=[]: must be a number"),
-        ("ranks=[2, 2]", "or a list of different ones"),
+        ("ranks=[2, 2]", "or a list of different numbers"),
         ("ranks='2'", "ranks='2': must be a number"),
         ("ranks=True", "ranks=True: must be a number"),
         ("rank=2", "has no argument 'rank'; it takes ranks, timeout and group"),
