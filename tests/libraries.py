@@ -45,7 +45,7 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
         port = found.getsockname()[1]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
     kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
-    kept["PYTHONPATH"] = f"{ROOT}:{kept.get('PYTHONPATH', '')}"  # syncheck of this clone, wherever it is run
+    kept["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests/at_exit:{kept.get('PYTHONPATH', '')}"  # syncheck of this clone
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "layouts", "GLOO_SOCKET_IFNAME": "lo",

@@ -1,0 +1,18 @@
+"""Imported by Python when a program of libraries.py starts: gives gloo's threads time to finish at exit.
+
+A program that ends without destroy_process_group, such as one with the Trainer of transformers, may exit while a thread
+of gloo still holds a tensor of the last collective. The thread then requests the GIL of an interpreter that is shutting
+down, and the process aborts: https://github.com/pytorch/pytorch/issues/190489
+"""
+
+import atexit
+import sys
+import time
+
+
+@atexit.register  # functions registered first are called last
+def wait_for_gloo() -> None:
+    """Release the GIL for a moment."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        time.sleep(0.2)
