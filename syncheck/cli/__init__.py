@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
         streams.print_stderr("syncheck: interrupted")
         return INTERRUPTED
+    except MemoryError:  # while an error was being reported
+        os.write(2, b"syncheck: error: out of memory\n")
+        return 2
 
 
 def _run(argv: list[str]) -> int:
@@ -53,11 +56,12 @@ def _run(argv: list[str]) -> int:
         return CLOSED
     except Exception as error:  # noqa: BLE001 - Python's exit code 1 would mean that replicas differ
         exhausted = _describe_exhausted_resource(error)
-        if exhausted:
-            output.print_message(f"error: {exhausted}")
-            return SyncheckError.exit_code
-        _report_crash(argv)
-        return CRASH
+        if not exhausted:
+            _report_crash(argv)
+            return CRASH
+    # The end of the block has released the frames of the failed run, so that there is memory for the message.
+    output.print_message(f"error: {exhausted}")
+    return SyncheckError.exit_code
 
 
 def _run_command(argv: list[str]) -> int:
