@@ -86,7 +86,7 @@ def test_the_action_tells_the_verdicts_apart(runner: Callable[..., Any], tmp_pat
     (tmp_path / "work" / "out" / "ddp_rank2.pth").write_bytes(b"junk")
     broken = runner(2, PATHS="out/*.pth", ARGS="--only-params")
     assert (broken.returncode, levels(broken.stdout)) == (2, ["error"])
-    assert "a file could not be read" in broken.stdout
+    assert "syncheck%3A unreadable file" in broken.stdout
     summary = (tmp_path / "summary.md").read_text()
     assert re.findall(r"^## syncheck: (\w+ \w+)", summary, re.MULTILINE) == ["IN SYNC", "OUT OF", "COULD NOT"]
     missing = runner(2, PATHS="none/100%*.pth")

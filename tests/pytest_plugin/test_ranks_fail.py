@@ -13,6 +13,8 @@ from processes import gone, noted
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.timeout(300)  # the suite below starts many processes
+
 # Without a group there is no torch to wait for, and most of what can go wrong has nothing to do with one.
 SUITE = """
 import os, pathlib, subprocess, sys, threading, time
@@ -162,7 +164,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert run.returncode == 1, run.stdout + run.stderr
