@@ -143,7 +143,7 @@ def test_too_little_memory_is_no_damage(
     assert main(["compare", str(path), str(path)]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
-    assert "out of memory; raise its limit" in err
+    assert "out of memory; raise the limit" in err
 
 
 def within(path: Path, megabytes: int) -> tuple[int, str]:
