@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,20 +19,23 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH
 
 
 class Processes:
-    """What a test has started. folder: where, unless told; torchrun, for one, leaves folders in its tmp/."""
+    """The processes of a test. folder: their working folder.
+
+    temporary: their folder for temporary files, which some leave there. Its path is short, because the sockets of
+    multiprocessing are in it, and the path of a socket has at most 107 characters.
+    """
 
     variables: dict[str, str] = {}  # that all of them get  # noqa: RUF012 - a constant of each class
     without: tuple[str, ...] = ()  # beginnings of those that none gets
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.temporary = folder / "tmp"
+        self.temporary = Path(tempfile.mkdtemp(prefix="started-"))
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *command: Any, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start one; keyword arguments are environment variables."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER + self.without)}
-        self.temporary.mkdir(exist_ok=True)
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=cwd or self.folder,
@@ -50,6 +55,7 @@ class Processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def alive(process: subprocess.Popen[str]) -> bool:

@@ -64,7 +64,7 @@ def test_unknown_classes_are_inert(trained: Path) -> None:
     snapshot = syncheck.read(str(trained / "last-rank0.ckpt"))
     assert [stub for stub in snapshot.stubs if stub.endswith(".Preprocessing")]
     assert "hyper_parameters.preprocessing.scale" in snapshot.tensors
-    assert any("Preprocessing" in note for note in group_of(trained).notes)
+    assert any("Preprocessing" in str(note) for note in group_of(trained).notes)
 
 
 def test_a_changed_weight(trained: Path, tmp_path: Path) -> None:

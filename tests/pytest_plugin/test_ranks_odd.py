@@ -238,7 +238,7 @@ def test_differs(syncheck_rank): assert syncheck_rank.rank == 5
 
 
 @pytest.mark.parametrize(
-    ("options", "hint"), [("-q -vv", "add -v to"), ("-v", "add -v to"), ("-q", "add -vvv to"), ("-vv", "")]
+    ("options", "hint"), [("-q -vv", "use -v to"), ("-v", "use -v to"), ("-q", "use -vvv to"), ("-vv", "")]
 )
 def test_summary_and_hint(pytester: pytest.Pytester, options: str, hint: str) -> None:
     """The summary of a doctest contains its expectation, and the hint depends on the verbosity."""
@@ -246,4 +246,6 @@ def test_summary_and_hint(pytester: pytest.Pytester, options: str, hint: str) ->
     result = pytester.runpytest_subprocess("--doctest-modules", *options.split())
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(["FAILED *::test_summary_and_hint - rank 0: Expected: 3 *"])
-    assert [line.partition(" see")[0] for line in result.outlines if "to see all" in line] == ([hint] if hint else [])
+    assert [line.partition(" see")[0] for line in result.outlines if "to see the full failure" in line] == (
+        [hint] if hint else []
+    )
