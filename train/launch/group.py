@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -166,7 +167,10 @@ def check_store_file(path: Path) -> None:
     """
     problem = "it is not a rendezvous file"
     try:
-        if path.is_file() or not path.exists():  # opening a pipe would block
+        mode = stat.S_IFREG
+        with suppress(FileNotFoundError):  # checked once, because other ranks may create the file at any moment
+            mode = path.stat().st_mode
+        if stat.S_ISREG(mode):  # opening a pipe would block
             with path.open("a+b") as file:
                 file.seek(0)
                 if FILE_STORE_START.startswith(file.read(len(FILE_STORE_START))):

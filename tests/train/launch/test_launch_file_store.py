@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from started import wait_for
 
 from train.errors import RankError, UserError
 from train.launch import RankContext
-from train.launch.group import process_group
+from train.launch.group import check_store_file, process_group
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,3 +98,24 @@ def test_a_link_after_a_timeout(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rank 1 did not join"), process_group(rank_of(link), 0.1):
         pass
     assert not target.exists()
+
+
+def test_ranks_that_create_the_file_at_once(tmp_path: Path) -> None:
+    """Four ranks may create the file at the same moment; none of them takes it for another kind of file."""
+    barrier = threading.Barrier(4)
+
+    def check(number: int) -> None:
+        for attempt in range(500):
+            barrier.wait(60)
+            try:
+                check_store_file(tmp_path / str(attempt))
+            except RankError as error:
+                failures.append((number, attempt, str(error)))
+
+    failures: list[tuple[int, int, str]] = []
+    threads = [threading.Thread(target=check, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
