@@ -266,6 +266,7 @@ def test_a_failed_save_leaves_the_older_state(
     assert capfd.readouterr().err.count(said) == (ctx.rank == 0)
     ctx.gather(None)
     assert [path.name for path in sorted(folder.rglob("rank_0.pth"))] == ["rank_0.pth"] * 2  # of steps 1 and 2
+    ctx.gather(None)  # both have listed the folder
     if ctx.rank == 1:
         (folder / "step_3" / "rank_1.pth").rmdir()
     ctx.gather(None)
