@@ -31,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
 
         streams.say("syncheck: interrupted")
         return INTERRUPTED
+    except MemoryError:  # while an error was being reported
+        os.write(2, b"syncheck: error: out of memory\n")
+        return 2
 
 
 def _run(argv: list[str]) -> int:
@@ -51,11 +54,12 @@ def _run(argv: list[str]) -> int:
         return CLOSED
     except Exception as error:  # noqa: BLE001 - whatever it is, exit 1 would claim that replicas differ
         lacking = _lacking(error)
-        if lacking:
-            output.tell(f"error: {lacking}")
-            return SyncheckError.exit_code
-        _report_crash(argv)
-        return CRASH
+        if not lacking:
+            _report_crash(argv)
+            return CRASH
+    # The end of the block has released the frames of the failed run, so that there is memory for the message.
+    output.tell(f"error: {lacking}")
+    return SyncheckError.exit_code
 
 
 def _carried_out(argv: list[str]) -> int:

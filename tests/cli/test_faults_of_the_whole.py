@@ -11,6 +11,8 @@ import pytest
 from checkpoints import network, save_pth, save_safetensors
 
 import syncheck
+from syncheck import cli
+from syncheck.cli import output
 from syncheck.kernel import shares
 
 if TYPE_CHECKING:
@@ -190,3 +192,15 @@ def test_terminals_that_say_nonsense(shell: Shell, environment: dict[str, str]) 
     """A terminal of no known kind or width is drawn for as one of 80 columns, or as a pipe."""
     text = seen_on("80", shell, COMPARE, **environment)
     assert text.splitlines()[-1] == LAST
+
+
+def test_no_memory_for_the_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """If memory runs out again while an error is reported, the exit code is 2 and not Python's 1."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "_carried_out", fail)
+    monkeypatch.setattr(output, "tell", fail)
+    assert cli.main([]) == 2
+    assert capfd.readouterr().err == "syncheck: error: out of memory\n"
