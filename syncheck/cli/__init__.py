@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 
         streams.print_stderr("syncheck: interrupted")
         return INTERRUPTED
-    except MemoryError:  # while an error was being reported
+    except MemoryError:  # during imports, or while an error was being reported
         os.write(2, b"syncheck: error: out of memory\n")
         return 2
 
