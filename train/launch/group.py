@@ -68,7 +68,7 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     try:
         yield
     except (UserError, Stopped):
-        close_process_group(ctx, store)
+        dist.destroy_process_group()
         raise
     except RuntimeError as error:
         if any(text in str(error) for text in PEER_ERRORS):
@@ -76,14 +76,13 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
         raise
     # After any other exception the group stays open: the peers may be inside a collective, and closing the group could
     # wait for them. The process is about to end anyway.
-    close_process_group(ctx, store)
+    dist.destroy_process_group()
 
 
 def join_process_group(ctx: RankContext, timeout: float) -> Store:
     """Wait for all ranks and initialize torch.distributed; return the store. Raises UserError or RankError."""
     store = open_store(ctx, timeout)
     try:
-        store.add("users", 1)
         run = wait_for_all_ranks(ctx, store, timeout)
         dist.init_process_group(
             ctx.backend,
@@ -93,9 +92,6 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
             timeout=timedelta(seconds=timeout),
             device_id=ctx.device if ctx.backend == "nccl" else None,
         )
-    except UserError:
-        leave_store(ctx, store)
-        raise
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {ctx.rank} of {ctx.world_size} lost the other ranks at {ctx.init_method}: {_first_line(error)}; see "
@@ -109,9 +105,11 @@ def open_store(ctx: RankContext, timeout: float) -> Store:
     store: Store
     try:
         if ctx.init_method.startswith("file:"):
-            path = store_path(ctx)
+            path = Path(unquote(urlsplit(ctx.init_method).path))
             check_store_file(path)
-            store = FileStore(str(path))
+            # FileStore removes its file with the last store of 0 or more. Removing it here would be too early: a store
+            # that another rank releases at that moment could create the file again.
+            store = FileStore(str(path.resolve()), 0)  # removes the target of a link, not the link
             store.set_timeout(timedelta(seconds=timeout))
         else:
             serve = ctx.rank == 0 and rank_0_serves_store(ctx)
@@ -153,11 +151,6 @@ def wait_for_server(ctx: RankContext, timeout: float) -> str:
                 message = f"rank {ctx.rank} cannot connect to rank 0 at {ctx.init_method} ({reason}); {advice}"
                 raise RankError(message) from error
             time.sleep(0.1)
-
-
-def store_path(ctx: RankContext) -> Path:
-    """Return the path in a file:///PATH address."""
-    return Path(unquote(urlsplit(ctx.init_method).path))
 
 
 def check_store_file(path: Path) -> None:
@@ -251,20 +244,6 @@ def find_lost_ranks(ctx: RankContext, store: Store) -> list[int]:
     store.add(f"failed/{ctx.rank}", 1)
     # If rank 0 serves the store, it has to outlive the check of the other ranks.
     return find_missing_ranks(store, "failed", range(ctx.world_size), LIVENESS_SECONDS + (ctx.rank == 0))
-
-
-def close_process_group(ctx: RankContext, store: Store) -> None:
-    """Close the group."""
-    dist.destroy_process_group()
-    leave_store(ctx, store)
-
-
-def leave_store(ctx: RankContext, store: Store) -> None:
-    """Remove the file of the store after its last user."""
-    if ctx.init_method.startswith("file:"):
-        with suppress(OSError, RuntimeError):  # a leftover file is no reason to fail
-            if store.add("users", -1) == 0:
-                store_path(ctx).resolve().unlink(missing_ok=True)  # not just a link to it
 
 
 def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
