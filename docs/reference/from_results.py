@@ -1,4 +1,7 @@
-"""Numbers and tables measured by `python -m benchmarks`, read from benchmarks/RESULTS.md."""
+"""Numbers and tables measured by `python -m benchmarks`, read from benchmarks/RESULTS.md.
+
+The times of training methods come from the table of `python -m train.bench` in docs/bench.md.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 MEDIAN = "median wall s"
 IN_SYNC, ONE_DIFFERS = "in sync", "one tensor of one rank differs"
+METHOD_COLUMNS = ("resnet18-ms", "resnet18-speed", "resnet18-mb", "resnet8-ms", "resnet8-speed", "resnet8-accuracy")
 # Rows of the "measured" table: workload, section, row of syncheck, rows of the other tools and their names on the page.
 TIMED = (
     ("two ranks of resnet18", "compare", "syncheck compare", {"torch.load + torch.allclose": "", "import torch": ""}),
@@ -34,6 +38,14 @@ class Table:
 
     columns: list[str]
     rows: list[list[str]]
+
+
+@cache
+def methods() -> dict[str, list[str]]:
+    """Return the cells of the table in docs/bench.md by case; the columns are those of `METHOD_COLUMNS`."""
+    lines = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| [a-z]", line)]
+    return {row[0]: row[3:] for row in rows if len(row) == 3 + len(METHOD_COLUMNS)}
 
 
 @cache
@@ -154,6 +166,27 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "fingerprint-memory-bytes": lambda: _fingerprint_bytes(1),
     "fingerprint-us": _measured("scale", "1,024 fingerprints of 500 tensors: microseconds a tensor and rank"),
 }
+NUMBERS |= {
+    f"{case}-{column}": lambda cell=cell: cell  # type: ignore[misc]  # the value of this round
+    for case, cells in methods().items()
+    for column, cell in zip(METHOD_COLUMNS, cells, strict=True)
+}
+
+
+def table_of_methods() -> str:
+    """Return the table of page 10 of the guide. Efficiency has no meaning for bfloat16, which changes the work too."""
+    names = {"single": "single (one process)", "ddp": "ddp", "ddp-sync-bn": "ddp with SyncBatchNorm", "fsdp": "fsdp",
+             "ddp-amp-bf16": "ddp, bfloat16"}  # fmt: skip
+    rows = []
+    for case, name in names.items():
+        row = [name]
+        for model in ("resnet18", "resnet8"):
+            one, two = (float(NUMBERS[f"{method}-{model}-ms"]()) for method in ("single", case))
+            efficiency = "" if case in {"single", "ddp-amp-bf16"} else f"{one / two / 2:.2f}"
+            row += [NUMBERS[f"{case}-{model}-ms"](), NUMBERS[f"{case}-{model}-speed"](), efficiency]
+        rows.append(row)
+    columns = ("speed-up", "efficiency")
+    return table(("two processes", "ResNet-18: ms", *columns, "ResNet-8: ms", *columns), rows)
 
 
 def table_of_tools() -> str:

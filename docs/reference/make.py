@@ -43,6 +43,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "findings": from_findings.sections,
     "json-fields": from_schema.fields,
     "json-example": from_schema.example,
+    "methods": from_results.table_of_methods,
     "measured": from_results.table_of_tools,
     "checks-by-ranks": from_results.table_of_checks,
     "fingerprints-by-tensors": from_results.table_of_fingerprints,
