@@ -7,6 +7,7 @@ its own to the store, and a missing key is a missing rank. The liveness check af
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
@@ -68,7 +69,7 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     try:
         yield
     except (UserError, Stopped):
-        dist.destroy_process_group()
+        close_process_group(ctx, store)
         raise
     except RuntimeError as error:
         if any(text in str(error) for text in PEER_ERRORS):
@@ -76,13 +77,14 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
         raise
     # After any other exception the group stays open: the peers may be inside a collective, and closing the group could
     # wait for them. The process is about to end anyway.
-    dist.destroy_process_group()
+    close_process_group(ctx, store)
 
 
 def join_process_group(ctx: RankContext, timeout: float) -> Store:
     """Wait for all ranks and initialize torch.distributed; return the store. Raises UserError or RankError."""
     store = open_store(ctx, timeout)
     try:
+        store.add("users", 1)
         run = wait_for_all_ranks(ctx, store, timeout)
         dist.init_process_group(
             ctx.backend,
@@ -92,6 +94,9 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
             timeout=timedelta(seconds=timeout),
             device_id=ctx.device if ctx.backend == "nccl" else None,
         )
+    except UserError:
+        leave_store(ctx, store)
+        raise
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"rank {ctx.rank} of {ctx.world_size} lost the other ranks at {ctx.init_method}: {_first_line(error)}; see "
@@ -105,12 +110,13 @@ def open_store(ctx: RankContext, timeout: float) -> Store:
     store: Store
     try:
         if ctx.init_method.startswith("file:"):
-            path = Path(unquote(urlsplit(ctx.init_method).path))
+            path = store_path(ctx)
             check_store_file(path)
-            # FileStore removes its file with the last store of 0 or more. Removing it here would be too early: a store
-            # that another rank releases at that moment could create the file again.
-            store = FileStore(str(path.resolve()), 0)  # removes the target of a link, not the link
+            store = FileStore(str(path))
             store.set_timeout(timedelta(seconds=timeout))
+            # Never released: ~FileStore counts itself out in the file, and would create it again if the last rank
+            # removes it at the same moment.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
         else:
             serve = ctx.rank == 0 and rank_0_serves_store(ctx)
             # Rank 0 connects to its own server, by whatever address the other ranks reach it.
@@ -151,6 +157,11 @@ def wait_for_server(ctx: RankContext, timeout: float) -> str:
                 message = f"rank {ctx.rank} cannot connect to rank 0 at {ctx.init_method} ({reason}); {advice}"
                 raise RankError(message) from error
             time.sleep(0.1)
+
+
+def store_path(ctx: RankContext) -> Path:
+    """Return the path in a file:///PATH address."""
+    return Path(unquote(urlsplit(ctx.init_method).path))
 
 
 def check_store_file(path: Path) -> None:
@@ -244,6 +255,20 @@ def find_lost_ranks(ctx: RankContext, store: Store) -> list[int]:
     store.add(f"failed/{ctx.rank}", 1)
     # If rank 0 serves the store, it has to outlive the check of the other ranks.
     return find_missing_ranks(store, "failed", range(ctx.world_size), LIVENESS_SECONDS + (ctx.rank == 0))
+
+
+def close_process_group(ctx: RankContext, store: Store) -> None:
+    """Close the group."""
+    dist.destroy_process_group()
+    leave_store(ctx, store)
+
+
+def leave_store(ctx: RankContext, store: Store) -> None:
+    """Remove the file of the store after its last user."""
+    if ctx.init_method.startswith("file:"):
+        with suppress(OSError, RuntimeError):  # a leftover file is no reason to fail
+            if store.add("users", -1) == 0:
+                store_path(ctx).resolve().unlink(missing_ok=True)  # not just a link to it
 
 
 def call_with_deadline(function: Callable[[], T], seconds: float) -> T:
