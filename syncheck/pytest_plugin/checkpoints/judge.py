@@ -1,42 +1,18 @@
-"""Comparisons of checkpoints, made when the first test item needs them, and updates of the baseline."""
+"""Comparisons of checkpoints, made when the first test item needs them. Paths are relative to the start folder."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck import api, baseline
-from syncheck.errors import CheckpointError, OptionError, UsageError
+from syncheck.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from syncheck.api import Options
-    from syncheck.baseline import Known
-    from syncheck.pytest_plugin.checkpoints.arguments import Selection
-    from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.records import Group, Report, Unreadable
-
-
-@contextlib.contextmanager
-def working_folder(start: Path) -> Iterator[None]:
-    """Change the working folder: paths are relative to the folder in which pytest was started; tests may change it."""
-    try:
-        before = os.getcwd()
-    except OSError:  # the working folder was deleted
-        before = None
-    if before == str(start):
-        yield
-        return
-    os.chdir(start)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.chdir(before)
 
 
 class Judge:
@@ -44,8 +20,7 @@ class Judge:
 
     whole: compare all checkpoints at once, because the whole report is needed. Otherwise each run is compared
     separately, because a worker of pytest-xdist may run the items of some runs only.
-    width: columns of the terminal. histograms: compute histograms for an HTML page.
-    accepting: accept all findings, because they become the baseline.
+    histograms: compute histograms for an HTML page. accepting: accept all findings, because they become the baseline.
     """
 
     def __init__(
@@ -55,7 +30,6 @@ class Judge:
         start: Path,
         *,
         whole: bool,
-        width: int,
         histograms: bool = False,
         accepting: bool = False,
     ) -> None:
@@ -63,8 +37,7 @@ class Judge:
         self._accepting = accepting
         self._histograms = histograms
         self.options = options
-        self.width = width
-        self._start = start
+        self.start = start
         self._whole = whole
         self._report: Report | CheckpointError | None = None
         self._runs: dict[str, Report | CheckpointError] = {}
@@ -88,10 +61,6 @@ class Judge:
         paths = {snapshot.path for _, snapshot in replicas.ranks}
         return report.groups[index], [file for file in report.unreadable if file.path in paths]
 
-    def start_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Change to the folder in which pytest was started."""
-        return working_folder(self._start)
-
     def _report_with(self, number: int) -> tuple[Report, int]:
         """Return a report with a group, and the index of the group in this report."""
         if self._whole or self._report is not None:
@@ -106,7 +75,7 @@ class Judge:
         return _raise_error(self._runs[run]), numbers.index(number)
 
     def _compare(self, found: api.Found) -> Report | CheckpointError:
-        with working_folder(self._start):
+        with contextlib.chdir(self.start):
             try:
                 report = api.judge(found, self.options, histograms=self._histograms)
                 return baseline.apply_baseline(report, baseline.find_failing(report)) if self._accepting else report
@@ -118,40 +87,3 @@ def _raise_error(result: Report | CheckpointError) -> Report:
     if isinstance(result, CheckpointError):
         raise result
     return result
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """An update of the baseline at the end of a run (--syncheck-update-baseline). known: its previous content."""
-
-    path: str
-    known: Known
-
-    def write(self, judge: Judge, not_run: Sequence[Planned]) -> str:
-        """Write the baseline and return a description of the change. not_run: tests whose findings are unknown.
-
-        Raises SyncheckError if the baseline is not written.
-        """
-        if not_run:
-            raise UsageError(
-                f"the baseline was not updated, because {len(not_run)} tests of checkpoints did not run, for example "
-                f"{not_run[0].nodeid}"
-            )
-        updated = baseline.update_baseline(judge.report(), self.known)
-        with judge.start_folder():
-            baseline.write(self.path, updated)
-        return f"{self.path}: {baseline.describe_change(self.known, updated)}"
-
-
-def start_update(options: Options, selection: Selection) -> tuple[Options, Update]:
-    """Return the options without the baseline, and the update of the baseline.
-
-    Must be called in the folder in which pytest was started. Raises UsageError if the update is impossible.
-    """
-    if options.baseline is None:
-        raise OptionError(
-            "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
-        )
-    if selection.ids:
-        raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
-    return replace(options, baseline=None), Update(options.baseline, baseline.read_for_update(options.baseline))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from syncheck.errors import PYTEST, CheckpointError, one_line, spelling
 from syncheck.messages import Hint, names_text
-from syncheck.pytest_plugin.checkpoints import text
-from syncheck.records import Counts
-from syncheck.report import words
-from syncheck.report.items import ALONE, NOTHING, VALUES, findings_of_item, item_of
+from syncheck.report import failure, words
+from syncheck.report.items import ALONE, headline, item_of, judge_item
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
-    from syncheck.records import Finding, Group, TensorDiff
+    from syncheck.records import Group
+
+_MOST = 2000  # characters of a sentence, because findings quote names from the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Outcome:
 
 
 @spelling(PYTEST)
-def judge_item(planned: Planned, judge: Judge) -> Outcome:
+def judge_planned(planned: Planned, judge: Judge) -> Outcome:
     """Judge one item, and compare its run if necessary."""
     if planned.unreadable is not None:
         reason = f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}"
@@ -51,7 +48,16 @@ def judge_item(planned: Planned, judge: Judge) -> Outcome:
         files = "; ".join(f"{file.path}: {file.reason}" for file in lost)
         reason = f"could not tell: unreadable since the run began: {files}"
         return _failed(reason, _properties("undecided", group, planned))
-    return _judge_group(planned, group, judge)
+    part, reason = judge_item(group, planned.item, planned.siblings)
+    properties = _properties(part.verdict, group, planned, part)
+    if part.verdict == "out_of_sync":
+        body = failure.group_text(part, Hint.ALL_ROWS_IN_HTML)
+        return _failed(headline([finding for finding in part.findings if finding.fails]), properties, body)
+    if not reason:
+        return Outcome("passed", properties=properties)
+    if group.verdict == "undecided":
+        return _failed(f"could not tell: {reason}", properties)
+    return Outcome("skipped", _limit(reason), _limit(reason), properties)
 
 
 def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
@@ -63,81 +69,44 @@ def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
     grouping = "; ".join(map(str, replicas.grouping))
     grouping += f"; links to this file: {names_text(links)}" if links else ""
     advice = str(Hint.GROUP_FILES())
-    return _failed(headline, _properties("undecided"), f"{headline}\n{text.limit(grouping)}\n{advice}")
+    return _failed(headline, _properties("undecided"), f"{headline}\n{_limit(grouping)}\n{advice}")
 
 
-def _judge_group(planned: Planned, group: Group, judge: Judge) -> Outcome:
-    counts = sum((counts for kind, counts in group.kinds.items() if item_of(kind) == planned.item), Counts())
-    diffs = [diff for diff in group.tensors if item_of(diff.kind) == planned.item]
-    findings = findings_of_item(group, planned.item, planned.siblings)
-    failing = [finding for finding in findings if finding.fails]
-    reason = "" if failing else _undecided_reason(planned, group, counts)
-    verdict = "out_of_sync" if failing else "undecided" if reason else "in_sync"
-    properties = _properties(verdict, group, planned, findings, counts, diffs)
-    if failing:
-        shown = [finding for finding in findings if finding.severity != "info"]
-        body = text.failure_text(group, shown, counts, diffs, values=planned.item == VALUES, width=judge.width)
-        return _failed(text.headline(failing), properties, body)
-    if reason:
-        if group.verdict == "undecided":
-            return _failed(f"could not tell: {reason}", properties)
-        return Outcome("skipped", text.limit(reason), text.limit(reason), properties)
-    return Outcome("passed", properties=properties)
-
-
-def _undecided_reason(planned: Planned, group: Group, counts: Counts) -> str:
-    """Return why an item has no verdict; empty if it has one."""
-    if planned.item == NOTHING:
-        return "no tensor was compared: the options exclude all tensors, or the files contain none"
-    if planned.item != VALUES and not counts.compared:
-        reasons = Counter(
-            f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}"
-            for diff in group.tensors
-            if item_of(diff.kind) == planned.item
-        )
-        details = "; ".join(f"{count} {one_line(reason)}" for reason, count in reasons.most_common(3))
-        return f"no tensor was compared ({details})" if details else "no tensor was compared"
-    if group.verdict == "undecided":
-        return "too few tensors of this group were compared for a verdict"
-    return ""
+def _limit(text: str, most: int = _MOST) -> str:
+    return words.shorten(one_line(text), most)
 
 
 def _failed(headline: str, properties: tuple[tuple[str, str], ...], body: str = "") -> Outcome:
-    headline = text.limit(headline)
+    headline = _limit(headline)
     return Outcome("failed", headline, body or headline, properties)
 
 
 def _properties(
-    verdict: str,
-    group: Group | None = None,
-    planned: Planned | None = None,
-    findings: Sequence[Finding] = (),
-    counts: Counts | None = None,
-    diffs: Sequence[TensorDiff] = (),
+    verdict: str, group: Group | None = None, planned: Planned | None = None, part: Group | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """Return the properties of an item. group, planned: both or none."""
+    """Return the properties of an item. group, planned: both or none. part: the compared part of the group."""
     properties = {"verdict": verdict}
     if group is not None and planned is not None:
         properties["replicas"] = str(len(group.replicas))
         if group.fixed:
-            properties["fixed"] = text.limit("; ".join(words.fixed_lines([group])), 1000)
+            properties["fixed"] = _limit("; ".join(words.fixed_lines([group])), 1000)
         if group.notes:
-            properties["notes"] = text.limit("; ".join(map(str, group.notes)), 500)
+            properties["notes"] = _limit("; ".join(map(str, group.notes)), 500)
         properties |= _unjudged(group, planned)
-    for name, some in (
-        ("findings", findings),
-        ("allowed", [finding for finding in findings if finding.allowed]),
-        ("accepted", [finding for finding in findings if finding.accepted]),
-    ):
-        if some:
-            properties[name] = ",".join(dict.fromkeys(finding.code for finding in some))
-    if counts is not None:
+    if part is not None:
+        for name, findings in (
+            ("findings", part.findings),
+            ("allowed", [finding for finding in part.findings if finding.allowed]),
+            ("accepted", [finding for finding in part.findings if finding.accepted]),
+        ):
+            if findings:
+                properties[name] = ",".join(dict.fromkeys(finding.code for finding in findings))
         for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
-            properties[name] = str(getattr(counts, name))
-    measured = [diff for diff in words.sort_worst_first(diffs) if diff.max_abs is not None]
-    if measured:
-        properties["max_abs"] = f"{measured[0].max_abs:.6g}"
-        properties["worst"] = text.limit(measured[0].name)
+            properties[name] = str(getattr(part.counts, name))
+        measured = [diff for diff in words.sort_worst_first(part.tensors) if diff.max_abs is not None]
+        if measured:
+            properties["max_abs"] = f"{measured[0].max_abs:.6g}"
+            properties["worst"] = _limit(measured[0].name)
     return tuple((f"syncheck_{name}", value) for name, value in properties.items())
 
 
@@ -148,5 +117,5 @@ def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
     if group.left_out:
         parts.append(f"{group.left_out} tensors excluded by options")
     values = words.values_text([value for value in group.values if not value.counts])
-    properties = {"not_judged": "; ".join(parts), "values_that_differ": text.limit(values, 500)}
+    properties = {"not_judged": "; ".join(parts), "values_that_differ": _limit(values, 500)}
     return {name: value for name, value in properties.items() if value}
