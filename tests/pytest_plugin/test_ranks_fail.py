@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from processes import gone, noted
+from sessions import FAST
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,7 +161,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_suite.py").write_text(SUITE)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov", *FAST],
         cwd=folder,
         capture_output=True,
         text=True,
