@@ -17,7 +17,7 @@ import syncheck
 from syncheck import api
 from syncheck.errors import PYTEST
 from syncheck.messages import Refusal
-from syncheck.pytest_plugin.checkpoints.outcomes import judge_planned
+from syncheck.pytest_plugin.checkpoints.judge import judge_planned
 from syncheck.pytest_plugin.checkpoints.plan import Planned
 from syncheck.records import Counts, Reason, TensorDiff
 from syncheck.report.items import findings_of_item

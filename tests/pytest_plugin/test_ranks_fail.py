@@ -244,15 +244,15 @@ def test_summary_names_rank_and_reason(done: tuple[Path, str]) -> None:
 
 
 def test_the_next_test_runs(done: tuple[Path, str]) -> None:
-    """After failures a test on ranks passes, and processes with side effects are not reused."""
+    """After failures a test on ranks passes. Processes are reused after a common failure, not after side effects."""
     assert "21 failed, 2 passed" in done[1]
+    pids = (done[0] / "pids").read_text().split()
+    assert 20 < len(pids) == len(set(pids)) < 40
 
 
 def test_no_process_is_left(done: tuple[Path, str]) -> None:
     """Neither ranks nor their children outlive pytest."""
-    pids = [int(line) for line in (done[0] / "pids").read_text().split()]
-    assert len(set(pids)) > 30
-    assert gone(pids)
+    assert gone([int(line) for line in (done[0] / "pids").read_text().split()])
 
 
 WAITS = """

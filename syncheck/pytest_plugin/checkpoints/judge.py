@@ -1,18 +1,27 @@
-"""Comparisons of checkpoints, made when the first test item needs them. Paths are relative to the start folder."""
+"""Comparisons of checkpoints and the outcomes of their tests. A test without a comparison never passes.
+
+Checkpoints are compared when the first test item needs them. Paths are relative to the start folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from syncheck import api, baseline
-from syncheck.errors import CheckpointError
+from syncheck.errors import PYTEST, CheckpointError, one_line, spelling
+from syncheck.messages import Hint, names_text
+from syncheck.report import failure, words
+from syncheck.report.items import ALONE, headline, item_of, judge_item
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.records import Group, Report, Unreadable
+
+_MOST = 2000  # characters of a sentence, because findings quote names from the files
 
 
 class Judge:
@@ -87,3 +96,106 @@ def _raise_error(result: Report | CheckpointError) -> Report:
     if isinstance(result, CheckpointError):
         raise result
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of an item. headline: its line in pytest's short summary. body: the text of a failure or skip.
+
+    properties: for JUnit and for the summary; strings only, because workers send them to another process.
+    """
+
+    status: Literal["passed", "failed", "skipped"]
+    headline: str = ""
+    body: str = ""
+    properties: tuple[tuple[str, str], ...] = ()
+
+
+@spelling(PYTEST)
+def judge_planned(planned: Planned, judge: Judge) -> Outcome:
+    """Judge one item, and compare its run if necessary."""
+    if planned.unreadable is not None:
+        reason = f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}"
+        return _failed(reason, _properties("undecided"))
+    assert planned.group is not None
+    if planned.item == ALONE:
+        return _judge_alone(planned, judge)
+    try:
+        group, lost = judge.group(planned.group)
+    except CheckpointError as error:
+        return _failed(f"could not tell: {error}", _properties("undecided"))
+    if lost:
+        files = "; ".join(f"{file.path}: {file.reason}" for file in lost)
+        reason = f"could not tell: unreadable since the run began: {files}"
+        return _failed(reason, _properties("undecided", group, planned))
+    part, reason = judge_item(group, planned.item, planned.siblings)
+    properties = _properties(part.verdict, group, planned, part)
+    if part.verdict == "out_of_sync":
+        body = failure.group_text(part, Hint.ALL_ROWS_IN_HTML)
+        return _failed(headline([finding for finding in part.findings if finding.fails]), properties, body)
+    if not reason:
+        return Outcome("passed", properties=properties)
+    if group.verdict == "undecided":
+        return _failed(f"could not tell: {reason}", properties)
+    return Outcome("skipped", _limit(reason), _limit(reason), properties)
+
+
+def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
+    assert planned.group is not None
+    replicas = judge.found.groups[planned.group]
+    path = replicas.ranks[0][1].path
+    headline = f"could not tell: no replica to compare with: {path}"
+    links = [alias.path for alias in judge.found.aliases if alias.of == path]
+    grouping = "; ".join(map(str, replicas.grouping))
+    grouping += f"; links to this file: {names_text(links)}" if links else ""
+    advice = str(Hint.GROUP_FILES())
+    return _failed(headline, _properties("undecided"), f"{headline}\n{_limit(grouping)}\n{advice}")
+
+
+def _limit(text: str, most: int = _MOST) -> str:
+    return words.shorten(one_line(text), most)
+
+
+def _failed(headline: str, properties: tuple[tuple[str, str], ...], body: str = "") -> Outcome:
+    headline = _limit(headline)
+    return Outcome("failed", headline, body or headline, properties)
+
+
+def _properties(
+    verdict: str, group: Group | None = None, planned: Planned | None = None, part: Group | None = None
+) -> tuple[tuple[str, str], ...]:
+    """Return the properties of an item. group, planned: both or none. part: the compared part of the group."""
+    properties = {"verdict": verdict}
+    if group is not None and planned is not None:
+        properties["replicas"] = str(len(group.replicas))
+        if group.fixed:
+            properties["fixed"] = _limit("; ".join(words.fixed_lines([group])), 1000)
+        if group.notes:
+            properties["notes"] = _limit("; ".join(map(str, group.notes)), 500)
+        properties |= _unjudged(group, planned)
+    if part is not None:
+        for name, findings in (
+            ("findings", part.findings),
+            ("allowed", [finding for finding in part.findings if finding.allowed]),
+            ("accepted", [finding for finding in part.findings if finding.accepted]),
+        ):
+            if findings:
+                properties[name] = ",".join(dict.fromkeys(finding.code for finding in findings))
+        for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
+            properties[name] = str(getattr(part.counts, name))
+        measured = [diff for diff in words.sort_worst_first(part.tensors) if diff.max_abs is not None]
+        if measured:
+            properties["max_abs"] = f"{measured[0].max_abs:.6g}"
+            properties["worst"] = _limit(measured[0].name)
+    return tuple((f"syncheck_{name}", value) for name, value in properties.items())
+
+
+def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
+    """Return the properties about tensors and values that belong to no item."""
+    kinds = {kind: counts for kind, counts in group.kinds.items() if item_of(kind) not in planned.siblings}
+    parts = [f"{kind} {c.not_compared}/{c.tensors} not compared" for kind, c in kinds.items() if c.not_compared]
+    if group.left_out:
+        parts.append(f"{group.left_out} tensors excluded by options")
+    values = words.values_text([value for value in group.values if not value.counts])
+    properties = {"not_judged": "; ".join(parts), "values_that_differ": _limit(values, 500)}
+    return {name: value for name, value in properties.items() if value}

@@ -50,7 +50,7 @@ class CheckpointItem(pytest.Item):
     def runtest(self) -> None:
         """Compare, and fail or skip with a report instead of a traceback."""
         __tracebackhide__ = True
-        from syncheck.pytest_plugin.checkpoints.outcomes import judge_planned
+        from syncheck.pytest_plugin.checkpoints.judge import judge_planned
 
         outcome = judge_planned(self.planned, self.judge)
         # Plugins such as pytest-rerunfailures run the same item again.
