@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -39,6 +40,13 @@ class Session:
             if line.startswith("[gw") and "::" in line:
                 found[line.split()[-1]] = next(word for word in line.split() if word in words)
         return found
+
+
+def find_failure(output: str, title: str) -> str:
+    """Return the part of an output about the failed test with this title, a regular expression."""
+    match = re.search(rf"^_+ {title} _+\n(.*?)\n(?=_{{5,}} |={{5,}})", output, re.DOTALL | re.MULTILINE)
+    assert match, output
+    return match[1]
 
 
 def sessions(*runs: tuple[Path, list[Any]], columns: int = 200) -> list[Session]:

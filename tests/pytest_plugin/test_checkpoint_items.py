@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from checkpoints import changed, network, save, save_pth
-from sessions import Session, session, sessions
+from sessions import find_failure, session, sessions
 
 from syncheck import metadata
 from syncheck.errors import PYTEST, spelling
@@ -33,12 +33,6 @@ def drifted(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def failure(ended: Session, nodeid: str) -> str:
-    """Return the output of a session about a failed item."""
-    after = re.split(rf"^_+ syncheck {re.escape(nodeid)} _+$", ended.out, flags=re.MULTILINE)[1]
-    return re.split(r"^(?:___|===)", after, flags=re.MULTILINE)[0]
-
-
 def test_failures_have_no_traceback(drifted: Path) -> None:
     """A failing item prints finding, cause, fix, its worst tensors and its counts, and no code of the plugin."""
     wide, uncached, short, native = sessions(
@@ -47,7 +41,7 @@ def test_failures_have_no_traceback(drifted: Path) -> None:
         (drifted, ["--syncheck", "ckpts", "--tb=line"]),
         (drifted, ["--syncheck", "ckpts", "--tb=native"]),
     )
-    text = failure(wide, "ckpts::ddp::bn-stats")
+    text = find_failure(wide.out, "syncheck ckpts::ddp::bn-stats")
     for part in (
         "SYN201 bn-local-stats (warning) on ranks 0-1",
         ": 4 of 4 differ",
@@ -75,7 +69,7 @@ def test_texts_are_bounded(tmp_path: Path) -> None:
     for rank in range(2):
         state = {f"{'deep.' * 60}{i}.weight": np.full(3, rank, np.float32) for i in range(30)}
         save(tmp_path / f"ddp_rank{rank}.pth", state)
-    text = failure(session(tmp_path, "--syncheck", "*.pth"), ".::ddp::parameters")
+    text = find_failure(session(tmp_path, "--syncheck", "*.pth").out, "syncheck .::ddp::parameters")
     assert text.count(".weight  parameter ") == 10
     assert "... and 20 more; --syncheck-output FILE.html lists all" in text
     assert max(map(len, text.splitlines())) < 1000

@@ -116,20 +116,20 @@ def judge_planned(planned: Planned, judge: Judge) -> Outcome:
     """Judge one item, and compare its run if necessary."""
     if planned.unreadable is not None:
         reason = f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}"
-        return _failed(reason, _properties("undecided"))
+        return _failed(reason)
     assert planned.group is not None
     if planned.item == ALONE:
         return _judge_alone(planned, judge)
     try:
         group, lost = judge.group(planned.group)
     except CheckpointError as error:
-        return _failed(f"could not tell: {error}", _properties("undecided"))
+        return _failed(f"could not tell: {error}")
     if lost:
         files = "; ".join(f"{file.path}: {file.reason}" for file in lost)
         reason = f"could not tell: unreadable since the run began: {files}"
-        return _failed(reason, _properties("undecided", group, planned))
+        return _failed(reason)
     part, reason = judge_item(group, planned.item, planned.siblings)
-    properties = _properties(part.verdict, group, planned, part)
+    properties = _properties(group, planned, part)
     if part.verdict == "out_of_sync":
         body = failure.group_text(part, Hint.ALL_ROWS_IN_HTML)
         return _failed(headline([finding for finding in part.findings if finding.fails]), properties, body)
@@ -149,44 +149,41 @@ def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
     grouping = "; ".join(map(str, replicas.grouping))
     grouping += f"; links to this file: {names_text(links)}" if links else ""
     advice = str(Hint.GROUP_FILES())
-    return _failed(headline, _properties("undecided"), f"{headline}\n{_limit(grouping)}\n{advice}")
+    return _failed(headline, body=f"{headline}\n{_limit(grouping)}\n{advice}")
 
 
 def _limit(text: str, most: int = _MOST) -> str:
     return words.shorten(one_line(text), most)
 
 
-def _failed(headline: str, properties: tuple[tuple[str, str], ...], body: str = "") -> Outcome:
+def _failed(
+    headline: str, properties: tuple[tuple[str, str], ...] = (("syncheck_verdict", "undecided"),), body: str = ""
+) -> Outcome:
     headline = _limit(headline)
     return Outcome("failed", headline, body or headline, properties)
 
 
-def _properties(
-    verdict: str, group: Group | None = None, planned: Planned | None = None, part: Group | None = None
-) -> tuple[tuple[str, str], ...]:
-    """Return the properties of an item. group, planned: both or none. part: the compared part of the group."""
-    properties = {"verdict": verdict}
-    if group is not None and planned is not None:
-        properties["replicas"] = str(len(group.replicas))
-        if group.fixed:
-            properties["fixed"] = _limit("; ".join(words.fixed_lines([group])), 1000)
-        if group.notes:
-            properties["notes"] = _limit("; ".join(map(str, group.notes)), 500)
-        properties |= _unjudged(group, planned)
-    if part is not None:
-        for name, findings in (
-            ("findings", part.findings),
-            ("allowed", [finding for finding in part.findings if finding.allowed]),
-            ("accepted", [finding for finding in part.findings if finding.accepted]),
-        ):
-            if findings:
-                properties[name] = ",".join(dict.fromkeys(finding.code for finding in findings))
-        for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
-            properties[name] = str(getattr(part.counts, name))
-        measured = [diff for diff in words.sort_worst_first(part.tensors) if diff.max_abs is not None]
-        if measured:
-            properties["max_abs"] = f"{measured[0].max_abs:.6g}"
-            properties["worst"] = _limit(measured[0].name)
+def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str, str], ...]:
+    """Return the properties of an item. part: the compared part of the group."""
+    properties = {"verdict": part.verdict, "replicas": str(len(group.replicas))}
+    if group.fixed:
+        properties["fixed"] = _limit("; ".join(words.fixed_lines([group])), 1000)
+    if group.notes:
+        properties["notes"] = _limit("; ".join(map(str, group.notes)), 500)
+    properties |= _unjudged(group, planned)
+    for name, findings in (
+        ("findings", part.findings),
+        ("allowed", [finding for finding in part.findings if finding.allowed]),
+        ("accepted", [finding for finding in part.findings if finding.accepted]),
+    ):
+        if findings:
+            properties[name] = ",".join(dict.fromkeys(finding.code for finding in findings))
+    for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
+        properties[name] = str(getattr(part.counts, name))
+    measured = [diff for diff in words.sort_worst_first(part.tensors) if diff.max_abs is not None]
+    if measured:
+        properties["max_abs"] = f"{measured[0].max_abs:.6g}"
+        properties["worst"] = _limit(measured[0].name)
     return tuple((f"syncheck_{name}", value) for name, value in properties.items())
 
 

@@ -13,7 +13,7 @@ from syncheck.pytest_plugin import options
 from syncheck.pytest_plugin.checkpoints.arguments import is_same, select_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
+    from collections.abc import Generator, Iterable
     from pathlib import Path
 
     from syncheck.baseline import Known
@@ -23,19 +23,31 @@ if TYPE_CHECKING:
 
 
 class Checkpoints(pytest.Collector):
-    """A folder of checkpoints."""
+    """A folder of checkpoints, or a run in a folder: the levels of an id above the items."""
 
     def __init__(self, *, planned: list[Planned], judge: Judge, **fields: Any) -> None:
         super().__init__(**fields)
         self.planned = planned
         self.judge = judge
 
-    def collect(self) -> Iterable[pytest.Item]:
-        """Return the items of the folder. A name consists of the run and the kind of tensor."""
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Return the runs of a folder, the items of a run."""
+        if isinstance(self.parent, Checkpoints):
+            return [
+                CheckpointItem.from_parent(self, name=planned.item, planned=planned, judge=self.judge)
+                for planned in self.planned
+            ]
         return [
-            CheckpointItem.from_parent(self, name=f"{planned.owner}::{planned.item}", planned=planned, judge=self.judge)
-            for planned in self.planned
+            Checkpoints.from_parent(self, name=owner, planned=planned, judge=self.judge)
+            for owner, planned in _group_by(self.planned, "owner").items()
         ]
+
+
+def _group_by(planned: list[Planned], field: str) -> dict[str, list[Planned]]:
+    groups: dict[str, list[Planned]] = {}
+    for item in planned:
+        groups.setdefault(getattr(item, field), []).append(item)
+    return groups
 
 
 class CheckpointItem(pytest.Item):
@@ -80,25 +92,21 @@ class CheckpointItem(pytest.Item):
         return self.config.rootpath / self.planned.shown, None, f"syncheck {self.nodeid}"
 
 
-class Header:
-    """Adds lines to pytest's header: ignored checkpoints, and options of the project."""
+SELECTION = pytest.StashKey["Selection"]()
 
-    def __init__(self, selection: Selection) -> None:
-        self.selection = selection
 
-    def pytest_report_header(self, config: pytest.Config) -> list[str]:
-        """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
-        selection, lines = self.selection, _project_options(config)
-        if not lines and not selection.not_judged and not selection.unused:
-            return []
-        from syncheck.errors import one_line
-        from syncheck.messages import PytestText
+def header_lines(config: pytest.Config) -> list[str]:
+    """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
+    selection, lines = config.stash.get(SELECTION, None), _project_options(config)
+    if selection is None or not (lines or selection.not_judged or selection.unused):
+        return []
+    from syncheck.errors import one_line
+    from syncheck.messages import PytestText
 
-        if selection.unused:
-            lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
-        lines = [*(str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged), *lines]
-
-        return [one_line(line) for line in lines]
+    if selection.unused:
+        lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
+    lines = [*(str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged), *lines]
+    return [one_line(line) for line in lines]
 
 
 def _project_options(config: pytest.Config) -> list[str]:
@@ -143,30 +151,23 @@ def configure(config: pytest.Config) -> None:
     if config.getoption("help") or config.pluginmanager.hasplugin("syncheck-rank"):
         return
     selection = select_checkpoints(config)
-    config.pluginmanager.register(Header(selection), "syncheck-header")
+    config.stash[SELECTION] = selection
     outputs: list[str] = config.getoption("syncheck_output")
     if selection.paths:
-        with _convert_errors():
-            config.pluginmanager.register(_plugin(config, selection, outputs), "syncheck-checkpoints")
+        from syncheck.errors import PYTEST, SyncheckError, spelling
+
+        with spelling(PYTEST):
+            try:
+                plugin = _plugin(config, selection, outputs)
+            except SyncheckError as error:
+                raise pytest.UsageError(str(error)) from None  # one line and exit code 4
+        config.pluginmanager.register(plugin, "syncheck-checkpoints")
     elif outputs or config.getoption("syncheck_update_baseline"):
         from syncheck.messages import PytestText
 
         if config.getoption("syncheck_update_baseline"):
             raise pytest.UsageError(str(PytestText.UPDATE_NEEDS_CHECKPOINTS()))
         raise pytest.UsageError(str(PytestText.OUTPUT_NEEDS_CHECKPOINTS(path=outputs[0])))
-
-
-@contextlib.contextmanager
-def _convert_errors() -> Iterator[None]:
-    """Convert SyncheckError into pytest's UsageError, which prints one line and has exit code 4."""
-    from syncheck.errors import PYTEST, SyncheckError, spelling
-
-    try:
-        with spelling(PYTEST):
-            yield
-    except SyncheckError as error:
-        with spelling(PYTEST):
-            raise pytest.UsageError(str(error)) from None
 
 
 def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> CheckpointPlugin:
@@ -278,10 +279,7 @@ class CheckpointPlugin:
         """Add the checkpoints to the collected items; pytest then counts and selects them like tests."""
         report = yield
         if isinstance(collector, pytest.Session) and report.passed:
-            folders: dict[str, list[Planned]] = {}
-            for item in self.planned:
-                folders.setdefault(item.shown, []).append(item)
-            for shown, planned in folders.items():
+            for shown, planned in _group_by(self.planned, "shown").items():
                 fields = {"name": shown, "nodeid": shown, "path": planned[0].folder}
                 report.result.append(Checkpoints.from_parent(collector, **fields, planned=planned, judge=self.judge))
         return report

@@ -44,23 +44,16 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, pid: int) -> None:
-        """Add a rank's process."""
-        self._send(f"+{pid}\n")
-
-    def forget(self, pid: int) -> None:
-        """Remove a killed process, because its id may be reused."""
-        self._send(f"-{pid}\n")
-
     def close(self) -> None:
         """End the guard."""
         with suppress(OSError):
             self._pipe.close()
         self._popen.wait()
 
-    def _send(self, line: str) -> None:
+    def send(self, line: str) -> None:
+        """Send `+PID` to watch a process, `-PID` after its end, because its id may be reused."""
         with suppress(OSError):  # the guard was killed
-            self._pipe.write(line.encode())
+            self._pipe.write(f"{line}\n".encode())
             self._pipe.flush()
 
     @property
@@ -91,7 +84,7 @@ class RankProcess:
                 pass_fds=[peer.fileno()],
                 start_new_session=True,
             )
-        watched_by.watch(self.popen.pid)
+        watched_by.send(f"+{self.popen.pid}")
         self.idle = True
         self._received = bytearray()
         self._closed = False
@@ -159,7 +152,7 @@ class RankProcess:
         """Kill the process, its group and its descendants. Return the exit code, or the negative signal number."""
         if self.popen.returncode is None:
             guard.end(self.popen.pid)
-            self._guard.forget(self.popen.pid)
+            self._guard.send(f"-{self.popen.pid}")
             self.popen.wait()
         self.socket.close()
         return self.popen.returncode
