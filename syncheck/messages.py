@@ -327,6 +327,7 @@ class Hint(Sentence):
 
     ALL_ROWS = "{limit:option=0} shows all"
     ALL_ROWS_IN_JSON = "the .json report has all"
+    ALL_ROWS_IN_HTML = "{output:option FILE.html} lists all"
     GROUP_FILES = (
         "Pass the files of at least two ranks of one run, remove this file, or group files with "
         "{group_by:option REGEX}."
@@ -342,7 +343,6 @@ class PytestText(Sentence):
     UPDATE_NEEDS_CHECKPOINTS = "--syncheck-update-baseline: no checkpoints to compare; pass --syncheck GLOB"
     OUTPUT_NEEDS_CHECKPOINTS = "--syncheck-output {path}: no checkpoints to report on; pass --syncheck GLOB"
     NO_SUCH_TEST = "{nodeid}: no such test; available are {tests} (--collect-only -q lists all)"
-    MORE_TENSORS = "... and {count} more; --syncheck-output FILE.html lists all"
     TIME_LIMIT = (
         "time limit of {seconds:g} s exceeded; change it with @pytest.mark.syncheck(timeout=...) or --syncheck-timeout"
     )

@@ -29,6 +29,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # Tests and the ranks that they start share the cores: a thread each, unless told.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests start hundreds of Python processes. Without bytecode, each of them compiles syncheck and pytest's plugins again,
+# which takes two thirds of the time of a short process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 pytest_plugins = ["pytester"]
 collect_ignore = ["examples"]  # a project of its own; test_examples.py runs it
 if find_spec("torch") is None:  # as where only the command line is installed

@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     checkpoints.configure(config)
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
+    return checkpoints.header_lines(config)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create a test for each number of ranks in the marker."""

@@ -48,10 +48,13 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
     return logged("\n".join(_cut(line, MOST_COLUMNS) for line in [title, "", *lines]))
 
 
-def group_text(group: Group) -> str:
-    """Return one group as `syncheck compare` prints it, of bounded size."""
+def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
+    """Return one group as `syncheck compare` prints it, of bounded size.
+
+    all_rows: the hint printed if tensors are omitted.
+    """
     report = Report(group.verdict, (_cut_group(group, MOST_ROWS),))
-    lines = plain.render(text_of.comparison(report, MOST_ROWS, Hint.ALL_ROWS_IN_JSON)).splitlines()[:-2]
+    lines = plain.render(text_of.comparison(report, MOST_ROWS, all_rows)).splitlines()[:-2]
     return "\n".join(_cut(line, MOST_COLUMNS) for line in lines).rstrip()
 
 

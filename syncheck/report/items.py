@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from syncheck.records import Counts
+from syncheck.report import words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Finding, Group
+    from syncheck.records import Finding, Group, Verdict
 
 # Item of each kind; other kinds have an item of the same name.
 ITEMS = {
@@ -46,3 +51,45 @@ def findings_of_item(group: Group, item: str, siblings: Sequence[str]) -> list[F
         if item in (affected or fallback):
             findings.append(finding)
     return findings
+
+
+def judge_item(group: Group, item: str, siblings: Sequence[str]) -> tuple[Group, str]:
+    """Return the part of a group that belongs to an item, and why this part has no verdict; "" if it has one.
+
+    siblings: all items of the group.
+    """
+    kinds = {kind: counts for kind, counts in group.kinds.items() if item_of(kind) == item}
+    findings = findings_of_item(group, item, siblings)
+    part = replace(
+        group,
+        kinds=kinds,
+        tensors=tuple(diff for diff in group.tensors if diff.kind in kinds or item == NOTHING),
+        findings=tuple(findings),
+        counts=sum(kinds.values(), Counts()),
+        values=group.values if item == VALUES else (),
+    )
+    failing = any(finding.fails for finding in findings)
+    reason = "" if failing else _undecided_reason(part, is_values=item == VALUES)
+    verdict: Verdict = "out_of_sync" if failing else "undecided" if reason else "in_sync"
+    return replace(part, verdict=verdict), reason
+
+
+def headline(findings: Sequence[Finding]) -> str:
+    """Return one line about findings: the first one, and the codes of others."""
+    first = findings[0]
+    more = f" (and {', '.join(finding.code for finding in findings[1:4])})" if findings[1:] else ""
+    return f"{words.finding_title(first)}{more}: {first.evidence}"
+
+
+def _undecided_reason(part: Group, *, is_values: bool) -> str:
+    """Return why a part without failing findings has no verdict; empty if it has one."""
+    unknown = sum(diff.unknown and diff.reason == "checksum" for diff in part.tensors)
+    if unknown:
+        return f"{unknown} of {part.counts.tensors} tensors have no usable stored checksum"
+    if not is_values and not part.counts.compared:
+        reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in part.tensors)
+        details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+        return f"no tensor was compared ({details})" if details else "no tensor was compared; options may exclude all"
+    if part.verdict == "undecided":
+        return "too few tensors of this group were compared for a verdict"
+    return ""

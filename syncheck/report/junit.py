@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import logged, one_line
-from syncheck.records import Counts
 from syncheck.report import failure, items, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Finding, Group, Report, TensorDiff, Verdict
+    from syncheck.records import Group, Report
 
 _MOST = 500  # characters of an attribute
 
@@ -85,7 +82,8 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
         siblings.append(items.VALUES)
     for item in siblings or [items.NOTHING]:
         case = ET.SubElement(suite, "testcase", classname=_short(group.name), name=_short(item))
-        _judge(case, group, items.findings_of_item(group, item, siblings or [items.NOTHING]), report)
+        part, reason = items.judge_item(group, item, siblings or [items.NOTHING])
+        _add_judgement(case, part, reason, is_decisive=report.verdict == group.verdict == "undecided")
 
 
 def _add_properties(suite: ET.Element, group: Group) -> None:
@@ -102,50 +100,17 @@ def _add_properties(suite: ET.Element, group: Group) -> None:
         ET.SubElement(properties, "property", name=f"syncheck_{name}", value=_short(value))
 
 
-def _judge(case: ET.Element, group: Group, findings: Sequence[Finding], report: Report) -> None:
-    """Add the result of a case. findings: the findings of this case."""
-    item = case.get("name")
-    kinds = {kind: counts for kind, counts in group.kinds.items() if items.item_of(kind) == item}
-    diffs = tuple(diff for diff in group.tensors if diff.kind in kinds or item == items.NOTHING)
-    counts = sum(kinds.values(), Counts())
-    failing = [finding for finding in findings if finding.fails]
-    reason = _undecided_reason(group, counts, diffs, is_values=item == items.VALUES)
-    verdict: Verdict = "out_of_sync" if failing else "undecided" if reason else "in_sync"
-    text = failure.group_text(
-        replace(
-            group,
-            verdict=verdict,
-            kinds=kinds,
-            tensors=diffs,
-            findings=tuple(findings),
-            counts=counts,
-            values=group.values if item == items.VALUES else (),
-        )
-    )
-    if failing:
-        first = failing[0]
-        more = f" (and {', '.join(f.code for f in failing[1:4])})" if failing[1:] else ""
-        _add_result(case, "failure", first.code, f"{words.finding_title(first)}{more}: {first.evidence}", text)
+def _add_judgement(case: ET.Element, part: Group, reason: str, *, is_decisive: bool) -> None:
+    """Add the result of a case. is_decisive: whether the report is undecided because of this group."""
+    text = failure.group_text(part)
+    if part.verdict == "out_of_sync":
+        failing = [finding for finding in part.findings if finding.fails]
+        _add_result(case, "failure", failing[0].code, items.headline(failing), text)
     elif reason:
         # For exit code 2 the case must be an error, because CI systems show skipped cases as success.
-        is_decisive = report.verdict == group.verdict == "undecided"
         _add_result(case, "error" if is_decisive else "skipped", "undecided", f"could not tell: {reason}", text)
     else:
         ET.SubElement(case, "system-out").text = _clean(text)
-
-
-def _undecided_reason(group: Group, counts: Counts, diffs: Sequence[TensorDiff], *, is_values: bool) -> str:
-    """Return why a case has no verdict; empty if it has one."""
-    unknown = sum(diff.unknown and diff.reason == "checksum" for diff in diffs)
-    if unknown:
-        return f"{unknown} of {counts.tensors} tensors have no usable stored checksum"
-    if not is_values and not counts.compared:
-        reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in diffs)
-        details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-        return f"no tensor was compared ({details})" if details else "no tensor was compared; options may exclude all"
-    if group.verdict == "undecided":
-        return "too few tensors of this group were compared for a verdict"
-    return ""
 
 
 def _add_result(case: ET.Element, tag: str, kind: str, message: str, body: str = "") -> None:

@@ -58,7 +58,7 @@ def test_exit_codes_of_commands(clone: Path, capsys: pytest.CaptureFixture[str])
     assert sorted(os.listdir(clone)) == ["fixtures", "known.json", "more", "prints"]
 
 
-def test_exit_codes_of_pytest_sessions(clone: Path) -> None:
+def test_exit_codes_of_pytest_sessions(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pytest command of the tables exits with its code, and an interrupted session with 2."""
     asked = [(split_command(command), code) for _, code, command, _, _ in ROWS if command.startswith("pytest")]
     assert {code for _, code in asked} == {0, 1, 4, 5}
@@ -68,13 +68,11 @@ def test_exit_codes_of_pytest_sessions(clone: Path) -> None:
     write = ["--baseline", "known.json", "--update-baseline"]
     assert main(["compare", "fixtures/desync/bn_local_stats", "-q", *write]) == 0
     asked.append((["-p", "interrupting", "--syncheck", "fixtures/in_sync/sync_bn"], 2))
-    sys.path.insert(0, str(ROOT / "tests" / "pytest_plugin"))
-    try:
-        from sessions import sessions
-    finally:
-        sys.path.pop(0)
-    wanted = [(clone, ["-p", "no:cacheprovider", *words]) for words, _ in asked]
-    ended = sessions(*wanted, PYTHONPATH=f"{ROOT}:{clone}")
+    for folder in (ROOT / "tests" / "pytest_plugin", clone):
+        monkeypatch.syspath_prepend(folder)
+    from sessions import sessions
+
+    ended = sessions(*((clone, ["-p", "no:cacheprovider", *words]) for words, _ in asked))
     assert [session.code for session in ended] == [code for _, code in asked]
     assert " passed" not in ended[-1].out
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
+from started import wait_for
 
-def alive(pid: int) -> bool:
+
+def is_running(pid: int) -> bool:
     """Whether a process is running and not a zombie."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -14,20 +15,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def noted(file: Path, count: int, seconds: float = 30) -> list[int]:
+def read_pids(file: Path, count: int) -> list[int]:
     """Wait until a file lists this number of process ids, one per line. Return them after checking that they run."""
-    deadline = time.monotonic() + seconds
-    while (not file.exists() or file.read_text().count("\n") < count) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: file.exists() and file.read_text().count("\n") >= count)
     pids = [int(line) for line in file.read_text().split()]
     assert len(pids) == count
-    assert all(map(alive, pids))
+    assert all(map(is_running, pids))
     return pids
 
 
-def gone(pids: list[int], seconds: float = 10) -> bool:
-    """Wait for processes to end. Return whether they did."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(map(alive, pids)):
-        time.sleep(0.05)
-    return not any(map(alive, pids))
+def wait_for_end(pids: list[int]) -> None:
+    """Wait for processes to end. Fails if they do not."""
+    wait_for(lambda: not any(map(is_running, pids)), timeout=10)

@@ -1,32 +1,23 @@
-"""pytest sessions in a child process, several per process, because starting a process takes half a second."""
+"""pytest sessions in this process, because a process with pytest and its plugins takes a second to start."""
 
 from __future__ import annotations
 
-import json
+import io
 import os
-import subprocess
+import re
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_CHILD = """
-import contextlib, io, json, os, pytest, sys
 
-ended = []
-for folder, arguments in json.loads(sys.stdin.read()):
-    os.chdir(folder)
-    path, out = list(sys.path), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        code = int(pytest.main(arguments))
-    sys.path[:] = path
-    for name in [name for name, module in sys.modules.items() if name in ("conftest", "test_suite")]:
-        del sys.modules[name]
-    ended.append((code, out.getvalue()))
-json.dump(ended, sys.__stdout__)
-"""
+# Without the import of hypothesis, and without the garbage collections at the end of a session.
+FAST = ("-p", "no:hypothesispytest", "-p", "no:unraisableexception")
 
 
 @dataclass
@@ -51,19 +42,32 @@ class Session:
         return found
 
 
-def sessions(*runs: tuple[Path, list[Any]], columns: int = 200, **environment: str) -> list[Session]:
-    """Run pytest in each folder with its arguments, one session after the other in one child process."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    kept |= {"COLUMNS": str(columns), "PY_COLORS": "0", "CI": ""} | environment
-    jobs = [(str(folder), [f"--rootdir={folder}", *map(str, arguments)]) for folder, arguments in runs]
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD], input=json.dumps(jobs), capture_output=True, text=True, env=kept, timeout=60,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [Session(code, out) for code, out in json.loads(done.stdout)]
+def find_failure(output: str, title: str) -> str:
+    """Return the part of an output about the failed test with this title, a regular expression."""
+    match = re.search(rf"^_+ {title} _+\n(.*?)\n(?=_{{5,}} |={{5,}})", output, re.DOTALL | re.MULTILINE)
+    assert match, output
+    return match[1]
 
 
-def session(folder: Path, *arguments: Any, columns: int = 200, **environment: str) -> Session:
-    """Run pytest once in a folder."""
-    return sessions((folder, list(arguments)), columns=columns, **environment)[0]
+def sessions(*runs: tuple[Path, list[Any]], columns: int = 200) -> list[Session]:
+    """Run pytest in each folder with its arguments, one session after the other."""
+    return [session(folder, *arguments, columns=columns) for folder, arguments in runs]
+
+
+def session(folder: Path, *arguments: Any, columns: int = 200) -> Session:
+    """Run pytest once in a folder. Modules imported by the session are forgotten."""
+    path, modules, out = list(sys.path), dict(sys.modules), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
+        for name in [name for name in os.environ if name.startswith(("PYTEST_", "COV_"))]:
+            patch.delenv(name)
+        for name, value in {"COLUMNS": str(columns), "PY_COLORS": "0", "CI": ""}.items():
+            patch.setenv(name, value)
+        patch.chdir(folder)
+        try:
+            code = int(pytest.main([f"--rootdir={folder}", *FAST, *map(str, arguments)]))
+        finally:
+            sys.path[:] = path
+            for name in ("conftest", "test_suite", "interrupting"):
+                sys.modules.pop(name, None)
+            sys.modules.update(modules)
+    return Session(code, out.getvalue())

@@ -48,7 +48,7 @@ def test_arrays_alone():
 def test_fixture_and_assertions(pytester: pytest.Pytester) -> None:
     """A failure contains the table and the caller's line; == is explained for state dicts only."""
     pytester.makepyfile(CHECKS)
-    result = pytester.runpytest_subprocess("-v")
+    result = pytester.runpytest_inprocess("-v")
     result.assert_outcomes(passed=3, failed=5)
     text = result.stdout.str()
     result.stdout.fnmatch_lines(
@@ -106,10 +106,10 @@ def test_options_of_run_and_project(pytester: pytest.Pytester) -> None:
     """The fixture uses the project's [tool.syncheck], which options of the run override."""
     pytester.makepyfile(CHECKS)
     pytester.makefile(".toml", pyproject='[tool.syncheck]\nexclude = ["bias"]\n[tool.pytest.ini_options]\n')
-    result = pytester.runpytest_subprocess("-k", "assertion_fails")
+    result = pytester.runpytest_inprocess("-k", "assertion_fails")
     result.assert_outcomes(passed=1, deselected=7)
     assert "syncheck: options from pyproject.toml: exclude bias" in result.outlines
-    result = pytester.runpytest_subprocess("-k", "assertion_fails", "--syncheck-exclude", "nothing")
+    result = pytester.runpytest_inprocess("-k", "assertion_fails", "--syncheck-exclude", "nothing")
     result.assert_outcomes(failed=1, deselected=7)
-    result = pytester.runpytest_subprocess("-k", "assertion_fails", "--syncheck-allow", "SYN999")
+    result = pytester.runpytest_inprocess("-k", "assertion_fails", "--syncheck-allow", "SYN999")
     result.assert_outcomes(errors=1, deselected=7)

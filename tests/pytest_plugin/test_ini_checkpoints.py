@@ -34,7 +34,7 @@ def test_checkpoints_of_the_project(project: Path) -> None:
     suite = {"tests/test_suite.py::test_own": "PASSED"}
     bare, spread, path, below, one, strict, other = sessions(
         (project, ["-v"]),
-        (project, ["-v", "-n", "2"]),
+        (project, ["-v", "-n", "1"]),
         (project, ["-v", "tests"]),
         (project / "tests", ["-v", f"--rootdir={project}"]),
         (project, ["-v", "ckpts::ddp::bn-stats"]),

@@ -27,7 +27,7 @@ def test_files_are_written(drifted: Path) -> None:
     endings = ("json", "html", "md", "txt", "xml")
     one, spread, listed = sessions(
         (drifted, ["--syncheck", "*.pth", *(f"--syncheck-output=one.{ending}" for ending in endings)]),
-        (drifted, ["--syncheck", "*.pth", "-n", "2", "-k", "parameters", "--syncheck-output", "spread.json"]),
+        (drifted, ["--syncheck", "*.pth", "-n", "1", "-k", "parameters", "--syncheck-output", "spread.json"]),
         (drifted, ["--syncheck", "*.pth", "--collect-only", "--syncheck-output", "listed.json"]),
     )
     assert (one.code, spread.code, listed.code) == (1, 0, 0)

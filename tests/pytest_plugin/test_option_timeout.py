@@ -29,7 +29,7 @@ def test_limit(pytester: pytest.Pytester, option: list[str], ini: str, limit: st
     """A test beyond the time limit fails with the limit; the option overrides the ini value."""
     pytester.makepyfile(SLOW)
     pytester.makeini(f"[pytest]\nsyncheck_timeout = {ini}\n")
-    result = pytester.runpytest_subprocess(*option)
+    result = pytester.runpytest_inprocess(*option)
     result.assert_outcomes(passed=2 - (limit is not None), failed=limit is not None)
     if limit is not None:
         result.stdout.fnmatch_lines([f"time limit of {limit} s exceeded*", "ranks 0, 1 of 2 had not finished"])

@@ -36,7 +36,7 @@ def test_import_is_a_small_part_of_pytests(tmp_path: Path) -> None:
     # As in an installed package, all processes but the first find bytecode.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
-    assert min(measure_share(environment) for _ in range(5)) < 0.1
+    assert any(measure_share(environment) < 0.1 for _ in range(5))
 
 
 def measure_share(environment: dict[str, str]) -> float:

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from processes import gone, noted
+from processes import read_pids, wait_for_end
+from sessions import find_failure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,7 +154,7 @@ def test_unusual_tests_pass_on_ranks(folder: Path) -> None:
     assert re.search(r"\b15 passed, 1 xfailed\b", done.stdout), done.stdout + done.stderr
     pids = [int(line) for line in (folder / "tests" / "pids").read_text().split()]
     assert len(pids) == 4
-    assert gone(pids)
+    wait_for_end(pids)
 
 
 @pytest.fixture(scope="module")
@@ -177,9 +178,7 @@ def failed(folder: Path) -> str:
 )
 def test_unusual_failures(failed: str, test: str, text: str) -> None:
     """Strict xfails, forks, invalid messages and skips on one rank fail quickly."""
-    shown = re.search(rf"\n_+ {test} _+\n(.*?)\n(?=_{{5,}} \w+ _{{5,}}\n|={{5,}})", failed, re.DOTALL)
-    assert shown, failed
-    assert text in shown[1]
+    assert text in find_failure(failed, test)
 
 
 def test_a_failed_rank_tears_down(failed: str, folder: Path) -> None:
@@ -203,9 +202,9 @@ def test_stopped_ranks_end_with_pytest(tmp_path: Path) -> None:
     """Stopped ranks are killed when pytest is killed."""
     (tmp_path / "test_it.py").write_text(STOPPED)
     with subprocess.Popen([sys.executable, "-m", "pytest"], cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
-        started = noted(tmp_path / "pids", 2)
+        started = read_pids(tmp_path / "pids", 2)
         os.kill(running.pid, 9)
-    assert gone(started)
+    wait_for_end(started)
 
 
 def test_subtests_do_not_decide(pytester: pytest.Pytester) -> None:

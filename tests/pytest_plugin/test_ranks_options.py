@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from importlib import util
 
 import pytest
 
@@ -91,10 +92,10 @@ def test_coverage(suite: pytest.Pytester, workers: list[str]) -> None:
 @pytest.mark.parametrize("option", ["--pdb", pytest.param("--trace", marks=pytest.mark.slow)])
 def test_debuggers_are_refused(suite: pytest.Pytester, option: str) -> None:
     """A debugger is a usage error if a test on ranks is selected, and works otherwise."""
-    result = suite.runpytest_subprocess(option)
+    result = suite.runpytest_inprocess(option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {option}: not supported in tests on several ranks, such as test_suite.py::*"])
-    assert suite.runpytest_subprocess(option, "-m", "not syncheck").ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert suite.runpytest_inprocess(option, "-m", "not syncheck").ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def test_conftest_ini_and_options_reach_the_ranks(pytester: pytest.Pytester) -> None:
@@ -129,13 +130,12 @@ def test_it(flavour, pytestconfig):
 """
     )
     os.chdir("sub")
-    result = pytester.runpytest_subprocess("--flavour=sweet", "--strict-markers", "-p", "no:cacheprovider", "-x", ".")
+    result = pytester.runpytest_inprocess("--flavour=sweet", "--strict-markers", "-p", "no:cacheprovider", "-x", ".")
     result.assert_outcomes(passed=1)
 
 
 def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
-    """Checkpoints of the ini file or the command line are judged by the outer session only."""
-    pytester.makeini("[pytest]\nsyncheck_checkpoints = broken.pth\n")
+    """Checkpoints of the command line are judged by the outer session only; test_ini_checkpoints tests the ini file."""
     pytester.path.joinpath("broken.pth").write_bytes(b"no checkpoint")
     pytester.makepyfile(
         """
@@ -146,8 +146,8 @@ def test_ranks_judge_no_checkpoints(pytester: pytest.Pytester) -> None:
             assert not pytestconfig.pluginmanager.hasplugin("syncheck-checkpoints")
         """
     )
-    for arguments in ([], ["--syncheck", "broken.pth", "test_ranks_judge_no_checkpoints.py"]):
-        pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=1, failed=1)
+    result = pytester.runpytest_inprocess("--syncheck", "broken.pth", "test_ranks_judge_no_checkpoints.py")
+    result.assert_outcomes(passed=1, failed=1)
 
 
 @pytest.mark.slow
@@ -183,21 +183,16 @@ def test_a_test_without_a_run_fails(pytester: pytest.Pytester) -> None:
             return True if "RANK" in os.environ else None
         """
     )
-    result = pytester.runpytest_subprocess()
+    result = pytester.runpytest_inprocess()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["not run on ranks 0, 1"])
 
 
-def test_ranks_without_torch(pytester: pytest.Pytester) -> None:
+def test_ranks_without_torch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch, a test with a process group fails with the install command and starts no process."""
     pytester.makepyfile("import pytest\n@pytest.mark.syncheck(ranks=2)\ndef test_it(): pass\n")
-    pytester.makeconftest(
-        """
-        from importlib import util
-        find = util.find_spec
-        util.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
-        """
-    )
-    result = pytester.runpytest_subprocess()
+    find = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name, *args: None if name == "torch" else find(name, *args))
+    result = pytester.runpytest_inprocess()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["tests on several ranks require torch: pip install 'syncheck[[]live[]]'"])

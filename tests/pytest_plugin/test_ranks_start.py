@@ -66,7 +66,9 @@ def run(pytester: pytest.Pytester, plan: str, *arguments: str) -> tuple[pytest.R
     (folder / "distributed.py").write_text(DISTRIBUTED)
     (pytester.path / "plan").write_text(plan)
     pytester.makepyfile(test_suite=SUITE)
-    result = pytester.run(*[sys.executable, "-m", "pytest", "--junitxml=junit.xml", *arguments], timeout=60)
+    plugins = ["-p", "no:xdist", "-p", "no:cov"]
+    command = [sys.executable, "-m", "pytest", *plugins, "--junitxml=junit.xml", *arguments]
+    result = pytester.run(*command, timeout=60)
     return result, retried(pytester)
 
 

@@ -1,42 +1,27 @@
-"""Comparisons of checkpoints, made when the first test item needs them, and updates of the baseline."""
+"""Comparisons of checkpoints and the outcomes of their tests. A test without a comparison never passes.
+
+Checkpoints are compared when the first test item needs them. Paths are relative to the start folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from syncheck import api, baseline
-from syncheck.errors import CheckpointError, OptionError, UsageError
+from syncheck.errors import PYTEST, CheckpointError, one_line, spelling
+from syncheck.messages import Hint, names_text
+from syncheck.report import failure, words
+from syncheck.report.items import ALONE, headline, item_of, judge_item
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from syncheck.api import Options
-    from syncheck.baseline import Known
-    from syncheck.pytest_plugin.checkpoints.arguments import Selection
     from syncheck.pytest_plugin.checkpoints.plan import Planned
     from syncheck.records import Group, Report, Unreadable
 
-
-@contextlib.contextmanager
-def working_folder(start: Path) -> Iterator[None]:
-    """Change the working folder: paths are relative to the folder in which pytest was started; tests may change it."""
-    try:
-        before = os.getcwd()
-    except OSError:  # the working folder was deleted
-        before = None
-    if before == str(start):
-        yield
-        return
-    os.chdir(start)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.chdir(before)
+_MOST = 2000  # characters of a sentence, because findings quote names from the files
 
 
 class Judge:
@@ -44,8 +29,7 @@ class Judge:
 
     whole: compare all checkpoints at once, because the whole report is needed. Otherwise each run is compared
     separately, because a worker of pytest-xdist may run the items of some runs only.
-    width: columns of the terminal. histograms: compute histograms for an HTML page.
-    accepting: accept all findings, because they become the baseline.
+    histograms: compute histograms for an HTML page. accepting: accept all findings, because they become the baseline.
     """
 
     def __init__(
@@ -55,7 +39,6 @@ class Judge:
         start: Path,
         *,
         whole: bool,
-        width: int,
         histograms: bool = False,
         accepting: bool = False,
     ) -> None:
@@ -63,8 +46,7 @@ class Judge:
         self._accepting = accepting
         self._histograms = histograms
         self.options = options
-        self.width = width
-        self._start = start
+        self.start = start
         self._whole = whole
         self._report: Report | CheckpointError | None = None
         self._runs: dict[str, Report | CheckpointError] = {}
@@ -88,10 +70,6 @@ class Judge:
         paths = {snapshot.path for _, snapshot in replicas.ranks}
         return report.groups[index], [file for file in report.unreadable if file.path in paths]
 
-    def start_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Change to the folder in which pytest was started."""
-        return working_folder(self._start)
-
     def _report_with(self, number: int) -> tuple[Report, int]:
         """Return a report with a group, and the index of the group in this report."""
         if self._whole or self._report is not None:
@@ -106,7 +84,7 @@ class Judge:
         return _raise_error(self._runs[run]), numbers.index(number)
 
     def _compare(self, found: api.Found) -> Report | CheckpointError:
-        with working_folder(self._start):
+        with contextlib.chdir(self.start):
             try:
                 report = api.judge(found, self.options, histograms=self._histograms)
                 return baseline.apply_baseline(report, baseline.find_failing(report)) if self._accepting else report
@@ -121,37 +99,100 @@ def _raise_error(result: Report | CheckpointError) -> Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
-    """An update of the baseline at the end of a run (--syncheck-update-baseline). known: its previous content."""
+class Outcome:
+    """Outcome of an item. headline: its line in pytest's short summary. body: the text of a failure or skip.
 
-    path: str
-    known: Known
-
-    def write(self, judge: Judge, not_run: Sequence[Planned]) -> str:
-        """Write the baseline and return a description of the change. not_run: tests whose findings are unknown.
-
-        Raises SyncheckError if the baseline is not written.
-        """
-        if not_run:
-            raise UsageError(
-                f"the baseline was not updated, because {len(not_run)} tests of checkpoints did not run, for example "
-                f"{not_run[0].nodeid}"
-            )
-        updated = baseline.update_baseline(judge.report(), self.known)
-        with judge.start_folder():
-            baseline.write(self.path, updated)
-        return f"{self.path}: {baseline.describe_change(self.known, updated)}"
-
-
-def start_update(options: Options, selection: Selection) -> tuple[Options, Update]:
-    """Return the options without the baseline, and the update of the baseline.
-
-    Must be called in the folder in which pytest was started. Raises UsageError if the update is impossible.
+    properties: for JUnit and for the summary; strings only, because workers send them to another process.
     """
-    if options.baseline is None:
-        raise OptionError(
-            "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
-        )
-    if selection.ids:
-        raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
-    return replace(options, baseline=None), Update(options.baseline, baseline.read_for_update(options.baseline))
+
+    status: Literal["passed", "failed", "skipped"]
+    headline: str = ""
+    body: str = ""
+    properties: tuple[tuple[str, str], ...] = ()
+
+
+@spelling(PYTEST)
+def judge_planned(planned: Planned, judge: Judge) -> Outcome:
+    """Judge one item, and compare its run if necessary."""
+    if planned.unreadable is not None:
+        reason = f"could not tell: {planned.unreadable.path}: {planned.unreadable.reason}"
+        return _failed(reason)
+    assert planned.group is not None
+    if planned.item == ALONE:
+        return _judge_alone(planned, judge)
+    try:
+        group, lost = judge.group(planned.group)
+    except CheckpointError as error:
+        return _failed(f"could not tell: {error}")
+    if lost:
+        files = "; ".join(f"{file.path}: {file.reason}" for file in lost)
+        reason = f"could not tell: unreadable since the run began: {files}"
+        return _failed(reason)
+    part, reason = judge_item(group, planned.item, planned.siblings)
+    properties = _properties(group, planned, part)
+    if part.verdict == "out_of_sync":
+        body = failure.group_text(part, Hint.ALL_ROWS_IN_HTML)
+        return _failed(headline([finding for finding in part.findings if finding.fails]), properties, body)
+    if not reason:
+        return Outcome("passed", properties=properties)
+    if group.verdict == "undecided":
+        return _failed(f"could not tell: {reason}", properties)
+    return Outcome("skipped", _limit(reason), _limit(reason), properties)
+
+
+def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
+    assert planned.group is not None
+    replicas = judge.found.groups[planned.group]
+    path = replicas.ranks[0][1].path
+    headline = f"could not tell: no replica to compare with: {path}"
+    links = [alias.path for alias in judge.found.aliases if alias.of == path]
+    grouping = "; ".join(map(str, replicas.grouping))
+    grouping += f"; links to this file: {names_text(links)}" if links else ""
+    advice = str(Hint.GROUP_FILES())
+    return _failed(headline, body=f"{headline}\n{_limit(grouping)}\n{advice}")
+
+
+def _limit(text: str, most: int = _MOST) -> str:
+    return words.shorten(one_line(text), most)
+
+
+def _failed(
+    headline: str, properties: tuple[tuple[str, str], ...] = (("syncheck_verdict", "undecided"),), body: str = ""
+) -> Outcome:
+    headline = _limit(headline)
+    return Outcome("failed", headline, body or headline, properties)
+
+
+def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str, str], ...]:
+    """Return the properties of an item. part: the compared part of the group."""
+    properties = {"verdict": part.verdict, "replicas": str(len(group.replicas))}
+    if group.fixed:
+        properties["fixed"] = _limit("; ".join(words.fixed_lines([group])), 1000)
+    if group.notes:
+        properties["notes"] = _limit("; ".join(map(str, group.notes)), 500)
+    properties |= _unjudged(group, planned)
+    for name, findings in (
+        ("findings", part.findings),
+        ("allowed", [finding for finding in part.findings if finding.allowed]),
+        ("accepted", [finding for finding in part.findings if finding.accepted]),
+    ):
+        if findings:
+            properties[name] = ",".join(dict.fromkeys(finding.code for finding in findings))
+    for name in ("tensors", "identical", "equal", "close", "different", "not_compared"):
+        properties[name] = str(getattr(part.counts, name))
+    measured = [diff for diff in words.sort_worst_first(part.tensors) if diff.max_abs is not None]
+    if measured:
+        properties["max_abs"] = f"{measured[0].max_abs:.6g}"
+        properties["worst"] = _limit(measured[0].name)
+    return tuple((f"syncheck_{name}", value) for name, value in properties.items())
+
+
+def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
+    """Return the properties about tensors and values that belong to no item."""
+    kinds = {kind: counts for kind, counts in group.kinds.items() if item_of(kind) not in planned.siblings}
+    parts = [f"{kind} {c.not_compared}/{c.tensors} not compared" for kind, c in kinds.items() if c.not_compared]
+    if group.left_out:
+        parts.append(f"{group.left_out} tensors excluded by options")
+    values = words.values_text([value for value in group.values if not value.counts])
+    properties = {"not_judged": "; ".join(parts), "values_that_differ": _limit(values, 500)}
+    return {name: value for name, value in properties.items() if value}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,11 +13,12 @@ from syncheck.pytest_plugin import options
 from syncheck.pytest_plugin.checkpoints.arguments import is_same, select_checkpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
+    from collections.abc import Generator, Iterable
     from pathlib import Path
 
+    from syncheck.baseline import Known
     from syncheck.pytest_plugin.checkpoints.arguments import Selection
-    from syncheck.pytest_plugin.checkpoints.judge import Judge, Update
+    from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
 
 
@@ -30,15 +32,22 @@ class Checkpoints(pytest.Collector):
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         """Return the runs of a folder, the items of a run."""
-        if not isinstance(self.parent, Checkpoints):
+        if isinstance(self.parent, Checkpoints):
             return [
-                Checkpoints.from_parent(self, name=owner, planned=planned, judge=self.judge)
-                for owner, planned in _group_by(self.planned, "owner").items()
+                CheckpointItem.from_parent(self, name=planned.item, planned=planned, judge=self.judge)
+                for planned in self.planned
             ]
         return [
-            CheckpointItem.from_parent(self, name=planned.item, planned=planned, judge=self.judge)
-            for planned in self.planned
+            Checkpoints.from_parent(self, name=owner, planned=planned, judge=self.judge)
+            for owner, planned in _group_by(self.planned, "owner").items()
         ]
+
+
+def _group_by(planned: list[Planned], field: str) -> dict[str, list[Planned]]:
+    groups: dict[str, list[Planned]] = {}
+    for item in planned:
+        groups.setdefault(getattr(item, field), []).append(item)
+    return groups
 
 
 class CheckpointItem(pytest.Item):
@@ -53,9 +62,9 @@ class CheckpointItem(pytest.Item):
     def runtest(self) -> None:
         """Compare, and fail or skip with a report instead of a traceback."""
         __tracebackhide__ = True
-        from syncheck.pytest_plugin.checkpoints.outcomes import judge_item
+        from syncheck.pytest_plugin.checkpoints.judge import judge_planned
 
-        outcome = judge_item(self.planned, self.judge)
+        outcome = judge_planned(self.planned, self.judge)
         # Plugins such as pytest-rerunfailures run the same item again.
         other_properties = [(name, value) for name, value in self.user_properties if not name.startswith("syncheck_")]
         self.user_properties[:] = [*other_properties, *outcome.properties]
@@ -83,40 +92,21 @@ class CheckpointItem(pytest.Item):
         return self.config.rootpath / self.planned.shown, None, f"syncheck {self.nodeid}"
 
 
-def _collectors(session: pytest.Session, planned: list[Planned], judge: Judge) -> list[Checkpoints]:
-    """Return one collector per folder."""
-    return [
-        Checkpoints.from_parent(session, name=shown, nodeid=shown, path=inside[0].folder, planned=inside, judge=judge)
-        for shown, inside in _group_by(planned, "shown").items()
-    ]
+SELECTION = pytest.StashKey["Selection"]()
 
 
-def _group_by(planned: list[Planned], field: str) -> dict[str, list[Planned]]:
-    groups: dict[str, list[Planned]] = {}
-    for item in planned:
-        groups.setdefault(getattr(item, field), []).append(item)
-    return groups
+def header_lines(config: pytest.Config) -> list[str]:
+    """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
+    selection, lines = config.stash.get(SELECTION, None), _project_options(config)
+    if selection is None or not (lines or selection.not_judged or selection.unused):
+        return []
+    from syncheck.errors import one_line
+    from syncheck.messages import PytestText
 
-
-class Header:
-    """Adds lines to pytest's header: ignored checkpoints, and options of the project."""
-
-    def __init__(self, selection: Selection) -> None:
-        self.selection = selection
-
-    def pytest_report_header(self, config: pytest.Config) -> list[str]:
-        """Return warnings about ignored checkpoints, and the options in pyproject.toml."""
-        selection, lines = self.selection, _project_options(config)
-        if not lines and not selection.not_judged and not selection.unused:
-            return []
-        from syncheck.errors import one_line
-        from syncheck.messages import PytestText
-
-        if selection.unused:
-            lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
-        lines = [*(str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged), *lines]
-
-        return [one_line(line) for line in lines]
+    if selection.unused:
+        lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
+    lines = [*(str(PytestText.NOT_COMPARED(path=path)) for path in selection.not_judged), *lines]
+    return [one_line(line) for line in lines]
 
 
 def _project_options(config: pytest.Config) -> list[str]:
@@ -161,11 +151,17 @@ def configure(config: pytest.Config) -> None:
     if config.getoption("help") or config.pluginmanager.hasplugin("syncheck-rank"):
         return
     selection = select_checkpoints(config)
-    config.pluginmanager.register(Header(selection), "syncheck-header")
+    config.stash[SELECTION] = selection
     outputs: list[str] = config.getoption("syncheck_output")
     if selection.paths:
-        with _convert_errors():
-            config.pluginmanager.register(_plugin(config, selection, outputs), "syncheck-checkpoints")
+        from syncheck.errors import PYTEST, SyncheckError, spelling
+
+        with spelling(PYTEST):
+            try:
+                plugin = _plugin(config, selection, outputs)
+            except SyncheckError as error:
+                raise pytest.UsageError(str(error)) from None  # one line and exit code 4
+        config.pluginmanager.register(plugin, "syncheck-checkpoints")
     elif outputs or config.getoption("syncheck_update_baseline"):
         from syncheck.messages import PytestText
 
@@ -174,26 +170,12 @@ def configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(PytestText.OUTPUT_NEEDS_CHECKPOINTS(path=outputs[0])))
 
 
-@contextlib.contextmanager
-def _convert_errors() -> Iterator[None]:
-    """Convert SyncheckError into pytest's UsageError, which prints one line and has exit code 4."""
-    from syncheck.errors import PYTEST, SyncheckError, spelling
-
-    try:
-        with spelling(PYTEST):
-            yield
-    except SyncheckError as error:
-        with spelling(PYTEST):
-            raise pytest.UsageError(str(error)) from None
-
-
 def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> CheckpointPlugin:
     from syncheck import api
     from syncheck import config as project
     from syncheck.errors import PYTEST
-    from syncheck.pytest_plugin.checkpoints import judge as judging
+    from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import plan_items
-    from syncheck.pytest_plugin.checkpoints.text import terminal_width
     from syncheck.report.files import check_extensions, needs_histograms
 
     start = config.invocation_params.dir
@@ -201,24 +183,36 @@ def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> 
     # The project's options are searched from the rootdir, like pytest's own options.
     compare_options = project.merge_options(project.load(config.rootpath), **options.read_options(config))
     update = None
-    with judging.working_folder(start):
+    with contextlib.chdir(start):
         if config.getoption("syncheck_update_baseline"):
-            compare_options, update = judging.start_update(compare_options, selection)
+            update = _start_update(compare_options.baseline, selection)
+            compare_options = replace(compare_options, baseline=None)
         found = api.find(*selection.paths, options=compare_options)
     root = start if is_same(start, config.rootpath) else config.rootpath
     planned = plan_items(found, compare_options, start, root)
-    width = getattr(config, "workerinput", {}).get("syncheck_width") or terminal_width()
     writes = not _is_worker(config)
-    judge = judging.Judge(
+    judge = Judge(
         found,
         compare_options,
         start,
         whole=(bool(outputs) or update is not None) and writes,
-        width=width,
         histograms=needs_histograms(outputs) and writes,
         accepting=update is not None,
     )
     return CheckpointPlugin(judge, _select_items(planned, selection, config), outputs, update)
+
+
+def _start_update(path: str | None, selection: Selection) -> tuple[str, Known]:
+    """Return the file of the baseline and its content. Raises UsageError if an update is impossible."""
+    from syncheck import baseline
+    from syncheck.errors import OptionError
+
+    if path is None:
+        message = "requires {baseline} FILE, or baseline in the table tool.syncheck"
+        raise OptionError(message, "baseline", update_baseline=True)
+    if selection.ids:
+        raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
+    return path, baseline.read_for_update(path)
 
 
 def _select_items(planned: list[Planned], selection: Selection, config: pytest.Config) -> list[Planned]:
@@ -251,9 +245,11 @@ def _is_worker(config: pytest.Config) -> bool:
 
 
 class CheckpointPlugin:
-    """The hooks of a run with checkpoints."""
+    """The hooks of a run with checkpoints. update: the file of the baseline to update, and its content."""
 
-    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str], update: Update | None = None) -> None:
+    def __init__(
+        self, judge: Judge, planned: list[Planned], outputs: list[str], update: tuple[str, Known] | None
+    ) -> None:
         self.judge = judge
         self.planned = planned
         self.outputs = outputs
@@ -276,11 +272,6 @@ class CheckpointPlugin:
         effective = describe_options(self.judge.options)
         return f"syncheck: {counts}{skipped}{links}{f'; options: {effective}' if effective else ''}"
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        """Send the width of the terminal to a worker of pytest-xdist, which has no terminal."""
-        node.workerinput["syncheck_width"] = self.judge.width
-
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
         self, collector: pytest.Collector
@@ -288,7 +279,9 @@ class CheckpointPlugin:
         """Add the checkpoints to the collected items; pytest then counts and selects them like tests."""
         report = yield
         if isinstance(collector, pytest.Session) and report.passed:
-            report.result.extend(_collectors(collector, self.planned, self.judge))
+            for shown, planned in _group_by(self.planned, "shown").items():
+                fields = {"name": shown, "nodeid": shown, "path": planned[0].folder}
+                report.result.append(Checkpoints.from_parent(collector, **fields, planned=planned, judge=self.judge))
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -310,36 +303,48 @@ class CheckpointPlugin:
         finished = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
         if _is_worker(session.config) or session.config.getoption("collectonly") or exitstatus not in finished:
             return
-        for path in self.outputs:
-            self._write(path)
-        if self.update is not None:
-            self._update(self.update)
+        from syncheck.errors import PYTEST, SyncheckError, spelling
+
+        with spelling(PYTEST):
+            for path in self.outputs:
+                try:
+                    self._write(path)
+                except SyncheckError as error:
+                    self.errors.append(str(error))
+            try:
+                if self.update is not None:
+                    self.updated = self._update_baseline(*self.update)
+            except SyncheckError as error:
+                self.errors.append(str(error))
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def _write(self, path: str) -> None:
-        from syncheck.errors import PYTEST, SyncheckError, spelling
+        from syncheck.errors import PYTEST
         from syncheck.readers import refuse_overwrite
         from syncheck.report.files import write_file
 
-        with spelling(PYTEST):
-            try:
-                report = self.judge.report()
-                with self.judge.start_folder():
-                    refuse_overwrite(path, PYTEST.name("output"))
-                    write_file(path, report, option=PYTEST.name("output"))
-                self.written.append(path)
-            except SyncheckError as error:
-                self.errors.append(str(error))
+        report = self.judge.report()
+        with contextlib.chdir(self.judge.start):
+            refuse_overwrite(path, PYTEST.name("output"))
+            write_file(path, report, option=PYTEST.name("output"))
+        self.written.append(path)
 
-    def _update(self, update: Update) -> None:
-        from syncheck.errors import PYTEST, SyncheckError, spelling
+    def _update_baseline(self, path: str, known: Known) -> str:
+        """Write the baseline and return a description of the change."""
+        from syncheck import baseline
+        from syncheck.errors import UsageError
 
-        with spelling(PYTEST):
-            try:
-                self.updated = update.write(self.judge, [item for item in self.planned if item.nodeid not in self.ran])
-            except SyncheckError as error:
-                self.errors.append(str(error))
+        not_run = [item.nodeid for item in self.planned if item.nodeid not in self.ran]
+        if not_run:
+            raise UsageError(
+                f"the baseline was not updated, because {len(not_run)} tests of checkpoints did not run, for example "
+                f"{not_run[0]}"
+            )
+        updated = baseline.update_baseline(self.judge.report(), known)
+        with contextlib.chdir(self.judge.start):
+            baseline.write(path, updated)
+        return f"{path}: {baseline.describe_change(known, updated)}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the results by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""

@@ -11,23 +11,21 @@ import faulthandler
 import json
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
-from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
+from syncheck.pytest_plugin.ranks.process import LOST_CONNECTION, STACK_SIGNAL
 
 # Bound at import, because a test may patch these modules.
-_encode, _fstat = json.JSONEncoder(default=repr).encode, os.fstat
+_encode, _fstat = json.JSONEncoder(default=repr, skipkeys=True).encode, os.fstat
 # From linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(descriptor: int, lost: str) -> None:
-    """Run tests until the connection is closed. lost: file to create if it is closed on this side."""
+def main(descriptor: int) -> None:
+    """Run tests until the connection is closed."""
     _become_subreaper()
     os.set_inheritable(descriptor, False)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
@@ -36,7 +34,7 @@ def main(descriptor: int, lost: str) -> None:
     # A process forked by a test must not send messages or keep the connection open.
     os.register_at_fork(after_in_child=connection.close)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, messages, lost), name="syncheck", daemon=True).start()
+    threading.Thread(target=_listen, args=(connection, messages), name="syncheck", daemon=True).start()
 
     def send(message: dict[str, Any]) -> None:
         if os.getpid() != pid:
@@ -45,9 +43,9 @@ def main(descriptor: int, lost: str) -> None:
             # The test may have closed this file descriptor and opened another file with its number.
             if _fstat(descriptor)[:3] != identity:
                 raise OSError
-            connection.sendall(_encode_message(message) + b"\n")
+            connection.sendall(_encode(message).encode() + b"\n")
         except OSError:
-            _kill_self(lost)
+            os._exit(LOST_CONNECTION)
 
     from syncheck.pytest_plugin.ranks import session
 
@@ -62,34 +60,11 @@ def _become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]], lost: str) -> None:
+def _listen(connection: socket.socket, messages: queue.SimpleQueue[dict[str, Any]]) -> None:
     """Receive messages in a thread, to detect the end of pytest during a test."""
     try:
         with connection.makefile("rb") as lines:
             for line in lines:
                 messages.put(json.loads(line))
     finally:
-        _kill_self(lost)
-
-
-def _kill_self(lost: str) -> None:
-    """Kill this process and its group after the connection is lost. The file `lost` reports the reason to pytest."""
-    with suppress(OSError):
-        open(lost, "ab").close()
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _encode_message(message: dict[str, Any]) -> bytes:
-    try:
-        return _encode(message).encode()
-    except (TypeError, ValueError, RecursionError):  # keys of other types than str, recursive containers
-        return _encode(_to_json_types(message, 0)).encode()
-
-
-def _to_json_types(value: Any, depth: int) -> Any:
-    """Copy a value, with unsupported objects replaced by their repr."""
-    if isinstance(value, dict) and depth < 20:
-        return {str(key): _to_json_types(entry, depth + 1) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)) and depth < 20:
-        return [_to_json_types(entry, depth + 1) for entry in value]
-    return value if isinstance(value, (str, int, float, type(None))) else repr(value)[:1000]
+        os._exit(LOST_CONNECTION)

@@ -8,9 +8,11 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from syncheck.testing import Rank
+if TYPE_CHECKING:
+    from syncheck.testing import Rank
+
 
 # Seconds by which the timeout of collectives exceeds the test's time limit, which reports the state of all ranks.
 EXTRA_TIMEOUT = 30.0
@@ -24,20 +26,26 @@ def prepare(task: dict[str, Any]) -> None:
     if task["group"]:
         import_module("torch")
     torch: Any = sys.modules.get("torch")
-    rank = make_rank(task)
-    random.seed(rank.seed)
+    random.seed(_seed(task))
     if torch is not None:
-        torch.manual_seed(rank.seed)
+        torch.manual_seed(_seed(task))
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(rank.seed)
+        sys.modules["numpy"].random.seed(_seed(task))
     if task["group"]:
         _join(task)
 
 
 def make_rank(task: dict[str, Any]) -> Rank:
     """Return the value of the fixture `syncheck_rank`."""
-    # Seeds differ between ranks, because equal random weights or data would hide missing synchronization.
-    return Rank(task["rank"], task["world_size"], Path(task["shared"]), task["seed"] + task["rank"])
+    from syncheck.testing import Rank
+
+    return Rank(task["rank"], task["world_size"], Path(task["shared"]), _seed(task))
+
+
+def _seed(task: dict[str, Any]) -> int:
+    """Return the seed of a rank. Equal random weights or data on all ranks would hide missing synchronization."""
+    seed: int = task["seed"] + task["rank"]
+    return seed
 
 
 def _join(task: dict[str, Any]) -> None:
@@ -78,7 +86,7 @@ def settings() -> tuple[Any, ...]:
         _device(torch),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
-        _debug_level(torch),
+        torch.distributed.get_debug_level(),  # of TORCH_DISTRIBUTED_DEBUG at import, or set by the test
     )
 
 
@@ -93,12 +101,11 @@ def restore(before: tuple[Any, ...]) -> None:
         torch.set_default_device(device)
     torch.set_grad_enabled(grad)
     torch.use_deterministic_algorithms(deterministic)
-    if torch.distributed.is_available():
-        # Ranks at level DETAIL create additional groups, for which ranks at other levels would not join.
-        if level is None:
-            torch.distributed.set_debug_level_from_env()
-        else:
-            torch.distributed.set_debug_level(level)
+    # Ranks at level DETAIL create additional groups, for which ranks at other levels would not join.
+    if level is None:
+        torch.distributed.set_debug_level_from_env()
+    else:
+        torch.distributed.set_debug_level(level)
 
 
 def _device(torch: Any) -> Any:
@@ -108,8 +115,3 @@ def _device(torch: Any) -> Any:
     except AttributeError:  # torch 2.6 after set_default_device(None)
         return None
     return None if device == torch.device("cpu") else device
-
-
-def _debug_level(torch: Any) -> Any:
-    """Return the debug level of torch.distributed, from TORCH_DISTRIBUTED_DEBUG at import or set by the test."""
-    return torch.distributed.get_debug_level() if torch.distributed.is_available() else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import json
 import os
 import re
 import shutil
@@ -14,15 +13,14 @@ import types
 import warnings
 import zlib
 from collections import defaultdict
-from contextlib import suppress
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.pytest_plugin.ranks import coverage, marker
 from syncheck.pytest_plugin.ranks.failure import RanksFailed, describe_disagreement, describe_failure
+from syncheck.pytest_plugin.ranks.plugin import RETRIED, Settings, ranks_of, read_marker
 from syncheck.pytest_plugin.ranks.pool import Pool
 from syncheck.pytest_plugin.ranks.process import import_path
 from syncheck.pytest_plugin.ranks.results import Result, failed_start, is_main_report, is_strict_xpass
@@ -99,22 +97,22 @@ class _NoFixtures(dict[str, Any]):
 def _run(item: Any) -> None:
     """Run an item on its ranks."""
     __tracebackhide__ = True
-    settings = marker.read_marker(item)
+    settings = read_marker(item)
     assert settings is not None
     if settings.group and util.find_spec("torch") is None:
         pytest.fail("tests on several ranks require torch: pip install 'syncheck[live]'", pytrace=False)
     for attempt in range(1, STARTS + 1):
         results, time_limit = _run_once(item, settings)
         if attempt < STARTS and not time_limit and (reason := failed_start(results)):
-            item.user_properties.append((marker.RETRIED, f"start {attempt} of {STARTS} failed: {reason}"))
+            item.user_properties.append((RETRIED, f"start {attempt} of {STARTS} failed: {reason}"))
         else:
             break
     _judge(item, results, time_limit)
 
 
-def _run_once(item: Any, settings: marker.Settings) -> tuple[list[Result], str]:
+def _run_once(item: Any, settings: Settings) -> tuple[list[Result], str]:
     """Run the test on its ranks. Return their results, and the message about an exceeded time limit or ""."""
-    world = marker.ranks_of(item)
+    world = ranks_of(item)
     limit = settings.timeout or item.config.stash[LIMIT]
     shared = _make_folder(item)
     results = [Result(rank, shared / f"rank{rank}") for rank in range(world)]
@@ -164,9 +162,9 @@ def _make_tasks(item: Any, shared: Path, world: int, limit: float, *, group: boo
         "store": str(shared / "store"),
         "shared": str(shared / "shared"),
         "seed": zlib.crc32(item.nodeid.encode()) & 0xFFFFFF,
-        "coverage": coverage.settings(config),
+        "coverage": _coverage_settings(config),
         # Hooks may read the input of the pytest-xdist worker, so each rank receives a copy.
-        "workerinput": _json_values(getattr(config, "workerinput", None)),
+        "workerinput": getattr(config, "workerinput", None),
     }
     return [
         common
@@ -217,16 +215,18 @@ def _files(item: pytest.Item, start: Path) -> list[str]:
     return sorted({own} | {path for path in others if "[" not in path and "::" not in path})
 
 
-def _json_values(values: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values supported by JSON."""
-    if values is None:
+def _coverage_settings(config: pytest.Config) -> dict[str, Any] | None:
+    """Return the settings of pytest-cov in this run, or None if it is not active."""
+    controller = getattr(config.pluginmanager.getplugin("_cov"), "cov_controller", None)
+    measured = getattr(controller, "cov", None)
+    if controller is None or measured is None:
         return None
-    supported = {}
-    for key, value in values.items():
-        with suppress(TypeError, ValueError, RecursionError):
-            json.dumps(value)
-            supported[key] = value
-    return supported
+    return {
+        "data_file": os.path.abspath(measured.config.data_file),
+        "config_file": controller.cov_config or True,
+        "source": controller.cov_source,
+        "branch": controller.cov_branch,
+    }
 
 
 def _add_sections(item: pytest.Item, results: Sequence[Result], *, output: bool) -> None:

@@ -1,4 +1,4 @@
-"""The processes of the ranks, reused after passed tests and killed after failed tests."""
+"""The processes of the ranks, reused unless a test ended differently on the ranks or had side effects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Pool:
                 _collect_stacks(running, results)
             self._kill(numbers)
             raise
-        if all(result.clean and result.reusable for result in results):
+        # After a failure on some ranks only, collectives of other ranks may be pending.
+        alike = len({result.failed for result in results}) == 1
+        if alike and all(result.done and result.reusable for result in results):
             for process in running:
                 # After all ranks have ended, because leaving a process group may break it for other ranks.
                 process.send({"release": True})
@@ -149,8 +151,7 @@ class Pool:
                 result.done, result.reusable = True, message["done"]["reusable"]
 
     def _record_exit(self, process: RankProcess, result: Result) -> None:
-        result.cut_off = process.lost_connection()
-        result.left_with = process.kill()
+        result.left_with = process.kill_disconnected()
         result.fail()
 
     def _kill(self, numbers: Iterable[int]) -> None:

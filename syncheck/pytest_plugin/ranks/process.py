@@ -17,10 +17,12 @@ from syncheck.pytest_plugin.ranks import guard
 
 # A signal unlikely to be used by tests. macOS has no real-time signals.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+# Exit code of a rank that has lost its connection.
+LOST_CONNECTION = 112
 # Not `-m`, because processes spawned by a test import the main module of their parent.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]), sys.argv[3])"
+    "from syncheck.pytest_plugin.ranks.child import main; main(int(sys.argv[2]))"
 )
 _CHUNK = 1 << 20
 
@@ -42,23 +44,16 @@ class Guard:
             start_new_session=True,
         )
 
-    def watch(self, pid: int) -> None:
-        """Add a rank's process."""
-        self._send(f"+{pid}\n")
-
-    def forget(self, pid: int) -> None:
-        """Remove a killed process, because its id may be reused."""
-        self._send(f"-{pid}\n")
-
     def close(self) -> None:
         """End the guard."""
         with suppress(OSError):
             self._pipe.close()
         self._popen.wait()
 
-    def _send(self, line: str) -> None:
+    def send(self, line: str) -> None:
+        """Send `+PID` to watch a process, `-PID` after its end, because its id may be reused."""
         with suppress(OSError):  # the guard was killed
-            self._pipe.write(line.encode())
+            self._pipe.write(f"{line}\n".encode())
             self._pipe.flush()
 
     @property
@@ -77,12 +72,11 @@ class RankProcess:
         """Start the process. folder: its working folder. out, err: files for its output before the first task."""
         self._guard = watched_by
         self.socket, peer = socket.socketpair()
-        self._lost = err.with_name("connection_lost")
         with peer, out.open("ab") as stdout, err.open("ab") as stderr:
             # A new session: Ctrl-C reaches pytest only, and the rank can be killed with its children.
             # -P, because the current folder may contain a json.py.
             self.popen = subprocess.Popen(
-                [sys.executable, "-uPc", _START, json.dumps(import_path()), str(peer.fileno()), str(self._lost)],
+                [sys.executable, "-uPc", _START, json.dumps(import_path()), str(peer.fileno())],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -90,7 +84,7 @@ class RankProcess:
                 pass_fds=[peer.fileno()],
                 start_new_session=True,
             )
-        watched_by.watch(self.popen.pid)
+        watched_by.send(f"+{self.popen.pid}")
         self.idle = True
         self._received = bytearray()
         self._closed = False
@@ -100,7 +94,7 @@ class RankProcess:
         self.idle = False
         self.socket.settimeout(10)
         with suppress(OSError):
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.sendall(json.dumps(message, default=repr, skipkeys=True).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Return the complete messages received so far; None if the child has ended and all messages were returned."""
@@ -128,12 +122,14 @@ class RankProcess:
         except ChildProcessError:  # reaped by the test or another plugin
             return True
 
-    def lost_connection(self, seconds: float = 1.0) -> bool:
-        """Whether the child lost its connection: it killed itself for this reason, or is alive without a connection."""
+    def kill_disconnected(self, seconds: float = 1.0) -> int:
+        """Return the exit code after the end of the connection. A child that does not end is killed."""
         deadline = time.monotonic() + seconds
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(0.005)
-        return self._lost.exists() or not self.ended()
+        running = not self.ended()
+        code = self.kill()
+        return LOST_CONNECTION if running else code
 
     def wait_until_idle(self, seconds: float) -> bool:
         """Wait until the child has released its last test. Return whether it has, and is alive."""
@@ -156,7 +152,7 @@ class RankProcess:
         """Kill the process, its group and its descendants. Return the exit code, or the negative signal number."""
         if self.popen.returncode is None:
             guard.end(self.popen.pid)
-            self._guard.forget(self.popen.pid)
+            self._guard.send(f"-{self.popen.pid}")
             self.popen.wait()
         self.socket.close()
         return self.popen.returncode

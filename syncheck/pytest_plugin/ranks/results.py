@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from syncheck.pytest_plugin.ranks.process import LOST_CONNECTION
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -40,8 +42,6 @@ class Result:
     done: bool = False
     left_with: int | None = None
     """Exit code, or negative signal number, if the process ended during the test."""
-    cut_off: bool = False
-    """Whether the process lost its connection to pytest."""
     reusable: bool = False
 
     def add(self, report: pytest.TestReport) -> None:
@@ -93,7 +93,7 @@ class Result:
         """Return how the process ended."""
         assert self.left_with is not None
         when = "during the test" if self.ready is not None else "before the test started"
-        if self.cut_off:
+        if self.left_with == LOST_CONNECTION:
             return f"its process lost the connection to pytest {when}; check for code closing file descriptors"
         if self.left_with >= 0:
             return f"its process exited with code {self.left_with} {when}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.pytest_plugin.ranks import coverage, group
+from syncheck.pytest_plugin.ranks import group
 from syncheck.pytest_plugin.ranks.guard import descendants
 from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
 
@@ -65,6 +66,8 @@ def _enter(task: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(task["environment"])
     sys.path[:] = task["path"]
+    if faulthandler.is_enabled():  # by pytest, which keeps the stderr of the first test
+        faulthandler.enable(file=2)
     stacks = (folder / "stacks").open("w")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     while _stacks:
@@ -136,7 +139,7 @@ def serve(task: Task, receive: Receive, send: Send) -> None:
     - after `release` was received, `released`.
     """
     _enter(task)
-    measured = coverage.start(task["coverage"])
+    measured = _start_coverage(task["coverage"])
     plugin = _Plugin(task, receive, send, measured)
     try:
         _session(task, plugin)
@@ -147,8 +150,31 @@ def serve(task: Task, receive: Receive, send: Send) -> None:
         problem = f"its pytest session failed: {type(error).__name__}: {error}"
     if not plugin.problem_sent:
         send({"problem": problem})
-    coverage.save(measured)
+    if measured is not None:
+        measured.save()
     send({"done": {"reusable": False}})
+
+
+def _start_coverage(settings: dict[str, Any] | None) -> Any:
+    """Start or reuse a measurement of this process, which pytest-cov combines; None without settings."""
+    if settings is None:
+        return None
+    import coverage
+
+    running = coverage.Coverage.current()
+    if running is None:
+        running = coverage.Coverage(**settings, data_suffix=True)
+        running.start()
+    return running
+
+
+def _json_value(value: object) -> object:
+    """Return a value, or its repr if JSON cannot contain it, such as a list that contains itself."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+    return value
 
 
 def no_breakpoint(*_: Any, **__: Any) -> None:
@@ -242,7 +268,8 @@ class _Plugin:
             group.restore(settings)
         else:
             self.send_problem(self._describe_missing_test())
-        coverage.save(self.measured)
+        if self.measured is not None:
+            self.measured.save()  # the process may be killed later
         stopped = session.shouldfail or session.shouldstop
         self.send({"done": {"reusable": not stopped and _fingerprint() == before}})
 
@@ -274,6 +301,7 @@ class _Plugin:
         self.send({"released": True})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        report.user_properties = [(name, _json_value(value)) for name, value in report.user_properties]
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.send({"report": data if data is not None else report._to_json()})  # noqa: SLF001
 
