@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN, SHORT, TRAIN, assert_trained, children, command, errors
+from programs import RUN, SHORT, assert_trained, children, command, errors
 from started import alive, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from programs import Programs, Run
+    from programs import Programs
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -88,26 +86,6 @@ def test_the_older_launcher(programs: Programs, tmp_path: Path, free_port: int) 
 
 
 @pytest.mark.slow
-def test_variables_set_by_hand(programs: Programs, tmp_path: Path, free_port: int) -> None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone are enough, with rank 0 serving the store."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    started = [programs.start(*TRAIN, *SHORT, RANK=str(rank), **variables) for rank in (1, 0)]
-    runs = [programs.finish(process) for process in started]
-    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
-    assert_trained(tmp_path / "ckpts", 2)
-
-
-@pytest.mark.slow
-def test_contradiction_is_said_once(torchrun: Callable[..., Run]) -> None:
-    """--spawn under torchrun is refused by both ranks, and rank 0 says why before torchrun's own summary."""
-    run = torchrun("--spawn", 2)
-    assert run.returncode != 0
-    line = "run.py: error: --spawn under a launcher "
-    assert run.stderr.count(line) == 1
-    assert run.stderr.index(line) < run.stderr.index("FAILED")
-
-
-@pytest.mark.slow
 def test_ranks_started_again_meet_again(programs: Programs, tmp_path: Path) -> None:
     """A second attempt of torchrun's has keys of its own in the same store, and is not taken for an old run."""
     wrapper = tmp_path / "once.py"
@@ -123,19 +101,6 @@ def test_ranks_started_again_meet_again(programs: Programs, tmp_path: Path) -> N
     assert run.returncode == 0
     assert run.stdout.count("saved 2 files") == 2
     assert_trained(tmp_path / "ckpts", 2)
-
-
-@pytest.mark.slow
-def test_rank_zero_alone(programs: Programs, free_port: int) -> None:
-    """Rank 0, which serves the store, waits for no longer than --timeout, and says for whom it waited."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "RANK": "0"}
-    process = programs.start(*TRAIN, "--timeout", 1, **variables)
-    run = programs.finish(process, timeout=30)
-    assert run.returncode == 2
-    (line,) = errors([run])
-    assert "rank 0 of 2 waited 1 s at tcp://127.0.0.1" in line
-    assert "rank 1 did not join" in line
-    assert not alive(process)
 
 
 @pytest.mark.slow

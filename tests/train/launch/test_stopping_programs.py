@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import Cluster
 from programs import RUN, TRAIN, errors
 from started import ROOT, alive
 
@@ -41,9 +40,9 @@ while True:
 """
 
 
-def start_long(programs: Programs, *command: Any) -> subprocess.Popen[str]:
+def start_long(programs: Programs, *command: Any, **environment: str) -> subprocess.Popen[str]:
     """Start a run that keeps states, and wait until it trains."""
-    process = programs.start(*command, *LONG)
+    process = programs.start(*command, *LONG, **environment)
     assert process.stdout is not None
     assert ": epoch" in process.stdout.readline()
     return process
@@ -140,21 +139,3 @@ def test_nohup(programs: Programs) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == f"{int(signal.SIGUSR1)}\n"
     process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_slurm(programs: Programs, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str) -> None:
-    """scancel, and the notice that --signal=USR1 asks for, reach both tasks, which save and stop after one step."""
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
-        process = programs.start("srun", "--ntasks", 2, *TRAIN, *LONG, **cluster.environment)
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ddp: epoch")
-        cancel = ("scancel", *(() if name == "TERM" else ("--signal=USR1",)), "1")
-        assert programs.run(*cancel, **cluster.environment).returncode == 0
-        run = programs.finish(process, timeout=45)
-    finally:
-        cluster.stop()
-    stopped_at(tmp_path / "ckpts" / ".resume" / "ddp", run.stderr, f"SIG{name}")
