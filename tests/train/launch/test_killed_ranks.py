@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import RUN, TRAIN, children, command, environment, errors
+from programs import LONG, RUN, TRAIN, children, environment, errors, find_ranks, wait_until_trains
 from scenarios import load
 from started import alive, wait_for
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ENDED = r"error: rank {} lost rank {} \(.*\)"
 
@@ -29,13 +28,6 @@ ENDED = r"error: rank {} lost rank {} \(.*\)"
 def by_hand(programs: Programs, ranks: int, *arguments: Any) -> list[subprocess.Popen[str]]:
     """Start each rank as from a shell of its own."""
     return [programs.start(*TRAIN, "--rank", rank, "--world-size", ranks, *arguments) for rank in range(ranks)]
-
-
-def trains(process: subprocess.Popen[str]) -> None:
-    """Wait for the line of the first epoch, which rank 0 prints."""
-    assert process.stdout is not None
-    while ": epoch" not in (line := process.stdout.readline()):
-        assert line, "it has ended"
 
 
 def gone(programs: Programs, processes: list[subprocess.Popen[str]]) -> list[Run]:
@@ -51,7 +43,7 @@ def test_by_hand(programs: Programs, tmp_path: Path, free_port: int, where: str,
     address = ("--ip", "127.0.0.1", "--port", free_port)
     place = address if where == "tcp" else ("--init-method", f"file://{tmp_path}/meeting")
     processes = by_hand(programs, ranks, *place, *LONG)
-    trains(processes[0])
+    wait_until_trains(processes[0])
     processes[victim].kill()
     runs = gone(programs, processes)
     for rank in set(range(ranks)) - {victim}:
@@ -63,7 +55,7 @@ def test_by_hand(programs: Programs, tmp_path: Path, free_port: int, where: str,
 def test_torchrun(programs: Programs) -> None:
     """Under torchrun each survivor's line comes before its report."""
     process = programs.start(*TORCHRUN, 3, RUN, *LONG)
-    trains(process)
+    wait_until_trains(process)
     (victim,) = [pid for pid in children(process.pid) if "\0RANK=2\0" in environment(pid)]
     os.kill(victim, signal.SIGKILL)
     (run,) = gone(programs, [process])
@@ -96,7 +88,7 @@ def test_killed_while_it_saves(programs: Programs, tmp_path: Path) -> None:
 def test_stopped_and_continued(programs: Programs, tmp_path: Path) -> None:
     """A rank that is stopped is named after --timeout; continued, it ends too."""
     ranks = by_hand(programs, 3, "--init-method", f"file://{tmp_path}/meeting", *LONG, "--timeout", 3)
-    trains(ranks[0])
+    wait_until_trains(ranks[0])
     os.kill(ranks[1].pid, signal.SIGSTOP)
     runs = [programs.finish(ranks[rank], timeout=25) for rank in (0, 2)]
     for rank, run in zip((0, 2), runs, strict=True):
@@ -112,12 +104,7 @@ def test_stopped_and_continued(programs: Programs, tmp_path: Path) -> None:
 def test_killed_while_it_starts(programs: Programs) -> None:
     """A rank that is killed before the ranks have met ends the run in one line, which names it."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
-    wait_for(lambda: len(workers(process)) == 2)
-    os.kill(workers(process)[1], signal.SIGKILL)
+    wait_for(lambda: len(find_ranks(process.pid)) == 2)
+    os.kill(find_ranks(process.pid)[1], signal.SIGKILL)
     (run,) = gone(programs, [process])
     assert (run.returncode, errors([run])) == (1, ["error: rank 1 was ended by signal 9 (SIGKILL)"])
-
-
-def workers(parent: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the ranks, in their order."""
-    return [pid for pid in children(parent.pid) if "spawn_main" in command(pid)]

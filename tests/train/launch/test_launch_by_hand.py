@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, assert_trained, errors, imports_torch
+from programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
 from started import LAUNCHER, alive, free_port, wait_for
 from torch.distributed import TCPStore
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     Ended = tuple[int, list[str], str]
 
-LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
 # Real processes that several tests share, because starting one takes seconds; each calls run.py's `main`.
 RANKS = pytest.mark.syncheck(ranks=2, group=False)
 
@@ -42,8 +41,7 @@ def run_all(programs: Programs, *arguments: Any, ranks: int = 2) -> list[Run]:
 def start_long(programs: Programs, *where: Any) -> list[subprocess.Popen[str]]:
     """Start two ranks, and wait until they train."""
     ranks = [programs.start(*TRAIN, "--rank", rank, "--world-size", 2, *where, *LONG) for rank in range(2)]
-    assert ranks[0].stdout is not None
-    assert ranks[0].stdout.readline().startswith("ddp: epoch")
+    wait_until_trains(ranks[0])
     return ranks
 
 

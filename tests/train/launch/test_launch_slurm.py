@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import NODES, Cluster
-from programs import RUN, SHORT, TRAIN, assert_trained, command, environment
+from programs import LONG, RUN, SHORT, TRAIN, assert_trained, command, environment, wait_until_trains
 from scenarios import differing
 from started import ROOT, wait_for
 from test_stopping_programs import start_long, stopped_at
@@ -120,11 +120,8 @@ def test_a_task_is_killed(
 ) -> None:
     """When a task of the step is killed the other one ends too, within 30 s, and says whom it lost if it may."""
     options = (f"--kill-on-bad-exit={kill_on_bad_exit}", "--nodes", 2, "--ntasks", 2)
-    forever = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
-    step = programs.start("srun", "--unbuffered", *options, *TRAIN, *forever, **cluster.environment)
-    assert step.stdout is not None
-    while ": epoch" not in (line := step.stdout.readline()):
-        assert line, "it has ended"
+    step = programs.start("srun", "--unbuffered", *options, *TRAIN, *LONG, **cluster.environment)
+    wait_until_trains(step)
     (victim,) = tasks(1)
     os.kill(victim, signal.SIGKILL)
     run = programs.finish(step, timeout=30)

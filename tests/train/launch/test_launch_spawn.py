@@ -9,42 +9,30 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, assert_trained, children, command, imports_torch
+from programs import LONG, SHORT, TRAIN, assert_trained, children, command, find_ranks, imports_torch, wait_until_trains
 from started import alive, wait_for
 
 from train.launch.exits import ExitStatus
 from train.launch.spawn import choose_status, wait_for_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from programs import Programs, Run
 
-LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
 STOPPED = "run.py: stopped by {} after step \\d+; nothing was saved; .*--checkpoint-every N.*\n"
 MISTAKE, ALIKE = ExitStatus(2, "only here"), ExitStatus(2, "everywhere", shared=True)
 LOST, DONE = ExitStatus(1, "lost another rank"), ExitStatus()
 
 
-def workers(parent: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the ranks, in their order; the other child only cleans up after them."""
-    found = []
-    for pid in children(parent.pid):
-        with suppress(OSError):  # it has just ended
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
-
-
 def start_long(programs: Programs, *arguments: Any) -> subprocess.Popen[str]:
     """Start two ranks, and wait until they train."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG, *arguments)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("ddp: epoch")
-    assert len(workers(process)) == 2
+    wait_until_trains(process)
+    assert len(find_ranks(process.pid)) == 2
     return process
 
 
@@ -77,7 +65,7 @@ def test_mistakes_of_ranks_are_one_line(programs: Programs) -> None:
 def test_a_killed_rank_is_named(programs: Programs) -> None:
     """A rank ended with -9 is named with its signal in one line, not the ones that lost it; exit code 1."""
     process = start_long(programs)
-    os.kill(workers(process)[1], signal.SIGKILL)
+    os.kill(find_ranks(process.pid)[1], signal.SIGKILL)
     run = finished(programs, process)
     assert (run.returncode, run.stderr) == (1, "run.py: error: rank 1 was ended by signal 9 (SIGKILL)\n")
 
@@ -86,7 +74,7 @@ def test_a_killed_rank_is_named(programs: Programs) -> None:
 def test_a_stopped_rank_is_named(programs: Programs) -> None:
     """A rank that stands still is named after the others have waited --timeout for it, and is ended all the same."""
     process = start_long(programs, "--timeout", 2)
-    os.kill(workers(process)[1], signal.SIGSTOP)
+    os.kill(find_ranks(process.pid)[1], signal.SIGSTOP)
     run = finished(programs, process)
     assert run.returncode == 1
     assert re.match(r"run.py: error: rank 0 lost rank 1 \(", run.stderr)
@@ -173,7 +161,7 @@ def test_the_cause_is_chosen(codes: list[int | None], notes: list[ExitStatus | N
 def test_a_signal_while_starting(programs: Programs, name: str, ranks: int) -> None:
     """A signal as soon as the first rank, or the last, is there is neither lost nor answered by a traceback."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
-    wait_for(lambda: len(workers(process)) >= ranks)
+    wait_for(lambda: len(find_ranks(process.pid)) >= ranks)
     # Ctrl-C reaches all processes of a terminal.
     number = signal.Signals[name]
     (os.killpg if name == "SIGINT" else os.kill)(process.pid, number)
@@ -195,7 +183,7 @@ def test_ctrl_c_before_the_first_rank(programs: Programs) -> None:
 def test_no_rank_outlives_its_parent_while_starting(programs: Programs) -> None:
     """When the parent is killed while the ranks still import, they end without a word, and remove what it cannot."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
-    wait_for(lambda: len(workers(process)) == 2 and all(imports_torch(pid) for pid in workers(process)))
+    wait_for(lambda: len(find_ranks(process.pid)) == 2 and all(imports_torch(pid) for pid in find_ranks(process.pid)))
     os.kill(process.pid, signal.SIGKILL)
     run = finished(programs, process)
     assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGKILL, "", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN, SHORT, assert_trained, children, command, errors
+from programs import LONG, RUN, SHORT, assert_trained, children, command, errors, find_ranks, wait_until_trains
 from started import alive, wait_for
 
 if TYPE_CHECKING:
@@ -56,14 +56,11 @@ def test_typed_without_a_number(programs: Programs, tmp_path: Path, free_port: i
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_torchrun(programs: Programs, tmp_path: Path, number: signal.Signals) -> None:
     """However torchrun ends, the ranks that the trainer started for it save a state and leave."""
-    process = programs.start(
-        *(*TORCHRUN, "--standalone", RUN, "--save-per-rank", "--checkpoint-every", 100_000, "--width", 4),
-        *("--epochs", 10_000, "--progress", "plain", "--timeout", 60),
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("ddp: epoch")
+    saves = ("--save-per-rank", "--checkpoint-every", 100_000)
+    process = programs.start(*TORCHRUN, "--standalone", RUN, *LONG, *saves, "--timeout", 60)
+    wait_until_trains(process)
     (first,) = children(process.pid)
-    ranks = [pid for pid in children(first) if "spawn_main" in command(pid)]
+    ranks = find_ranks(first)
     assert len(ranks) == 2
     process.send_signal(number)
     process.communicate(timeout=60)
@@ -111,13 +108,13 @@ def test_two_agents_start_again(programs: Programs, tmp_path: Path, free_port: i
             *(*TORCHRUN, "--nnodes", 2, "--node-rank", node, "--nproc-per-node", 1, "--max-restarts", 2),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port}", "--rdzv-id", "test"),
             *("--rdzv-conf", f"is_host={1 - node}", "--local-addr", "127.0.0.1"),
-            *(RUN, "--width", 4, "--epochs", 20, "--save-per-rank", "--progress", "plain", "--timeout", 30),
+            *(RUN, *LONG, "--epochs", 40, "--save-per-rank"),
         )
         for node in range(2)
     ]
     # Only rank 0 prints, and the agents decide which of them has it.
     (with_zero,), _, _ = select.select([agent.stdout for agent in agents], [], [], 60)
-    assert with_zero.readline().startswith("ddp: epoch  1/20")
+    assert with_zero.readline().startswith("ddp: epoch  1/40")
     (agent,) = [agent for agent in agents if agent.stdout is with_zero]
     (zero,) = [pid for pid in children(agent.pid) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     os.kill(zero, signal.SIGKILL)
