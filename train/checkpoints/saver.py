@@ -216,7 +216,7 @@ class Saver:
 def build_metadata_block(
     trainer: Step, optimizer: Optimizer, plan: Plan, run_id: str, step: int, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Describe one replica after an optimizer step, counted from 1.
+    """Describe one replica after an optimizer step, counted from 1, with facts that syncheck cannot read from tensors.
 
     rank and world_size count replicas. They equal the process's rank and the number of processes, except under dp,
     where one process saves several replicas. `epoch` is the number of completed epochs.

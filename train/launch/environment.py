@@ -1,4 +1,4 @@
-"""Find out the rank of this process: from torchrun's variables, from options, or from SLURM's variables.
+"""Find out the rank and GPU of this process: from torchrun's variables, from options, or from SLURM's variables.
 
 Every launcher ends in a RankContext, and the rest of the trainer does not depend on the launcher.
 torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -284,6 +284,28 @@ def find_first_slurm_host(environment: Mapping[str, str], world_size: int) -> st
         raise RankError(f"'{' '.join(command)}' failed ({error}): set MASTER_ADDR to the node of rank 0") from error
 
 
+def tcp_address(host: str, port: int) -> str:
+    """Format an address, IPv6 in brackets. Raises UserError for an invalid port."""
+    if not 1 <= port <= HIGHEST_PORT:
+        raise UserError(f"port {port}: must be 1 to {HIGHEST_PORT}; see --port and MASTER_PORT")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _read_number(environment: Mapping[str, str], name: str, advice: str) -> int:
+    text = environment.get(name)
+    if text is None or not (text.isascii() and text.isdigit()):
+        problem = "is not set" if text is None else f"is {text!r}, not a number"
+        raise RankError(f"the environment variable {name} {problem}: {advice}")
+    return int(text)
+
+
+def _read_rank(environment: Mapping[str, str], rank_name: str, size_name: str, advice: str) -> tuple[int, int]:
+    rank, size = _read_number(environment, rank_name, advice), _read_number(environment, size_name, advice)
+    if rank >= size:
+        raise RankError(f"{rank_name}={rank} with {size_name}={size}: must be below; {advice}")
+    return rank, size
+
+
 def choose_devices(gpus: str | None, info: RankInfo | None) -> tuple[torch.device, ...]:
     """List the GPUs of this process; empty means the CPU.
 
@@ -354,25 +376,3 @@ def choose_backend(backend: str | None, devices: tuple[torch.device, ...]) -> st
 
 def _gpus(number: int) -> str:
     return f"{number} GPU" if number == 1 else f"{number or 'no'} GPUs"
-
-
-def tcp_address(host: str, port: int) -> str:
-    """Format an address, IPv6 in brackets. Raises UserError for an invalid port."""
-    if not 1 <= port <= HIGHEST_PORT:
-        raise UserError(f"port {port}: must be 1 to {HIGHEST_PORT}; see --port and MASTER_PORT")
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _read_number(environment: Mapping[str, str], name: str, advice: str) -> int:
-    text = environment.get(name)
-    if text is None or not (text.isascii() and text.isdigit()):
-        problem = "is not set" if text is None else f"is {text!r}, not a number"
-        raise RankError(f"the environment variable {name} {problem}: {advice}")
-    return int(text)
-
-
-def _read_rank(environment: Mapping[str, str], rank_name: str, size_name: str, advice: str) -> tuple[int, int]:
-    rank, size = _read_number(environment, rank_name, advice), _read_number(environment, size_name, advice)
-    if rank >= size:
-        raise RankError(f"{rank_name}={rank} with {size_name}={size}: must be below; {advice}")
-    return rank, size

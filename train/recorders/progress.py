@@ -15,6 +15,10 @@ from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 if TYPE_CHECKING:
     from train.metrics import Meter, Score
 
+MAX_NAME = 10  # characters of the run's name beside the bar
+REFRESH = 10  # steps between reads of the meter, because each read synchronizes with the device
+MAX_LISTED = 8  # maximum number of ranks for listing every share
+
 
 class Output(io.TextIOBase):
     """A file object that writes to the current sys.stdout, used on rank 0.
@@ -57,11 +61,6 @@ def _stdout() -> TextIO:
     """Return the real stdout: while rich draws a bar, it replaces sys.stdout with a proxy that writes to Output."""
     stdout: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     return stdout
-
-
-MAX_NAME = 10  # characters of the run's name beside the bar
-REFRESH = 10  # steps between reads of the meter, because each read synchronizes with the device
-MAX_LISTED = 8  # maximum number of ranks for listing every share
 
 
 def describe_surprises(start: Start) -> list[str]:

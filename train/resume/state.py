@@ -184,7 +184,11 @@ def restore_position(state: Mapping[str, Any], ctx: RankContext) -> Position:
 
 
 def collect_rng_states(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Collect RNG states as tensors and numbers for torch.load(weights_only=True). devices: GPUs of this rank."""
+    """Collect RNG states as tensors and numbers for torch.load(weights_only=True).
+
+    Dropout draws from torch's generator, and image transforms may draw from Python's and numpy's. After restoring all
+    of them, a resumed run draws the same numbers as an uninterrupted run. devices: GPUs of this rank.
+    """
     version, words, python_gauss = random.getstate()
     kind, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     return {
