@@ -22,14 +22,20 @@ def test_a_port_of_the_environment(
     assert f"port {port}: " in line
 
 
-def test_rank_zero_alone(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    """Rank 0, which serves the store, waits for no longer than --timeout, and says for whom it waited."""
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
+def test_rank_zero_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int, address: str
+) -> None:
+    """Rank 0, which serves the store, waits for no longer than --timeout, whatever address the others would use.
+
+    It reports the missing rank.
+    """
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port)}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert main(["--timeout", "1"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "rank 0 of 2 waited 1 s at tcp://127.0.0.1" in line
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"rank 0 of 2 waited 1 s at tcp://{address}:{free_port}" in line
     assert "rank 1 did not join" in line
 
 
