@@ -42,10 +42,7 @@ TRAIN = {
     ),
     "Models and data": "models data loading schedule seeds",
     "Distribution over processes": "launch data_parallel sync_batchnorm comm_hooks",
-    "Checkpoints": (
-        "checkpoints checkpoints.saver checkpoints.formats checkpoints.files "
-        "checkpoints.lock resume"
-    ),
+    "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors watch",
     "Measurements and output": "metrics recorders evaluate bench",
     "Options": "options settings",
