@@ -4,16 +4,16 @@ Read from the top: run.py is the command line. engine.py loops over epochs and b
 step, and calls a method in methods/; start with single.py. job.py builds the objects of a run, settings.py and
 options.py define the options.
 
-    launch/                start, rendezvous and end of processes: torchrun, --spawn, by hand, SLURM
+    launch/                start, rendezvous and end of processes, signals: torchrun, --spawn, by hand, SLURM
     models/ data/          networks and data sets
     loading.py             training batches, optionally loaded by worker processes
-    schedule.py seeds.py   the learning rate of each step; random streams of ranks and samples
+    schedule.py seeds.py   the plan of a run and its learning rates; random streams of ranks and samples
     data_parallel.py sync_batchnorm.py comm_hooks.py    implementations used by the methods
     checkpoints/           one file per rank: the end of the run, steps, and the best epoch
-    resume/ position.py    states for a bitwise identical continuation; the progress of a run
-    metrics.py scoring.py  loss and accuracy over all ranks, in training and on the test set
+    resume/                states for a bitwise identical continuation
+    metrics.py             loss and accuracy over all ranks, in training and on the test set
     recorders/             output of metrics: progress bar, logs, metrics file, TensorBoard
-    stopping.py watch.py   agreement of ranks on a signal; checks during training
+    watch.py               checks during training
     faults/                injected faults
     evaluate/ bench/       separate programs: test scores of each rank's file; timing of the methods
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -55,38 +54,26 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return module.named_buffers(remove_duplicate=False)
 
 
-@dataclass(frozen=True)
-class ThreadModes:
-    """Thread-local modes of torch. A new thread starts with the defaults, independent of the caller."""
+def keep_modes(device: str) -> Callable[..., Any]:
+    """Return a function that calls a module in the modes of the current thread. device: type of the device.
 
-    device: str
-    grad: bool
-    inference: bool
-    autocast: bool
-    dtype: torch.dtype
+    Modes of torch are local to a thread. A new thread starts with the defaults, independent of the caller.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
-    @classmethod
-    def read_current(cls, device: str) -> ThreadModes:
-        """Read the modes of the current thread. device: type of the device."""
-        return cls(
-            device,
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-        )
-
-    def call(self, module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-        """Call `module` in these modes."""
+    def call(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
         # Set inference mode first, because it changes grad mode too. All threads share autocast's cache of converted
         # weights. With the cache, timing would decide whether two replicas share a converted weight and add its
         # gradient in 16 bits.
         with (
-            torch.inference_mode(self.inference),
-            torch.set_grad_enabled(self.grad),
-            torch.autocast(self.device, self.dtype, enabled=self.autocast, cache_enabled=False),
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            torch.autocast(device, dtype, enabled=autocast, cache_enabled=False),
         ):
             return module(*inputs, **kwargs)
+
+    return call
 
 
 class GpuReplicas(nn.DataParallel[nn.Module]):
@@ -102,8 +89,8 @@ class GpuReplicas(nn.DataParallel[nn.Module]):
         torch passes on that autocast is enabled, but not the dtype, so bfloat16 would become float16:
         https://github.com/pytorch/pytorch/blob/v2.6.0/torch/nn/parallel/parallel_apply.py#L92
         """
-        switches = ThreadModes.read_current(self.src_device_obj.type)
-        calls: list[Any] = [partial(switches.call, replica) for replica in replicas]
+        call = keep_modes(self.src_device_obj.type)
+        calls: list[Any] = [partial(call, replica) for replica in replicas]
         with self.replica_buffers.watch(self.module, replicas):
             return super().parallel_apply(calls, inputs, kwargs)
 
@@ -165,13 +152,13 @@ def parallel_apply(replicas: Sequence[nn.Module], shares: Sequence[Tensor], *, a
     their numbers, so without threads it would add the gradients of three or more replicas in another order. Returns the
     outputs in the order of the replicas. Raises the error of the first failed replica.
     """
-    switches = ThreadModes.read_current(shares[0].device.type)
+    call = keep_modes(shares[0].device.type)
     outputs: dict[int, Tensor] = {}
     failures: dict[int, BaseException] = {}
 
     def work(index: int) -> None:
         try:
-            outputs[index] = switches.call(replicas[index], shares[index])
+            outputs[index] = call(replicas[index], shares[index])
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             error.add_note(f"in replica {index} of {len(replicas)}")
             failures[index] = error

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 from train.checkpoints.lock import RunLock
 from train.errors import Stopped, UserError
 from train.job import Job, prepare
+from train.metrics import evaluate
 from train.recorders.logbook import Logbook
 from train.schedule import set_learning_rate
-from train.scoring import evaluate
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
+    from train.launch.signals import Signals
     from train.metrics import Score
-    from train.position import Position
     from train.recorders.base import Recorder
+    from train.schedule import Position
     from train.settings import Settings
-    from train.stopping import StopSignals
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Result:
     replicas: int = 1
 
 
-def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: StopSignals | None = None) -> Result:
+def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: Signals | None = None) -> Result:
     """Train one model.
 
     Call it on every rank, within the process group if the method needs one. Bitwise reproducible with equal settings,

@@ -21,16 +21,15 @@ from train.data import (
 )
 from train.errors import UserError
 from train.faults import make_fault
-from train.loading import training_batches
+from train.launch.signals import Stopping
+from train.loading import Batches, evaluation_batches, training_batches
 from train.methods import METHODS, check_modifiers
+from train.metrics import Best
 from train.models import build_from_settings
-from train.position import Plan
 from train.resume import Keeper
-from train.schedule import LearningRate
-from train.scoring import Batches, Best, evaluation_batches
+from train.schedule import LearningRate, Plan
 from train.seeds import seed_rank
 from train.step import Step
-from train.stopping import Stopping
 from train.sync_batchnorm import SyncBatchNorm
 from train.watch import Watch
 
@@ -42,9 +41,9 @@ if TYPE_CHECKING:
     from train.data import Data
     from train.data.dataset import Images
     from train.launch import RankContext
-    from train.methods.base import Method
+    from train.launch.signals import Signals
+    from train.methods.single import Method
     from train.settings import Settings
-    from train.stopping import StopSignals
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def prepare(
     settings: Settings,
     ctx: RankContext,
     console: Console | None = None,
-    signals: StopSignals | None = None,
+    signals: Signals | None = None,
     lock: RunLock | None = None,
 ) -> Job:
     """Load the data, build the model, and check the settings; with --resume, restore a state. A collective.

@@ -1,7 +1,8 @@
-"""Load training batches, in the rank's process or in worker processes."""
+"""Load the batches of training, in the rank's process or in worker processes, and of the evaluation."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import signal
 from multiprocessing import forkserver
@@ -10,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from train.errors import UserError
 from train.launch.exits import exit_with_parent
 from train.launch.signals import block_signals
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.utils.data import Sampler
 
     from train.data.dataset import Images
     from train.launch import RankContext
-    from train.scoring import Batches
 
+Batches = DataLoader[tuple["Tensor", ...]]
+EVALUATION_BATCH = 512  # maximum samples per rank and forward; does not affect the score
 # Workers must not be forked from this process: its threads (gloo's, a monitor's) may hold locks, which would stay
 # locked in the child, and its signal handlers would run twice. spawn starts Python and imports torch for each worker in
 # each epoch, which takes seconds. A fork server does this once, has no threads, and forks in milliseconds.
@@ -65,3 +69,22 @@ def end_with_rank(_worker: int) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_with_parent()
+
+
+def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
+    """Give each rank every world_size-th test sample. Each sample is counted once, without padding.
+
+    All ranks get equally many batches, because under FSDP every forward is a collective. Raises UserError if there are
+    fewer samples than ranks.
+    """
+    if len(samples) < ctx.world_size:
+        raise UserError(
+            f"{len(samples)} test samples for {ctx.world_size} ranks: each rank needs a sample; use fewer ranks"
+        )
+    mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
+    largest_share = math.ceil(len(samples) / ctx.world_size)
+    parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
+    # batch_size=None: the sampler yields whole batches. A separate generator, as in training: a run resumed at the end
+    # of an epoch evaluates again, which must not affect dropout.
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(samples, sampler=[part.tolist() for part in parts], batch_size=None, generator=generator)

@@ -1,18 +1,20 @@
-"""Loss and accuracy, exact over all ranks."""
+"""Loss and accuracy, exact over all ranks: of an epoch of training, and on the test set."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from train.launch import RankContext
+    from train.loading import Batches
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,50 @@ def score_of(sums: Sequence[float]) -> Score:
     if samples == 0:
         return Score(float("nan"), float("nan"), 0)
     return Score(loss / samples, right / samples, int(samples))
+
+
+def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
+    """Score the model on the test set; a collective.
+
+    module: the unwrapped model. A forward through DDP's wrapper, even without gradients, would copy rank 0's buffers to
+    all ranks and skip the copy before the next training step. Under plain DDP every rank therefore scores its share
+    with its own BatchNorm statistics.
+    """
+    module.eval()
+    meter = Meter(ctx.device)
+    with torch.no_grad():  # not inference_mode, because FSDP keeps gathered tensors
+        for x, y in batches:
+            logits, labels = module(x.to(ctx.device)), y.to(ctx.device)
+            meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
+    module.train()
+    return meter.over_ranks(ctx)
+
+
+@dataclass
+class Best:
+    """The epoch with the best test accuracy so far; among equal epochs the first.
+
+    accuracy: 0 to 1. epoch: counted from 1. step: optimizer steps done. None before the first evaluation.
+    """
+
+    accuracy: float | None = None
+    epoch: int | None = None
+    step: int | None = None
+
+    def update(self, test: Score, epoch: int, step: int) -> bool:
+        """Record one evaluation and return whether it is the best so far; equal on all ranks.
+
+        A run resumed at the end of an epoch may evaluate the best epoch again, which remains the best.
+        """
+        if self.accuracy is not None and step != self.step and not test.accuracy > self.accuracy:
+            return False
+        self.accuracy, self.epoch, self.step = test.accuracy, epoch, step
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON values for `restore`."""
+        return dict(vars(self))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore the result of `state`."""
+        vars(self).update(state)

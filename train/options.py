@@ -6,25 +6,30 @@ import argparse
 import difflib
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from train.checkpoints.formats import FORMATS
 from train.data import AUGMENTATIONS, DATASETS
 from train.errors import UserError
-from train.faults import FAULTS, list_faults
-from train.launch.environment import is_group_requested, prints_for_all_ranks
-from train.launch.options import add_options
+from train.faults import FAULTS
+from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
-from train.models import MODELS, list_models
+from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from _typeshed import SupportsWrite
 
@@ -83,8 +88,58 @@ class Print(argparse.Action):
         parser.exit()
 
 
+def list_faults() -> str:
+    """Format one line per fault: name, expected finding, and description."""
+    return format_table([(name, fault.code, fault.summary) for name, fault in FAULTS.items()])
+
+
+def list_models() -> str:
+    """Format the table of models: name, number of parameters, normalization layers, source.
+
+    The number of parameters is for images of 3x32x32 and 10 classes.
+    """
+    rows = [("name", "parameters", "norm", "source")]
+    for name, network in MODELS.items():
+        try:
+            with torch.device("meta"):  # allocates no memory, and skips the initialization
+                model = build_model(name, 3, 10, None)
+        except UserError as error:  # torchvision is not installed
+            rows.append((name, "", "", str(error)))
+            continue
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        norms = {
+            type(module).__name__.removesuffix("2d")
+            for module in model.modules()
+            if isinstance(module, (_BatchNorm, nn.LayerNorm))
+        }
+        rows.append((name, f"{parameters:>10,}", " ".join(norms) or "none", network.paper))
+    return format_table(rows)
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows in columns, one line per row. On a terminal the last column is wrapped."""
+    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = []
+    for *cells, last in rows:
+        lines.append("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), last]))
+    if sys.stdout.isatty():
+        columns, indent = shutil.get_terminal_size().columns, " " * sum(width + 2 for width in widths)
+        lines = [textwrap.fill(line, max(columns, 60), subsequent_indent=indent) for line in lines]
+    return "\n".join(lines) + "\n"
+
+
+# Fields whose options have their names, and argparse's arguments for their types.
+FIELDS = {field.name: field for field in (*fields(Settings), *fields(LaunchOptions))}
+TYPES: dict[str, dict[str, Any]] = {
+    "int": {"type": int, "metavar": "N"},
+    "float": {"type": float},
+    "Path": {"type": Path, "metavar": "DIR"},
+    "str": {},
+}
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of run.py; its defaults come from Settings."""
+    """Build the parser of run.py; types and defaults come from Settings and LaunchOptions."""
     parser = Parser(
         prog="run.py",
         usage="run.py [options]",
@@ -93,15 +148,18 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         allow_abbrev=False,
     )
-    _add_method(parser.add_argument_group("method"))
-    add_options(parser)
-    _add_modifiers(parser.add_argument_group("modifiers of the method"))
-    _add_faults(parser.add_argument_group("injected faults"))
-    _add_model_and_data(parser.add_argument_group("model and data"))
-    _add_optimization(parser.add_argument_group("optimization"))
-    _add_monitor(parser.add_argument_group("checks during training"))
-    _add_output(parser.add_argument_group("output"))
-    _add_logs(parser.add_argument_group("progress, logs and metrics"))
+    parser.set_defaults(local_world_size=None)
+    add_group = parser.add_argument_group
+    _add_method(add_group("method"))
+    _add_launch(add_group("processes", "default: the ranks of torchrun or srun, else this process alone"))
+    _add_devices(add_group("devices"))
+    _add_modifiers(add_group("modifiers of the method"))
+    _add_faults(add_group("injected faults"))
+    _add_model_and_data(add_group("model and data"))
+    _add_optimization(add_group("optimization"))
+    _add_monitor(add_group("checks during training"))
+    _add_output(add_group("output"))
+    _add_logs(add_group("progress, logs and metrics"))
     return parser
 
 
@@ -118,282 +176,159 @@ def settings_from(args: argparse.Namespace) -> Settings:
     return Settings(**copied, **derived)
 
 
+def _add(group: argparse._ArgumentGroup, option: str, text: str, **arguments: Any) -> None:
+    """Add the option of a field, with the type and default of the field. text: its help, without the default."""
+    field = FIELDS[option.removeprefix("--").replace("-", "_")]
+    if field.type == "bool":
+        group.add_argument(option, action="store_true", help=text)
+        return
+    if field.default is not None:
+        text += " (default: %(default)s)"
+    group.add_argument(option, default=field.default, help=text, **TYPES[str(field.type).split(" | ")[0]] | arguments)
+
+
 def _add_method(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--method", choices=METHODS, help="default: ddp if several processes were started, otherwise single"
+    text = "default: ddp if several processes were started, otherwise single"
+    group.add_argument("--method", choices=METHODS, help=text)
+    text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
+    _add(group, "--replicas", text)
+    _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
+    text = "maximum time to wait for other ranks (default: %(default)s)"
+    group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
+
+
+def _add_launch(group: argparse._ArgumentGroup) -> None:
+    text = (
+        "start N processes on this machine; implied (2, or one per GPU) by torchrun with one process "
+        "and --save-per-rank, without --method"
     )
-    group.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)",
+    _add(group, "--spawn", text)
+    _add(group, "--rank", "by hand, in a shell per process: its number, from 0", metavar="R")
+    _add(group, "--world-size", "by hand: the number of processes")
+    text = "by hand: its number on this machine, which selects the GPU (default: the rank modulo the GPUs)"
+    _add(group, "--local-rank", text, metavar="L")
+    text = "by hand: rendezvous at tcp://ADDRESS:PORT of rank 0, or in file:///PATH, a new file for each run"
+    _add(group, "--init-method", text, metavar="URL")
+    _add(group, "--ip", "with --port: short for --init-method tcp://ADDRESS:PORT", metavar="ADDRESS")
+    _add(group, "--port", "a free port of rank 0's machine, the same everywhere", metavar="PORT")
+
+
+def _add_devices(group: argparse._ArgumentGroup) -> None:
+    text = (
+        "GPUs of this machine, as 0,1, or none for the CPU: each process uses one, dp all (default: all, "
+        "or the CPU if there are fewer GPUs than processes)"
     )
-    group.add_argument(
-        "--average-every", type=int, metavar="N", help="localsgd: steps between model averages (default: 4)"
-    )
-    group.add_argument(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="maximum time to wait for other ranks (default: %(default)s)",
-    )
+    _add(group, "--gpus", text, metavar="LIST")
+    text = "of the process group (default: nccl on GPUs, gloo on CPUs)"
+    _add(group, "--backend", text, choices=("gloo", "nccl"))
 
 
 def _add_modifiers(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--sync-bn", action="store_true", help="compute BatchNorm over the samples of all ranks")
+    _add(group, "--sync-bn", "compute BatchNorm over the samples of all ranks")
     group.add_argument("--no-buffer-sync", action="store_true", help="let each rank keep separate BatchNorm statistics")
-    group.add_argument(
-        "--amp",
-        choices=("off", "bf16", "fp16"),
-        default=DEFAULT.amp,
-        help="mixed precision with torch.autocast; fp16 uses loss scaling (default: %(default)s)",
-    )
-    group.add_argument(
-        "--accumulate",
-        type=int,
-        default=DEFAULT.accumulate,
-        metavar="K",
-        help="partition each rank's share into K micro-batches, and reduce gradients after the last (default: "
-        "%(default)s)",
-    )
-    group.add_argument("--grad-clip", type=float, metavar="NORM", help="clip the norm of the whole gradient")
-    group.add_argument(
-        "--find-unused", action="store_true", help="let DDP search for parameters that are unused in a step"
-    )
-    group.add_argument(
-        "--join",
-        action="store_true",
-        help="let ranks have different numbers of batches, with DDP's join context manager",
-    )
-    group.add_argument(
-        "--compile", action="store_true", help="use torch.compile; the first step takes seconds to minutes"
-    )
-    group.add_argument(
-        "--channels-last",
-        action="store_true",
-        help="use the memory format NHWC for images and weights; faster on many GPUs",
-    )
-    group.add_argument(
-        "--comm-hook",
-        choices=("none", "fp16", "bf16", "powersgd"),
-        default=DEFAULT.comm_hook,
-        help="gradient compression of DDP: none, 16-bit floats, or low-rank matrices (default: %(default)s)",
-    )
-    group.add_argument("--powersgd-rank", type=int, metavar="N", help="rank of powersgd's matrices (default: 1)")
-    group.add_argument(
-        "--powersgd-start", type=int, metavar="N", help="number of first steps without powersgd (default: 2)"
-    )
-    group.add_argument(
-        "--ema",
-        type=float,
-        metavar="DECAY",
-        help="also save an exponential moving average of the weights, for example with decay 0.999",
-    )
+    text = "mixed precision with torch.autocast; fp16 uses loss scaling"
+    _add(group, "--amp", text, choices=("off", "bf16", "fp16"))
+    text = "partition each rank's share into K micro-batches, and reduce gradients after the last"
+    _add(group, "--accumulate", text, metavar="K")
+    _add(group, "--grad-clip", "clip the norm of the whole gradient", metavar="NORM")
+    _add(group, "--find-unused", "let DDP search for parameters that are unused in a step")
+    _add(group, "--join", "let ranks have different numbers of batches, with DDP's join context manager")
+    _add(group, "--compile", "use torch.compile; the first step takes seconds to minutes")
+    _add(group, "--channels-last", "use the memory format NHWC for images and weights; faster on many GPUs")
+    text = "gradient compression of DDP: none, 16-bit floats, or low-rank matrices"
+    _add(group, "--comm-hook", text, choices=("none", "fp16", "bf16", "powersgd"))
+    _add(group, "--powersgd-rank", "rank of powersgd's matrices (default: 1)")
+    _add(group, "--powersgd-start", "number of first steps without powersgd (default: 2)")
+    text = "also save an exponential moving average of the weights, for example with decay 0.999"
+    _add(group, "--ema", text, metavar="DECAY")
 
 
 def _add_faults(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--fault", metavar="NAME", choices=FAULTS, help="inject this fault; --list-faults prints the names"
-    )
-    group.add_argument("--fault-step", type=int, metavar="N", help="step of the fault (default: depends on the fault)")
+    _add(group, "--fault", "inject this fault; --list-faults prints the names", metavar="NAME", choices=FAULTS)
+    _add(group, "--fault-step", "step of the fault (default: depends on the fault)")
     group.add_argument("--list-faults", action=Print, const=list_faults, help="list the faults with effects, and exit")
 
 
-# Sizes of synthetic data.
-SIZES = (
-    ("image-size", "pixels along each edge", "32"),
-    ("channels", "channels of an image", "3"),
-    ("classes", "number of classes", "10"),
-    ("train-samples", "training images, with a tenth as many test images", "50000"),
-)
-
-
 def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        choices=MODELS,
-        metavar="NAME",
-        default=DEFAULT.model,
-        help=f"{', '.join(MODELS)} (default: %(default)s)",
-    )
-    group.add_argument(
-        "--list-models", action=Print, const=list_models, help="list the models with their sizes, and exit"
-    )
-    group.add_argument(
-        "--width", type=int, metavar="N", help="channels of the first layer (default: depends on the model)"
-    )
-    group.add_argument("--depth", type=int, metavar="N", help="layers of a pyramidnet, blocks of the transformer")
-    group.add_argument("--alpha", type=int, metavar="N", help="channels that a pyramidnet adds over all its blocks")
-    group.add_argument(
-        "--data",
-        choices=DATASETS,
-        metavar="NAME",
-        default=DEFAULT.data,
-        help=f"{', '.join(DATASETS)} (default: %(default)s)",
-    )
-    group.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="folder of the data; digits and synthetic need no folder"
-    )
-    group.add_argument(
-        "--download",
-        action="store_true",
-        help="download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout",
-    )
-    group.add_argument(
-        "--augment",
-        choices=AUGMENTATIONS,
-        default=DEFAULT.augment,
-        help="basic: shift and mirror; strong: also color jitter, RandAugment and random erasing (default: "
-        "%(default)s)",
-    )
-    for name, text, default in SIZES:
-        group.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{text}, for --data synthetic (default: {default})"
-        )
-    group.add_argument("--limit-train", type=int, metavar="N", help="use only the first N training samples")
-    group.add_argument(
-        "--keep-last",
-        action="store_true",
-        help="also train on the last, smaller batch of each epoch, if every share of it has at least 2 samples",
-    )
-    group.add_argument(
-        "--workers",
-        type=int,
-        default=DEFAULT.workers,
-        metavar="N",
-        help="data loading processes per rank; 0: load in the rank itself (default: %(default)s)",
-    )
+    _add(group, "--model", ", ".join(MODELS), choices=MODELS, metavar="NAME")
+    text = "list the models with their sizes, and exit"
+    group.add_argument("--list-models", action=Print, const=list_models, help=text)
+    _add(group, "--width", "channels of the first layer (default: depends on the model)")
+    _add(group, "--depth", "layers of a pyramidnet, blocks of the transformer")
+    _add(group, "--alpha", "channels that a pyramidnet adds over all its blocks")
+    _add(group, "--data", ", ".join(DATASETS), choices=DATASETS, metavar="NAME")
+    _add(group, "--data-dir", "folder of the data; digits and synthetic need no folder")
+    text = "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout"
+    _add(group, "--download", text)
+    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing"
+    _add(group, "--augment", text, choices=AUGMENTATIONS)
+    _add(group, "--image-size", "pixels along each edge, for --data synthetic (default: 32)")
+    _add(group, "--channels", "channels of an image, for --data synthetic (default: 3)")
+    _add(group, "--classes", "number of classes, for --data synthetic (default: 10)")
+    text = "training images, with a tenth as many test images, for --data synthetic (default: 50000)"
+    _add(group, "--train-samples", text)
+    _add(group, "--limit-train", "use only the first N training samples")
+    text = "also train on the last, smaller batch of each epoch, if every share of it has at least 2 samples"
+    _add(group, "--keep-last", text)
+    _add(group, "--workers", "data loading processes per rank; 0: load in the rank itself")
     group.add_argument("--no-shuffle", action="store_true", help="use the same order in every epoch")
 
 
 def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--epochs", type=int, default=DEFAULT.epochs, metavar="N", help="number of epochs (default: %(default)s)"
-    )
-    group.add_argument("--max-steps", type=int, metavar="N", help="stop after N optimizer steps")
-    group.add_argument(
-        "--batch-size",
-        type=int,
-        default=DEFAULT.batch_size,
-        metavar="N",
-        help="global batch size, partitioned over the ranks; uneven shares are weighted exactly (default: %(default)s)",
-    )
-    group.add_argument(
-        "--optimizer", choices=LEARNING_RATES, default=DEFAULT.optimizer, help="optimizer (default: %(default)s)"
-    )
+    _add(group, "--epochs", "number of epochs")
+    _add(group, "--max-steps", "stop after N optimizer steps")
+    text = "global batch size, partitioned over the ranks; uneven shares are weighted exactly"
+    _add(group, "--batch-size", text)
+    _add(group, "--optimizer", "optimizer", choices=LEARNING_RATES)
     rates = ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items())
     group.add_argument("--lr", type=float, help=f"peak learning rate of the schedule (default: {rates})")
-    group.add_argument(
-        "--lr-scale",
-        choices=SCALES,
-        default=DEFAULT.lr_scale,
-        help="multiply --lr by the number of processes (linear) or its square root (sqrt). Use it if --batch-size "
-        "grows with the number of processes; otherwise none is correct (default: %(default)s)",
+    text = (
+        "multiply --lr by the number of processes (linear) or its square root (sqrt). Use it if --batch-size "
+        "grows with the number of processes; otherwise none is correct"
     )
-    group.add_argument(
-        "--schedule",
-        choices=SCHEDULES,
-        default=DEFAULT.schedule,
-        help="learning rate after warm-up (default: %(default)s)",
-    )
-    group.add_argument(
-        "--warmup-steps", type=int, metavar="N", help="steps of linear warm-up (default: a tenth of the run)"
-    )
-    group.add_argument("--warmup-epochs", type=float, metavar="X", help="warm-up in epochs; may be a fraction")
-    group.add_argument(
-        "--momentum", type=float, default=DEFAULT.momentum, help="momentum of sgd (default: %(default)s)"
-    )
-    group.add_argument(
-        "--weight-decay", type=float, default=DEFAULT.weight_decay, help="weight decay (default: %(default)s)"
-    )
-    group.add_argument(
-        "--seed", type=int, default=DEFAULT.seed, help="seed of weights and sample order (default: %(default)s)"
-    )
+    _add(group, "--lr-scale", text, choices=SCALES)
+    _add(group, "--schedule", "learning rate after warm-up", choices=SCHEDULES)
+    _add(group, "--warmup-steps", "steps of linear warm-up (default: a tenth of the run)")
+    _add(group, "--warmup-epochs", "warm-up in epochs; may be a fraction", metavar="X")
+    _add(group, "--momentum", "momentum of sgd")
+    _add(group, "--weight-decay", "weight decay")
+    _add(group, "--seed", "seed of weights and sample order", metavar=None)
 
 
 def _add_monitor(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--monitor",
-        "--monitor-every",
-        type=int,
-        default=DEFAULT.monitor,
-        metavar="N",
-        help="check every N optimizer steps, and after the last step, that all ranks hold the same model (0: never). "
-        "Use the longer name with torchrun, because --monitor is ambiguous among its own options",
+    text = (
+        "check every N optimizer steps, and after the last step, that all ranks hold the same model (0: never). "
+        "Use the longer name with torchrun, because --monitor is ambiguous among its own options"
     )
-    group.add_argument(
-        "--on-desync",
-        choices=("raise", "warn", "resync"),
-        help="if a check fails: exit with code 1, warn and continue, or repair the affected ranks (default: warn)",
-    )
+    group.add_argument("--monitor", "--monitor-every", type=int, default=DEFAULT.monitor, metavar="N", help=text)
+    text = "if a check fails: exit with code 1, warn and continue, or repair the affected ranks (default: warn)"
+    group.add_argument("--on-desync", choices=("raise", "warn", "resync"), help=text)
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--out",
-        type=Path,
-        default=DEFAULT.out,
-        metavar="DIR",
-        help="output folder. A run replaces the files of a finished run with the same method and modifiers, and is "
-        "refused while such a run is active (default: %(default)s)",
+    text = (
+        "output folder. A run replaces the files of a finished run with the same method and modifiers, and is "
+        "refused while such a run is active"
     )
-    group.add_argument("--save-per-rank", action="store_true", help="at the end, write DIR/<run>_rank<r>")
-    group.add_argument(
-        "--save-every",
-        type=int,
-        metavar="N",
-        help="also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank",
-    )
-    group.add_argument(
-        "--save-best",
-        action="store_true",
-        help="keep DIR/best/<run>/rank_<r> of the epoch with the highest test accuracy; implies --save-per-rank",
-    )
-    group.add_argument(
-        "--checkpoint-every",
-        type=int,
-        metavar="N",
-        help="every N steps and after the last step, write the state for --resume to DIR/.resume/<run>",
-    )
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="resume from the newest state of --checkpoint-every in DIR, or start at step 0 without a state",
-    )
-    group.add_argument(
-        "--save-format", choices=FORMATS, default=DEFAULT.save_format, help="checkpoint format (default: %(default)s)"
-    )
+    _add(group, "--out", text)
+    _add(group, "--save-per-rank", "at the end, write DIR/<run>_rank<r>")
+    text = "also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank"
+    _add(group, "--save-every", text)
+    text = "keep DIR/best/<run>/rank_<r> of the epoch with the highest test accuracy; implies --save-per-rank"
+    _add(group, "--save-best", text)
+    text = "every N steps and after the last step, write the state for --resume to DIR/.resume/<run>"
+    _add(group, "--checkpoint-every", text)
+    text = "resume from the newest state of --checkpoint-every in DIR, or start at step 0 without a state"
+    _add(group, "--resume", text)
+    _add(group, "--save-format", "checkpoint format", choices=FORMATS)
 
 
 def _add_logs(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--progress",
-        choices=("auto", "bar", "plain", "none"),
-        default="auto",
-        help="auto: a bar on a terminal, otherwise a line per epoch (default: %(default)s)",
-    )
-    group.add_argument(
-        "--eval-every",
-        type=int,
-        default=DEFAULT.eval_every,
-        metavar="N",
-        help="evaluate on the test set every N epochs, and after the last epoch (default: %(default)s)",
-    )
-    group.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="write DIR/<run>/metrics.jsonl and a log per rank, replacing the logs of a run with the same name",
-    )
-    group.add_argument(
-        "--log-interval",
-        type=int,
-        metavar="N",
-        help="optimizer steps between records of --log-dir (default: 50); if set, --progress plain prints each record",
-    )
-    group.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="also write the records of --log-dir for TensorBoard, which must be installed",
-    )
+    text = "auto: a bar on a terminal, otherwise a line per epoch (default: %(default)s)"
+    group.add_argument("--progress", choices=("auto", "bar", "plain", "none"), default="auto", help=text)
+    _add(group, "--eval-every", "evaluate on the test set every N epochs, and after the last epoch")
+    text = "write DIR/<run>/metrics.jsonl and a log per rank, replacing the logs of a run with the same name"
+    _add(group, "--log-dir", text)
+    text = "optimizer steps between records of --log-dir (default: 50); if set, --progress plain prints each record"
+    _add(group, "--log-interval", text)
+    _add(group, "--tensorboard", "also write the records of --log-dir for TensorBoard, which must be installed")

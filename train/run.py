@@ -37,8 +37,13 @@ from syncheck import SyncheckError
 from train.engine import Result, train
 from train.errors import RankError, Stopped, UserError
 from train.launch import spawn
-from train.launch.devices import describe_idle_gpus
-from train.launch.environment import find_launcher, make_rank_context, prints_for_all_ranks
+from train.launch.environment import (
+    LaunchOptions,
+    describe_idle_gpus,
+    find_launcher,
+    make_rank_context,
+    prints_for_all_ranks,
+)
 from train.launch.exits import (
     INTERRUPTED,
     ExitStatus,
@@ -48,12 +53,11 @@ from train.launch.exits import (
     print_status,
 )
 from train.launch.group import PeerLost, process_group
-from train.launch.options import LaunchOptions
 from train.launch.signals import SIGNALS
 from train.methods import METHODS, check_modifiers
 from train.options import build_parser, settings_from
 from train.recorders.composite import make_recorder
-from train.recorders.output import Output
+from train.recorders.progress import Output
 from train.settings import check
 
 if TYPE_CHECKING:

@@ -1,17 +1,19 @@
-"""The learning rate of each step."""
+"""The plan of a run, its progress, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
+from train.metrics import Meter
 from train.settings import LARGEST
 
 if TYPE_CHECKING:
+    import torch
     from torch.optim import Optimizer
 
-    from train.position import Plan
     from train.settings import Settings
 
 WARM_UP = 0.1  # default fraction of steps for the warm-up
@@ -20,6 +22,36 @@ WARM_UP = 0.1  # default fraction of steps for the warm-up
 # sqrt: Krizhevsky 2014, https://arxiv.org/abs/1404.5997, section 5: keeps the variance of the gradient constant.
 SCALES = {"none": lambda _: 1.0, "linear": float, "sqrt": math.sqrt}
 SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The length of a run: its name, epochs, optimizer steps in total and per epoch."""
+
+    run: str
+    epochs: int
+    steps: int
+    steps_per_epoch: int
+
+
+class Position:
+    """The progress of a run.
+
+    step: optimizer steps done. epoch: the current epoch, counted from 1. in_epoch: steps done in this epoch. meter:
+    this rank's sums in this epoch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.step = 0
+        self.epoch = 1
+        self.in_epoch = 0
+        self.meter = Meter(device)
+
+    def next_epoch(self) -> None:
+        """Start the next epoch."""
+        self.epoch += 1
+        self.in_epoch = 0
+        self.meter = Meter(self.meter.sums.device)
 
 
 class LearningRate:

@@ -106,33 +106,22 @@ class Settings:
     @property
     def run(self) -> str:
         """Return the name of the run: the method and its modifiers, used in file names and the metadata block."""
-        parts = [self.method]
-        if self.sync_bn:
-            parts.append("syncbn")
-        if not self.buffer_sync:
-            parts.append("nobufsync")
-        if self.amp != "off":
-            parts.append(f"amp-{self.amp}")
-        if self.accumulate > 1:
-            parts.append(f"accum{self.accumulate}")
-        if self.grad_clip is not None:
-            parts.append(f"clip{self.grad_clip:g}")
-        if self.find_unused:
-            parts.append("unused")
-        if self.join:
-            parts.append("join")
-        if self.compile:
-            parts.append("compile")
-        if self.channels_last:
-            parts.append("channels-last")
-        if self.comm_hook != "none":
-            rank = self.powersgd_rank if self.comm_hook == "powersgd" else None
-            parts.append(f"hook-{self.comm_hook}{rank or ''}")
-        if self.ema is not None:
-            parts.append(f"ema{self.ema:g}")
-        if self.fault is not None:
-            parts.append(f"fault-{self.fault}")
-        return "-".join(parts)
+        powersgd_rank = (self.powersgd_rank or "") if self.comm_hook == "powersgd" else ""
+        modifiers = {
+            "syncbn": self.sync_bn,
+            "nobufsync": not self.buffer_sync,
+            f"amp-{self.amp}": self.amp != "off",
+            f"accum{self.accumulate}": self.accumulate > 1,
+            f"clip{self.grad_clip or 0:g}": self.grad_clip is not None,
+            "unused": self.find_unused,
+            "join": self.join,
+            "compile": self.compile,
+            "channels-last": self.channels_last,
+            f"hook-{self.comm_hook}{powersgd_rank}": self.comm_hook != "none",
+            f"ema{self.ema or 0:g}": self.ema is not None,
+            f"fault-{self.fault}": self.fault is not None,
+        }
+        return "-".join([self.method, *(name for name, used in modifiers.items() if used)])
 
     def config(self, world_size: int) -> dict[str, Any]:
         """Return the settings that identify this run, as JSON values.
@@ -150,16 +139,11 @@ DEFAULT = Settings()
 def check(settings: Settings, world_size: int) -> None:
     """Raise UserError for impossible settings. The result is equal on all ranks, because they have equal arguments."""
     s = settings
-    _check_counts(s)
-    _check_optimization(s)
-    if not 0 <= s.workers <= MOST_WORKERS:
-        raise UserError(f"--workers {s.workers}: must be from 0 to {MOST_WORKERS}")
+    _check_numbers(s)
     if s.tensorboard and s.log_dir is None:
         raise UserError("--tensorboard: requires --log-dir DIR, the folder to write to")
     if s.replicas == 1:
         raise UserError("--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)")
-    if s.monitor < 0:
-        raise UserError(f"--monitor {s.monitor}: must be a number of steps, or 0 for no checks")
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: requires --monitor N, the number of steps between checks")
     check_hook(s)
@@ -173,32 +157,27 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
 
 
-def _check_counts(s: Settings) -> None:
+def _check_numbers(s: Settings) -> None:
     for name in COUNTS:
         number = getattr(s, name)
         if number is not None and number < 1:
             raise UserError(f"--{name.replace('_', '-')} {number}: must be at least 1")
-
-
-def _check_optimization(s: Settings) -> None:
-    if not (math.isfinite(s.lr) and s.lr > 0):
-        raise UserError(f"--lr {s.lr}: must be a positive number")
-    if s.grad_clip is not None and not (math.isfinite(s.grad_clip) and s.grad_clip > 0):
-        raise UserError(f"--grad-clip {s.grad_clip}: must be a positive number")
-    if s.ema is not None and not 0 < s.ema < 1:
-        raise UserError(f"--ema {s.ema}: must be between 0 and 1, for example 0.999")
-    if not 0 <= s.momentum < 1:
-        raise UserError(f"--momentum {s.momentum}: must be at least 0 and below 1")
-    if not 0 <= s.weight_decay <= LARGEST:
-        raise UserError(f"--weight-decay {s.weight_decay}: must be from 0 to {LARGEST}")
-    if not 0 <= s.seed < 2**63:
-        raise UserError(f"--seed {s.seed}: must be from 0 to 2**63 - 1")
+    for name, valid, expected in (
+        ("lr", math.isfinite(s.lr) and s.lr > 0, "a positive number"),
+        ("grad_clip", s.grad_clip is None or (math.isfinite(s.grad_clip) and s.grad_clip > 0), "a positive number"),
+        ("ema", s.ema is None or 0 < s.ema < 1, "between 0 and 1, for example 0.999"),
+        ("momentum", 0 <= s.momentum < 1, "at least 0 and below 1"),
+        ("weight_decay", 0 <= s.weight_decay <= LARGEST, f"from 0 to {LARGEST}"),
+        ("seed", 0 <= s.seed < 2**63, "from 0 to 2**63 - 1"),
+        ("warmup_steps", s.warmup_steps is None or s.warmup_steps >= 0, "at least 0"),
+        ("warmup_epochs", s.warmup_epochs is None or 0 <= s.warmup_epochs < math.inf, "at least 0 and finite"),
+        ("workers", 0 <= s.workers <= MOST_WORKERS, f"from 0 to {MOST_WORKERS}"),
+        ("monitor", s.monitor >= 0, "a number of steps, or 0 for no checks"),
+    ):
+        if not valid:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: must be {expected}")
     if s.warmup_steps is not None and s.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs: mutually exclusive")
-    if s.warmup_steps is not None and s.warmup_steps < 0:
-        raise UserError(f"--warmup-steps {s.warmup_steps}: must be at least 0")
-    if s.warmup_epochs is not None and not (math.isfinite(s.warmup_epochs) and s.warmup_epochs >= 0):
-        raise UserError(f"--warmup-epochs {s.warmup_epochs}: must be at least 0 and finite")
 
 
 def check_hook(settings: Settings) -> None:

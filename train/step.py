@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from train.faults import Fault
     from train.launch import RankContext
-    from train.methods.base import Method
+    from train.methods.single import Method
     from train.settings import Settings
 
 

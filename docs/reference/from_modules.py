@@ -37,17 +37,14 @@ SYNCHECK = {
 }
 TRAIN = {
     "Start here": (
-        "run engine step job methods methods.table methods.base methods.single methods.ddp methods.zero "
+        "run engine step job methods methods.table methods.single methods.ddp methods.zero "
         "methods.localsgd methods.fsdp methods.hsdp methods.dp"
     ),
-    "Models and data": "models data loading schedule seeds position",
+    "Models and data": "models data loading schedule seeds",
     "Distribution over processes": "launch data_parallel sync_batchnorm comm_hooks",
-    "Checkpoints": (
-        "checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.metadata "
-        "checkpoints.lock resume"
-    ),
-    "Faults, errors and signals": "faults errors stopping watch",
-    "Measurements and output": "metrics scoring recorders evaluate bench listing",
+    "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
+    "Faults, errors and signals": "faults errors watch",
+    "Measurements and output": "metrics recorders evaluate bench",
     "Options": "options settings",
 }
 

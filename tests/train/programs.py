@@ -22,6 +22,9 @@ TRAIN = (sys.executable, RUN)
 # A training of a second, which leaves one file per rank.
 SHORT = ("--width", 4, "--max-steps", 3, "--save-per-rank", "--progress", "none", "--timeout", 30)
 
+# A training without an end, which prints a line for each epoch of 10 steps.
+LONG = ("--width", 4, "--limit-train", 320, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
+
 
 class Programs(Processes):
     """The trainer's programs."""
@@ -64,6 +67,18 @@ def children(pid: int) -> list[int]:
             if fields[1] == str(pid) and fields[0] != "Z":
                 found.append(int(path.parent.name))
     return sorted(found)
+
+
+def find_ranks(pid: int) -> list[int]:
+    """List the ranks that a process has started with --spawn; another child only cleans up after them."""
+    return [child for child in children(pid) if "spawn_main" in command(child)]
+
+
+def wait_until_trains(process: subprocess.Popen[str]) -> None:
+    """Wait for the line of the first epoch, which rank 0 prints."""
+    assert process.stdout is not None
+    while ": epoch" not in (line := process.stdout.readline()):
+        assert line, "it has ended"
 
 
 def imports_torch(pid: int) -> bool:

@@ -10,9 +10,9 @@ import torch
 from train.engine import Result, train, train_epoch
 from train.job import Job, prepare
 from train.methods.fsdp import ON_CPU
-from train.position import Position
 from train.recorders.base import Recorder
 from train.recorders.logbook import Logbook
+from train.schedule import Position
 from train.settings import Settings
 
 if TYPE_CHECKING:

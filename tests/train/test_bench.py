@@ -165,19 +165,35 @@ def test_kills_a_case_after_its_timeout(programs: Programs) -> None:
     assert not alive(process)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str)
-def test_a_signal_prints_what_was_measured(programs: Programs, number: signal.Signals, code: int) -> None:
-    """Ctrl-C and kill give the table so far and their exit code, and nothing is left running."""
+def test_signals_have_their_exit_codes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    """Ctrl-C and kill end the rounds with the table so far."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr("train.bench.__main__.run_rounds", lambda *_: (signal.raise_signal(number), time.sleep(5)))
+    try:
+        assert main(["ddp"]) == code
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)
+    captured = capsys.readouterr()
+    assert "interrupted" in captured.err
+    assert "samples" in captured.out
+
+
+@pytest.mark.slow
+def test_a_signal_prints_what_was_measured(programs: Programs) -> None:
+    """A killed benchmark prints the table so far, and nothing is left running."""
     process = programs.start(*BENCH, "ddp", "--rounds", 99, *TINY, cwd=ROOT)
     wait_for(lambda: children(process.pid), 30)
     (first,) = children(process.pid)
     wait_for(lambda: children(process.pid) not in ([], [first]), 60)  # `single` was measured, `ddp` is running
     time.sleep(1)
     running = children(process.pid)
-    os.kill(process.pid, number)
+    process.terminate()
     done = programs.finish(process, 30)
-    assert done.returncode == code
+    assert done.returncode == 143
     assert "interrupted" in done.stderr
     assert re.search(r"^single +python +1 ", done.stdout, re.MULTILINE)
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)

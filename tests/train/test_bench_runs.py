@@ -23,8 +23,8 @@ from train.settings import Settings
 
 if TYPE_CHECKING:
     from train.job import Job
-    from train.position import Position
     from train.recorders.logbook import Logbook
+    from train.schedule import Position
 
 
 def fake_runs(folder: Path, *codes: int) -> list[list[str]]:

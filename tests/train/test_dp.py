@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from syncheck.testing import Rank
-    from train.methods.base import Method
+    from train.methods.single import Method
 
 STEPS = 24
 DP = replace(SMALL, method="dp")

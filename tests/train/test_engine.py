@@ -17,12 +17,12 @@ from train.engine import train
 from train.errors import UserError
 from train.job import build_optimizer, check_batchnorm, make_plan
 from train.launch import RankContext
+from train.loading import evaluation_batches
 from train.methods.single import Single
-from train.metrics import Score
+from train.metrics import Score, evaluate
 from train.models import build_model
 from train.recorders.base import Recorder
 from train.schedule import compute_lr_scale
-from train.scoring import evaluate, evaluation_batches
 from train.settings import Settings
 
 if TYPE_CHECKING:

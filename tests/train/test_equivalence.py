@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,11 +43,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
+def train_alone(settings: Settings) -> dict[str, Tensor]:
+    """Train in this process alone; many variants have the same reference."""
+    return whole_state(trained(RankContext(), settings))
+
+
 def gap(ctx: RankContext, settings: Settings) -> float:
     """Train on all ranks, then in each process alone on whole batches; return how far apart the models end."""
     together = whole_state(trained(ctx, settings))
     alone = replace(settings, method="single", accumulate=1, find_unused=False, sync_bn=False)
-    reference = whole_state(trained(RankContext(), alone))
+    reference = train_alone(alone)
     assert list(together) == list(reference)
     return max((together[name].double() - reference[name].double()).abs().max().item() for name in reference)
 

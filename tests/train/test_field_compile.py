@@ -83,17 +83,20 @@ def test_sync_bn_is_left_out_of_it(ctx: RankContext, syncheck_rank: Rank, traced
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_real_code(script: Callable[..., Run], tmp_path: Path) -> None:
-    """Generated code, on one process and under ddp on two with a cold cache, ends within rounding of the usual run."""
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    files = {}
-    for name, options in {"single": (), "ddp": ("--spawn", 2, "--timeout", 300)}.items():
-        for compiled in ((), ("--compile",)):
-            done = script(*TINY, *options, *compiled, timeout=400, **environment)
-            assert done.returncode == 0, done.stderr
-        files[name] = [tmp_path / "ckpts" / f"{name}{part}_rank0.pth" for part in ("", "-compile")]
-        assert widest_gap(*files[name]) < 5e-6
-    assert widest_gap(files["ddp"][1], tmp_path / "ckpts" / "ddp-compile_rank1.pth") == 0
-    assert list(load(files["ddp"][1])["model"]) == list(load(files["ddp"][0])["model"])
+    """Generated code, on one process and under ddp on two with a cold cache, ends within rounding of the usual run.
+
+    The usual run is that of one process: the network has no BatchNorm, so ddp ends within rounding of it.
+    """
+    for options in ((), ("--compile",), ("--compile", "--spawn", 2, "--timeout", 300)):
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{len(options)}")}
+        done = script(*TINY, *options, timeout=400, **cache)
+        assert done.returncode == 0, done.stderr
+    names = ("single_rank0", "single-compile_rank0", "ddp-compile_rank0", "ddp-compile_rank1")
+    usual, single, *ddp = (tmp_path / "ckpts" / f"{name}.pth" for name in names)
+    assert widest_gap(usual, single) < 5e-6
+    assert widest_gap(usual, ddp[0]) < 1e-5
+    assert widest_gap(*ddp) == 0
+    assert list(load(ddp[0])["model"]) == list(load(usual)["model"])
 
 
 @pytest.mark.slow

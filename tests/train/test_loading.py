@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from programs import TRAIN, children
+from programs import TRAIN, children, wait_until_trains
 from scenarios import trained
 from started import alive, wait_for
 
@@ -44,10 +44,8 @@ def test_workers_load_the_same_bits() -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_workers_end_with_their_rank(programs: Programs, signal_number: signal.Signals) -> None:
     """A rank that is killed, or interrupted at its terminal, leaves none of its loading processes behind."""
-    options = ("--width", 4, "--epochs", 1000, "--workers", 2)
-    process = programs.start(*TRAIN, *options)
-    assert process.stdout is not None
-    process.stdout.readline()  # an epoch is over, so they have been there
+    process = programs.start(*TRAIN, "--width", 4, "--epochs", 1000, "--workers", 2, "--log-interval", 1)
+    wait_until_trains(process)  # a step: they have loaded a batch
     wait_for(lambda: any(len(children(child)) == 2 for child in children(process.pid)))
     process.send_signal(signal_number)
     process.wait(30)

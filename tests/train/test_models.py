@@ -10,9 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import UserError
 from train.methods.fsdp import find_blocks
-from train.models import MODELS, build_model, list_models
+from train.models import MODELS, build_model
 from train.models.cifar_resnet import CifarResNet
 from train.models.transformer import choose_patch_size
+from train.options import list_models
 
 
 def parameters(name: str, channels: int = 3, classes: int = 10, **options: int) -> int:

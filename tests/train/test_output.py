@@ -10,10 +10,9 @@ import pytest
 from programs import TRAIN
 
 from train.launch import RankContext
-from train.position import Plan
 from train.recorders.base import Start
-from train.recorders.output import Output
-from train.recorders.progress import describe_surprises, format_time, make_progress
+from train.recorders.progress import Output, describe_surprises, format_time, make_progress
+from train.schedule import Plan
 from train.settings import Settings
 
 if TYPE_CHECKING:
@@ -94,12 +93,3 @@ def test_a_full_stdout_costs_the_console_and_not_the_run(programs: Programs, ran
     reason = "cannot write to stdout: No space left on device; the training itself has come to its end"
     assert run.stderr == f"run.py: error: {reason}\n"
     assert len(list((programs.folder / "ckpts").glob("*.pth"))) == (2 if ranks else 1)
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_run(programs: Programs) -> None:
-    """`| head -1` gets its line, and the run ends as a shell expects, without a word."""
-    piped = ("bash", "-c", '"$@" | head -1; exit ${PIPESTATUS[0]}', "bash")
-    run = programs.run(*piped, *TRAIN, "--width", 4, "--log-interval", 1, "--epochs", 1000)
-    assert (run.returncode, run.stderr) == (141, "")
-    assert run.stdout.startswith("single: epoch    1/1000  step 1/44000  loss ")

@@ -10,9 +10,9 @@ import torch
 
 from train.launch import RankContext
 from train.metrics import Meter, Score
-from train.position import Plan
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
 from train.recorders.progress import Bar, Lines, make_progress
+from train.schedule import Plan
 from train.settings import Settings
 
 if TYPE_CHECKING:

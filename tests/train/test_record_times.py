@@ -12,8 +12,8 @@ from scenarios import SMALL
 from train.data.dataset import Images
 from train.engine import train
 from train.launch import RankContext
+from train.metrics import evaluate
 from train.recorders.base import EpochRecord, Recorder, StepRecord
-from train.scoring import evaluate
 from train.step import Step
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from started import ROOT
 from train.engine import Result, train
 from train.errors import UserError
 from train.launch import RankContext
+from train.metrics import Best, Score
 from train.recorders.composite import CompositeRecorder, make_recorder
-from train.recorders.line_file import LineFile
 from train.recorders.metrics_file import MetricsFile
-from train.scoring import Best, Score
+from train.recorders.rank_log import LineFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

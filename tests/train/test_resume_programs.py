@@ -21,19 +21,10 @@ if TYPE_CHECKING:
 
     from programs import Run
 
+# 40 steps an epoch: enough after step 14 for the ranks to be killed before the end.
 LONG = (
-    "--width",
-    4,
-    "--epochs",
-    3,
-    "--batch-size",
-    16,
-    "--save-per-rank",
-    "--checkpoint-every",
-    7,
-    "--resume",
-    "--timeout",
-    30,
+    *("--width", 4, "--epochs", 3, "--batch-size", 16, "--limit-train", 640, "--save-per-rank"),
+    *("--checkpoint-every", 7, "--resume", "--timeout", 30),
 )
 
 

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 import pytest
 from scenarios import differing, load
 
+from train.engine import train
 from train.options import build_parser, settings_from
+from train.recorders.base import Recorder
 from train.run import main
 from train.settings import Settings
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
+
+    from train.launch import RankContext
 
 FLAGS = """
     accumulate alpha amp augment average-every backend batch-size channels channels-last checkpoint-every
@@ -122,13 +126,11 @@ def test_unwritable_out_stops_all_ranks(torchrun: Callable[..., subprocess.Compl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modifiers", [[], ["--sync-bn"]], ids=["ddp", "ddp-syncbn"])
-def test_defaults_reach_97_percent(
-    torchrun: Callable[..., subprocess.CompletedProcess[str]], modifiers: list[str]
-) -> None:
+@pytest.mark.syncheck(ranks=2, timeout=110)
+@pytest.mark.parametrize("sync_bn", [False, True])
+def test_defaults_reach_97_percent(ctx: RankContext, *, sync_bn: bool) -> None:
     """The default run gets 97% or more of the digits right, under DDP's own BatchNorm and under SyncBatchNorm."""
-    run = torchrun("--progress", "none", *modifiers, timeout=110)
-    assert float(run.stdout.split(": ")[1].partition("%")[0]) >= 97
+    assert train(Settings(method="ddp", sync_bn=sync_bn), ctx, Recorder()).test.accuracy >= 0.97
 
 
 def test_imports_the_clone_it_lies_in(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:

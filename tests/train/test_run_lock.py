@@ -183,12 +183,12 @@ def test_ranks_share_the_lock(syncheck_rank: Rank, ctx: RankContext) -> None:
 @pytest.mark.slow
 def test_two_runs_at_once(programs: Programs, tmp_path: Path) -> None:
     """The second of two live runs ends with 2 and costs no state; both gone, the same line goes on."""
-    states, line = states_folder(tmp_path / "ckpts", "ddp"), (*TRAIN, "--spawn", 2, "--width", 4, "--progress", "none")
+    states, line = states_folder(tmp_path / "ckpts", "single"), (*TRAIN, "--width", 4, "--progress", "none")
     first = programs.start(*line, "--epochs", 400, "--checkpoint-every", 1, "--resume")
     wait_for(lambda: (states / "step_3").exists(), timeout=100)
     second = programs.run(*line, "--epochs", 400, "--checkpoint-every", 1, timeout=100)
     assert second.returncode == 2
-    assert "another run named ddp" in second.stderr
+    assert "another run named single" in second.stderr
     first.kill()
     programs.finish(first)
     again = programs.run(*line, "--max-steps", 1, "--checkpoint-every", 1, "--resume", timeout=100)

@@ -9,8 +9,7 @@ from scenarios import SMALL
 
 from train.errors import UserError
 from train.job import prepare
-from train.position import Plan
-from train.schedule import LearningRate, compute_lr_scale
+from train.schedule import LearningRate, Plan, compute_lr_scale
 from train.settings import Settings, check
 
 if TYPE_CHECKING:

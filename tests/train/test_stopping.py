@@ -14,10 +14,10 @@ from scenarios import load
 from train.engine import train
 from train.errors import Stopped
 from train.launch import RankContext
+from train.launch.signals import Stopping, count_steps_within
 from train.recorders.base import Recorder
 from train.recorders.composite import CompositeRecorder, make_recorder
 from train.resume import state_path, states_folder
-from train.stopping import Stopping, count_steps_within
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,7 +80,7 @@ def test_nobody_listens() -> None:
 def test_agreements_are_rare(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree at the same steps, every half second by the slower one's clock, not at every step."""
     now = [100.0]
-    monkeypatch.setattr("train.stopping.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("train.launch.signals.time.monotonic", lambda: now[0])
     stopping, told = Stopping(ctx, Told()), Told()
     stopping.signals = told
     agreed: list[int] = []

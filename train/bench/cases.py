@@ -10,37 +10,18 @@ from typing import TYPE_CHECKING
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
 
-def _start_single(_: int) -> list[str]:
-    return [sys.executable, str(RUN)]
-
-
-def _start_with_spawn(processes: int) -> list[str]:
-    return [sys.executable, str(RUN), "--spawn", str(processes)]
-
-
-def _start_with_torchrun(processes: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(RUN)]
-
-
-def _start_with_launch(processes: int) -> list[str]:
-    # The deprecated predecessor of torchrun; -W ignore hides its warning.
-    return [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.launch"),
-        *("--standalone", f"--nproc-per-node={processes}", str(RUN)),
-    ]
-
-
-# Each function returns the start of a command line for this number of processes.
-LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
-    "python": _start_single,
-    "spawn": _start_with_spawn,
-    "torchrun": _start_with_torchrun,
-    "launch": _start_with_launch,
+# The start of the command line of each launcher, with {} for the number of processes. torch.distributed.launch is the
+# deprecated predecessor of torchrun; -W ignore hides its warning.
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": (),
+    "spawn": ("--spawn", "{}"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={}"),
+    "launch": ("-W", "ignore", "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node={}"),
 }
 
 
@@ -65,8 +46,9 @@ class Case:
 
     def build_command(self, requested: int, options: Sequence[str]) -> list[str]:
         """Build the command line. requested: value of --processes. options: options of run.py for all cases."""
-        start = LAUNCHERS[self.launcher](self.count_processes(requested))
-        command = [*start, "--method", self.method, *self.options, *options]
+        launcher = [word.format(self.count_processes(requested)) for word in LAUNCHERS[self.launcher]]
+        start = [str(RUN), *launcher] if self.launcher == "spawn" else [*launcher, str(RUN)]
+        command = [sys.executable, *start, "--method", self.method, *self.options, *options]
         return [*command, "--replicas", str(requested)] if self.replicas else command
 
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from train.bench.ranks import measure_seconds
+from train.bench.parts import train_step
+from train.bench.ranks import measure_in_turns
 from train.engine import train_epoch
 from train.errors import UserError
 from train.job import build_optimizer, load, make_model, prepare
 from train.methods import METHODS
-from train.position import Position
 from train.recorders.base import Recorder
 from train.recorders.logbook import Logbook
+from train.schedule import Position
 from train.settings import DEFAULT
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ def build_loader(samples: Dataset[tuple[torch.Tensor, ...]], batch_size: int, ct
 def train_bare_epoch(forward: nn.Module, optimizer: Optimizer, loader: Loader, device: torch.device) -> None:
     """Train one epoch without metrics, progress or checkpoints."""
     for x, y in loader:
-        loss = F.cross_entropy(forward(x.to(device)), y.to(device))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(forward, optimizer, x.to(device), y.to(device))
 
 
 def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[str, Any]:
@@ -96,14 +93,8 @@ def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[
     def run_bare() -> None:
         train_bare_epoch(forward, optimizer, loader, ctx.device)
 
-    loops = {"trainer": run_trainer, "bare": run_bare}
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(rounds + 1):
-        for name in sorted(loops, reverse=number % 2 == 0):
-            ctx.gather(None)  # all ranks start together
-            slowest = max(ctx.gather(measure_seconds(loops[name], ctx.device)))
-            if number:
-                times[name].append(slowest / steps[name])
+    measured = measure_in_turns({"trainer": run_trainer, "bare": run_bare}, ctx, rounds)
+    times = {name: [seconds / steps[name] for seconds in measured[name]] for name in measured}
     ratios = [trainer / bare for trainer, bare in zip(times["trainer"], times["bare"], strict=True)]
     return {
         "steps": steps["trainer"],

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from train.bench.ranks import measure_seconds
+from train.bench.ranks import measure_in_turns
 from train.job import build_optimizer, load, make_model
 from train.methods import METHODS
 
@@ -46,20 +46,14 @@ def measure_parts(settings: Settings, ctx: RankContext, rounds: int) -> dict[str
     optimizer = build_optimizer(settings, method)
     gradient = torch.zeros(sum(p.numel() for p in method.module.parameters()), device=ctx.device)
     parts: dict[str, Callable[[], object]] = {
-        "whole": lambda: _train_step(method.module, optimizer, x, y) if ctx.is_main else None,
-        "share": lambda: _train_step(method.module, optimizer, x[share], y[share]) if ctx.is_main else None,
-        "together": lambda: _train_step(method.module, optimizer, x[share], y[share]),
-        "ddp": lambda: _train_step(forward, optimizer, x[share], y[share]),
+        "whole": lambda: train_step(method.module, optimizer, x, y) if ctx.is_main else None,
+        "share": lambda: train_step(method.module, optimizer, x[share], y[share]) if ctx.is_main else None,
+        "together": lambda: train_step(method.module, optimizer, x[share], y[share]),
+        "ddp": lambda: train_step(forward, optimizer, x[share], y[share]),
         "reduce": lambda: dist.all_reduce(gradient),
     }
-    times: dict[str, list[float]] = {name: [] for name in parts}
-    for number in range(rounds + 1):
-        for name, part in parts.items():
-            ctx.gather(None)  # all ranks start together; idle ranks wait without using a core
-            slowest = max(ctx.gather(measure_seconds(partial(_repeat, part), ctx.device) / STEPS))
-            if number:
-                times[name].append(slowest)
-    return {name: statistics.median(seconds) for name, seconds in times.items()} | {
+    times = measure_in_turns({name: partial(_repeat, part) for name, part in parts.items()}, ctx, rounds)
+    return {name: statistics.median(seconds) / STEPS for name, seconds in times.items()} | {
         "gradient_bytes": gradient.numel() * gradient.element_size()
     }
 
@@ -69,7 +63,8 @@ def _repeat(part: Callable[[], object]) -> None:
         part()
 
 
-def _train_step(forward: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+def train_step(forward: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+    """Train one step without metrics, schedule or checks."""
     F.cross_entropy(forward(x), y).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()

@@ -19,7 +19,7 @@ from train.options import build_parser
 from train.run import settings_and_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from train.launch import RankContext
     from train.settings import Settings
@@ -56,13 +56,26 @@ def run_rank(args: Namespace) -> ExitStatus:
     return ExitStatus()
 
 
-def measure_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the time of a call, including its work on the device."""
-    _synchronize(device)
-    start = time.perf_counter()
-    function()
-    _synchronize(device)
-    return time.perf_counter() - start
+def measure_in_turns(
+    loops: Mapping[str, Callable[[], object]], ctx: RankContext, rounds: int
+) -> dict[str, list[float]]:
+    """Call the functions in turns, and return the seconds of the slowest rank for each call; a collective.
+
+    The first round is warm-up and not returned. The times include the work on the device.
+    """
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for number in range(rounds + 1):
+        # The order alternates, because the first function of a round may find other caches.
+        for name in sorted(loops, reverse=number % 2 == 0):
+            ctx.gather(None)  # all ranks start together; idle ranks wait without using a core
+            _synchronize(ctx.device)
+            start = time.perf_counter()
+            loops[name]()
+            _synchronize(ctx.device)
+            slowest = max(ctx.gather(time.perf_counter() - start))
+            if number:
+                times[name].append(slowest)
+    return times
 
 
 def _synchronize(device: torch.device) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from syncheck import metadata
 from train.checkpoints.files import (
     best_path,
     final_path,
@@ -16,7 +17,6 @@ from train.checkpoints.files import (
     write_temporary,
 )
 from train.checkpoints.formats import FORMATS, Snapshot
-from train.checkpoints.metadata import build_metadata_block
 from train.errors import UserError
 from train.launch.exits import print_once
 
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from torch.optim import Optimizer
+
     from train.checkpoints.lock import RunLock
     from train.launch import RankContext
-    from train.methods.base import Replica
-    from train.position import Plan
+    from train.methods.single import Replica
+    from train.schedule import Plan
     from train.step import Step
 
 T = TypeVar("T")
@@ -209,3 +211,29 @@ class Saver:
         if not self.resumed:
             self.replaced = sum(self.ctx.gather(removed))
         self.cleared = True
+
+
+def build_metadata_block(
+    trainer: Step, optimizer: Optimizer, plan: Plan, run_id: str, step: int, rank: int, world_size: int
+) -> dict[str, Any]:
+    """Describe one replica after an optimizer step, counted from 1, with facts that syncheck cannot read from tensors.
+
+    rank and world_size count replicas. They equal the process's rank and the number of processes, except under dp,
+    where one process saves several replicas. `epoch` is the number of completed epochs.
+    """
+    config = trainer.settings.config(world_size)
+    if trainer.settings.fault is not None:
+        config["fault_step"] = trainer.fault.fault_step  # the default, if --fault-step was not given
+    return metadata(
+        run=trainer.settings.run,
+        run_id=run_id,
+        rank=rank,
+        world_size=world_size,
+        step=step,
+        epoch=step // plan.steps_per_epoch,
+        model=trainer.method.module,
+        optimizer=optimizer,
+        config=config,
+        host=trainer.fault.host,
+        **trainer.method.metadata_fields,
+    )

@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,26 +119,15 @@ def _run_as_dict(run: RunScores) -> dict[str, Any]:
         "world_size": r.world_size,
         "parameters_differ": r.parameters_differ,
         "statistics_differ": r.statistics_differ,
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "path": rank.path,
-                "own": _score_as_dict(rank.own),
-                "averaged": _score_as_dict(rank.averaged),
-            }
-            for rank in run.ranks
-        ],
+        "ranks": [asdict(rank, dict_factory=_replace_infinite) for rank in run.ranks],
         "spread": run.spread,
         "averaged_spread": run.averaged_spread,
         "sentence": run.sentence,
     }
 
 
-def _score_as_dict(score: Score | None) -> dict[str, float | int | None] | None:
-    if score is None:
-        return None
-    loss = score.loss if math.isfinite(score.loss) else None
-    return {"accuracy": score.accuracy, "loss": loss, "samples": score.samples}
+def _replace_infinite(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields}
 
 
 def escape_unprintable(text: str) -> str:

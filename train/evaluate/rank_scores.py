@@ -12,8 +12,9 @@ from train.data import DataOptions, load_data
 from train.errors import UserError
 from train.evaluate.replicas import load_weights
 from train.launch import RankContext
+from train.loading import evaluation_batches
+from train.metrics import evaluate
 from train.models import build_from_settings
-from train.scoring import evaluate, evaluation_batches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     from train.data import Data
     from train.evaluate.replicas import Replicas
+    from train.loading import Batches
     from train.metrics import Score
-    from train.scoring import Batches
 
 State = dict[str, "Tensor"]
 

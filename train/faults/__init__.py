@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from train.faults.base import Fault
-from train.faults.table import FAULTS, list_faults, make_fault
+from train.faults.table import FAULTS, make_fault
 
-__all__ = ["FAULTS", "Fault", "list_faults", "make_fault"]
+__all__ = ["FAULTS", "Fault", "make_fault"]

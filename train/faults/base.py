@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from train.checkpoints.formats import Snapshot
     from train.launch import RankContext
-    from train.methods.base import Method
+    from train.methods.single import Method
     from train.settings import Settings
 
 

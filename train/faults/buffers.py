@@ -13,7 +13,7 @@ from train.faults.start import find_first_convolution
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from train.methods.base import Method
+    from train.methods.single import Method
 
 
 class InputNormalizer(nn.Module):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from train.launch import RankContext
-    from train.methods.base import Method
+    from train.methods.single import Method
     from train.settings import Settings
 
 # The second highest exponent bit of float32. It is set in all numbers from 2**-63 to 2, so flipping it divides the

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from train.launch import RankContext
-    from train.methods.base import Method
+    from train.methods.single import Method
     from train.settings import Settings
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from train.launch import RankContext
-    from train.methods.base import Method
+    from train.methods.single import Method
     from train.settings import Settings
 
 # Much smaller than typical norms: over four epochs on digits, gradient norms of resnet8 and convnet were 0.13 to 2.2.

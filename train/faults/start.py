@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from train.methods.base import Method
+    from train.methods.single import Method
 
 
 class InitNotBroadcast(Fault):

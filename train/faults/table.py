@@ -21,7 +21,6 @@ from train.faults.progress import (
 )
 from train.faults.reduction import AdapterOnOneRank, ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
 from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
-from train.listing import format_table
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -81,8 +80,3 @@ def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
     if settings.fault_step is not None and settings.fault_step > steps:
         raise UserError(f"--fault-step {settings.fault_step}: the run ends after {steps} steps")
     return fault(settings, ctx, steps)
-
-
-def list_faults() -> str:
-    """Format one line per fault: name, expected finding, and description."""
-    return format_table([(name, fault.code, fault.summary) for name, fault in FAULTS.items()])

@@ -1,4 +1,4 @@
-"""Find out the rank of this process: from torchrun's variables, from options, or from SLURM's variables.
+"""Find out the rank and GPU of this process: from torchrun's variables, from options, or from SLURM's variables.
 
 Every launcher ends in a RankContext, and the rest of the trainer does not depend on the launcher.
 torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import torch
+
 from train.errors import RankError, UserError
 from train.launch.context import CPU, RankContext
-from train.launch.devices import choose_backend, choose_devices, count_gpus
-from train.launch.options import LaunchOptions
 
 if TYPE_CHECKING:
     import argparse
@@ -31,6 +31,36 @@ HIGHEST_PORT = 65_535
 # Ports for SLURM jobs, below Linux's range for outgoing connections, which starts at 32768.
 FIRST_PORT, PORTS = 20_000, 12_000
 STEPS_PER_JOB = 16  # consecutive ports for concurrent steps of a job
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options for launching; None if not given.
+
+    local_world_size is no option: --spawn sets it, because it starts all ranks of the machine.
+    """
+
+    spawn: int | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    init_method: str | None = None
+    ip: str | None = None
+    port: int | None = None
+    gpus: str | None = None
+    backend: str | None = None
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace | None) -> LaunchOptions:
+        """Select the launch options from parsed arguments, which may lack some of them."""
+        return cls(**{name: getattr(args, name, None) for name in cls.__dataclass_fields__})
+
+    def given(self, *names: str) -> list[str]:
+        """List the named options that were given, as they are typed."""
+        return ["--" + name.replace("_", "-") for name in names if getattr(self, name) is not None]
+
+
 NO_OPTIONS = LaunchOptions()
 
 
@@ -274,3 +304,75 @@ def _read_rank(environment: Mapping[str, str], rank_name: str, size_name: str, a
     if rank >= size:
         raise RankError(f"{rank_name}={rank} with {size_name}={size}: must be below; {advice}")
     return rank, size
+
+
+def choose_devices(gpus: str | None, info: RankInfo | None) -> tuple[torch.device, ...]:
+    """List the GPUs of this process; empty means the CPU.
+
+    gpus: the text of --gpus. info: None for a process without a group, which may use all GPUs. Ranks that share a
+    machine get a GPU each, because NCCL refuses two ranks on the same GPU. Raises UserError, or RankError if the
+    problem concerns this machine only.
+    """
+    if gpus == "none":
+        return ()
+    numbers = list(range(count_gpus())) if gpus is None else parse_gpus(gpus)
+    if info is None:
+        return tuple(torch.device("cuda", number) for number in numbers)
+    if not numbers:
+        return ()
+    if info.own_gpus:
+        return (torch.device("cuda", numbers[0]),)
+    if info.local_world_size is None:
+        # Started by hand, so it is unknown which ranks share this machine: distribute all ranks evenly.
+        local_rank = info.rank % len(numbers) if info.local_rank is None else info.local_rank
+        if local_rank >= len(numbers):
+            raise RankError(f"--local-rank {local_rank}: this machine has {_gpus(len(numbers))} for its ranks")
+    elif info.local_world_size > len(numbers):
+        if gpus is not None:
+            ranks = info.local_world_size
+            raise UserError(f"--gpus {gpus}: {_gpus(len(numbers))} for {ranks} ranks on this machine; each needs one")
+        return ()
+    else:
+        local_rank = info.local_rank or 0
+    return (torch.device("cuda", numbers[local_rank]),)
+
+
+def describe_idle_gpus(gpus: str | None, devices: tuple[torch.device, ...], ranks: int) -> str:
+    """Return a warning if ranks use the CPU because this machine has too few GPUs, else an empty string.
+
+    ranks: on this machine.
+    """
+    if gpus is not None or devices or not count_gpus():
+        return ""
+    return f"{_gpus(count_gpus())} for {ranks} ranks on this machine: all use the CPU; --gpus none hides this line"
+
+
+def count_gpus() -> int:
+    """Count the visible GPUs; CUDA_VISIBLE_DEVICES may hide some."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def parse_gpus(gpus: str) -> list[int]:
+    """Parse the numbers in --gpus. Raises UserError, or RankError for a GPU missing on this machine."""
+    texts = [text.strip() for text in gpus.split(",")]
+    if not all(text.isascii() and text.isdigit() for text in texts):
+        raise UserError(f"--gpus {gpus}: must be comma-separated numbers like 0,1, or none for the CPU")
+    numbers = [int(text) for text in texts]
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise UserError(f"--gpus {gpus}: GPU {number} is repeated")
+        if number >= count_gpus():
+            numbered = f", 0 to {count_gpus() - 1}" if count_gpus() > 1 else ""
+            raise RankError(f"--gpus {gpus}: this machine has {_gpus(count_gpus())}{numbered}; or give --gpus none")
+    return numbers
+
+
+def choose_backend(backend: str | None, devices: tuple[torch.device, ...]) -> str:
+    """Choose NCCL for GPUs and gloo for CPUs, unless --backend is given. Raises UserError."""
+    if backend == "nccl" and not devices:
+        raise UserError("--backend nccl needs a GPU for each rank, but the ranks use the CPU: give --backend gloo")
+    return backend or ("nccl" if devices else "gloo")
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU" if number == 1 else f"{number or 'no'} GPUs"

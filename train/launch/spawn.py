@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING
 from torch.multiprocessing.spawn import spawn
 
 from train.errors import UserError
-from train.launch.devices import count_gpus, parse_gpus
-from train.launch.environment import has_slurm_peers
+from train.launch.environment import LaunchOptions, count_gpus, has_slurm_peers, parse_gpus
 from train.launch.exits import ExitStatus, exit_process, exit_with_parent, open_closed_streams, print_line
-from train.launch.options import LaunchOptions
 from train.launch.signals import GRACE, REPEAT, SIGNALS, block_signals, grace_expired, signals_to_socket
 
 if TYPE_CHECKING:

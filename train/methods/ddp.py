@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from train.comm_hooks import collect_hook_state, register_hook, restore_hook_state
-from train.methods.base import MethodDefaults, Replica
+from train.methods.single import Method
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
-    from torch.amp import GradScaler
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.optim import Optimizer
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Ddp(MethodDefaults):
+class Ddp(Method):
     """Every rank has the whole model and trains on its share of each global batch.
 
     Parameters and optimizer state stay bitwise equal on all ranks. BatchNorm's running statistics do not: each rank
@@ -40,14 +39,12 @@ class Ddp(MethodDefaults):
     are never replaced. With --sync-bn all ranks compute equal statistics.
     """
 
-    grouped: ClassVar[bool] = True
+    grouped = True
     refuses: ClassVar[Mapping[str, str]] = {}
-    replicas = 1
-    rebuilds_buckets: ClassVar[bool] = True
+    rebuilds_buckets = True
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
-        self.settings, self.ctx = settings, ctx
-        self.module: nn.Module
+        super().__init__(settings, ctx)
         self.wrapper: DistributedDataParallel
         self.compressor: PowerSGDState | None = None  # with --comm-hook powersgd
 
@@ -79,10 +76,7 @@ class Ddp(MethodDefaults):
             self.compressor = register_hook(self.wrapper, self.settings)
         return self.wrapper
 
-    def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build this rank's optimizer."""
-        # 2. As in single.py. DDP averages gradients and is independent of the optimizer.
-        return kind(self.module.parameters(), **arguments)
+    # 2. As in single.py: DDP averages gradients and is independent of the optimizer.
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients stay local, to be averaged with the last micro-batch."""
@@ -99,12 +93,8 @@ class Ddp(MethodDefaults):
         # 3. Every rank must call backward equally often, because each call waits for all ranks.
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters. Equal parameters and equal gradients stay equal without communication."""
-        # 4. As in single.py. The scaler checks averaged gradients, so all ranks skip the same steps.
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    # 4. As in single.py. Equal parameters and equal gradients stay equal without communication. The scaler checks
+    #    averaged gradients, so all ranks skip the same steps.
 
     @contextmanager
     def join_ranks(self, optimizer: Optimizer) -> Iterator[None]:
@@ -118,10 +108,7 @@ class Ddp(MethodDefaults):
         #     and replicas would diverge with the next step. Rank 0 always has the most batches.
         broadcast_optimizer_state(optimizer, self.ctx.device)
 
-    def state(self, optimizer: Optimizer) -> list[Replica]:
-        """Return this rank's replica."""
-        # 5. Save the module's state dict. The wrapper's would have the prefix "module." in every name.
-        return [Replica(self.module.state_dict(), optimizer)]
+    # 5. As in single.py: the wrapper's state dict would have the prefix "module." in every name.
 
     def extra_state(self) -> dict[str, Any]:
         """Return the state of PowerSGD, if used."""

@@ -8,19 +8,16 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from train.data_parallel import GpuReplicas, ReplicaBuffers, ThreadReplicas
 from train.errors import UserError
-from train.methods.base import MethodDefaults, Replica
+from train.methods.single import Method, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
-    from torch.amp import GradScaler
+    from torch import nn
     from torch.optim import Optimizer
 
     from train.launch import RankContext
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 REPLICAS = 2  # default with fewer than two GPUs
 
 
-class Dp(MethodDefaults):
+class Dp(Method):
     """One set of parameters, one optimizer, and one replica per device.
 
     Parameters and optimizer state therefore cannot differ. BatchNorm's running statistics can, as under DDP: each
@@ -37,7 +34,7 @@ class Dp(MethodDefaults):
     batch is too small for all replicas, the last ones are idle and keep their buffers from before the step.
     """
 
-    grouped: ClassVar[bool] = False
+    grouped = False
     refuses: ClassVar[Mapping[str, str]] = {
         "--sync-bn": "replicas are threads of one process, and SyncBatchNorm needs one process per replica",
         "--no-buffer-sync": "every forward copies the first replica's buffers to all replicas",
@@ -48,8 +45,7 @@ class Dp(MethodDefaults):
     }
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
-        self.settings, self.ctx = settings, ctx
-        self.module: nn.Module
+        super().__init__(settings, ctx)
         several = len(ctx.devices) > 1
         self.replicas = settings.replicas or (len(ctx.devices) if several else REPLICAS)
         if several and self.replicas > len(ctx.devices):
@@ -57,10 +53,7 @@ class Dp(MethodDefaults):
         self.devices = ctx.devices[: self.replicas] if several else (ctx.device,)
         self.buffers = ReplicaBuffers(self.replicas)
 
-    @property
-    def metadata_fields(self) -> dict[str, Any]:
-        """Report synchronized buffers. The next forward synchronizes them, so a checkpoint lags by one step."""
-        return {"buffers_synced": True}
+    # Buffers are reported as synchronized. The next forward synchronizes them, so a checkpoint lags by one step.
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Move the model to the first device and wrap it."""
@@ -72,26 +65,9 @@ class Dp(MethodDefaults):
             return GpuReplicas(self.module, self.devices, self.buffers)
         return ThreadReplicas(self.module, self.buffers)
 
-    def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build the only optimizer."""
-        # 2. As in single.py: replicas have no parameters of their own.
-        return kind(self.module.parameters(), **arguments)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return an empty context: every backward adds to the same gradients."""
-        return nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        """Compute the gradients."""
-        # 3. As in single.py: the loss covers the whole batch, because its outputs have been gathered.
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters; the next forward copies them to the replicas."""
-        # 4. As in single.py.
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    # 2. As in single.py: replicas have no parameters of their own.
+    # 3. As in single.py: the loss covers the whole batch, because its outputs have been gathered.
+    # 4. As in single.py: the next forward copies the updated parameters to the replicas.
 
     def state(self, optimizer: Optimizer) -> list[Replica]:
         """Return the contents of each replica: the common parameters and its own buffers."""

@@ -15,16 +15,14 @@ import torch
 from torch import nn
 
 from train.errors import UserError
-from train.methods.base import MethodDefaults, Replica
+from train.methods.single import Method
 from train.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor
-    from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
     from train.launch import RankContext
     from train.settings import Settings
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
 
-class Fsdp(MethodDefaults):
+class Fsdp(Method):
     """Parameters, gradients and optimizer state are sharded over all ranks, so each element exists once.
 
     A comparison of ranks therefore cannot detect errors in them. All ranks must start from one seed, because nothing is
@@ -41,7 +39,7 @@ class Fsdp(MethodDefaults):
     statistics drift.
     """
 
-    grouped: ClassVar[bool] = True
+    grouped = True
     refuses: ClassVar[Mapping[str, str]] = {
         "--no-buffer-sync": "FSDP never synchronizes buffers; --sync-bn makes the statistics equal",
         "--find-unused": "FSDP does not wait for gradients of unused parameters",
@@ -51,16 +49,14 @@ class Fsdp(MethodDefaults):
         "--ema": "AveragedModel needs the whole model, and each rank has only a shard",
         "--save-format safetensors": "the format cannot record the position of a shard in its tensor; use pth",
     }
-    replicas = 1
+    mesh: DeviceMesh
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         if ctx.device.type == "cpu" and not ON_CPU:
             raise UserError(
                 f"--method {settings.method}: torch {torch.__version__} shards on GPUs only; use 2.7 or newer on CPUs"
             )
-        self.settings, self.ctx = settings, ctx
-        self.module: nn.Module
-        self.mesh: DeviceMesh
+        super().__init__(settings, ctx)
 
     @property
     def metadata_fields(self) -> dict[str, Any]:
@@ -92,10 +88,7 @@ class Fsdp(MethodDefaults):
         fully_shard(self.module, mesh=self.mesh)
         return self.module
 
-    def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build the optimizer for this rank's shards."""
-        # 2. Build it after sharding, which replaces the model's parameters.
-        return kind(self.module.parameters(), **arguments)
+    # 2. As in single.py. The optimizer is built after sharding, which replaces the model's parameters.
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -112,17 +105,8 @@ class Fsdp(MethodDefaults):
         # 3. As in ddp.py: the reduce-scatter averages over ranks, so multiply the loss by the number of ranks.
         (loss * self.ctx.world_size).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update this rank's shards."""
-        # 4. As in single.py. The scaler combines the overflow flags of all ranks' shards.
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    def state(self, optimizer: Optimizer) -> list[Replica]:
-        """Return this rank's shards and buffers."""
-        # 5. The state dict has DTensors, so each file records which shard it contains.
-        return [Replica(self.module.state_dict(), optimizer)]
+    # 4. As in single.py. The scaler combines the overflow flags of all ranks' shards.
+    # 5. As in single.py. The state dict has DTensors, so each file records which shard it contains.
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:

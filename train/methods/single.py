@@ -1,11 +1,10 @@
-"""One process, one device: the baseline for the parallel methods. `Step` (train/step.py) calls these functions."""
+"""One process, one device: the baseline, and base class, of the parallel methods. `Step` (train/step.py) calls it."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from train.methods.base import MethodDefaults, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,50 +18,61 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Single(MethodDefaults):
-    """Training without parallelism."""
+@dataclass(frozen=True)
+class Replica:
+    """The contents of one checkpoint: model tensors without a wrapper's prefix, and the optimizer; not copied."""
 
-    grouped: ClassVar[bool] = False
-    refuses: ClassVar[Mapping[str, str]] = {
-        "--sync-bn": "a single replica has nothing to synchronize",
-        "--no-buffer-sync": "a single replica has nothing to synchronize",
-        "--join": "a single process never waits for another rank",
-        "--comm-hook": "a single process sends no gradients to compress",
-        "--find-unused": "a single process reduces no gradients",
-    }
+    model: dict[str, Tensor]
+    optimizer: Optimizer
+
+
+class Method:
+    """Training without parallelism; the other methods override the steps that they change.
+
+    grouped: whether the method needs a process group. refuses: unsupported options with the reason. replicas: number of
+    replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
+    whether gradient buckets are rebuilt after the first backward, see `Step.warm_up_buckets`.
+    """
+
+    grouped: ClassVar[bool]
+    refuses: ClassVar[Mapping[str, str]]
     replicas = 1
+    module: nn.Module
+    rebuilds_buckets: ClassVar[bool] = False
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings, self.ctx = settings, ctx
-        self.module: nn.Module
 
     @property
     def metadata_fields(self) -> dict[str, Any]:
-        """Report synchronized buffers, because a single replica equals itself."""
+        """Return further arguments for syncheck.metadata(). A single replica equals itself: its buffers are synced."""
         return {"buffers_synced": True}
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Move the model to its device."""
+        """Prepare a model that is equal on all ranks. Returns the module that training calls."""
         # 1. Move the parameters and buffers to the device before the optimizer refers to them.
         self.module = model.to(self.ctx.device)
         return self.module
 
     def build_optimizer(self, kind: type[Optimizer], **arguments: Any) -> Optimizer:
-        """Build the optimizer for all parameters."""
+        """Build the optimizer for all parameters of the unwrapped model, in their order."""
         # 2. All parameters: a parameter missing in the optimizer is never trained.
         return kind(self.module.parameters(), **arguments)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return an empty context: there is no communication, and gradients accumulate until they are cleared."""
+        """Return a context in which forward and backward accumulate gradients without communication."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients."""
+        """Compute the gradient of the global batch.
+
+        loss: this rank's share of the global mean, i.e. the sum over its samples divided by the global batch size.
+        """
         # 3. The batch is the global batch, so its gradient is the global gradient.
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters."""
+        """Update the parameters and clear the gradients. scaler: disabled except with --amp fp16."""
         # 4. Clear the gradients after the step, or the next backward would add to them. With --amp fp16 the scaler
         #    skips the step if a gradient overflowed and adjusts its scale; otherwise it just calls the optimizer.
         scaler.step(optimizer)
@@ -70,6 +80,30 @@ class Single(MethodDefaults):
         optimizer.zero_grad()
 
     def state(self, optimizer: Optimizer) -> list[Replica]:
-        """Return the only replica."""
+        """Return the replicas of this process; always `replicas` of them."""
         # 5. The state dict of the unwrapped module, which any other program can load.
         return [Replica(self.module.state_dict(), optimizer)]
+
+    def join_ranks(self, optimizer: Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002 - for ddp
+        """Allow ranks to run out of batches at different steps within this context, with --join; a collective."""
+        return nullcontext()
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the state, besides model and optimizer, that --resume needs: plain values and tensors by name."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Restore `extra_state` of this rank, or of an old rank if the number of ranks has changed."""
+
+
+class Single(Method):
+    """The baseline itself, and the options that it refuses."""
+
+    grouped = False
+    refuses: ClassVar[Mapping[str, str]] = {
+        "--sync-bn": "a single replica has nothing to synchronize",
+        "--no-buffer-sync": "a single replica has nothing to synchronize",
+        "--join": "a single process never waits for another rank",
+        "--comm-hook": "a single process sends no gradients to compress",
+        "--find-unused": "a single process reduces no gradients",
+    }

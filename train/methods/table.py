@@ -16,7 +16,7 @@ from train.methods.zero import Zero
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from train.methods.base import Method
+    from train.methods.single import Method
     from train.settings import Settings
 
 METHODS: dict[str, type[Method]] = {

@@ -6,15 +6,10 @@ parameters ("option A"): they subsample every other pixel and pad new channels w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from train.models.shape import Shape
-
-WIDTH = 16  # channels of the first stage in the paper
+WIDTH = 16  # channels of the first stage in the paper, and default
 
 
 class Block(nn.Module):
@@ -42,8 +37,9 @@ class Block(nn.Module):
 class CifarResNet(nn.Module):
     """A convolution, three stages, global average pooling, and a linear classifier."""
 
-    def __init__(self, depth: int, channels: int, classes: int, width: int) -> None:
+    def __init__(self, depth: int, channels: int, classes: int, width: int | None) -> None:
         super().__init__()
+        width = width or WIDTH
         blocks = (depth - 2) // 6
         if blocks < 1 or depth != 6 * blocks + 2:
             raise ValueError(f"depth {depth}: must be 8, 14, 20, ... (6n+2)")
@@ -68,13 +64,3 @@ class CifarResNet(nn.Module):
 def _build_stage(blocks: int, channels_in: int, channels: int, stride: int) -> nn.Sequential:
     first = Block(channels_in, channels, stride)
     return nn.Sequential(first, *(Block(channels, channels, 1) for _ in range(blocks - 1)))
-
-
-def resnet8(shape: Shape) -> nn.Module:
-    """Build the smallest ResNet of this family: 7 convolutions and a linear layer."""
-    return CifarResNet(8, shape.channels, shape.classes, shape.width or WIDTH)
-
-
-def resnet20(shape: Shape) -> nn.Module:
-    """Build the smallest ResNet of the paper: 0.27 million parameters for CIFAR-10."""
-    return CifarResNet(20, shape.channels, shape.classes, shape.width or WIDTH)

@@ -6,13 +6,8 @@ model to check that BatchNorm is the only difference.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from train.models.shape import Shape
 
 WIDTH = 16
 
@@ -20,8 +15,9 @@ WIDTH = 16
 class ConvNet(nn.Module):
     """Three convolutions, the last two with stride 2, global average pooling, and a linear classifier."""
 
-    def __init__(self, channels: int, classes: int, width: int) -> None:
+    def __init__(self, channels: int, classes: int, width: int | None) -> None:
         super().__init__()
+        width = width or WIDTH
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1)
         self.conv2 = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
         self.conv3 = nn.Conv2d(2 * width, 4 * width, 3, stride=2, padding=1)
@@ -34,8 +30,3 @@ class ConvNet(nn.Module):
         y = F.relu(self.conv3(y))
         logits: Tensor = self.fc(y.mean((2, 3)))
         return logits
-
-
-def convnet(shape: Shape) -> nn.Module:
-    """Build a ConvNet; the default width is 16."""
-    return ConvNet(shape.channels, shape.classes, shape.width or WIDTH)

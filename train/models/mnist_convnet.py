@@ -6,15 +6,10 @@ the example. The example returns log-probabilities, this model logits, because t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.errors import UserError
-
-if TYPE_CHECKING:
-    from train.models.shape import Shape
 
 WIDTH = 32
 
@@ -22,8 +17,9 @@ WIDTH = 32
 class MnistConvNet(nn.Module):
     """Two convolutions and two linear layers, with dropout before each linear layer."""
 
-    def __init__(self, channels: int, classes: int, image_size: int, width: int) -> None:
+    def __init__(self, channels: int, classes: int, image_size: int, width: int | None) -> None:
         super().__init__()
+        width = width or WIDTH
         pooled = (image_size - 4) // 2  # each convolution removes one pixel at each edge
         if pooled < 1:
             raise UserError(
@@ -45,8 +41,3 @@ class MnistConvNet(nn.Module):
         y = self.dropout2(F.relu(self.fc1(y.flatten(1))))
         logits: Tensor = self.fc2(y)
         return logits
-
-
-def mnist_convnet(shape: Shape) -> nn.Module:
-    """Build a MnistConvNet; the default width is 32."""
-    return MnistConvNet(shape.channels, shape.classes, shape.image_size, shape.width or WIDTH)

@@ -12,27 +12,24 @@ and equal to the published numbers otherwise.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.errors import UserError
 
-if TYPE_CHECKING:
-    from train.models.shape import Shape
-
 WIDTH = 16  # channels of the first convolution in the paper
-DEPTH, ALPHA = 110, 48  # the smallest in the paper
-BOTTLENECK_DEPTH, BOTTLENECK_ALPHA = 164, 270
 MAX_DEPTH, MAX_ALPHA = 2_000, 10_000  # far above useful sizes
 
 
 class Block(nn.Module):
     """Residual block with two 3x3 convolutions."""
 
+    name: ClassVar[str] = "pyramidnet"  # of the network
     expansion: ClassVar[int] = 1  # output channels divided by `channels`
     layers: ClassVar[int] = 2
+    depth, alpha = 110, 48  # the smallest network in the paper
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -53,8 +50,10 @@ class Block(nn.Module):
 class Bottleneck(nn.Module):
     """Residual block with 1x1, 3x3 and 1x1 convolutions; the last has four times as many output channels."""
 
+    name: ClassVar[str] = "pyramidnet_bottleneck"
     expansion: ClassVar[int] = 4
     layers: ClassVar[int] = 3
+    depth, alpha = 164, 270
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -82,12 +81,29 @@ def _add_shortcut(y: Tensor, x: Tensor, stride: int) -> Tensor:
 
 
 class PyramidNet(nn.Module):
-    """A convolution, three stages of `blocks` blocks, global average pooling, and a linear classifier."""
+    """A convolution, three stages of blocks, global average pooling, and a linear classifier.
+
+    depth: 6n+2, or 9n+2 with bottlenecks. Raises UserError for other depths.
+    """
 
     def __init__(
-        self, block: type[Block | Bottleneck], blocks: int, alpha: int, channels: int, classes: int, width: int
+        self,
+        block: type[Block | Bottleneck],
+        channels: int,
+        classes: int,
+        width: int | None = None,
+        depth: int | None = None,
+        alpha: int | None = None,
     ) -> None:
         super().__init__()
+        width, depth, alpha = width or WIDTH, depth or block.depth, alpha or block.alpha
+        step = 3 * block.layers
+        blocks, rest = divmod(depth - 2, step)
+        if rest or not 0 < depth <= MAX_DEPTH or blocks < 1:
+            depths = f"{step + 2}, {2 * step + 2}, {3 * step + 2}, ... ({step}n+2), at most {MAX_DEPTH}"
+            raise UserError(f"--depth {depth}: for --model {block.name}, must be {depths}")
+        if alpha > MAX_ALPHA:
+            raise UserError(f"--alpha {alpha}: must be at most {MAX_ALPHA}")
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         added = alpha / (3 * blocks)
@@ -110,25 +126,3 @@ class PyramidNet(nn.Module):
         y = F.relu(self.bn_final(y))
         logits: Tensor = self.fc(y.mean((2, 3)))
         return logits
-
-
-def pyramidnet(shape: Shape) -> nn.Module:
-    """Build a PyramidNet of depth 6n+2. Raises UserError for other depths."""
-    return _build("pyramidnet", Block, shape, DEPTH, ALPHA)
-
-
-def pyramidnet_bottleneck(shape: Shape) -> nn.Module:
-    """Build a PyramidNet of depth 9n+2 with bottlenecks. Raises UserError for other depths."""
-    return _build("pyramidnet_bottleneck", Bottleneck, shape, BOTTLENECK_DEPTH, BOTTLENECK_ALPHA)
-
-
-def _build(name: str, block: type[Block | Bottleneck], shape: Shape, depth: int, alpha: int) -> nn.Module:
-    depth, alpha = shape.depth or depth, shape.alpha or alpha
-    step = 3 * block.layers
-    blocks, rest = divmod(depth - 2, step)
-    if rest or not 0 < depth <= MAX_DEPTH or blocks < 1:
-        depths = f"{step + 2}, {2 * step + 2}, {3 * step + 2}, ... ({step}n+2), at most {MAX_DEPTH}"
-        raise UserError(f"--depth {depth}: for --model {name}, must be {depths}")
-    if alpha > MAX_ALPHA:
-        raise UserError(f"--alpha {alpha}: must be at most {MAX_ALPHA}")
-    return PyramidNet(block, blocks, alpha, shape.channels, shape.classes, shape.width or WIDTH)

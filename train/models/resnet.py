@@ -6,13 +6,10 @@ The stem is a single 3x3 convolution with stride 1 and no pooling, because the s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from train.models.shape import Shape
 
 WIDTH = 64  # channels of the first stage in the paper
 
@@ -79,12 +76,13 @@ class ResNet(nn.Module):
     def __init__(
         self,
         block: type[Block | Bottleneck],
-        blocks: tuple[int, int, int, int],
+        blocks: tuple[int, ...],
         channels: int,
         classes: int,
-        width: int,
+        width: int | None,
     ) -> None:
         super().__init__()
+        width = width or WIDTH
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.layer1 = _build_stage(block, blocks[0], width, width, 1)
@@ -109,18 +107,3 @@ def _build_stage(
 ) -> nn.Sequential:
     first = block(channels_in, channels, stride)
     return nn.Sequential(first, *(block(channels * block.expansion, channels, 1) for _ in range(blocks - 1)))
-
-
-def resnet18(shape: Shape) -> nn.Module:
-    """Build ResNet-18: 11.2 million parameters with width 64."""
-    return ResNet(Block, (2, 2, 2, 2), shape.channels, shape.classes, shape.width or WIDTH)
-
-
-def resnet34(shape: Shape) -> nn.Module:
-    """Build ResNet-34: 21.3 million parameters with width 64."""
-    return ResNet(Block, (3, 4, 6, 3), shape.channels, shape.classes, shape.width or WIDTH)
-
-
-def resnet50(shape: Shape) -> nn.Module:
-    """Build ResNet-50: 23.5 million parameters with width 64."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), shape.channels, shape.classes, shape.width or WIDTH)

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from typing import TYPE_CHECKING
 
 from train.errors import UserError
-from train.listing import format_table
-from train.models.cifar_resnet import resnet8, resnet20
-from train.models.convnet import convnet
-from train.models.mnist_convnet import mnist_convnet
-from train.models.pyramidnet import pyramidnet, pyramidnet_bottleneck
-from train.models.resnet import resnet18, resnet34, resnet50
-from train.models.shape import Shape
-from train.models.torchvision_resnet import tv_resnet18, tv_resnet34, tv_resnet50
-from train.models.transformer import transformer
+from train.models import pyramidnet, resnet
+from train.models.cifar_resnet import CifarResNet
+from train.models.convnet import ConvNet
+from train.models.mnist_convnet import MnistConvNet
+from train.models.torchvision_resnet import build_torchvision_resnet
+from train.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+
+    from train.evaluate.replicas import Task
+    from train.settings import Settings
+
 MAX_WIDTH = 65_536  # larger widths overflow in torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shape of the data, and options of the model; None selects the model's default.
+
+    channels, image_size: of the square images. width: channels of the first layer. depth: layers of a PyramidNet,
+    blocks of the transformer. alpha: channels that a PyramidNet adds over all its blocks.
+    """
+
+    channels: int
+    classes: int
+    image_size: int = 32
+    width: int | None = None
+    depth: int | None = None
+    alpha: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,21 +53,48 @@ class Network:
     options: tuple[str, ...] = ("width",)
 
 
-RESNET, PYRAMIDNET = "https://arxiv.org/abs/1512.03385", "https://arxiv.org/abs/1610.02915"
+def _cifar(depth: int) -> Network:
+    return Network(lambda s: CifarResNet(depth, s.channels, s.classes, s.width), f"{RESNET} 4.2")
+
+
+def _resnet(block: type[resnet.Block | resnet.Bottleneck], *blocks: int) -> Network:
+    return Network(lambda s: resnet.ResNet(block, blocks, s.channels, s.classes, s.width), f"{RESNET}, 3x3 stem")
+
+
+def _torchvision(name: str) -> Network:
+    return Network(lambda s: build_torchvision_resnet(name, s.channels, s.classes), f"{RESNET}, torchvision", ())
+
+
+def _pyramidnet(block: type[pyramidnet.Block | pyramidnet.Bottleneck]) -> Network:
+    return Network(
+        lambda s: pyramidnet.PyramidNet(block, s.channels, s.classes, s.width, s.depth, s.alpha),
+        "https://arxiv.org/abs/1610.02915",
+        ("width", "depth", "alpha"),
+    )
+
+
+RESNET = "https://arxiv.org/abs/1512.03385"
 MODELS = {
-    "resnet8": Network(resnet8, f"{RESNET} 4.2"),
-    "resnet20": Network(resnet20, f"{RESNET} 4.2"),
-    "resnet18": Network(resnet18, f"{RESNET}, 3x3 stem"),
-    "resnet34": Network(resnet34, f"{RESNET}, 3x3 stem"),
-    "resnet50": Network(resnet50, f"{RESNET}, 3x3 stem"),
-    "tv_resnet18": Network(tv_resnet18, f"{RESNET}, torchvision", ()),
-    "tv_resnet34": Network(tv_resnet34, f"{RESNET}, torchvision", ()),
-    "tv_resnet50": Network(tv_resnet50, f"{RESNET}, torchvision", ()),
-    "pyramidnet": Network(pyramidnet, PYRAMIDNET, ("width", "depth", "alpha")),
-    "pyramidnet_bottleneck": Network(pyramidnet_bottleneck, PYRAMIDNET, ("width", "depth", "alpha")),
-    "convnet": Network(convnet, "three convolutions"),
-    "mnist_convnet": Network(mnist_convnet, "github.com/pytorch/examples mnist, with dropout"),
-    "transformer": Network(transformer, "https://arxiv.org/abs/2010.11929, small", ("width", "depth")),
+    "resnet8": _cifar(8),
+    "resnet20": _cifar(20),
+    "resnet18": _resnet(resnet.Block, 2, 2, 2, 2),
+    "resnet34": _resnet(resnet.Block, 3, 4, 6, 3),
+    "resnet50": _resnet(resnet.Bottleneck, 3, 4, 6, 3),
+    "tv_resnet18": _torchvision("resnet18"),
+    "tv_resnet34": _torchvision("resnet34"),
+    "tv_resnet50": _torchvision("resnet50"),
+    "pyramidnet": _pyramidnet(pyramidnet.Block),
+    "pyramidnet_bottleneck": _pyramidnet(pyramidnet.Bottleneck),
+    "convnet": Network(lambda s: ConvNet(s.channels, s.classes, s.width), "three convolutions"),
+    "mnist_convnet": Network(
+        lambda s: MnistConvNet(s.channels, s.classes, s.image_size, s.width),
+        "github.com/pytorch/examples mnist, with dropout",
+    ),
+    "transformer": Network(
+        lambda s: Transformer(s.channels, s.classes, s.image_size, s.width, s.depth),
+        "https://arxiv.org/abs/2010.11929, small",
+        ("width", "depth"),
+    ),
 }
 
 
@@ -88,57 +129,10 @@ def build_model(
         raise UserError(f"--model {name}: not enough memory on this machine") from error
 
 
-class ModelSettings(Protocol):
-    """Model name and options, common to Settings and the metadata of a run; None selects the model's default."""
+def build_from_settings(settings: Settings | Task, channels: int, classes: int, image_size: int) -> nn.Module:
+    """Build the model selected by the settings, or by the metadata of a run, for images of this size.
 
-    @property
-    def model(self) -> str:
-        """Key of MODELS."""
-
-    @property
-    def width(self) -> int | None:
-        """Channels of the first layer."""
-
-    @property
-    def depth(self) -> int | None:
-        """Number of layers or blocks."""
-
-    @property
-    def alpha(self) -> int | None:
-        """Channels that a PyramidNet adds over all its blocks."""
-
-
-def build_from_settings(settings: ModelSettings, channels: int, classes: int, image_size: int) -> nn.Module:
-    """Build the model selected by the settings for images of this size. Raises UserError."""
-    return build_model(
-        settings.model,
-        channels,
-        classes,
-        settings.width,
-        image_size=image_size,
-        depth=settings.depth,
-        alpha=settings.alpha,
-    )
-
-
-def list_models() -> str:
-    """Format the table of models: name, number of parameters, normalization layers, source.
-
-    The number of parameters is for images of 3x32x32 and 10 classes.
+    Raises UserError.
     """
-    rows = [("name", "parameters", "norm", "source")]
-    for name, network in MODELS.items():
-        try:
-            with torch.device("meta"):  # allocates no memory, and skips the initialization
-                model = build_model(name, 3, 10, None)
-        except UserError as error:  # torchvision is not installed
-            rows.append((name, "", "", str(error)))
-            continue
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        norms = {
-            type(module).__name__.removesuffix("2d")
-            for module in model.modules()
-            if isinstance(module, (_BatchNorm, nn.LayerNorm))
-        }
-        rows.append((name, f"{parameters:>10,}", " ".join(norms) or "none", network.paper))
-    return format_table(rows)
+    s = settings
+    return build_model(s.model, channels, classes, s.width, image_size=image_size, depth=s.depth, alpha=s.alpha)

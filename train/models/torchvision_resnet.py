@@ -5,42 +5,23 @@ They are designed for 224x224 and divide the image size by 32, so 8x8 digits shr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
 from train.errors import UserError
 
-if TYPE_CHECKING:
-    from train.models.shape import Shape
 
-
-def tv_resnet18(shape: Shape) -> nn.Module:
-    """Build torchvision's resnet18 with random weights."""
-    return _build("resnet18", shape)
-
-
-def tv_resnet34(shape: Shape) -> nn.Module:
-    """Build torchvision's resnet34 with random weights."""
-    return _build("resnet34", shape)
-
-
-def tv_resnet50(shape: Shape) -> nn.Module:
-    """Build torchvision's resnet50 with random weights."""
-    return _build("resnet50", shape)
-
-
-def _build(name: str, shape: Shape) -> nn.Module:
+def build_torchvision_resnet(name: str, channels: int, classes: int) -> nn.Module:
+    """Build a model of torchvision with random weights. Raises UserError if torchvision is missing."""
     try:
         # Imported only for torchvision models, because the import takes seconds.
         from torchvision import models  # type: ignore[import-untyped]
     except ImportError as error:
         raise UserError(f"--model tv_{name} needs torchvision: pip install -e '.[train]'") from error
-    model: nn.Module = getattr(models, name)(weights=None, num_classes=shape.classes)
-    if shape.channels != 3:
+    model: nn.Module = getattr(models, name)(weights=None, num_classes=classes)
+    if channels != 3:
         stem = model.get_submodule("conv1")
         assert isinstance(stem, nn.Conv2d)
-        new = nn.Conv2d(shape.channels, stem.out_channels, 7, stride=2, padding=3, bias=False)
+        new = nn.Conv2d(channels, stem.out_channels, 7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
         model.register_module("conv1", new)
     return model

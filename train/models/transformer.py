@@ -6,16 +6,11 @@ over the patches instead of using a class token, and has no dropout. The image s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.errors import UserError
-
-if TYPE_CHECKING:
-    from train.models.shape import Shape
 
 WIDTH, DEPTH, HEADS = 64, 4, 4
 MAX_PATCHES = 64  # attention takes quadratic time
@@ -51,10 +46,18 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Patch embedding with learned positions, `depth` blocks, average over the patches, and a linear classifier."""
+    """Patch embedding with learned positions, `depth` blocks, average over the patches, and a linear classifier.
 
-    def __init__(self, channels: int, classes: int, image_size: int, width: int, depth: int) -> None:
+    Raises UserError if the width is not a multiple of the number of heads.
+    """
+
+    def __init__(self, channels: int, classes: int, image_size: int, width: int | None, depth: int | None) -> None:
         super().__init__()
+        width, depth = width or WIDTH, depth or DEPTH
+        if width % HEADS:
+            raise UserError(f"--width {width}: for --model transformer, must be a multiple of its {HEADS} heads")
+        if depth > MAX_DEPTH:
+            raise UserError(f"--depth {depth}: must be at most {MAX_DEPTH}")
         self.image_size, patch = image_size, choose_patch_size(image_size)
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.positions = nn.Parameter(0.02 * torch.randn(1, (image_size // patch) ** 2, width))
@@ -78,13 +81,3 @@ def choose_patch_size(image_size: int) -> int:
     sizes = range(2, image_size + 1)
     valid = (size for size in sizes if image_size % size == 0 and (image_size // size) ** 2 <= MAX_PATCHES)
     return next(valid, image_size)
-
-
-def transformer(shape: Shape) -> nn.Module:
-    """Build a Transformer. Raises UserError if the width is not a multiple of the number of heads."""
-    width, depth = shape.width or WIDTH, shape.depth or DEPTH
-    if width % HEADS:
-        raise UserError(f"--width {width}: for --model transformer, must be a multiple of its {HEADS} heads")
-    if depth > MAX_DEPTH:
-        raise UserError(f"--depth {depth}: must be at most {MAX_DEPTH}")
-    return Transformer(shape.channels, shape.classes, shape.image_size, width, depth)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from train.errors import Stopped
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from rich.console import Console
 
     from train.launch import RankContext
     from train.metrics import Meter, Score
-    from train.position import Plan
+    from train.schedule import Plan
     from train.settings import Settings
 
 STOPS = (KeyboardInterrupt, Stopped)  # exceptions that end a run on request
@@ -109,7 +108,7 @@ class Recorder:
     The hooks are called on every rank in this order: start; step (every step, metrics of this rank) and log (every
     --log-interval steps, metrics of all ranks); epoch; end. note and warn may be called at any time. A hook must not
     communicate, because the engine has already gathered all metrics. start may raise UserError; later failures must not
-    end the run. A recorder is a context manager, and exiting closes it with the exception that ended the run.
+    end the run. A recorder is a context manager, which closes it at the end.
 
     console: a console for messages of other components, so that they do not break a progress bar; None without a bar.
     """
@@ -140,7 +139,8 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the recorder."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the recorder. error: the exception that ended the run, or None."""

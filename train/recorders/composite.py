@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.recorders.base import Recorder
 from train.recorders.metrics_file import MetricsFile
@@ -12,15 +12,21 @@ from train.recorders.rank_log import RankLog
 from train.recorders.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import TracebackType
-    from typing import Self
+    from collections.abc import Callable, Iterable
 
     from train.launch import RankContext
-    from train.metrics import Meter
-    from train.recorders.base import EpochRecord, Start, StepRecord
-    from train.recorders.output import Output
+    from train.recorders.progress import Output
     from train.settings import Settings
+
+
+def _forward(hook: str) -> Callable[..., None]:
+    """Return a method that calls the hook of all recorders; the first exception is raised."""
+
+    def call(self: CompositeRecorder, *values: Any) -> None:
+        for recorder in self.recorders:
+            getattr(recorder, hook)(*values)
+
+    return call
 
 
 class CompositeRecorder(Recorder):
@@ -29,53 +35,14 @@ class CompositeRecorder(Recorder):
     def __init__(self, recorders: Iterable[Recorder]) -> None:
         self.recorders = tuple(recorders)
         self.console = next((r.console for r in self.recorders if r.console is not None), None)
-        self.stack = ExitStack()
 
-    def start(self, start: Start) -> None:
-        """Start all recorders; the first exception is raised."""
-        for recorder in self.recorders:
-            recorder.start(start)
+    start, step, log, epoch, note, warn, end = map(_forward, ("start", "step", "log", "epoch", "note", "warn", "end"))
 
-    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Pass a step to all recorders."""
-        for recorder in self.recorders:
-            recorder.step(step, epoch, meter, samples_per_second)
-
-    def log(self, record: StepRecord) -> None:
-        """Pass a record of steps to all recorders."""
-        for recorder in self.recorders:
-            recorder.log(record)
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Pass a record of an epoch to all recorders."""
-        for recorder in self.recorders:
-            recorder.epoch(record)
-
-    def note(self, text: str) -> None:
-        """Pass a line of text to all recorders."""
-        for recorder in self.recorders:
-            recorder.note(text)
-
-    def warn(self, text: str) -> None:
-        """Pass a warning to all recorders."""
-        for recorder in self.recorders:
-            recorder.warn(text)
-
-    def end(self, seconds: float) -> None:
-        """Pass the duration of the run to all recorders."""
-        for recorder in self.recorders:
-            recorder.end(seconds)
-
-    def __enter__(self) -> Self:
-        for recorder in self.recorders:
-            self.stack.enter_context(recorder)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Close all recorders in reverse order, even if closing one of them fails."""
-        self.stack.__exit__(kind, value, trace)
+        with ExitStack() as stack:
+            for recorder in self.recorders:
+                stack.callback(recorder.close, error)
 
 
 def make_recorder(

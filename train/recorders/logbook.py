@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from train.job import Job
-    from train.position import Position
+    from train.schedule import Position
 
 INTERVAL = 50  # default of --log-interval, in optimizer steps
 

@@ -13,11 +13,10 @@ import torch
 from train.checkpoints.files import write_atomic
 from train.errors import UserError
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord, classify_ending
-from train.recorders.line_file import LineFile
+from train.recorders.rank_log import LineFile, device_name
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
 
 class MetricsFile(Recorder):
@@ -151,15 +150,13 @@ class MetricsFile(Recorder):
         """Remember the duration of the run."""
         self.seconds = seconds
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
         """Write the event "end"."""
         if self.file is None:
             return
         accuracy, epoch = self.best or (None, None)
         record = {
-            "ended": classify_ending(value),
+            "ended": classify_ending(error),
             "steps": self.steps,
             "seconds": time.perf_counter() - self.since if self.seconds is None else self.seconds,
             "test_accuracy": self.test,
@@ -178,8 +175,3 @@ class MetricsFile(Recorder):
         # Non-finite numbers become null, because JSON has no NaN, and strict readers would refuse the whole line.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in complete.items()}
         return json.dumps(finite, allow_nan=False) + "\n"
-
-
-def device_name(device: torch.device) -> str:
-    """Return "cpu" or the name of the GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

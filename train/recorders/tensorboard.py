@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
-from train.recorders.line_file import warn_lost
+from train.recorders.rank_log import warn_lost
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
 HINT = "--tensorboard: the package tensorboard is not installed; run pip install tensorboard, or omit the option"
 
@@ -80,12 +79,10 @@ class TensorBoard(Recorder):
         self.writer = None
         warn_lost(self.folder, error)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002
         """Close the file."""
         if self.writer is not None:
             try:
                 self.writer.close()
-            except OSError as error:
-                self._drop_writer(error)
+            except OSError as failure:
+                self._drop_writer(failure)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from train.launch import RankContext
-    from train.position import Plan
+    from train.schedule import Plan
     from train.settings import Settings
     from train.step import Step
 

@@ -8,20 +8,26 @@ import torch
 
 from train.errors import UserError
 from train.launch.exits import print_once
-from train.position import Position
 from train.resume.differences import check_same_run, describe_changes
 from train.resume.files import list_visible_ranks, remove_states, state_path, states_folder, write_state
-from train.resume.rng import reseed_generators, restore_rng_states
 from train.resume.search import FoundState, find_newest_state
 from train.resume.shards import merge_states
-from train.resume.state import check_shapes, collect_state, restore_position, restore_state
+from train.resume.state import (
+    check_shapes,
+    collect_state,
+    reseed_generators,
+    restore_position,
+    restore_rng_states,
+    restore_state,
+)
+from train.schedule import Position
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from train.checkpoints.saver import Saver
     from train.data.dataset import Images
-    from train.position import Plan
+    from train.schedule import Plan
     from train.step import Step
 
 COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged

@@ -11,6 +11,7 @@ from scenarios import SMALL, differing, load, run, tensors
 import syncheck
 from syncheck.diagnose import RULES
 from train.faults import FAULTS
+from train.settings import DEFAULT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +33,9 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 # If the metadata claims a synchronization in each step, the drift may be that of one step.
 ALIKE = {"SYN202": {"SYN202", "SYN201"}}
+
+# Runs without a fault. The processes of the ranks live longer than a test, and so do its files.
+CLEAN: dict[Settings, tuple[Path, set[str]]] = {}
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,22 @@ def plant(ctx: RankContext, out: Path, fault: str, *, explained: bool = True, **
     """
     settings = replace(QUIET, **NEEDS.get(fault, {}) | changes, fault=fault, out=out / "planted")
     without = replace(settings, fault=None, fault_step=None, save_every=None, out=out / "clean")
-    run(ctx, without)
+    clean, differing_there = train_clean(ctx, without)
     run(ctx, settings)
-    clean = [without.out / f"{without.run}_rank{rank}.pth" for rank in range(2)]
     good, bad = (settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2))
     if explained:
         check_report(syncheck.compare(settings.out), FAULTS[fault].code)
-    return Pair(settings, good, bad, differing(*clean), clean[0])
+    return Pair(settings, good, bad, differing_there, clean)
+
+
+def train_clean(ctx: RankContext, settings: Settings) -> tuple[Path, set[str]]:
+    """Train without a fault, once for each settings: return rank 0's file, and the tensors that differ."""
+    key = replace(settings, out=DEFAULT.out)
+    if not all(ctx.gather(key in CLEAN)):
+        run(ctx, settings)
+        files = [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)]
+        CLEAN[key] = files[0], differing(*files)
+    return CLEAN[key]
 
 
 def check_report(report: Report, code: str) -> None:

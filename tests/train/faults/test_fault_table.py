@@ -18,11 +18,12 @@ from torch import nn
 
 from train import faults
 from train.errors import UserError
-from train.faults import FAULTS, Fault, list_faults, make_fault
+from train.faults import FAULTS, Fault, make_fault
 from train.faults.start import InitNotBroadcast, copy_parameters
 from train.job import prepare
 from train.launch import RankContext
 from train.models import MODELS, build_model
+from train.options import list_faults
 from train.settings import Settings
 
 TWO = RankContext(0, 2)

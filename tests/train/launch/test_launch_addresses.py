@@ -22,6 +22,23 @@ def test_a_port_of_the_environment(
     assert f"port {port}: " in line
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
+def test_rank_zero_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int, address: str
+) -> None:
+    """Rank 0, which serves the store, waits for no longer than --timeout, whatever address the others would use.
+
+    It reports the missing rank.
+    """
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--timeout", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"rank 0 of 2 waited 1 s at tcp://{address}:{free_port}" in line
+    assert "rank 1 did not join" in line
+
+
 @pytest.mark.parametrize("name", ["a..b", "a" * 64])
 def test_an_invalid_host_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
     """A host name that Python cannot even encode is reported in one line with exit code 2 as well."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+import shutil
 import signal
 import socket
 import time
@@ -11,9 +11,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, assert_trained, errors, imports_torch
-from started import alive, wait_for
+from programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
+from started import LAUNCHER, alive, free_port, wait_for
 from torch.distributed import TCPStore
+
+from train.run import main
 
 if TYPE_CHECKING:
     import subprocess
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
 
     from programs import Programs, Run
 
-LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
+    from syncheck.testing import Rank
+
+    Ended = tuple[int, list[str], str]
+
+# Real processes that several tests share, because starting one takes seconds; each calls run.py's `main`.
+RANKS = pytest.mark.syncheck(ranks=2, group=False)
 
 
 def run_all(programs: Programs, *arguments: Any, ranks: int = 2) -> list[Run]:
@@ -34,87 +41,151 @@ def run_all(programs: Programs, *arguments: Any, ranks: int = 2) -> list[Run]:
 def start_long(programs: Programs, *where: Any) -> list[subprocess.Popen[str]]:
     """Start two ranks, and wait until they train."""
     ranks = [programs.start(*TRAIN, "--rank", rank, "--world-size", 2, *where, *LONG) for rank in range(2)]
-    assert ranks[0].stdout is not None
-    assert ranks[0].stdout.readline().startswith("ddp: epoch")
+    wait_until_trains(ranks[0])
     return ranks
 
 
-@pytest.mark.slow
-def test_trains_through_a_file(programs: Programs, tmp_path: Path) -> None:
-    """Two shells train ddp; the file is gone afterwards, so that the same lines work again."""
-    where = ("--init-method", f"file://{tmp_path}/meeting")
+class Shell:
+    """This rank as a shell of its own, in the common folder of the test."""
+
+    def __init__(self, me: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+        self.rank, self.folder, self.capsys, self.waits = me.rank, me.shared, capsys, 0
+        self.meeting = me.shared / "meeting"
+
+    def wait(self) -> None:
+        """Wait until both ranks have come here."""
+        self.waits += 1
+        (self.folder / f"wait{self.waits}.{self.rank}").touch()
+        wait_for(lambda: all((self.folder / f"wait{self.waits}.{rank}").exists() for rank in range(2)))
+
+    def call(self, *arguments: Any) -> Ended:
+        """Call `main`, and wait for the other rank; return the exit code, the errors and the output."""
+        code = main([str(word) for word in arguments])
+        said = self.capsys.readouterr()
+        lines = said.err.splitlines()
+        assert all(line.startswith("run.py: ") for line in lines), lines
+        self.wait()
+        return code, [line.removeprefix("run.py: ") for line in lines], said.out
+
+    def run(self, *arguments: Any, rank: int | None = None, size: int = 2) -> Ended:
+        """Call `main` as a rank, by default with the file for the rendezvous."""
+        where = () if {"--ip", "--init-method"} & set(arguments) else ("--init-method", self.meeting.as_uri())
+        number = self.rank if rank is None else rank
+        return self.call("--rank", number, "--world-size", size, *where, *arguments)
+
+
+@pytest.fixture
+def shell(syncheck_rank: Rank, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """Let this rank type its own command line."""
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(syncheck_rank.shared)
+    return Shell(syncheck_rank, capsys)
+
+
+@RANKS
+def test_trains_through_a_file(shell: Shell) -> None:
+    """Two ranks train ddp; the file is gone afterwards, so that the same lines work again."""
     for replaced in ("", " (replaced 2 of an earlier run of this name)"):
-        zero, one = run_all(programs, *where, *SHORT)
-        assert (zero.returncode, one.returncode, errors([zero, one]), one.stdout) == (0, 0, [], "")
-        assert zero.stdout.splitlines()[1] == f"saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth{replaced}"
-        assert_trained(tmp_path / "ckpts", 2)
-        assert not (tmp_path / "meeting").exists()
+        code, errors, out = shell.run(*SHORT)
+        assert (code, errors) == (0, [])
+        saved = f"saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth{replaced}"
+        assert out.splitlines()[1:] == ([saved] if shell.rank == 0 else [])
+        assert_trained(shell.folder / "ckpts", 2)
+        wait_for(lambda: not shell.meeting.exists())
+        shell.wait()
 
 
-@pytest.mark.parametrize("how", ["--ip", "--init-method"])
-@pytest.mark.slow
-def test_trains_over_tcp(programs: Programs, tmp_path: Path, free_port: int, how: str) -> None:
-    """An address and a port of rank 0 do as well, in either spelling."""
-    where = ("--ip", "127.0.0.1", "--port", free_port) if how == "--ip" else (how, f"tcp://localhost:{free_port}")
-    runs = run_all(programs, *where, *SHORT)
-    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
-    assert_trained(tmp_path / "ckpts", 2)
+@RANKS
+@pytest.mark.parametrize("how", ["options", "url", "variables"])
+def test_trains_over_tcp(shell: Shell, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """An address and a port of rank 0 do as well, in either spelling; so do the variables of torchrun, set by hand."""
+    path = shell.folder / "port"
+    if shell.rank == 0:
+        path.write_text(str(free_port()))
+    shell.wait()
+    port = path.read_text()
+    if how == "variables":
+        variables = {"RANK": str(shell.rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        ended = shell.call(*SHORT)
+    elif how == "url":
+        ended = shell.run("--init-method", f"tcp://localhost:{port}", *SHORT)
+    else:
+        ended = shell.run("--ip", "127.0.0.1", "--port", port, *SHORT)
+    assert ended[:2] == (0, [])
+    assert_trained(shell.folder / "ckpts", 2)
 
 
-@pytest.mark.slow
-def test_mistakes_are_said_in_each_shell(programs: Programs, tmp_path: Path) -> None:
+@RANKS
+def test_mistakes_are_said_in_each_shell(shell: Shell) -> None:
     """Where each rank has a terminal of its own, none of them ends without a word; the file does not stay."""
-    where = ("--init-method", f"file://{tmp_path}/meeting", "--save-per-rank", "--out", "/dev/null/x")
-    runs = run_all(programs, *where)
-    assert [run.returncode for run in runs] == [2, 2]
-    assert errors(runs) == ["error: cannot write to --out /dev/null/x: Not a directory"] * 2
-    assert not (tmp_path / "meeting").exists()
+    code, errors, _ = shell.run("--save-per-rank", "--out", "/dev/null/x")
+    assert (code, errors) == (2, ["error: cannot write to --out /dev/null/x: Not a directory"])
+    wait_for(lambda: not shell.meeting.exists())
+
+
+@RANKS
+def test_a_rank_that_does_not_come(shell: Shell) -> None:
+    """Ranks that wait in vain say which one is missing, and leave no file in the way of the next try."""
+    code, (line,), _ = shell.run("--timeout", 2, rank=(0, 2)[shell.rank], size=3)
+    assert code == 2
+    assert f"waited 2 s at file://{shell.meeting}: rank 1 did not join" in line
+    wait_for(lambda: not shell.meeting.exists())
+
+
+@RANKS
+def test_a_second_try_in_the_same_file(shell: Shell) -> None:
+    """A rank that waited for rank 0 in vain leaves no file behind, so that both meet there at the next try."""
+    if shell.rank == 1:
+        where = ("--rank", "1", "--world-size", "2", "--init-method", shell.meeting.as_uri(), "--timeout", "1")
+        assert main([*where]) == 2
+        (line,) = shell.capsys.readouterr().err.splitlines()
+        assert f"waited 1 s at file://{shell.meeting}: rank 0 did not join" in line
+        wait_for(lambda: not shell.meeting.exists())
+    shell.wait()
+    assert shell.run(*SHORT)[:2] == (0, [])
+    assert_trained(shell.folder / "ckpts", 2)
+
+
+@RANKS
+@pytest.mark.parametrize(("option", "values"), [("lr", ("0.1", "0.2")), ("width", ("4", "8"))])
+def test_different_options(shell: Shell, option: str, values: tuple[str, str]) -> None:
+    """Ranks with different options end before they train, and both shells say who was given what."""
+    code, (line,), _ = shell.run("--max-steps", 3, "--save-per-rank", f"--{option}", values[shell.rank])
+    assert code == 2
+    assert line.startswith(f"error: rank 1 was started with {option}={values[1]}, rank 0 with {values[0]}; ")
+    assert not (shell.folder / "ckpts").exists()
+    wait_for(lambda: not shell.meeting.exists())
+
+
+@pytest.mark.parametrize(("ip", "timeout"), [("127.0.0.1", 1), ("no-such-host.invalid", 600), ("192.0.2.1", 1)])
+def test_nobody_answers(
+    capfd: pytest.CaptureFixture[str], no_launcher: None, free_port: int, ip: str, timeout: int
+) -> None:
+    """A name that does not resolve is reported at once, and after --timeout an address without an answer.
+
+    The message is one line, without torch's pages of warnings.
+    """
+    where = ("--rank", 1, "--world-size", 2, "--ip", ip, "--port", free_port, "--timeout", timeout)
+    assert main([str(word) for word in where]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"tcp://{ip}:{free_port}" in line
+    assert ip != "127.0.0.1" or "(Connection refused)" in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_file_of_a_killed_run(programs: Programs, tmp_path: Path, world_size: int) -> None:
+def test_file_of_a_killed_run(programs: Programs, tmp_path: Path) -> None:
     """The file of ranks that were all killed serves the next run, with as many ranks or more."""
-    where = ("--init-method", f"file://{tmp_path}/meeting")
-    for process in start_long(programs, *where):
+    for process in start_long(programs, "--init-method", f"file://{tmp_path}/meeting2"):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=10)
-    runs = run_all(programs, *where, *SHORT, ranks=world_size)
-    assert ([run.returncode for run in runs], errors(runs)) == ([0] * world_size, [])
-    assert_trained(tmp_path / "ckpts", world_size)
-
-
-@pytest.mark.slow
-def test_a_rank_that_does_not_come(programs: Programs, tmp_path: Path) -> None:
-    """Ranks that wait in vain say which one is missing, and leave no file in the way of the next try."""
-    where = ("--init-method", f"file://{tmp_path}/meeting", "--timeout", 2)
-    started = [programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in (0, 2)]
-    runs = [programs.finish(process) for process in started]
-    assert [run.returncode for run in runs] == [2, 2]
-    for line in errors(runs):
-        assert f"waited 2 s at file://{tmp_path}/meeting: rank 1 did not join" in line
-    assert not (tmp_path / "meeting").exists()
-
-
-@pytest.mark.slow
-def test_no_rank_zero_over_tcp(programs: Programs, free_port: int) -> None:
-    """Where nobody listens, the rank that waits says so after its timeout, without torch's pages of warnings."""
-    address = ("--ip", "127.0.0.1", "--port", free_port)
-    run = programs.run(*TRAIN, "--rank", 1, "--world-size", 2, *address, "--timeout", 1)
-    assert run.returncode == 2
-    (line,) = errors([run])
-    assert f"rank 0 at tcp://127.0.0.1:{free_port} (Connection refused)" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "ip"), [(1, "no-such-host.invalid"), (0, "192.0.2.1"), (1, "192.0.2.1")])
-def test_wrong_address(programs: Programs, free_port: int, rank: int, ip: str) -> None:
-    """A name that does not resolve is reported at once, an address at which rank 0 does not listen after --timeout."""
-    where = ("--ip", ip, "--port", free_port, "--timeout", 2 if ip == "192.0.2.1" else 600)
-    run = programs.run(*TRAIN, "--rank", rank, "--world-size", 2, *where)
-    assert run.returncode == 2
-    (line,) = errors([run])
-    assert f"tcp://{ip}:{free_port}" in line
+    shutil.copy(tmp_path / "meeting2", tmp_path / "meeting3")
+    for size in (2, 3):
+        runs = run_all(programs, "--init-method", f"file://{tmp_path}/meeting{size}", *SHORT, ranks=size)
+        assert ([run.returncode for run in runs], errors(runs)) == ([0] * size, [])
+        assert_trained(tmp_path / "ckpts", size)
 
 
 @pytest.mark.slow
@@ -128,29 +199,6 @@ def test_port_in_use(programs: Programs) -> None:
     for rank, line in enumerate(errors([zero, one])):
         assert line.startswith(f"error: rank {rank} cannot use tcp://127.0.0.1:{port}: ")
     assert (zero.returncode, one.returncode) == (2, 2)
-
-
-@pytest.mark.slow
-def test_different_world_sizes(programs: Programs, free_port: int) -> None:
-    """The rank that joins second reports both world sizes at once; the first one waits for it in vain."""
-    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 5)
-    sizes = enumerate((2, 3))
-    started = [programs.start(*TRAIN, "--rank", rank, "--world-size", size, *where) for rank, size in sizes]
-    runs = [programs.finish(process, timeout=30) for process in started]
-    assert [run.returncode for run in runs] == [2, 2]
-    assert any("2 ranks" in line and "3 ranks" in line for line in errors(runs))
-
-
-@pytest.mark.slow
-def test_one_rank_twice(programs: Programs, free_port: int) -> None:
-    """The second process with a rank ends at once; the others report the rank that is missing."""
-    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 15)
-    started = [programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in (0, 1, 1)]
-    runs = [programs.finish(process, timeout=40) for process in started]
-    assert [run.returncode for run in runs] == [2, 2, 2]
-    zero, *ones = errors(runs)
-    assert "rank 2 did not join" in zero
-    assert sum("rank 1 of 3 has already joined" in line for line in ones) == 1
 
 
 @pytest.mark.slow
@@ -210,34 +258,3 @@ def test_rank_zero_goes_away(programs: Programs, free_port: int) -> None:
     assert run.returncode == 2
     (line,) = errors([run])
     assert f"tcp://127.0.0.1:{free_port}" in line
-
-
-@pytest.mark.slow
-def test_a_second_try_in_the_same_file(programs: Programs, tmp_path: Path) -> None:
-    """A rank that waited for rank 0 in vain leaves no file behind, so that both meet there at the next try."""
-    where = ("--init-method", f"file://{tmp_path}/meeting")
-    run = programs.run(*TRAIN, "--rank", 1, "--world-size", 2, *where, "--timeout", 1)
-    assert run.returncode == 2
-    (line,) = errors([run])
-    assert f"waited 1 s at file://{tmp_path}/meeting: rank 0 did not join" in line
-    assert not (tmp_path / "meeting").exists()
-    runs = run_all(programs, *where, *SHORT)
-    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
-    assert_trained(tmp_path / "ckpts", 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("option", "values"), [("lr", ("0.1", "0.2")), ("width", ("4", "8"))])
-def test_different_options(programs: Programs, tmp_path: Path, option: str, values: tuple[str, str]) -> None:
-    """Ranks with different options end before they train, and both shells say who was given what."""
-    common = ("--world-size", 2, "--init-method", f"file://{tmp_path}/meeting", "--max-steps", 3, "--timeout", 30)
-    started = [
-        programs.start(*TRAIN, "--rank", rank, *common, f"--{option}", value) for rank, value in enumerate(values)
-    ]
-    runs = [programs.finish(process) for process in started]
-    assert [run.returncode for run in runs] == [2, 2]
-    zero, one = errors(runs)
-    assert zero == one
-    assert re.search(rf"rank 1 .*\b{option}={re.escape(values[1])}, rank 0 .*\b{re.escape(values[0])}; ", zero)
-    assert not (tmp_path / "ckpts").exists()
-    assert not (tmp_path / "meeting").exists()

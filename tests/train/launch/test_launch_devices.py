@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from train.errors import RankError, UserError
-from train.launch.devices import choose_backend, choose_devices, describe_idle_gpus
-from train.launch.environment import RankInfo, make_rank_context, read_slurm
-from train.launch.options import LaunchOptions
+from train.launch.environment import (
+    LaunchOptions,
+    RankInfo,
+    choose_backend,
+    choose_devices,
+    describe_idle_gpus,
+    make_rank_context,
+    read_slurm,
+)
 
 HERE = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, init_method="tcp://127.0.0.1:29500")
 TASK = {

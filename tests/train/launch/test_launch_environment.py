@@ -10,6 +10,7 @@ import pytest
 from train.errors import RankError, UserError
 from train.launch import spawn
 from train.launch.environment import (
+    LaunchOptions,
     choose_slurm_port,
     count_slurm_tasks,
     find_launcher,
@@ -17,7 +18,6 @@ from train.launch.environment import (
     make_rank_context,
     prints_for_all_ranks,
 )
-from train.launch.options import LaunchOptions
 from train.options import build_parser, settings_from
 
 TORCHRUN = {
@@ -358,7 +358,7 @@ def test_one_process_of_torchrun(
     ranks: int | None,
 ) -> None:
     """Files of replicas need two ranks; the trainer's own options are a choice, torchrun's default of one is none."""
-    for module in ("spawn", "devices"):
+    for module in ("spawn", "environment"):
         monkeypatch.setattr(f"train.launch.{module}.count_gpus", lambda: gpus)
     environment, args = change(ELASTIC, changes), build_parser().parse_args(line.split())
     before = dict(environment)

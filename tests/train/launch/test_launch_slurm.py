@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import signal
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from cluster import NODES, Cluster
-from programs import RUN, SHORT, TRAIN, assert_trained, command, environment
+from programs import LONG, RUN, SHORT, TRAIN, assert_trained, command, environment, wait_until_trains
 from scenarios import differing
-from started import ROOT
+from started import ROOT, wait_for
+from test_stopping_programs import start_long, stopped_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,10 +60,9 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_srun(slurm: Callable[..., Run], tmp_path: Path, nodes: int) -> None:
-    """Two tasks of srun, on one node or on two, train ddp without being told anything else."""
-    run = slurm("srun", "--nodes", nodes, "--ntasks", 2, *TRAIN, *SHORT)
+def test_srun(slurm: Callable[..., Run], tmp_path: Path) -> None:
+    """Two tasks of srun on two nodes train ddp without being told anything else."""
+    run = slurm("srun", "--nodes", 2, "--ntasks", 2, *TRAIN, *SHORT)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[1] == "saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth"
     assert_trained(tmp_path / "ckpts", 2)
@@ -119,11 +120,8 @@ def test_a_task_is_killed(
 ) -> None:
     """When a task of the step is killed the other one ends too, within 30 s, and says whom it lost if it may."""
     options = (f"--kill-on-bad-exit={kill_on_bad_exit}", "--nodes", 2, "--ntasks", 2)
-    forever = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
-    step = programs.start("srun", "--unbuffered", *options, *TRAIN, *forever, **cluster.environment)
-    assert step.stdout is not None
-    while ": epoch" not in (line := step.stdout.readline()):
-        assert line, "it has ended"
+    step = programs.start("srun", "--unbuffered", *options, *TRAIN, *LONG, **cluster.environment)
+    wait_until_trains(step)
     (victim,) = tasks(1)
     os.kill(victim, signal.SIGKILL)
     run = programs.finish(step, timeout=30)
@@ -133,7 +131,7 @@ def test_a_task_is_killed(
     if not kill_on_bad_exit or said:  # srun may end the other one before it has spoken
         (line,) = said
         assert re.fullmatch(r"run.py: error: rank 0 lost rank 1\b.*", line), line
-    assert slurm("srun", "--ntasks", 2, *TRAIN, *SHORT).returncode == 0  # nothing holds the nodes
+    wait_for(lambda: slurm("squeue", "--noheader").stdout == "")  # nothing holds the nodes
 
 
 def test_shells_without_srun(slurm: Callable[..., Run], clone: Path) -> None:
@@ -162,3 +160,13 @@ def test_job_array(slurm: Callable[..., Run], clone: Path) -> None:
     for folder in folders:
         assert_trained(folder, 2)
     assert len(differing(*(folder / "ddp_rank0.pth" for folder in folders))) > 10
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_scancel(slurm: Callable[..., Run], cluster: Cluster, programs: Programs, tmp_path: Path, name: str) -> None:
+    """scancel, and the notice that --signal=USR1 asks for, reach both tasks, which save and stop after one step."""
+    process = start_long(programs, "srun", "--ntasks", 2, *TRAIN, **cluster.environment)
+    cancel = ("scancel", *(() if name == "TERM" else ("--signal=USR1",)), "--user", getpass.getuser())
+    assert slurm(*cancel).returncode == 0
+    run = programs.finish(process, timeout=45)
+    stopped_at(tmp_path / "ckpts" / ".resume" / "ddp", run.stderr, f"SIG{name}")

@@ -9,50 +9,30 @@ import socket
 import subprocess
 import threading
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from programs import SHORT, TRAIN, assert_trained, children, command, imports_torch
+from programs import LONG, SHORT, TRAIN, assert_trained, children, command, find_ranks, imports_torch, wait_until_trains
 from started import alive, wait_for
 
 from train.launch.exits import ExitStatus
 from train.launch.spawn import choose_status, wait_for_ranks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from programs import Programs, Run
 
-LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
 STOPPED = "run.py: stopped by {} after step \\d+; nothing was saved; .*--checkpoint-every N.*\n"
 MISTAKE, ALIKE = ExitStatus(2, "only here"), ExitStatus(2, "everywhere", shared=True)
 LOST, DONE = ExitStatus(1, "lost another rank"), ExitStatus()
 
 
-def workers(parent: subprocess.Popen[str]) -> list[int]:
-    """Process ids of the ranks, in their order; the other child only cleans up after them."""
-    found = []
-    for pid in children(parent.pid):
-        with suppress(OSError):  # it has just ended
-            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
-
-
-def send(process: subprocess.Popen[str], number: int) -> None:
-    """Send a signal: Ctrl-C to all processes, as a terminal does, any other to the parent alone."""
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        os.kill(process.pid, number)
-
-
 def start_long(programs: Programs, *arguments: Any) -> subprocess.Popen[str]:
     """Start two ranks, and wait until they train."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG, *arguments)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("ddp: epoch")
-    assert len(workers(process)) == 2
+    wait_until_trains(process)
+    assert len(find_ranks(process.pid)) == 2
     return process
 
 
@@ -73,30 +53,19 @@ def test_trains(programs: Programs, tmp_path: Path) -> None:
     assert_trained(tmp_path / "ckpts", 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--spawn", 2, "--method", "single"), "--method single is one process, the launcher started 2"),
-        (("--spawn", 3, "--batch-size", 2), "--batch-size 2 (global) leaves some of 3 ranks empty; use 3 or more"),
-        pytest.param(
-            ("--spawn", 2, "--save-per-rank", "--out", "/dev/null/x"),
-            "cannot write to --out /dev/null/x: Not a directory",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["before", "settings", "inside"],
-)
-def test_mistakes_are_one_line(programs: Programs, arguments: tuple[str | int, ...], message: str) -> None:
-    """What the ranks refuse is said once, before they start or after, with exit code 2."""
-    run = finished(programs, programs.start(*TRAIN, *arguments))
-    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"run.py: error: {message}\n")
+@pytest.mark.slow
+def test_mistakes_of_ranks_are_one_line(programs: Programs) -> None:
+    """What the ranks refuse together is said once, with exit code 2."""
+    run = finished(programs, programs.start(*TRAIN, "--spawn", 2, "--save-per-rank", "--out", "/dev/null/x"))
+    message = "run.py: error: cannot write to --out /dev/null/x: Not a directory\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", message)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named(programs: Programs) -> None:
     """A rank ended with -9 is named with its signal in one line, not the ones that lost it; exit code 1."""
     process = start_long(programs)
-    os.kill(workers(process)[1], signal.SIGKILL)
+    os.kill(find_ranks(process.pid)[1], signal.SIGKILL)
     run = finished(programs, process)
     assert (run.returncode, run.stderr) == (1, "run.py: error: rank 1 was ended by signal 9 (SIGKILL)\n")
 
@@ -105,7 +74,7 @@ def test_a_killed_rank_is_named(programs: Programs) -> None:
 def test_a_stopped_rank_is_named(programs: Programs) -> None:
     """A rank that stands still is named after the others have waited --timeout for it, and is ended all the same."""
     process = start_long(programs, "--timeout", 2)
-    os.kill(workers(process)[1], signal.SIGSTOP)
+    os.kill(find_ranks(process.pid)[1], signal.SIGSTOP)
     run = finished(programs, process)
     assert run.returncode == 1
     assert re.match(r"run.py: error: rank 0 lost rank 1 \(", run.stderr)
@@ -113,14 +82,13 @@ def test_a_stopped_rank_is_named(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_ends_all(programs: Programs, number: int, name: str) -> None:
-    """Ctrl-C, which all processes of a terminal get, and a signal to the parent stop all after a step, in one line."""
+def test_ctrl_c_ends_all(programs: Programs) -> None:
+    """Ctrl-C, which all processes of a terminal get, stops all after a step, in one line."""
     process = start_long(programs)
-    send(process, number)
+    os.killpg(process.pid, signal.SIGINT)
     run = finished(programs, process)
-    assert run.returncode == 128 + number
-    assert re.fullmatch(STOPPED.format(name), run.stderr)
+    assert run.returncode == 130
+    assert re.fullmatch(STOPPED.format("SIGINT"), run.stderr)
 
 
 @pytest.mark.slow
@@ -134,17 +102,16 @@ def test_a_closed_terminal_ends_all(programs: Programs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.05, 0.0])
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_changes_nothing(programs: Programs, second: int, pause: float) -> None:
-    """A signal that comes while the first one is heeded neither stops the cleaning up nor adds a line."""
+def test_a_second_signal_changes_nothing(programs: Programs, pause: float) -> None:
+    """SIGTERM while Ctrl-C is heeded neither stops the cleaning up nor adds a line."""
     process = start_long(programs)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(pause)
-    send(process, second)
+    os.kill(process.pid, signal.SIGTERM)
     run = finished(programs, process)
     # Of two signals that wait for a process the kernel may let either be handled first.
     name = signal.Signals(run.returncode - 128).name
-    assert name in ("SIGINT", "SIGINT" if pause else signal.Signals(second).name)
+    assert name in ("SIGINT", "SIGINT" if pause else "SIGTERM")
     assert re.fullmatch(STOPPED.format(name), run.stderr)
 
 
@@ -190,13 +157,14 @@ def test_the_cause_is_chosen(codes: list[int | None], notes: list[ExitStatus | N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_while_starting(programs: Programs, number: int, name: str, ranks: int) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("SIGINT", 1), ("SIGINT", 2), ("SIGTERM", 1)])
+def test_a_signal_while_starting(programs: Programs, name: str, ranks: int) -> None:
     """A signal as soon as the first rank, or the last, is there is neither lost nor answered by a traceback."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
-    wait_for(lambda: len(workers(process)) >= ranks)
-    send(process, number)
+    wait_for(lambda: len(find_ranks(process.pid)) >= ranks)
+    # Ctrl-C reaches all processes of a terminal.
+    number = signal.Signals[name]
+    (os.killpg if name == "SIGINT" else os.kill)(process.pid, number)
     run = finished(programs, process)
     assert (run.returncode, run.stderr) == (128 + number, f"run.py: ended by {name}\n")
 
@@ -215,7 +183,7 @@ def test_ctrl_c_before_the_first_rank(programs: Programs) -> None:
 def test_no_rank_outlives_its_parent_while_starting(programs: Programs) -> None:
     """When the parent is killed while the ranks still import, they end without a word, and remove what it cannot."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
-    wait_for(lambda: len(workers(process)) == 2 and all(imports_torch(pid) for pid in workers(process)))
+    wait_for(lambda: len(find_ranks(process.pid)) == 2 and all(imports_torch(pid) for pid in find_ranks(process.pid)))
     os.kill(process.pid, signal.SIGKILL)
     run = finished(programs, process)
     assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGKILL, "", "")

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from programs import RUN, SHORT, TRAIN, assert_trained, children, command, errors
+from programs import LONG, RUN, SHORT, assert_trained, children, command, errors, find_ranks, wait_until_trains
 from started import alive, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from programs import Programs, Run
+    from programs import Programs
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -58,14 +56,11 @@ def test_typed_without_a_number(programs: Programs, tmp_path: Path, free_port: i
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_torchrun(programs: Programs, tmp_path: Path, number: signal.Signals) -> None:
     """However torchrun ends, the ranks that the trainer started for it save a state and leave."""
-    process = programs.start(
-        *(*TORCHRUN, "--standalone", RUN, "--save-per-rank", "--checkpoint-every", 100_000, "--width", 4),
-        *("--epochs", 10_000, "--progress", "plain", "--timeout", 60),
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("ddp: epoch")
+    saves = ("--save-per-rank", "--checkpoint-every", 100_000)
+    process = programs.start(*TORCHRUN, "--standalone", RUN, *LONG, *saves, "--timeout", 60)
+    wait_until_trains(process)
     (first,) = children(process.pid)
-    ranks = [pid for pid in children(first) if "spawn_main" in command(pid)]
+    ranks = find_ranks(first)
     assert len(ranks) == 2
     process.send_signal(number)
     process.communicate(timeout=60)
@@ -88,26 +83,6 @@ def test_the_older_launcher(programs: Programs, tmp_path: Path, free_port: int) 
 
 
 @pytest.mark.slow
-def test_variables_set_by_hand(programs: Programs, tmp_path: Path, free_port: int) -> None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone are enough, with rank 0 serving the store."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
-    started = [programs.start(*TRAIN, *SHORT, RANK=str(rank), **variables) for rank in (1, 0)]
-    runs = [programs.finish(process) for process in started]
-    assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
-    assert_trained(tmp_path / "ckpts", 2)
-
-
-@pytest.mark.slow
-def test_contradiction_is_said_once(torchrun: Callable[..., Run]) -> None:
-    """--spawn under torchrun is refused by both ranks, and rank 0 says why before torchrun's own summary."""
-    run = torchrun("--spawn", 2)
-    assert run.returncode != 0
-    line = "run.py: error: --spawn under a launcher "
-    assert run.stderr.count(line) == 1
-    assert run.stderr.index(line) < run.stderr.index("FAILED")
-
-
-@pytest.mark.slow
 def test_ranks_started_again_meet_again(programs: Programs, tmp_path: Path) -> None:
     """A second attempt of torchrun's has keys of its own in the same store, and is not taken for an old run."""
     wrapper = tmp_path / "once.py"
@@ -126,19 +101,6 @@ def test_ranks_started_again_meet_again(programs: Programs, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_rank_zero_alone(programs: Programs, free_port: int) -> None:
-    """Rank 0, which serves the store, waits for no longer than --timeout, and says for whom it waited."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port), "RANK": "0"}
-    process = programs.start(*TRAIN, "--timeout", 1, **variables)
-    run = programs.finish(process, timeout=30)
-    assert run.returncode == 2
-    (line,) = errors([run])
-    assert "rank 0 of 2 waited 1 s at tcp://127.0.0.1" in line
-    assert "rank 1 did not join" in line
-    assert not alive(process)
-
-
-@pytest.mark.slow
 def test_two_agents_start_again(programs: Programs, tmp_path: Path, free_port: int) -> None:
     """When a rank is killed, two agents of torchrun's start their ranks again, and these meet whatever each counts."""
     agents = [
@@ -146,13 +108,13 @@ def test_two_agents_start_again(programs: Programs, tmp_path: Path, free_port: i
             *(*TORCHRUN, "--nnodes", 2, "--node-rank", node, "--nproc-per-node", 1, "--max-restarts", 2),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port}", "--rdzv-id", "test"),
             *("--rdzv-conf", f"is_host={1 - node}", "--local-addr", "127.0.0.1"),
-            *(RUN, "--width", 4, "--epochs", 20, "--save-per-rank", "--progress", "plain", "--timeout", 30),
+            *(RUN, *LONG, "--epochs", 40, "--save-per-rank"),
         )
         for node in range(2)
     ]
     # Only rank 0 prints, and the agents decide which of them has it.
     (with_zero,), _, _ = select.select([agent.stdout for agent in agents], [], [], 60)
-    assert with_zero.readline().startswith("ddp: epoch  1/20")
+    assert with_zero.readline().startswith("ddp: epoch  1/40")
     (agent,) = [agent for agent in agents if agent.stdout is with_zero]
     (zero,) = [pid for pid in children(agent.pid) if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     os.kill(zero, signal.SIGKILL)

@@ -10,8 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cluster import Cluster
-from programs import RUN, TRAIN, errors
+from programs import LONG, RUN, TRAIN, errors, wait_until_trains
 from started import ROOT, alive
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from programs import Programs
 
-LONG = ("--width", 4, "--epochs", 10_000, "--progress", "plain", "--timeout", 60, "--checkpoint-every", 1_000_000)
+STATES = (*LONG, "--timeout", 60, "--checkpoint-every", 1_000_000)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, RUN)
 SAVED = r"run\.py: stopped by {} after step (\d+); its state is saved; add --resume to continue"
 # Signals alone, without a training: what it holds back, it prints.
@@ -41,11 +40,10 @@ while True:
 """
 
 
-def start_long(programs: Programs, *command: Any) -> subprocess.Popen[str]:
+def start_long(programs: Programs, *command: Any, **environment: str) -> subprocess.Popen[str]:
     """Start a run that keeps states, and wait until it trains."""
-    process = programs.start(*command, *LONG)
-    assert process.stdout is not None
-    assert ": epoch" in process.stdout.readline()
+    process = programs.start(*command, *STATES, **environment)
+    wait_until_trains(process)
     return process
 
 
@@ -91,7 +89,7 @@ def test_stops_and_goes_on(
     method = "single" if "single" in launcher else "ddp"
     step = stopped_at(tmp_path / "ckpts" / ".resume" / method, run.stderr, signal.Signals(number).name)
     if launcher == (*TRAIN, "--spawn", 2) and number == signal.SIGTERM:
-        run = programs.run(*launcher, *LONG, "--resume", "--max-steps", step + 3)
+        run = programs.run(*launcher, *STATES, "--resume", "--max-steps", step + 3)
         assert run.returncode == 0
         assert f"run.py: resumed ddp at step {step}/{step + 3}, " in run.stderr
 
@@ -140,21 +138,3 @@ def test_nohup(programs: Programs) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == f"{int(signal.SIGUSR1)}\n"
     process.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["TERM", "USR1"])
-def test_slurm(programs: Programs, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str) -> None:
-    """scancel, and the notice that --signal=USR1 asks for, reach both tasks, which save and stop after one step."""
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
-        process = programs.start("srun", "--ntasks", 2, *TRAIN, *LONG, **cluster.environment)
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ddp: epoch")
-        cancel = ("scancel", *(() if name == "TERM" else ("--signal=USR1",)), "1")
-        assert programs.run(*cancel, **cluster.environment).returncode == 0
-        run = programs.finish(process, timeout=45)
-    finally:
-        cluster.stop()
-    stopped_at(tmp_path / "ckpts" / ".resume" / "ddp", run.stderr, f"SIG{name}")
