@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +49,9 @@ def main() -> int:
     parser.add_argument("--findings", type=Path, metavar="FOLDER", help="for failing inputs (default: a new folder)")
     parser.add_argument("--corpus", type=Path, metavar="FOLDER", help="keep new inputs here, to continue in later runs")
     options = parser.parse_args()
-    if not _is_installed("atheris"):
+    try:
+        import atheris  # noqa: F401 - used by the processes of `fuzz.search`
+    except ImportError:
         print(
             "fuzz: needs atheris, which has wheels for CPython up to 3.13 on Linux x86_64: pip install -e '.[fuzz]'",
             file=sys.stderr,
@@ -69,13 +70,6 @@ def main() -> int:
         print(_ROW.format(*result), flush=True)
         failed = failed or bool(result.findings or result.stopped)
     return int(failed)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ValueError:  # sys.modules has None for it
-        return False
 
 
 def fuzz(target: Target, seconds: int, runs: int, seed: int, findings: Path, corpus: Path) -> Result:

@@ -50,13 +50,13 @@ class Subject:
     @property
     def is_folder(self) -> bool:
         """Whether the checkpoint is a folder."""
-        return self.format not in ("torch-zip", "torch-legacy", "safetensors", "fingerprint")
+        return self.format not in readers.READERS
 
 
 def make_subject(format_name: str) -> Subject:
     """Make the checkpoint of a format as rank 1 saves it, its twin of rank 0, and one of another run."""
     make = MAKERS[format_name]
-    ranks = (1, 0, 1) if format_name in ("torch-zip", "torch-legacy", "safetensors", "fingerprint") else (None,) * 3
+    ranks = (1, 0, 1) if format_name in readers.READERS else (None,) * 3
     return Subject(format_name, *(make(_content(SEED + run, rank)) for run, rank in zip((0, 0, 1), ranks, strict=True)))
 
 

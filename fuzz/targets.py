@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fuzz import mutations
 from fuzz.judge import RANKS, check_copies
@@ -58,13 +58,10 @@ def _read_pickle(path: str) -> Snapshot:
     def find_record(storage: Storage) -> Record:
         return Record("data", 0, min(storage.numel * (storage.itemsize or 1), len(data)))
 
-    made: list[Any] = []
-    tree, stubs = unpickle(data, path, "data.pkl", made=made)
-    flat = flatten(tree, path, len(data), made)
-    tensors = {
-        name: locate_tensor(name, tensor, path, find_record, opened=opened) for name, tensor in flat.tensors.items()
-    }
-    return Snapshot(path, "torch-zip", len(data), tensors, flat.values, stubs, flat.metadata)
+    found = unpickle(data, path, "data.pkl")
+    flat = flatten(found.tree, path, len(data), found.made)
+    tensors = {name: locate_tensor(name, tensor, path, find_record, opened) for name, tensor in flat.tensors.items()}
+    return Snapshot(path, "torch-zip", len(data), tensors, flat.values, found.stubs, flat.metadata)
 
 
 def _write_file(data: bytes, path: Path) -> None:

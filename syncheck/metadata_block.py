@@ -126,23 +126,16 @@ def parse_metadata(block: object, path: str) -> Metadata:
     if get("schema", int, SCHEMA) > SCHEMA:
         raise _malformed(path, "schema", _describe(block["schema"]), f"at most {SCHEMA} (install a newer syncheck)")
     return Metadata(
-        run=get("run", str, None),
-        run_id=get("run_id", str, None),
-        step=get("step", int, None),
-        epoch=get("epoch", int, None),
-        rank=get("rank", int, None),
-        world_size=get("world_size", int, None),
-        host=get("host", str, None),
+        **{key: get(key, str, None) for key in ("run", "run_id", "host")},
+        **{key: get(key, int, None) for key in ("step", "epoch", "rank", "world_size")},
+        **{key: get(key, dict, {}) for key in ("bn_momentum", "config", "versions")},
         mesh=numbers("mesh"),
-        optimizer_sharded=get("optimizer_sharded", bool, False),
         averaging=numbers("averaging"),
         buffers=names("buffers") if block.get("buffers") is not None else None,
         frozen=names("frozen"),
-        bn_momentum=get("bn_momentum", dict, {}),
         optimizer_parameters=names("optimizer_parameters"),
+        optimizer_sharded=get("optimizer_sharded", bool, False),
         buffers_synced=get("buffers_synced", bool, None),
-        config=get("config", dict, {}),
-        versions=get("versions", dict, {}),
     )
 
 

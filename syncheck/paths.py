@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Snapshot
 
+# A folder to enter, the enclosing folder that is a single checkpoint (or ""), and its reader.
+_Folder = tuple[str, str, "ModuleType | None"]
+
 
 @dataclass
 class Opened:
@@ -35,13 +38,6 @@ class Opened:
     roots: dict[str, str] = field(default_factory=dict)
     skipped: int = 0
     aliases: list[Alias] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A folder that is a single checkpoint."""
-
-    path: str
 
 
 def open_checkpoints(paths: Sequence[str]) -> Opened:
@@ -75,17 +71,10 @@ def _open_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
     taken: list[str] = []
     others: list[str] = []
     unreadable = len(opened.unreadable)
-    for found in _walk(folder):
-        if isinstance(found, Unreadable):
-            opened.unreadable.append(found)
-            continue
-        if isinstance(found, Alias):
-            opened.aliases.append(found)
-            continue
-        path = found.path if isinstance(found, Whole) else found
+    for path, is_whole in _walk(folder, opened):
         absolute = _absolute_path(path)
         if absolute not in seen:
-            if isinstance(found, Whole):
+            if is_whole:
                 seen |= dict.fromkeys(map(_absolute_path, _open_checkpoint(path, opened)), True)
                 seen[absolute] = True
             else:
@@ -158,9 +147,7 @@ def _describe_folder(pattern: str) -> str:
 def holds_checkpoint(path: str) -> bool:
     """Whether `open_checkpoints` would find a checkpoint at this path, a file or a folder."""
     if os.path.isdir(path):
-        return any(
-            isinstance(found, Whole) or (isinstance(found, str) and _is_checkpoint(found)) for found in _walk(path)
-        )
+        return any(is_whole or _is_checkpoint(found) for found, is_whole in _walk(path, Opened()))
     return _is_checkpoint(path)
 
 
@@ -173,65 +160,49 @@ def _is_checkpoint(path: str) -> bool:
         return False
 
 
-def _walk(folder: str) -> Iterator[str | Whole | Alias | Unreadable]:
-    """Yield the files below a folder in a fixed order, folders with a trailing slash, and folders that cannot be read.
+def _walk(folder: str, opened: Opened) -> Iterator[tuple[str, bool]]:
+    """Yield the files below a folder in a fixed order, folders with a trailing slash, and whether each is a checkpoint.
 
     A folder that is a single checkpoint replaces its files. Hidden files and folders are ignored. Links to folders come
     last, and each folder is entered once: a second path to a folder is an alias, and links to a parent are ignored.
+    opened: gets the aliases, and the folders that cannot be read.
     """
     visited: dict[tuple[int, int], str] = {}
     with contextlib.suppress(OSError):
         above = Path(folder).resolve().parents
         visited = {(at.st_dev, at.st_ino): "" for at in map(os.stat, above)}
-    waiting, links = [_Folder(folder)], list[_Folder]()
+    waiting, links = list[_Folder]([(folder, "", None)]), list[_Folder]()
     while waiting or links:
-        folder_entry = waiting.pop() if waiting else links.pop(0)
-        current = folder_entry.path
+        current, whole, whole_reader = waiting.pop() if waiting else links.pop(0)
         try:
             at = os.stat(current)
             known = visited.setdefault((at.st_dev, at.st_ino), current)
             if known != current:
                 if known:
-                    yield Alias(current, known)
+                    opened.aliases.append(Alias(current, known))
                 continue
-            entries = _list_visible(current)
+            with os.scandir(current) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
             reader = readers.sniff_folder(current)
         except (OSError, UnreadableFile) as error:
             wrong = error if isinstance(error, UnreadableFile) else UnreadableFile.because(current, error)
-            yield Unreadable(current, f"{wrong.reason}: could not list this folder")
+            opened.unreadable.append(Unreadable(current, f"{wrong.reason}: could not list this folder"))
             continue
         if reader is not None:
-            folder_entry = _Folder(current, current, reader)
-            yield Whole(current)
-        folders = []
+            whole, whole_reader = current, reader
+            yield current, True
+        below = list[_Folder]()
         for entry in entries:
+            if entry.name.startswith("."):
+                continue
             # For a path that exceeds the system's limit, only the directory entry knows whether it is a folder.
             if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path):
-                folders.append(entry)
-            elif not folder_entry.contains(entry.path):
-                yield entry.path
+                (links if entry.is_symlink() else below).append((entry.path, whole, whole_reader))
+            elif whole_reader is None or not whole_reader.holds(os.path.relpath(entry.path, whole)):
+                yield entry.path, False
         if current != folder and reader is None:
-            yield f"{current}/"
-        waiting += [replace(folder_entry, path=entry.path) for entry in reversed(folders) if not entry.is_symlink()]
-        links += [replace(folder_entry, path=entry.path) for entry in folders if entry.is_symlink()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    """A folder to enter. whole: the enclosing folder that is a single checkpoint, if any. reader: its format."""
-
-    path: str
-    whole: str = ""
-    reader: ModuleType | None = None
-
-    def contains(self, path: str) -> bool:
-        """Whether a file is part of the enclosing checkpoint."""
-        return self.reader is not None and bool(self.reader.holds(os.path.relpath(path, self.whole)))
-
-
-def _list_visible(folder: str) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as scanned:
-        return sorted((entry for entry in scanned if not entry.name.startswith(".")), key=lambda entry: entry.name)
+            yield f"{current}/", False
+        waiting += reversed(below)
 
 
 def _open_checkpoint(path: str, opened: Opened) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -13,18 +12,16 @@ from typing import Any
 
 import pytest
 
+from fuzz import damages
+from fuzz.damages import run_trials
+from fuzz.fields import DATA, find_fields
+from fuzz.judge import compare_guarded, judge_comparison
+from fuzz.mutations import KINDS, damage_checkpoint, damaged_labels
 from syncheck.errors import MalformedFile
 from syncheck.readers import READERS, torch_zip
 from syncheck.readers.folders import FOLDERS
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # at the end: if syncheck is installed from a wheel, the wheel is tested
-
-from fuzz import child, damages  # noqa: E402
-from fuzz.damages import run_trials  # noqa: E402
-from fuzz.fields import DATA, find_fields  # noqa: E402
-from fuzz.judge import compare_guarded, judge_comparison  # noqa: E402
-from fuzz.mutations import KINDS, damage_checkpoint, damaged_labels  # noqa: E402
 
 DAMAGES = 324  # three of each kind to each format
 TENSOR = ["torch.float32", [2], "bits", "numbers"]
@@ -129,7 +126,7 @@ def test_fields_of_a_zip(tmp_path: Path) -> None:
 
 def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     """A call without an answer in time, or that ends the process, is reported, and the next call is answered."""
-    with child.Worker(compare_guarded) as worker:
+    with damages.Worker(compare_guarded) as worker:
         worker.send("/no", "/no/such", "/no/path")
         assert worker.receive(0) == {"died": "hang"}
         worker.send("too few arguments")
@@ -144,8 +141,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Call the functions of workers in this process, where tests can inject faults."""
     pytest.importorskip("torch")
     pytest.importorskip("safetensors.torch")
-    monkeypatch.setattr(child.Worker, "send", lambda self, *given: setattr(self, "result", self.function(*given)))
-    monkeypatch.setattr(child.Worker, "receive", lambda self, _: self.result)
+    monkeypatch.setattr(damages.Worker, "send", lambda self, *given: setattr(self, "result", self.function(*given)))
+    monkeypatch.setattr(damages.Worker, "receive", lambda self, _: self.result)
     monkeypatch.setattr(damages, "_COMMAND_LINE_EVERY", 10**9)
 
 

@@ -181,7 +181,7 @@ def _find_rank(parts: Sequence[PathNumbers]) -> int | None:
     own = [i for i in folder_parts if not parts[0].folders[i]]
     nodes, plain = _find_varying(parts, "node"), _find_varying(parts, "plain")
     if nodes and plain:  # the unnamed number must count each machine's files from 0; otherwise it may be a step
-        counted = partition_by(parts, lambda p: p.node()).values()
+        counted = partition_by(parts, lambda p: tuple(p.numbers[i] for i in p.all_of("node"))).values()
         if any({p.numbers[plain[-1]] for p in of_node} != set(range(len(of_node))) for of_node in counted):
             plain = []
     for found in (own, _find_varying(parts, "rank"), plain, nodes, folder_parts):

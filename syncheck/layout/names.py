@@ -90,10 +90,6 @@ class PathNumbers:
         """Return the last position of this role: the one nearest to the file's own name."""
         return max(self.all_of(role), default=None)
 
-    def node(self) -> tuple[int, ...]:
-        """Return the numbers of the machine."""
-        return tuple(self.numbers[i] for i in self.all_of("node"))
-
     def mesh(self) -> dict[str, int]:
         """Return the coordinate by dimension of the mesh of ranks."""
         found = {}

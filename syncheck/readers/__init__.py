@@ -5,8 +5,7 @@ A checkpoint is a file (table `READERS` in files.py) or a folder of related file
 
 from __future__ import annotations
 
-from syncheck.readers.files import EXTENSIONS, READERS, SETTINGS, read, sniff, sniff_folder
-from syncheck.readers.overwrite_guard import refuse_overwrite
+from syncheck.readers.files import EXTENSIONS, READERS, SETTINGS, read, refuse_overwrite, sniff, sniff_folder
 
 __all__ = [
     "EXTENSIONS",

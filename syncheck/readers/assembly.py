@@ -1,23 +1,34 @@
-"""Combine several files into one checkpoint, as most folder formats require."""
+"""List the files of a folder, and combine them into one checkpoint."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, brief
+from syncheck.messages import Note
 from syncheck.names import make_unique_name
+from syncheck.readers.files import read_file
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from syncheck.messages import Message
 
+# Top-level keys that stay before the label, because they determine the kinds of tensors.
+_TOPS = ("optimizer", "scaler")
+# Names of a run's progress.
+_PROGRESS = frozenset({"step", "epoch", "global_step", "global_steps", "iteration", "iter", "epochs_run", "steps_run"})
 
-def as_stored(name: str) -> str:
-    """Return the name unchanged."""
-    return name
+
+def match_in_order(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[str]]:
+    """Return the matching names in numeric order: part 10 comes after part 9."""
+    found = [match for name in sorted(names) if (match := pattern.fullmatch(name))]
+    return sorted(found, key=lambda m: [int(part) for part in re.findall(r"\d+", m.string)])
 
 
 @dataclass
@@ -33,7 +44,7 @@ class Assembly:
     metadata: Metadata | None = None
     notes: list[Message] = field(default_factory=list)
 
-    def add(self, part: Snapshot, rename: Callable[[str], str] = as_stored) -> None:
+    def add(self, part: Snapshot, rename: Callable[[str], str] = str) -> None:
         """Add the content of a file. If two tensors get the same name, the second becomes `name#2`.
 
         The same holds for values, unless they are equal: every safetensors shard stores `format = 'pt'`.
@@ -68,3 +79,77 @@ class Assembly:
         stubs = tuple(sorted(self.stubs))
         notes = tuple(self.notes)
         return Snapshot(self.folder, self.format, self.bytes, self.tensors, self.values, stubs, self.metadata, notes)
+
+
+def read_parts(folder: str, format_name: str, parts: Sequence[tuple[str, str, bool]]) -> Assembly:
+    """Open a checkpoint in which each file of a model-parallel or ZeRO rank contains a different part.
+
+    parts: for each file, its path, a label that distinguishes it (empty for a single file), and whether all of it is
+    optimizer state. Labels precede the names in a file, but follow `optimizer`. Values that are equal in all files,
+    such as the iteration, get no label. Raises CheckpointError for an unreadable file, or a file of another step.
+    """
+    whole = Assembly(folder, format_name)
+    opened = [read_file(path) for path, _, _ in parts]
+    _check_progress(opened, folder)
+    for part, (_, label, optimizer) in zip(opened, parts, strict=True):
+        whole.add(part, _make_rename(label, optimizer=optimizer))
+    whole.values |= _find_shared_values(opened)
+    return whole
+
+
+def choose_label(match: re.Match[str], found: Sequence[re.Match[str]]) -> str:
+    """Return the label of a file. It is empty for part 0 if no other part is present.
+
+    A single part other than 0 keeps its label, because the folder is incomplete. match: with a group `label`.
+    """
+    first = not any(int(number) for number in re.findall(r"\d+", match["label"]))
+    return "" if first and len(found) == 1 else match["label"]
+
+
+def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], what: str) -> list[Message]:
+    """Return a note if a folder lacks parts. part_numbers: the numbers in each part's name."""
+    present = set(part_numbers)
+    if len({len(place) for place in present}) != 1:  # names with different counts of numbers form no grid
+        return []
+    most = math.prod(max(column) + 1 for column in zip(*present, strict=True))
+    missing = most - len(present)
+    return [Note.PARTS_ABSENT(absent=brief(missing), total=brief(most), what=what)] if missing else []
+
+
+def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
+    """Raise MalformedFile if parts have different steps, which no consistent checkpoint has."""
+    first: dict[str, Snapshot] = {}
+    for part in opened:
+        for name in _PROGRESS.intersection(part.values):
+            other = first.setdefault(name, part)
+            if part.values[name] != other.values[name]:
+                raise MalformedFile(
+                    part.path,
+                    place=name,
+                    found=brief(part.values[name]),
+                    needed=f"{brief(other.values[name])}, as in {os.path.relpath(other.path, folder)}",
+                    next_step="its step differs from the other files: save or copy the whole folder again",
+                )
+
+
+def _make_rename(label: str, *, optimizer: bool) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        top, dot, inner = name.partition(".")
+        if optimizer:
+            inner = inner if dot and top in ("optimizer", "optimizer_state_dict") else name
+            return ".".join(filter(None, ("optimizer", label, inner)))
+        if not label:
+            return name
+        return f"{top}.{label}.{inner}" if dot and top in _TOPS else f"{label}.{name}"
+
+    return rename
+
+
+def _find_shared_values(opened: Sequence[Snapshot]) -> dict[str, Any]:
+    """Return the top-level values that are equal in all files that have them, such as the iteration."""
+    first = {name: value for part in reversed(opened) for name, value in part.values.items() if "." not in name}
+    return {
+        name: value
+        for name, value in first.items()
+        if all(part.values[name] == value for part in opened if name in part.values)
+    }

@@ -10,7 +10,7 @@ from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile
 from syncheck.names import is_rng_state
 from syncheck.readers.pickles.keys import Huge, to_plain
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.untrusted import open_regular_file
 from syncheck.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:

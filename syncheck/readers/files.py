@@ -1,14 +1,14 @@
-"""Detect the format of a checkpoint by its content, and read it."""
+"""Detect the format of a checkpoint by its content, read it, and protect it from output files."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile
+from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile, UsageError
 from syncheck.readers import fingerprint_file, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.bookkeeping import remove_bookkeeping
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.untrusted import open_regular_file
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -39,13 +39,26 @@ def read(path: str) -> Snapshot:
     path: of the file or folder. Its content determines the format; nothing in it is imported or executed.
     Raises CheckpointError with the location of the fault, the finding and the next step.
     """
-    if os.path.isdir(path):
-        from syncheck.readers import folders  # imported for folders only, to start faster
+    reader = sniff_folder(path) if os.path.isdir(path) else None
+    return _read_with(reader, path) if reader else read_file(path)
 
-        snapshot = folders.read_folder(path)
-        if snapshot is not None:
-            return snapshot
-    return read_file(path)
+
+def read_file(path: str) -> Snapshot:
+    """Open a checkpoint that is a single file. Raises CheckpointError."""
+    head = _read_head(path)
+    if reader := _find_reader(head):
+        return _read_with(reader, path)
+    if not head:
+        raise MalformedFile(path, found="the file is empty", next_step="save or copy it again")
+    needed = "a torch.save or safetensors file, or a fingerprint"
+    raise NotACheckpoint(path, place="first bytes", found=repr(head[:12]), needed=needed)
+
+
+def _read_with(reader: ModuleType, path: str) -> Snapshot:
+    try:
+        return remove_bookkeeping(reader.read(path))
+    except OSError as error:
+        raise UnreadableFile.because(path, error) from None
 
 
 def sniff(path: str) -> ModuleType | None:
@@ -61,29 +74,33 @@ def sniff_folder(folder: str) -> ModuleType | None:
 
     Raises UnreadableFile for a folder that cannot be listed.
     """
-    from syncheck.readers import folders  # imported for folders only, to start faster
+    from syncheck.readers.folders import FOLDERS  # imported for folders only, to start faster
 
-    return folders.sniff_folder(folder)
+    try:
+        return next((reader for reader in FOLDERS.values() if reader.matches_folder(folder)), None)
+    except (OSError, ValueError) as error:
+        raise UnreadableFile.because(folder, error) from None
 
 
-def read_file(path: str) -> Snapshot:
-    """Open a checkpoint that is a single file. Raises CheckpointError."""
-    head = _read_head(path)
-    reader = _find_reader(head)
-    if reader is not None:
-        try:
-            snapshot: Snapshot = reader.read(path)
-            return remove_bookkeeping(snapshot)
-        except OSError as error:
-            raise UnreadableFile.because(path, error) from None
-    if not head:
-        raise MalformedFile(path, found="the file is empty", next_step="save or copy it again")
-    raise NotACheckpoint(
-        path,
-        place="first bytes",
-        found=repr(head[:12]),
-        needed="a torch.save or safetensors file, or a fingerprint",
-    )
+def refuse_overwrite(path: str, option: str = "-o", *, replaceable: ModuleType | None = None) -> None:
+    """Raise UsageError, with the option's name, if the output path is a checkpoint or belongs to a checkpoint.
+
+    replaceable: the reader of a format that may be overwritten.
+    """
+    if os.path.isfile(path) and _is_part(path, replaceable):
+        raise UsageError(f"{option} {path}: would overwrite a checkpoint; pass another path")
+
+
+def _is_part(path: str, replaceable: ModuleType | None) -> bool:
+    try:
+        if sniff(path) not in (None, replaceable):
+            return True
+        # An index or a list of settings is not a checkpoint by itself.
+        folder, name = os.path.split(os.path.realpath(path))
+        folder_format = sniff_folder(folder)
+    except UnreadableFile:
+        return False
+    return folder_format is not None and bool(folder_format.holds(name))
 
 
 def _find_reader(head: bytes) -> ModuleType | None:

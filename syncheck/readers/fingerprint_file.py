@@ -6,7 +6,6 @@ The writer is `syncheck/fingerprint.py`. Like all files, fingerprints are untrus
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 from typing import Any, TypeGuard
@@ -16,8 +15,7 @@ from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.messages import Message, Note, Refusal
 from syncheck.metadata_block import parse_metadata
 from syncheck.readers import limits
-from syncheck.readers.json_text import InvalidJson, parse_json_object
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.untrusted import parse_json_object, read_whole
 from syncheck.snapshots import (
     MOST_DIMENSIONS,
     MOST_ELEMENTS,
@@ -39,7 +37,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16,128}")
 _MOMENTS = ("min", "max", "mean", "std")
 MOST_TEXT = 1_000  # characters of a dtype, a reason or a note
 _MOST_RANKS = 1_000_000
-_AGAIN = "recreate it with: syncheck fingerprint"
+_AGAIN = "it is cut short or was edited: recreate it with: syncheck fingerprint"
 
 
 def matches(head: bytes) -> bool:
@@ -52,15 +50,8 @@ def read(path: str) -> Snapshot:
 
     Raises MalformedFile for invalid JSON or content, UnsupportedFormat for a newer version.
     """
-    with open_regular_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_SIZE:
-            raise _malformed(path, "file", f"{size} bytes", f"at most {MAX_SIZE}")
-        raw = file.read(size)
-    try:
-        document = parse_json_object(raw, entry=b'"shape"', finite=True)
-    except InvalidJson as wrong:
-        raise _malformed(path, "file", wrong.found, wrong.needed) from None
+    raw = read_whole(path, MAX_SIZE, _AGAIN)
+    document = parse_json_object(raw, path, "file", _AGAIN, entry=b'"shape"', finite=True)
     version = document.get(KEY)
     if type(version) is not int or version < 1:
         raise _malformed(path, KEY, brief(version), "a version number")
@@ -82,7 +73,7 @@ def read(path: str) -> Snapshot:
     return Snapshot(
         path,
         FORMAT,
-        size,
+        len(raw),
         {name: _check_tensor(path, name, entry, algorithm) for name, entry in tensors.items()},
         {name: _check_value(path, name, value) for name, value in _get_dict(document, "values", path).items()},
         _get_texts(document, "stubs", path),
@@ -198,9 +189,7 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(
-        path, place=place, found=found, needed=needed, next_step=f"it is cut short or was edited: {_AGAIN}"
-    )
+    return MalformedFile(path, place=place, found=found, needed=needed, next_step=_AGAIN)
 
 
 def _find_refusal(text: str) -> Message:

@@ -17,8 +17,7 @@ from syncheck.errors import MalformedFile, brief
 from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse_metadata
 from syncheck.readers import limits
-from syncheck.readers.json_text import InvalidJson, parse_json_object
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.untrusted import open_regular_file, parse_json_object
 from syncheck.snapshots import (
     MOST_DIMENSIONS,
     MOST_ELEMENTS,
@@ -32,7 +31,7 @@ from syncheck.snapshots import (
 FORMAT = "safetensors"
 # The header limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE), in bytes.
 MAX_HEADER = 100_000_000
-_AGAIN = "save or copy the file again"
+_AGAIN = "it is cut short or damaged: save or copy the file again"
 
 
 def matches(head: bytes) -> bool:
@@ -55,10 +54,7 @@ def read(path: str) -> Snapshot:
         if length > min(MAX_HEADER, size - 8):
             raise _malformed(path, "header", f"a length of {length} bytes", f"at most {min(MAX_HEADER, size - 8)}")
         raw = file.read(length)
-    try:
-        header = parse_json_object(raw, entry=b'"data_offsets"')
-    except InvalidJson as wrong:
-        raise _malformed(path, "header", wrong.found, wrong.needed) from None
+    header = parse_json_object(raw, path, "header", _AGAIN, entry=b'"data_offsets"')
     strings = header.pop("__metadata__", {})
     if len(header) > limits.MOST_TENSORS:
         raise _malformed(path, "header", f"{len(header)} tensors", f"at most {limits.MOST_TENSORS}")
@@ -133,6 +129,4 @@ def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
 
 
 def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(
-        path, place=place, found=found, needed=needed, next_step=f"it is cut short or damaged: {_AGAIN}"
-    )
+    return MalformedFile(path, place=place, found=found, needed=needed, next_step=_AGAIN)

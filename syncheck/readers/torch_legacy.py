@@ -16,11 +16,11 @@ from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Stream, unpickle
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.untrusted import open_regular_file
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
-    from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
+    from syncheck.readers.pickles.stand_ins import Storage
 
 FORMAT = "torch-legacy"
 # torch/serialization.py: MAGIC_NUMBER in pickle protocol 2, and PROTOCOL_VERSION.
@@ -44,25 +44,22 @@ def read(path: str) -> Snapshot:
     with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         opened = os.fstat(file.fileno())
         stream = Stream(whole, len(MAGIC))
-        version, _ = unpickle(stream, path, "protocol version")
+        version = unpickle(stream, path, "protocol version").tree
         if version != _VERSION:
             raise UnsupportedFormat(path, place="protocol version", found=brief(version), needed=str(_VERSION))
         unpickle(stream, path, "system information")
-        start = stream.at
         storages: dict[str, Storage] = {}
-        made: list[TensorLocation] = []
-        tree, stubs = unpickle(stream, path, "object", storages, made=made)
-        flat = flatten(tree, path, stream.at - start, made)
-        keys, _ = unpickle(stream, path, "storage keys")
+        pickled = unpickle(stream, path, "object", storages)
+        flat = flatten(pickled.tree, path, pickled.size, pickled.made)
+        keys = unpickle(stream, path, "storage keys").tree
         records = _locate_records(stream, keys, storages, path)
     tensors = {
-        name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened=opened)
+        name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened)
         for name, location in flat.tensors.items()
     }
     return Snapshot(
-        path, FORMAT, opened.st_size, tensors, flat.values, stubs, flat.metadata,
-        numbered=flat.numbered,
-    )  # fmt: skip
+        path, FORMAT, opened.st_size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
+    )
 
 
 def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:

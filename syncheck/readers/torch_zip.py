@@ -14,14 +14,15 @@ import zlib
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
-from syncheck.readers import zip_end
 from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
-from syncheck.readers.pickles.unpickle import unpickle
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.pickles.unpickle import Pickled, unpickle
+from syncheck.readers.untrusted import open_regular_file
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
     from syncheck.snapshots import Tensor
 
@@ -37,6 +38,14 @@ _MOST_DIRECTORY = 1 << 27
 _IS_FOLDER = 0x10
 # Records that torch.load reads besides the pickle and the data, if present. _NUMBERS contain an integer.
 _NUMBERS, _BESIDE = ("version", ".data/version", ".storage_alignment"), (".data/serialization_id", ".format_version")
+_END = struct.Struct("<4s4H2LH")
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<28x3H12x")  # the lengths of name, extra field and comment
+_UTF_8 = 0x800
+_LOCATOR = struct.Struct("<4sLQL")
+# Values of the old 2- and 4-byte fields if the number is in the zip64 record.
+_SHORT, _LONG = 0xFFFF, 0xFFFFFFFF
+_ONE_DISK = ("a multi-disk zip", "a single file")
 _AGAIN = "save or copy the file again"
 _STRANGE = "no library writes this; check the origin of the file"
 
@@ -54,17 +63,13 @@ def read(path: str) -> Snapshot:
     """
     with open_regular_file(path) as file:
         archive = Archive(file, path)
-        pickled = archive.read_record("data.pkl")
-        made: list[TensorLocation] = []
-        tree, stubs = unpickle(pickled, path, f"{archive.stem}data.pkl", made=made)
-        flat = flatten(tree, path, len(pickled), made)
-        big = archive.is_big_endian()
-        tensors = {name: archive.tensor(name, location, big) for name, location in flat.tensors.items()}
+        pickled = archive.unpickle()
+        flat = flatten(pickled.tree, path, pickled.size, pickled.made)
+        tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
         archive.check_overlaps()
     return Snapshot(
-        path, FORMAT, archive.size, tensors, flat.values, stubs, flat.metadata,
-        numbered=flat.numbered,
-    )  # fmt: skip
+        path, FORMAT, archive.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
+    )
 
 
 class _Bounded:
@@ -80,14 +85,18 @@ class _Bounded:
 
 
 class Archive:
-    """An opened torch.save zip, of which only the directory has been read. path: for error messages."""
+    """An opened torch.save zip, of which only the directory has been read.
 
-    def __init__(self, file: BinaryIO, path: str) -> None:
-        self.opened = os.fstat(file.fileno())
+    path: for error messages. start: where `file` begins in the file at `path`.
+    """
+
+    def __init__(self, file: BinaryIO, path: str, start: int = 0) -> None:
+        self.opened, self.start = os.fstat(file.fileno()), start
         self.file, self.path = file, path
         self.size = file.seek(0, os.SEEK_END)
         self.locations: dict[str, tuple[int, int]] = {}
         self.stem = ""  # of all records' names, once it is known
+        self.big_endian = False
         self.records = self._read_directory()
         pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -108,7 +117,7 @@ class Archive:
         place = "zip directory"
         try:
             infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(self.file))).infolist()
-            wrong = zip_end.find_fault(self.file, infos)
+            wrong = _find_fault(self.file, infos)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
             needed = "a directory at the end of the file"
             raise self._malformed(place, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
@@ -177,7 +186,13 @@ class Archive:
             raise self._malformed(name, "the bytes do not match the CRC-32 stored for them", "what was saved", _AGAIN)
         return data
 
-    def is_big_endian(self) -> bool:
+    def unpickle(self) -> Pickled:
+        """Read the pickle and the byte order. Raises as `pickles.unpickle`, and MalformedFile."""
+        found = unpickle(self.read_record("data.pkl"), self.path, f"{self.stem}data.pkl")
+        self.big_endian = self._is_big_endian()
+        return found
+
+    def _is_big_endian(self) -> bool:
         """Whether tensors are stored big-endian; files before torch 2.1 lack the record and are little-endian."""
         if self.stem + "byteorder" not in self.records:
             return False
@@ -186,9 +201,9 @@ class Archive:
             raise self._malformed("byteorder", repr(order[:20]), "little or big", _AGAIN)
         return order == b"big"
 
-    def tensor(self, name: str, location: TensorLocation, big_endian: bool) -> Tensor:
+    def tensor(self, name: str, location: TensorLocation) -> Tensor:
         """Check that a tensor is within its record, and return it with its offset in the file."""
-        return locate_tensor(name, location, self.path, self._locate_record, opened=self.opened, big_endian=big_endian)
+        return locate_tensor(name, location, self.path, self._locate_record, self.opened, big_endian=self.big_endian)
 
     def check_overlaps(self) -> None:
         """Raise MalformedFile if two records overlap, because a small file could then claim a huge amount of data."""
@@ -207,7 +222,70 @@ class Archive:
     def _locate_record(self, storage: Storage) -> Record:
         record = f"data/{storage.key}"
         start, size = self.locate(record)
-        return Record(self.stem + record, start, size, self.records[self.stem + record].CRC)
+        return Record(self.stem + record, self.start + start, size, self.records[self.stem + record].CRC)
 
     def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:
         return MalformedFile(self.path, place=self.stem + record, found=found, needed=needed, next_step=next_step)
+
+
+def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> tuple[str, str] | None:
+    """Return the first fault of a zip's directory or its end records, as found and needed, or None.
+
+    zipfile trusts the directory size in the end records and ignores the number of entries; torch reads exactly this
+    number of entries. If they disagree, torch would load other tensors than syncheck compares.
+    Layout: PKWARE's APPNOTE.TXT, 4.3.14 to 4.3.16. torch's checks are in mz_zip_reader_read_central_dir of miniz.
+    infos: zipfile's entries of this file. Raises ValueError or struct.error if the file became shorter.
+    """
+    end = _find_end(file)  # of the directory, unless zip64 records follow it
+    start_64 = end - _LOCATOR.size - _END_64.size
+    file.seek(max(0, start_64))
+    before, last = file.read(min(end, _LOCATOR.size + _END_64.size)), file.read(_END.size)
+    _, disk, first_disk, *counts, size, offset, _ = _END.unpack(last)
+    if disk or first_disk or any(info.volume for info in infos):
+        return _ONE_DISK
+    locator = before[-_LOCATOR.size :]
+    if locator.startswith(b"PK\x06\x07"):
+        _, disk, stated, disks = _LOCATOR.unpack(locator)
+        if disk or disks != 1:
+            return _ONE_DISK
+        if stated != start_64 or not before.startswith(b"PK\x06\x06"):
+            return f"a zip64 record at byte {stated}", f"one at byte {start_64}, before its locator"
+        old = (*counts, size, offset)
+        _, length, _, _, disk, first_disk, *counts, size, offset = _END_64.unpack_from(before)
+        if disk or first_disk:
+            return _ONE_DISK
+        if length != _END_64.size - 12:  # the length excludes the signature and itself
+            return f"a zip64 record of {length} bytes", str(_END_64.size - 12)
+        new = (len(infos), len(infos), size, offset)
+        for found, needed, instead in zip(old, new, (_SHORT, _SHORT, _LONG, _LONG), strict=True):
+            if found not in (needed, instead):
+                return f"{found} in the record before zip64", f"{needed}, or {instead}"
+        end = start_64
+    for count in counts:
+        if count != len(infos):
+            return f"{len(infos)} records in a directory that lists {count}", "equal numbers"
+    if size + offset != end:
+        return f"a directory of {size} bytes at byte {offset}", f"an end at byte {end}"
+    return _check_last_entry(file, infos[-1], end) if infos else None
+
+
+def _check_last_entry(file: BinaryIO, info: zipfile.ZipInfo, end: int) -> tuple[str, str] | None:
+    """Check the length of the last entry, which zipfile does not. end: of the directory."""
+    name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF_8 else "cp437")
+    found = len(name), len(info.extra), len(info.comment)
+    file.seek(end - _ENTRY.size - sum(found))
+    stated = _ENTRY.unpack(file.read(_ENTRY.size))
+    if stated != found:
+        return f"an entry of {sum(stated)} bytes with {sum(found)} left", "the length of the entry"
+    return None
+
+
+def _find_end(file: BinaryIO) -> int:
+    """Return the offset of the last end record, as zipfile finds it; a comment can follow the record."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(size - _END.size)
+    if (last := file.read()).startswith(b"PK\x05\x06") and last.endswith(b"\0\0"):
+        return size - _END.size
+    start = max(0, size - _SHORT - 1 - _END.size)
+    file.seek(start)
+    return start + file.read().rindex(b"PK\x05\x06")

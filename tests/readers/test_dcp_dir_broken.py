@@ -132,15 +132,20 @@ def test_invalid_metadata(folder: Path, content: bytes) -> None:
     assert ".metadata: " in error(folder)
 
 
-def test_metadata_that_executes_code_is_refused(folder: Path, tmp_path: Path) -> None:
-    """A `.metadata` that calls a system function is refused, and nothing is executed."""
+@pytest.mark.parametrize("place", [".metadata", "__0_0.distcp, 'callback'"])
+def test_a_pickle_that_executes_code_is_refused(tmp_path: Path, place: str) -> None:
+    """A `.metadata` or a pickled object that calls a system function is refused, and nothing is executed."""
 
     class Bomb:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "made"),)
 
-    (folder / ".metadata").write_bytes(pickle.dumps({"storage_data": Bomb()}))
-    assert "runs code" in error(folder, RefusedFile)
+    folder = save(tmp_path / "folder", {"w": torch.ones(2), "callback": Bomb()})
+    if place == ".metadata":
+        (folder / place).write_bytes(pickle.dumps({"storage_data": Bomb()}))
+    text = error(folder, RefusedFile)
+    assert place in text
+    assert "mkdir, which runs code" in text
     assert not (tmp_path / "made").exists()
 
 

@@ -56,8 +56,11 @@ def save_and_compare(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_ddp(syncheck_rank: Rank) -> None:
-    """A folder of a DDP run, with tensors in the files of both ranks, is in sync with a file of rank 0."""
+def test_ddp_and_columns(syncheck_rank: Rank) -> None:
+    """A folder of a DDP run, with tensors in the files of both ranks, is in sync with a file of rank 0.
+
+    Tensors that are sharded unevenly by column, as in tensor parallelism, are assembled to the same bits.
+    """
     model, optimizer = trained()
     ddp = nn.parallel.DistributedDataParallel(model)
     report = save_and_compare(syncheck_rank, ddp, optimizer)
@@ -65,6 +68,13 @@ def test_ddp(syncheck_rank: Rank) -> None:
     assert report.counts.identical == report.counts.tensors == 9 + 3 * 6
     paths = {tensor.path for tensor in readers.read(str(syncheck_rank.shared / "folder")).tensors.values()}
     assert len(paths) == 2
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    wide, deep = torch.randn(6, 5), torch.randn(3, 4, 7).bfloat16()
+    state = {"wide": distribute_tensor(wide, mesh, [Shard(1)]), "deep": distribute_tensor(deep, mesh, [Shard(2)])}
+    folder = save(syncheck_rank.shared / "columns", state)
+    syncheck_rank.barrier()
+    assert contents(folder) == expected({"wide": wide, "deep": deep})
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -93,18 +103,6 @@ def test_fsdp2_with_uneven_rows(syncheck_rank: Rank) -> None:
     syncheck_rank.barrier()
     (diff,) = syncheck.compare(syncheck_rank.shared / "whole.pth", folder).groups[0].tensors
     assert (diff.name, diff.mismatched, diff.index) == ("0.weight", 1, (4, 2))
-
-
-@pytest.mark.syncheck(ranks=2)
-def test_columns_of_a_tensor(syncheck_rank: Rank) -> None:
-    """A tensor sharded unevenly by column, as in tensor parallelism, is assembled to the same bits."""
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    wide, deep = torch.randn(6, 5), torch.randn(3, 4, 7).bfloat16()
-    state = {"wide": distribute_tensor(wide, mesh, [Shard(1)]), "deep": distribute_tensor(deep, mesh, [Shard(2)])}
-    folder = save(syncheck_rank.shared / "folder", state)
-    syncheck_rank.barrier()
-    assert contents(folder) == expected({"wide": wide, "deep": deep})
 
 
 @pytest.mark.slow

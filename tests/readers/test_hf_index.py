@@ -93,15 +93,6 @@ def test_a_value_of_all_files_is_one_value(tmp_path: Path) -> None:
     assert found[1] == found[0] | others
 
 
-def test_ranks_of_folders(tmp_path: Path) -> None:
-    """Folders rank0, rank1, ... below the given folder form one group, with and without a trailing slash."""
-    for rank in (0, 1, 10):
-        write(tmp_path / f"rank{rank}", network())
-    for given in ([tmp_path], [f"{tmp_path}/rank{rank}/" for rank in (10, 1, 0)]):
-        (group,) = syncheck.compare(*given).groups
-        assert [replica.rank for replica in group.replicas] == [0, 1, 10]
-
-
 def listed(**changes: Any) -> Callable[[Path], None]:
     """Return a fault: other entries in the weight map, with `__` for dots in names; None removes an entry."""
 
@@ -252,16 +243,3 @@ def test_a_folder_with_one_plain_file_is_an_ordinary_folder(tmp_path: Path) -> N
     save(tmp_path / "rank1" / "model.safetensors", network())
     (group,) = syncheck.compare(tmp_path).groups
     assert [(replica.format, replica.rank) for replica in group.replicas] == [("safetensors", 0), ("safetensors", 1)]
-
-
-def test_a_file_that_breaks_while_it_is_read_breaks_its_folder(tmp_path: Path) -> None:
-    """A shard that is replaced during the comparison makes its folder unreadable; the others are compared."""
-    from syncheck import api
-
-    folders = [write(tmp_path / f"rank{rank}", network()) for rank in range(3)]
-    found = api.find(*folders)
-    shard = folders[1] / "model-00001-of-00003.safetensors"
-    shard.write_bytes(shard.read_bytes()[:40])
-    report = api.judge(found)
-    assert [replica.rank for replica in report.groups[0].replicas] == [0, 2]
-    assert [unreadable.path for unreadable in report.unreadable] == [str(shard)]

@@ -13,7 +13,7 @@ from checkpoints import changed, network, save, save_pth
 import syncheck
 from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.messages import Grouping, Note
-from syncheck.readers import regular_file, safetensors_file
+from syncheck.readers import safetensors_file, untrusted
 from syncheck.records import Reason
 
 if TYPE_CHECKING:
@@ -366,7 +366,7 @@ def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", lambda *_, **__: before)
         with pytest.raises(UnreadableFile, match="a pipe, socket or device; needed a file"):
-            regular_file.open_regular_file(str(tmp_path / "pipe"))
+            untrusted.open_regular_file(str(tmp_path / "pipe"))
 
 
 def test_a_file_truncated_after_detection(tmp_path: Path) -> None:

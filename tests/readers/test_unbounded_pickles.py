@@ -46,22 +46,22 @@ def read_with(folder: Path, *pairs: tuple[Part, Part]) -> syncheck.Snapshot:
 @pytest.mark.parametrize(
     "pair",
     [
-        (doubled(60), 1),
-        (b")" + b"\x85" * 20_000, 1),
         (named("x", "Y") + b"q\xf00K\x01q\x020" + CALLS + b"h\x3b", 1),
         ("v", b"(" + doubled(60) + b"\x91"),
         ("v", b"(" * 20_000 + b"K\x01" + b"\x91" * 20_000),
-        ("v", called("builtins", "set", listing(doubled(60)))),
         ("v", called("collections", "OrderedDict", listing((doubled(60), 1)))),
         ("v", mapping(*[(k, None) for k in COLLIDING])),
         ("v", b"\x8f(" + b"".join(map(pickled, COLLIDING)) + b"\x90"),
         ("v", b"(" + b"K\x01" * 9_000 + b"tq\x010}(" + b"h\x01N" * 9_000 + b"u"),
         ("v", called("torch", "device", LISTS)),
     ],
-    ids="key deep call frozen nested set pairs integers integers-in-set wide device".split(),
+    ids="call frozen nested pairs integers integers-in-set wide device".split(),
 )
 def test_keys_are_hashed_in_bounded_time(tmp_path: Path, pair: tuple[Part, Part]) -> None:
-    """Nested and shared tuples, and integers with equal hashes, are found before Python hashes them."""
+    """Nested and shared keys, and integers with equal hashes, are found before Python hashes them.
+
+    `fixtures/hostile` has more of them.
+    """
     with pytest.raises(MalformedFile):
         read_with(tmp_path, pair)
 
@@ -101,17 +101,10 @@ def test_tuples_of_one_hash(kind: str, wrap: bytes, tmp_path: Path) -> None:
     assert len(read_with(tmp_path, ("v", of_one_hash(kind, wrap, 100))).values) == 100
 
 
-def test_frozen_sets_of_protocol_2(tmp_path: Path) -> None:
-    """Frozensets made by a call have unpredictable hashes; equal sets remain one key."""
-    keys = [called("builtins", "frozenset", listing(i, 5)) for i in (1, 2, 1)]
-    assert list(read_with(tmp_path, ("v", mapping(*[(key, 0) for key in keys]))).values) == [
-        "v.frozenset({1, 5})",
-        "v.frozenset({2, 5})",
-    ]
-
-
 def test_equal_keys_stay_equal(tmp_path: Path) -> None:
-    """Keys that are equal in Python are one key: 1, 1.0 and True, and integers of any size."""
+    """Keys that are equal in Python are one key: frozensets of protocol 2, 1, 1.0 and True, and huge integers."""
+    sets = mapping(*[(called("builtins", "frozenset", listing(i, 5)), 0) for i in (1, 2, 1)])
+    assert list(read_with(tmp_path, ("v", sets)).values) == ["v.frozenset({1, 5})", "v.frozenset({2, 5})"]
     keys = [*tuples([b"K\x00", b"K\x02"], 14, 12_000), b"(NK\x01t", b"(N\x88t", b"(NG" + struct.pack(">d", 1.0) + b"t"]
     keys += [
         b"(" + pickled("a") + pickled(2**70) + b"t",
@@ -248,13 +241,12 @@ def test_sets_have_one_text() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        call("torch", "device", nested_pairs(60, 1)),
         call("numpy", "dtype", nested_pairs(60, 1)),
         call("torch._tensor", "_rebuild_from_type_v2", 0, nested_pairs(60, 1), (), None),
         b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\nK\x00cx\nT.DTensor\n)%btR."
         % pickle.dumps(nested_pairs(60, {"a": 1}, tuple), 2)[2:-1].join((b"", b"")),
     ],
-    ids=["device", "dtype", "subclass", "state"],
+    ids=["dtype", "subclass", "state"],
 )
 def test_exponential_objects_are_not_printed(data: bytes) -> None:
     """A name or state with 2**60 parts in 500 bytes of pickle is cut off."""

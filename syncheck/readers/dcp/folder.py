@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import io
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
+from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile, brief
 from syncheck.messages import Note, Refusal
 from syncheck.readers import torch_zip
 from syncheck.readers.assembly import Assembly
-from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
-from syncheck.readers.dcp.tree import rebuild
 from syncheck.readers.files import read_file
 from syncheck.readers.pickles.stand_ins import TensorLocation, refused_tensor
-from syncheck.readers.pickles.tree import flatten
-from syncheck.readers.pickles.unpickle import unpickle
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.pickles.tree import MAX_DEPTH, flatten
+from syncheck.readers.untrusted import open_regular_file
 from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
     from syncheck.messages import Message
 
@@ -37,6 +36,7 @@ CHUNKS = ".distcp"
 # torch.save files in which Lightning and Megatron-Core store more values, such as the step.
 EXTRAS = ("meta.pt", "common.pt")
 _ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, to which torch.save adds no comment
+_STATE, _GROUPS = "state.", "param_groups."
 _AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
 
 
@@ -80,15 +80,13 @@ def read(folder: str) -> Snapshot:
     that would execute code, UnsupportedFormat for chunks of other writers.
     """
     entries, size = read_index(folder)
-    found = _Records(folder)
-    chunks = [(name, chunk) for name, entry in entries.items() for chunk in entry.chunks]
-    try:
-        for name, chunk in sorted(chunks, key=lambda item: (item[1].file, item[1].offset)):
-            found.read(name, chunk, entries[name])
-    finally:
-        found.close()
+    found = _Records(folder, entries)
+    chunks = [(chunk, name) for name, entry in entries.items() for chunk in entry.chunks]
+    chunks.sort(key=lambda item: (item[0].file, item[0].offset))
+    for file, records in groupby(chunks, key=lambda item: item[0].file):
+        found.read_file(file, list(records))
     leaves = {name: found.make_leaf(name, entry) for name, entry in entries.items()}
-    tree = rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
+    tree = _rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
     flat = flatten(tree, folder, size + found.pickled, found.made)
     unread = Tensor("", "unknown", (), (), folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
     tensors = {
@@ -98,17 +96,18 @@ def read(folder: str) -> Snapshot:
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
         flat.metadata, (Note.ONE_COPY(), *found.list_notes(), *_note_unlisted_files(folder, found.sizes)),
     )  # fmt: skip
-    return remove_bookkeeping(_with_extras(whole))
+    return _with_extras(whole)
 
 
 @dataclass
 class _Records:
-    """Reads the records of a folder in file order, with one open file at a time."""
+    """Reads the records of a folder."""
 
     folder: str
+    entries: Mapping[str, Entry]
     tensors: dict[int, Tensor] = field(default_factory=dict)
     """By the id of the tensor's TensorLocation in the tree."""
-    shards: dict[str, list[Shard]] = field(default_factory=dict)
+    shards: dict[str, list[Shard]] = field(default_factory=lambda: defaultdict(list))
     objects: dict[str, Any] = field(default_factory=dict)
     made: list[TensorLocation] = field(default_factory=list)
     """All stored tensors; each needs a name."""
@@ -116,50 +115,71 @@ class _Records:
     stubs: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
     pickled: int = 0
-    file: BinaryIO | None = None
-    opened: str = ""
-    read_to: int = 0
-    """End of the last record in the open file."""
 
-    def read(self, name: str, chunk: Chunk, entry: Entry) -> None:
-        """Read one record. Raises CheckpointError for the folder, with the record's location."""
-        place = f"{chunk.file}, '{name}'" + (f" at {list(chunk.start)}" if len(entry.chunks) > 1 else "")
-        file = self._open(chunk, place)
-        # Without this check, a million names could refer to one long record.
-        if chunk.offset < self.read_to:
-            found = f"its record begins at byte {chunk.offset}"
-            needed = f"at least {self.read_to}, the end of the previous record"
-            raise MalformedFile(self.folder, place=place, found=found, needed=needed, next_step=_AGAIN)
-        self.read_to = chunk.offset + chunk.length
-        view = io.BufferedReader(_FileRange(file, chunk.offset, chunk.length))
-        if entry.shape is None and not _is_zip(file, chunk):
-            self._add_unknown(name)
-            return
+    def read_file(self, name: str, records: Sequence[tuple[Chunk, str]]) -> None:
+        """Read the records of a file. records: in their order, with the names of their entries.
+
+        Raises CheckpointError for the folder, with the record's location.
+        """
         try:
-            archive = torch_zip.Archive(view, os.path.join(self.folder, chunk.file))
-            data = archive.read_record("data.pkl")
-            made: list[TensorLocation] = []
-            tree, stubs = unpickle(data, archive.path, f"{archive.stem}data.pkl", made=made)
-            if entry.shape is None:
-                big = archive.is_big_endian()
-                self.tensors |= {id(part): _shift_offset(archive.tensor(name, part, big), chunk) for part in made}
-                self.made += made
-                self.objects[name] = tree
-                self.pickled += len(data)
-                self.stubs |= set(stubs)
-            else:
-                self._add_shard(name, tree, archive, chunk, entry)
-        except CheckpointError as error:
-            if error.path == self.folder:
-                raise
-            raise type(error)(self.folder, place=place, found=error.reason) from None
-        except (ValueError, OverflowError) as error:  # the zip's directory refers beyond the record
-            raise MalformedFile(self.folder, place=place, found=str(error), next_step=_AGAIN) from None
+            file = open_regular_file(os.path.join(self.folder, name))
+        except UnreadableFile as error:
+            raise self._malformed(*records[0], error.reason) from None
+        except (OSError, UnicodeEncodeError) as error:  # a name may contain a lone surrogate
+            found = getattr(error, "strerror", None) or "an invalid file name"
+            raise self._malformed(*records[0], found.lower(), f"the file listed in {METADATA}") from None
+        with file:
+            size = self.sizes[name] = os.fstat(file.fileno()).st_size
+            read_to = 0
+            for chunk, entry in records:
+                if (end := chunk.offset + chunk.length) > size:
+                    raise self._malformed(chunk, entry, f"ends at byte {end}", f"at most {size}, the file's size")
+                # Without this check, a million names could refer to one long record.
+                if chunk.offset < read_to:
+                    found = f"its record begins at byte {chunk.offset}"
+                    raise self._malformed(chunk, entry, found, f"at least {read_to}, the end of the previous record")
+                read_to = end
+                try:
+                    self._read_record(file, chunk, entry)
+                except CheckpointError as error:
+                    raise type(error)(self.folder, place=self._place(chunk, entry), found=error.reason) from None
+                except (ValueError, OverflowError) as error:  # the zip's directory refers beyond the record
+                    raise self._malformed(chunk, entry, str(error)) from None
 
-    def close(self) -> None:
-        """Close the open file."""
-        if self.file is not None:
-            self.file.close()
+    def _read_record(self, file: BinaryIO, chunk: Chunk, name: str) -> None:
+        entry = self.entries[name]
+        if entry.shape is None and not _is_zip(file, chunk):
+            # An object of a custom planner: counted, so that it is reported as missing if another replica can be read.
+            self.unknown.append(name)
+            self.objects[name] = location = refused_tensor(Refusal.UNKNOWN_RECORD())
+            self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
+            return
+        view = io.BufferedReader(_FileRange(file, chunk.offset, chunk.length))
+        archive = torch_zip.Archive(view, os.path.join(self.folder, chunk.file), chunk.offset)
+        pickled = archive.unpickle()
+        if entry.shape is None:
+            self.tensors |= {id(part): archive.tensor(name, part) for part in pickled.made}
+            self.made += pickled.made
+            self.objects[name] = pickled.tree
+            self.pickled += pickled.size
+            self.stubs |= set(pickled.stubs)
+            return
+        location = pickled.tree
+        if not isinstance(location, TensorLocation):
+            location = TensorLocation(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
+        tensor = archive.tensor(name, location)
+        dtype = entry.dtype.name if entry.dtype is not None else "unknown"
+        if not tensor.refused and (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
+            found = f"the record contains {tensor.dtype} {list(tensor.shape)}"
+            needed = f"{dtype} {list(chunk.shape)}, as in {METADATA}"
+            raise MalformedFile(archive.path, found=found, needed=needed, next_step=_AGAIN)
+        self.shards[name].append(Shard(tensor, chunk.start))
+
+    def _place(self, chunk: Chunk, name: str) -> str:
+        return f"{chunk.file}, '{name}'" + (f" at {list(chunk.start)}" if len(self.entries[name].chunks) > 1 else "")
+
+    def _malformed(self, chunk: Chunk, name: str, found: str, needed: str = "") -> MalformedFile:
+        return MalformedFile(self.folder, place=self._place(chunk, name), found=found, needed=needed, next_step=_AGAIN)
 
     def make_leaf(self, name: str, entry: Entry) -> Any:
         """Return an entry's leaf in the tree: the pickled object, or the location of a tensor."""
@@ -175,51 +195,8 @@ class _Records:
         if self.unknown:
             yield Note.UNKNOWN_RECORDS(count=len(self.unknown), names=tuple(sorted(self.unknown)))
 
-    def _open(self, chunk: Chunk, place: str) -> BinaryIO:
-        """Return the open file of a chunk, after checking that it contains the chunk."""
-        if self.file is None or self.opened != chunk.file:
-            self.close()
-            path = os.path.join(self.folder, chunk.file)
-            try:
-                self.file, self.opened, self.read_to = open_regular_file(path), chunk.file, 0
-            except UnreadableFile as error:
-                raise MalformedFile(self.folder, place=place, found=error.reason, next_step=_AGAIN) from None
-            except (OSError, UnicodeEncodeError) as error:  # a name may contain a lone surrogate
-                found = getattr(error, "strerror", None) or "an invalid file name"
-                raise MalformedFile(
-                    self.folder, place=place, found=found.lower(),
-                    needed=f"the file listed in {METADATA}", next_step=_AGAIN,
-                ) from None  # fmt: skip
-            self.sizes[chunk.file] = os.fstat(self.file.fileno()).st_size
-        end, size = chunk.offset + chunk.length, self.sizes[chunk.file]
-        if end > size:
-            found = f"ends at byte {end}"
-            raise MalformedFile(
-                self.folder, place=place, found=found, needed=f"at most {size}, the file's size", next_step=_AGAIN
-            )
-        return self.file
-
-    def _add_unknown(self, name: str) -> None:
-        """Count an object of a custom planner, so that it is reported as missing if another replica can be read."""
-        self.unknown.append(name)
-        location = refused_tensor(Refusal.UNKNOWN_RECORD())
-        self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
-        self.objects[name] = location
-
-    def _add_shard(self, name: str, tree: Any, archive: torch_zip.Archive, chunk: Chunk, entry: Entry) -> None:
-        if not isinstance(tree, TensorLocation):
-            tree = TensorLocation(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
-        tensor = _shift_offset(archive.tensor(name, tree, archive.is_big_endian()), chunk)
-        dtype = entry.dtype.name if entry.dtype is not None else "unknown"
-        if not tensor.refused and (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
-            raise MalformedFile(
-                archive.path, found=f"the record contains {tensor.dtype} {list(tensor.shape)}",
-                needed=f"{dtype} {list(chunk.shape)}, as in {METADATA}", next_step=_AGAIN,
-            )  # fmt: skip
-        self.shards.setdefault(name, []).append(Shard(tensor, chunk.start))
-
     def _combine_shards(self, name: str, entry: Entry) -> Tensor:
-        shape, shards = entry.shape or (), self.shards.get(name, [])
+        shape, shards = entry.shape or (), self.shards[name]
         if len(shards) == 1 and not shards[0].tensor.refused:
             return shards[0].tensor
         refused = next((shard.tensor.refused for shard in shards if shard.tensor.refused), None)
@@ -274,11 +251,76 @@ class _FileRange(io.RawIOBase):
         return got
 
 
-def _shift_offset(tensor: Tensor, chunk: Chunk) -> Tensor:
-    """Make a tensor's offset relative to the start of the file instead of its chunk."""
-    if tensor.data is not None or tensor.refused:
-        return tensor
-    record = tensor.record
-    if record is not None:
-        record = (record[0], record[1] + chunk.offset, record[2])
-    return replace(tensor, offset=tensor.offset + chunk.offset, record=record)
+class _Branch(dict[Any, Any]):
+    """A container of the saved state dict, as opposed to dicts within a pickled object."""
+
+
+def _rebuild(leaves: Iterable[tuple[tuple[str | int, ...], Any]], folder: str) -> Any:
+    """Return the nested state dict, with the names of a torch.save file.
+
+    leaves: (keys, object) pairs; integer keys are list indexes.
+    Raises MalformedFile if a path of keys continues below another leaf.
+    """
+    root = _Branch()
+    for path, leaf in leaves:
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, _Branch())
+            if not isinstance(node, _Branch):
+                break
+        if len(path) > MAX_DEPTH or not isinstance(node, _Branch) or path[-1] in node:
+            raise MalformedFile(folder, place=METADATA, found=f"keys {brief(path)}", needed="unique keys")
+        node[path[-1]] = leaf
+    return _convert(root)
+
+
+def _convert(node: Any) -> Any:
+    """Convert branches to lists, and to state dicts of optimizers."""
+    if not isinstance(node, _Branch):
+        return node
+    parts = {key: _convert(part) for key, part in node.items()}
+    if parts and all(type(key) is int for key in parts) and sorted(parts) == list(range(len(parts))):
+        return [parts[i] for i in range(len(parts))]
+    if any(str(key).startswith(_GROUPS) for key in parts):
+        if all(isinstance(key, str) and key.startswith((_STATE, _GROUPS)) for key in parts):
+            return _unflatten(parts)
+    elif isinstance(parts.get("param_groups"), list) and parts.keys() <= {"state", "param_groups"}:
+        return _restore_optimizer(parts)
+    return parts
+
+
+def _restore_optimizer(parts: dict[str, Any]) -> dict[str, Any]:
+    """Undo changes of saving an optimizer's state dict: integer keys became strings, empty states were omitted."""
+    state = parts.get("state", {})
+    groups = [group for group in parts["param_groups"] if isinstance(group, dict)]
+    listed = [group["params"] for group in groups if isinstance(group.get("params"), list)]
+    ids = {str(key): key for keys in listed for key in keys if type(key) is int}
+    if isinstance(state, dict):
+        state = {ids.get(key, key) if isinstance(key, str) else key: entries for key, entries in state.items()}
+    return {"state": state, "param_groups": parts["param_groups"]}
+
+
+def _unflatten(parts: dict[str, Any]) -> dict[str, Any]:
+    """Undo flatten_optimizer_state_dict=True: keys such as state.fc.weight.exp_avg and param_groups.fc.weight.lr.
+
+    Settings are stored per parameter; parameters with equal settings form a group.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in parts.items():
+        entries, start = (state, _STATE) if key.startswith(_STATE) else (settings, _GROUPS)
+        parameter, _, entry = key.removeprefix(start).rpartition(".")
+        entries.setdefault(parameter, {})[entry] = value
+    groups: dict[Hashable, dict[str, Any]] = {}
+    for parameter, found in settings.items():
+        settings_key = tuple((name, _make_comparable(value, parameter)) for name, value in sorted(found.items()))
+        group = groups.setdefault(settings_key, {**found, "params": []})
+        group["params"].append(parameter)
+    return {"state": state, "param_groups": list(groups.values())}
+
+
+def _make_comparable(value: Any, parameter: str) -> Hashable:
+    """Return a key for comparing settings; a setting that is not a plain value belongs to this parameter only."""
+    if isinstance(value, (tuple, list)) and all(isinstance(part, (int, float, str)) for part in value):
+        return tuple(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else (parameter, id(value))

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.dtypes import DType
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat, brief
 from syncheck.readers import limits
-from syncheck.readers.pickles.inert import Inert
+from syncheck.readers.pickles.stand_ins import Inert
 from syncheck.readers.pickles.unpickle import Stream, unpickle
-from syncheck.readers.regular_file import open_regular_file
+from syncheck.readers.untrusted import read_whole
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     Raises MalformedFile for a missing or inconsistent file, UnsupportedFormat for chunks of other writers.
     """
     data = _read_bytes(folder)
-    tree, _ = unpickle(Stream(data, most=limits.MOST_INDEX_OBJECTS), folder, METADATA)
+    tree = unpickle(Stream(data, most=limits.MOST_INDEX_OBJECTS), folder, METADATA).tree
     fields = _get_fields(tree, "Metadata", folder, METADATA)
     known, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(known, dict) or not isinstance(stored, dict):
@@ -137,11 +137,7 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
 
 def _read_bytes(folder: str) -> bytes:
     try:
-        with open_regular_file(os.path.join(folder, METADATA)) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_SIZE:
-                raise _malformed(folder, METADATA, f"{size} bytes", f"at most {MAX_SIZE}")
-            return file.read(size)
+        return read_whole(os.path.join(folder, METADATA), MAX_SIZE, _AGAIN)
     except UnreadableFile as error:
         raise _malformed(folder, METADATA, error.reason) from None
     except FileNotFoundError:

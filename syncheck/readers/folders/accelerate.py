@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING
 
 from syncheck.readers.folders import huggingface
-from syncheck.readers.folders.listing import list_names
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -18,7 +18,7 @@ _RANDOM = re.compile(r"random_states_\d+\.pkl")
 
 def matches_folder(folder: str) -> bool:
     """Whether a folder contains weights, and RNG states under Accelerate's names."""
-    names = list_names(folder)
+    names = os.listdir(folder)
     return huggingface.has_weights(names) and any(_RANDOM.fullmatch(name) for name in names)
 
 

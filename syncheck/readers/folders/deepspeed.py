@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.messages import Note
-from syncheck.readers.folders.listing import list_names, match_in_order
-from syncheck.readers.folders.parallel_parts import choose_label, note_missing_parts, read_parts
+from syncheck.readers.assembly import choose_label, match_in_order, note_missing_parts, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -32,8 +31,7 @@ _ZERO_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 def matches_folder(folder: str) -> bool:
     """Whether a folder contains files that DeepSpeed writes for a tag."""
-    names = list_names(folder)
-    return any(_MODEL.fullmatch(name) for name in names)
+    return any(map(_MODEL.fullmatch, os.listdir(folder)))
 
 
 def holds(relative: str) -> bool:
@@ -47,7 +45,7 @@ def _is_zero_partition(match: re.Match[str]) -> bool:
 
 def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for an unreadable file."""
-    names = list_names(folder)
+    names = os.listdir(folder)
     models, optimizers = match_in_order(_MODEL, names), match_in_order(_OPTIMIZER, names)
     parts = [
         # A single file keeps its label, because other nodes may have more files.
@@ -59,12 +57,11 @@ def read(folder: str) -> Snapshot:
         for found, is_optimizer in ((models, False), (optimizers, True))
         for match in found
     ]
-    snapshot = read_parts(folder, FORMAT, parts)
+    whole = read_parts(folder, FORMAT, parts)
     for found, pattern, what in ((models, _MODEL_PART, "model-parallel parts"), (optimizers, _ZERO_PART, "ZeRO parts")):
-        part_numbers = [tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"]))]
-        snapshot = replace(snapshot, notes=(*snapshot.notes, *note_missing_parts(part_numbers, what)))
+        numbers = (tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"])))
+        whole.notes += note_missing_parts(numbers, what)
+    if sum(match.string.startswith("zero_pp_rank_") for match in models) > 1:
+        whole.notes.append(Note.RANKS_IN_FOLDER())
     shards = frozenset(match["label"] for match in (*models, *optimizers) if _is_zero_partition(match))
-    snapshot = replace(snapshot, shard_labels=shards)
-    if sum(match.string.startswith("zero_pp_rank_") for match in models) < 2:
-        return snapshot
-    return replace(snapshot, notes=(*snapshot.notes, Note.RANKS_IN_FOLDER()))
+    return replace(whole.snapshot(), shard_labels=shards)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, brief
 from syncheck.messages import Note
-from syncheck.readers.assembly import Assembly, as_stored
-from syncheck.readers.bookkeeping import remove_bookkeeping
+from syncheck.readers.assembly import Assembly, match_in_order
 from syncheck.readers.files import read_file
-from syncheck.readers.folders.listing import list_names, match_in_order, read_json
 from syncheck.readers.pickles.optimizer_names import match_by_order
+from syncheck.readers.untrusted import parse_json_object, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,6 +45,7 @@ _BESIDE = {
 # Files that keep their number in names even if there is only one, because they belong to a numbered object.
 _NUMBERED = ("custom_checkpoint",)
 _OF_RANKS = ("rng_state", "random_states")
+_MAX_JSON = 100_000_000  # bytes, the limit of a safetensors header. An index of 50,000 tensors has 5 MB.
 _PROGRESS = "trainer_state.json"
 # Files that confirm the format for a folder with one file of weights, whose name alone would match unrelated folders.
 _COMPANIONS = frozenset({"config.json", "adapter_config.json", "generation_config.json", _PROGRESS})
@@ -83,9 +83,17 @@ def _read_index(path: str) -> Snapshot:
     return whole.snapshot()
 
 
+def _read_json(path: str) -> dict[str, Any]:
+    again = "it is cut short or damaged: save or copy it again"
+    try:
+        return parse_json_object(read_whole(path, _MAX_JSON, again), path, "", again)
+    except OSError as error:  # a listed name can be a dangling link
+        raise UnreadableFile.because(path, error) from None
+
+
 def _weight_map(path: str) -> dict[str, str]:
     """Return the file of each tensor, after checking that all files are in the folder."""
-    weight_map: Any = read_json(path).get("weight_map")
+    weight_map: Any = _read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise MalformedFile(
             path, place="weight_map", found=brief(weight_map), needed="a file name for each tensor", next_step=_AGAIN
@@ -110,7 +118,7 @@ def matches_folder(folder: str) -> bool:
 
     Trainer saves the weights on the first node only.
     """
-    names = list_names(folder)
+    names = os.listdir(folder)
     if any(_INDEX.fullmatch(name) for name in names):
         return True
     beside = any(pattern.fullmatch(name) for pattern in _BESIDE for name in names)
@@ -130,7 +138,7 @@ def read(folder: str, format_name: str = FORMAT) -> Snapshot:
 
     Raises CheckpointError for an unreadable file.
     """
-    names = list_names(folder)
+    names = sorted(os.listdir(folder))
     whole = Assembly(folder, format_name)
     in_model_order = _add_weights(whole, names)
     for pattern, top in _BESIDE.items():
@@ -145,10 +153,10 @@ def read(folder: str, format_name: str = FORMAT) -> Snapshot:
     if in_model_order:
         _name_parameters(whole)
     if _PROGRESS in names:
-        state = read_json(os.path.join(folder, _PROGRESS))
+        state = _read_json(os.path.join(folder, _PROGRESS))
         progress = {key: state.get(key) for key in ("global_step", "epoch")}
         whole.values |= {key: value for key, value in progress.items() if isinstance(value, (int, float))}
-    return remove_bookkeeping(whole.snapshot())
+    return whole.snapshot()
 
 
 def _add_prefix(top: str, label: str) -> Callable[[str], str]:
@@ -177,7 +185,7 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
         # Accelerate numbers additional models: model.safetensors, model_1.safetensors. A numbered model is not the
         # first, even if the first is missing.
         first = slot == next(iter(slots)) and not ((one := _WEIGHTS.fullmatch(name)) and one["number"])
-        whole.add(part, as_stored if first else _add_prefix(slot, ""))
+        whole.add(part, str if first else _add_prefix(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
     weights = {name for name in names if _WEIGHTS.fullmatch(name) or _SHARD.fullmatch(name)}
     for name in sorted(weights - used - set(slots.values())):

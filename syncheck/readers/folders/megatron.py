@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, UnreadableFile
-from syncheck.readers.folders.listing import list_names, match_in_order
-from syncheck.readers.folders.parallel_parts import choose_label, note_missing_parts, read_parts
+from syncheck.readers.assembly import choose_label, match_in_order, note_missing_parts, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -26,7 +24,7 @@ _FILES = {"model_optim_rng.pt": False, "model_rng.pt": False, "optim.pt": True, 
 
 def matches_folder(folder: str) -> bool:
     """Whether a folder contains a model-parallel rank's folder with Megatron's files."""
-    ranks = match_in_order(_FOLDER, list_names(folder))
+    ranks = match_in_order(_FOLDER, os.listdir(folder))
     return any(os.path.lexists(os.path.join(folder, rank.string, name)) for rank in ranks for name in _FILES)
 
 
@@ -38,21 +36,23 @@ def holds(relative: str) -> bool:
 
 def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for an unreadable file, or a rank without files."""
-    ranks = match_in_order(_FOLDER, list_names(folder))
+    ranks = match_in_order(_FOLDER, os.listdir(folder))
     parts = [
         (os.path.join(folder, rank.string, name), choose_label(rank, ranks), _FILES[name])
         for rank in ranks
         for name in _list_files(os.path.join(folder, rank.string))
     ]
-    snapshot = read_parts(folder, FORMAT, parts)
-    notes = note_missing_parts((tuple(map(int, rank["numbers"].split("_"))) for rank in ranks), "model-parallel parts")
-    return replace(snapshot, notes=(*snapshot.notes, *notes))
+    whole = read_parts(folder, FORMAT, parts)
+    whole.notes += note_missing_parts(
+        (tuple(map(int, rank["numbers"].split("_"))) for rank in ranks), "model-parallel parts"
+    )
+    return whole.snapshot()
 
 
 def _list_files(rank: str) -> list[str]:
     """Return Megatron's files in the folder of a rank. Raises MalformedFile if it has no such file."""
     try:
-        names = set(list_names(rank))
+        names = set(os.listdir(rank))
     except OSError as error:
         raise UnreadableFile.because(rank, error) from None
     found = [name for name in _FILES if name in names]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
 from syncheck.messages import Refusal
-from syncheck.readers.pickles.inert import Inert
-from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorLocation, attributes_of, refused_tensor
+from syncheck.readers.pickles.stand_ins import Compound, Inert, StandIn, TensorLocation, attributes_of, refused_tensor
 from syncheck.snapshots import Sharding, are_naturals
 
 if TYPE_CHECKING:

@@ -28,37 +28,30 @@ _CODES = {
 
 
 class _NumpyDType:
-    """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD. ml_dtypes passes a class."""
+    """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD. ml_dtypes passes a class.
 
-    __slots__ = ("_code", "_order")
+    code: as numpy writes it, f8, or the name of a class: ml_dtypes.bfloat16.
+    """
+
+    __slots__ = ("big_endian", "code")
 
     def __init__(self, code: Any, *_: Any) -> None:
         code = getattr(code, "name", code)
         # `brief` limits the time for nested objects that contain each other many times.
-        self._code, self._order = code if isinstance(code, str) else brief(code), "<"
+        self.code, self.big_endian = code if isinstance(code, str) else brief(code), False
 
     def __repr__(self) -> str:
-        return f"<numpy.dtype {self._code:.40}>"
+        return f"<numpy.dtype {self.code:.40}>"
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|"):
             raise pickle.UnpicklingError("invalid byte order of a numpy dtype")
-        self._order = state[1]
-
-    @property
-    def code(self) -> str:
-        """The code as numpy writes it, f8, or the name of a class: ml_dtypes.bfloat16."""
-        return self._code
-
-    @property
-    def big_endian(self) -> bool:
-        """Whether elements are stored most significant byte first."""
-        return self._order == ">"
+        self.big_endian = state[1] == ">"
 
     @property
     def dtype(self) -> DType | None:
         """The torch dtype, or None if torch lacks it."""
-        return DTYPES.get(_CODES.get(self._code, ""))
+        return DTYPES.get(_CODES.get(self.code, ""))
 
 
 class _NumpyArray(Compound):

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ
 from syncheck.errors import brief
 from syncheck.messages import Refusal
-from syncheck.readers.pickles.inert import Complex, Inert, Ordered, make_frozenset, make_set
 from syncheck.readers.pickles.stand_ins import (
+    Complex,
     Compound,
     DTypeName,
+    Inert,
+    Ordered,
     StandIn,
     Storage,
     StorageType,
     TensorLocation,
     TypeName,
     check_sizes,
+    make_frozenset,
+    make_set,
     refused_tensor,
 )
 from syncheck.snapshots import MOST_ELEMENTS

@@ -1,7 +1,7 @@
-"""Stand-ins for storages, tensors, dtypes and rebuild functions in a checkpoint's pickle.
+"""Stand-ins for the objects in a checkpoint's pickle: tensors, containers, and objects of unknown classes.
 
-Stand-ins are immutable instances instead of functions, because the BUILD opcode can set attributes of any object:
-defaults that one file set on a function would affect the next file.
+Functions are replaced by immutable instances, because the BUILD opcode can set attributes of any object: defaults that
+one file set on a function would affect the next file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Sharding
 
 
-class _Frozen:
+class _Immutable:
     """An object that cannot change after construction, although BUILD can try to set its attributes.
 
     Subclasses have no slots, because frozen dataclasses with slots have a `__setstate__` that sets fields.
@@ -41,7 +41,7 @@ class _Frozen:
 
 
 @dataclass(frozen=True, repr=False)
-class Storage(_Frozen):
+class Storage(_Immutable):
     """A storage: the key of its record, dtype (None if untyped), and number of elements in the record.
 
     itemsize: bytes per element, None for an unknown storage class. start, size: the elements of this storage if it is a
@@ -64,7 +64,7 @@ class Storage(_Frozen):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TensorLocation(_Frozen):
+class TensorLocation(_Immutable):
     """The location of a tensor's bytes: `offset` and `strides` in elements of `dtype` within `storage`.
 
     refused: why the tensor cannot be compared; then only dtype and shape are valid. data, big_endian: for a numpy
@@ -119,7 +119,7 @@ def attributes_of(state: Any) -> dict[Any, Any]:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class StandIn(_Frozen):
+class StandIn(_Immutable):
     """A callable for a name in a pickle. made: collects all rebuilt tensors, so that none is lost."""
 
     call: Callable[..., Any]
@@ -135,7 +135,7 @@ class StandIn(_Frozen):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class StorageType(_Frozen):
+class StorageType(_Immutable):
     """A storage class like torch.FloatStorage, as named by the persistent id of a storage.
 
     dtype: None for bytes and quantized elements. itemsize: bytes per element.
@@ -146,7 +146,7 @@ class StorageType(_Frozen):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TypeName(_Frozen):
+class TypeName(_Immutable):
     """A class that describes a tensor, like torch.Tensor."""
 
     name: str
@@ -179,3 +179,108 @@ def refused_tensor(reason: Message, shape: Any = (), dtype: Any = None, inner: A
         None, dtype if isinstance(dtype, DType) else None, 0, check_sizes(shape), (), refused=reason
     )
     return Compound.wrap(location, inner) if inner else location
+
+
+class Inert:
+    """An object of an unknown class, which only keeps its arguments and state."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        """Keep the arguments."""
+        check_nesting(*args, *kwargs.values())
+        self = super().__new__(cls)
+        self.given = [*args, *kwargs.values()]
+        self.items = {}
+        return self
+
+    given: list[Any]
+    items: dict[Any, Any]
+    known: Any = None
+    """A cache for a reader's interpretation of the object."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Accept any arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        check_nesting(state)
+        self.given.append(state)
+
+    def append(self, item: Any) -> None:
+        """Stand in for list.append (opcode APPEND)."""
+        self.given.append(item)
+
+    def extend(self, items: Any) -> None:
+        """Stand in for list.extend (opcode APPENDS)."""
+        self.given.extend(items)
+
+    def add(self, item: Any) -> None:
+        """Stand in for set.add (opcode ADDITEMS)."""
+        self.given.append(item)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items[key] = value
+
+    def __call__(self, *args: Any) -> Inert:
+        """Stand in for a call that rebuilds another object."""
+        check_nesting(*args)
+        self.given.extend(args)
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Ordered(dict[Any, Any]):
+    """Stand in for OrderedDict, whose BUILD could overwrite methods like `items`; torch stores `_metadata` there.
+
+    attributes: states set by BUILD; tensors in them are compared.
+    """
+
+    __slots__ = ("attributes",)
+    attributes: Any
+
+    def __init__(self, *pairs: Any) -> None:
+        if pairs:  # torch passes none
+            super().__init__(_check_elements(pairs[0], 1))
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep attributes separate from the items."""
+        check_nesting(state)
+        self.attributes = [*getattr(self, "attributes", ()), state]
+
+
+def _check_elements(given: Any, deep: int = 0) -> Any:
+    """Return the elements for a container after checking their nesting. deep: 1 for pairs of key and value."""
+    if not isinstance(given, (list, tuple, dict, set, frozenset)):
+        raise pickle.UnpicklingError("a container with invalid content")
+    check_nesting(*[pair[0] if deep and isinstance(pair, (list, tuple)) and pair else pair for pair in given])
+    return given
+
+
+def make_set(given: Any = ()) -> set[Any]:
+    """Stand in for set."""
+    return set(_check_elements(given))
+
+
+class Frozen(frozenset[Any]):
+    """A frozenset with unpredictable hashes, so that a file cannot contain many with equal hashes."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(frozenset(repr(part) if isinstance(part, (int, float)) else part for part in self))
+
+
+def make_frozenset(given: Any = ()) -> frozenset[Any]:
+    """Stand in for frozenset."""
+    return Frozen(_check_elements(given))
+
+
+class Complex(complex):
+    """A complex number with an unpredictable hash, so that a file cannot contain many with equal hashes."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(repr(self + 0))  # hashes of strings are randomized; + 0 makes -0.0 equal to 0.0

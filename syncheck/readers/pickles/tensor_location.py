@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
 
-
+_AGAIN = "the file is cut short or damaged: save or copy the file again"
 # Limit for the bytes of an expanded or overlapping view beyond its stored bytes, minutes of reading: a 1 kB file can
 # claim any number.
 _MOST_SHOWN = 1 << 36
@@ -37,63 +37,46 @@ def locate_tensor(
     location: TensorLocation,
     path: str,
     record_of: Callable[[Storage], Record],
+    opened: os.stat_result,
     *,
-    opened: os.stat_result | None = None,
     big_endian: bool = False,
 ) -> Tensor:
     """Check that a tensor is within the record of its storage, and return it with its offset in the file."""
-    if location.data is not None and location.dtype is not None:
-        return Tensor(
-            name, location.dtype.name, location.shape, location.strides, path, 0,
-            location.big_endian, data=location.data,
-        )  # fmt: skip
-    if location.refused or location.dtype is None or location.storage is None:
-        reason = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
-        dtype = location.dtype.name if location.dtype else "unknown"
-        return Tensor(name, dtype, location.shape, location.strides, path, 0, refused=reason)
+    dtype, shape = location.dtype, location.shape
+    if location.refused or dtype is None or (location.storage is None and location.data is None):
+        refused = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
+        return Tensor(name, dtype.name if dtype else "unknown", shape, location.strides, path, 0, refused=refused)
+    if location.storage is None:
+        return Tensor(name, dtype.name, shape, location.strides, path, 0, location.big_endian, data=location.data)
     record = record_of(location.storage)
-    if len(location.shape) == 1:  # a shortcut for the most frequent shape
-        elements, last = location.shape[0], (location.shape[0] - 1) * location.strides[0]
+    if len(shape) == 1:  # a shortcut for the most frequent shape
+        elements, last = shape[0], (shape[0] - 1) * location.strides[0]
     else:
-        elements = math.prod(location.shape)
-        last = sum((n - 1) * stride for n, stride in zip(location.shape, location.strides, strict=True))
-    whole = not location.offset and last + 1 == elements == record.size / location.dtype.size
-    end = 0 if 0 in location.shape else (location.offset + last + 1) * location.dtype.size
+        elements = math.prod(shape)
+        last = sum((n - 1) * stride for n, stride in zip(shape, location.strides, strict=True))
+    whole = not location.offset and last + 1 == elements == record.size / dtype.size
+    end = 0 if 0 in shape else (location.offset + last + 1) * dtype.size
     if end > record.size:
+        found = f"tensor '{name}' ends at byte {end} of a record of {record.size}"
+        needed = f"{end} bytes for {dtype.name} {list(shape)}"
+        raise MalformedFile(path, place=record.label, found=found, needed=needed, next_step=_AGAIN)
+    itemsize = location.storage.itemsize or dtype.size
+    stored = location.storage.numel * itemsize
+    # Storages that are shared between dtypes may have a remainder.
+    if not 0 <= record.size - stored < itemsize:
+        found = f"a storage of {location.storage.numel} elements, {stored} bytes, in a record of {record.size}"
+        needed = "equal sizes, up to a partial element"
+        raise MalformedFile(path, place=record.label, found=found, needed=needed, next_step=_AGAIN)
+    if (shown := elements * dtype.size) > MOST_ELEMENTS:
         raise MalformedFile(
-            path,
-            place=record.label,
-            found=f"tensor '{name}' ends at byte {end} of a record of {record.size}",
-            needed=f"{end} bytes for {location.dtype.name} {list(location.shape)}",
-            next_step="the file is cut short or damaged: save or copy the file again",
-        )
-    _check_storage(location.storage, location.storage.itemsize or location.dtype.size, record, path)
-    if (shown := elements * location.dtype.size) > MOST_ELEMENTS:
-        raise MalformedFile(
-            path, place=record.label,
-            found=f"tensor '{name}' of sizes {brief(location.shape)} has more than 2**63 bytes", needed="fewer",
-            next_step="no library writes this; check the origin of the file",
+            path, place=record.label, found=f"tensor '{name}' of sizes {brief(shape)} has more than 2**63 bytes",
+            needed="fewer", next_step="no library writes this; check the origin of the file",
         )  # fmt: skip
     if shown > max(record.size, _MOST_SHOWN):
-        reason = Refusal.HUGE_VIEW(stored=record.size, shown=shown)
-        return Tensor(name, location.dtype.name, location.shape, location.strides, path, 0, refused=reason)
-    offset = record.start + location.offset * location.dtype.size
+        refused = Refusal.HUGE_VIEW(stored=record.size, shown=shown)
+        return Tensor(name, dtype.name, shape, location.strides, path, 0, refused=refused)
     return Tensor(
-        name, location.dtype.name, location.shape, location.strides, path, offset,
+        name, dtype.name, shape, location.strides, path, record.start + location.offset * dtype.size,
         big_endian, location.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,
         record=(record.crc32, record.start, record.size) if record.crc32 else None, sharding=location.sharding,
     )  # fmt: skip
-
-
-def _check_storage(storage: Storage, itemsize: int, record: Record, path: str) -> None:
-    """Raise MalformedFile if the record of a storage has another size."""
-    stored = storage.numel * itemsize
-    # Storages that are shared between dtypes may have a remainder.
-    if not 0 <= record.size - stored < itemsize:
-        raise MalformedFile(
-            path,
-            place=record.label,
-            found=f"a storage of {storage.numel} elements, {stored} bytes, in a record of {record.size}",
-            needed="equal sizes, up to a partial element",
-            next_step="the file is cut short or damaged: save or copy the file again",
-        )

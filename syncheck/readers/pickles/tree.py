@@ -12,7 +12,6 @@ from syncheck.metadata_block import KEY, parse_metadata
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import limits
 from syncheck.readers.pickles import keys
-from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.optimizer_names import (
     list_ids,
     list_members,
@@ -20,7 +19,7 @@ from syncheck.readers.pickles.optimizer_names import (
     match_parameters,
     stored_names,
 )
-from syncheck.readers.pickles.stand_ins import Compound, Storage, TensorLocation, attributes_of, refused_tensor
+from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

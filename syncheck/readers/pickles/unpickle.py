@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import pickle
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
 from syncheck.readers import limits
 from syncheck.readers.pickles.dtensor import SUBCLASSES
-from syncheck.readers.pickles.inert import Inert
 from syncheck.readers.pickles.limits import Keys, check_nesting, scan
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
-from syncheck.readers.pickles.stand_ins import StandIn, Storage, StorageType, TensorLocation
+from syncheck.readers.pickles.stand_ins import Inert, StandIn, Storage, StorageType, TensorLocation
 from syncheck.snapshots import MOST_ELEMENTS
 
 if TYPE_CHECKING:
@@ -100,11 +99,9 @@ class Stream:
 class _Rules:
     """Handling of globals and storages, shared by both unpicklers."""
 
-    def __init__(
-        self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None, made: list[TensorLocation]
-    ) -> None:
+    def __init__(self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None) -> None:
         super().__init__(source)  # type: ignore[call-arg]  # the constructor of the unpickler in the subclass
-        self.made = made
+        self.made: list[TensorLocation] = []
         self.path, self.place, self.storages = path, place, storages
         self.views: dict[str, Storage] = {}
         self.stubs: dict[str, type[Inert]] = {}
@@ -197,29 +194,32 @@ class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # the base has ty
         dispatch[_opcode[0]] = partial(_check, opcode=_opcode)
 
 
-def unpickle(
-    data: bytes | Stream,
-    path: str,
-    place: str,
-    storages: dict[str, Storage] | None = None,
-    made: list[TensorLocation] | None = None,
-) -> tuple[Any, tuple[str, ...]]:
-    """Return the object tree of a torch.save pickle, and the names of globals that became inert classes.
+class Pickled(NamedTuple):
+    """The content of a pickle. stubs: names of globals that became inert classes. size: in bytes."""
+
+    tree: Any
+    stubs: tuple[str, ...]
+    made: list[TensorLocation]
+    """All tensors that the pickle rebuilds, also outside the tree."""
+    size: int
+
+
+def unpickle(data: bytes | Stream, path: str, place: str, storages: dict[str, Storage] | None = None) -> Pickled:
+    """Read a torch.save pickle.
 
     data: the pickle, or a stream at its first byte. path, place: for error messages. storages: collects storages by
-    key, only for the format before torch 1.6. made: collects all tensors that the pickle rebuilds, also outside
-    the tree. Raises RefusedFile for a global that executes code, and MalformedFile for all other faults.
+    key, only for the format before torch 1.6. Raises RefusedFile for a global that executes code, and MalformedFile for
+    all other faults.
     """
     source = Stream(data) if isinstance(data, bytes) else data
-    found = scan(source.data, source.at, source.most)
+    start = source.at
+    found = scan(source.data, start, source.most)
     if found.fault:
         raise MalformedFile(
             path, place=place, found=f"the pickle would take all memory or time: {found.fault}",
             next_step="no library writes this; check the origin of the file",
         )  # fmt: skip
-    unpickler = (_CheckedUnpickler if found.slow else _Unpickler)(
-        source, path, place, storages, [] if made is None else made
-    )
+    unpickler = (_CheckedUnpickler if found.slow else _Unpickler)(source, path, place, storages)
     if isinstance(unpickler, _CheckedUnpickler):
         unpickler.keys = Keys(found.size)
     try:
@@ -234,4 +234,4 @@ def unpickle(
             found=f"the pickle cannot be read ({type(error).__name__}: {error!s:.120})",
             next_step="the file is damaged or not written by torch.save: save or copy it again",
         ) from None
-    return tree, tuple(sorted(unpickler.stubs))
+    return Pickled(tree, tuple(sorted(unpickler.stubs)), unpickler.made, source.at - start)

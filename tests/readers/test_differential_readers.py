@@ -1,4 +1,4 @@
-"""The torch.save readers compared with torch.load, bit by bit and name by name."""
+"""The readers compared with torch.load and the safetensors library, bit by bit and name by name."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from strategies import (
     DTYPES,
     EXAMPLES,
+    SAFETENSORS,
     SLOW,
     for_all,
     found_in,
     from_bytes,
     is_leaf,
+    library,
     loaded,
     noise,
+    sizes,
     tensors,
     trees,
     walk,
@@ -215,3 +218,39 @@ def test_files_of_a_big_endian_machine(tmp_path: Path, name: str) -> None:
             new.writestr(record.replace("little/", "big/"), data)
     assert_same(tmp_path / "big.pth", torch.load(tmp_path / "big.pth"))
     assert_same(tmp_path / "big.pth", torch.load(tmp_path / "little.pth"))
+
+
+# --- safetensors ---
+
+
+@st.composite
+def safetensors(draw: Any) -> dict[str, Any]:
+    """Return tensors by name for save_file: contiguous, without shared storages."""
+    made = {}
+    for name in draw(st.lists(st.text(max_size=6).filter("__metadata__".__ne__), max_size=5, unique=True)):
+        shape, dtype = draw(sizes), draw(st.sampled_from(SAFETENSORS))
+        numbers = torch.Size(shape).numel() * (2 if dtype == "complex64" else 1)
+        made[name] = from_bytes(noise(draw(st.integers(0, 999)), dtype, numbers), dtype, shape)
+    return made
+
+
+def check_safetensors(case: dict[str, Any]) -> None:
+    """Save and load tensors with the library, and compare syncheck's reader."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rank0.safetensors")
+        library.save_file(case, path, {"epoch": "3"})
+        assert found_in(path) == {name: loaded(tensor) for name, tensor in library.load_file(path).items()}
+        assert found_in(path) == {name: loaded(tensor) for name, tensor in case.items()}
+        assert syncheck.read(str(path)).values == {"epoch": 3}
+
+
+@EXAMPLES
+def test_any_safetensors_file(examples: int) -> None:
+    """Tensors of every dtype and shape that safetensors supports, with random names and bits."""
+    for_all(safetensors(), check_safetensors, examples)
+
+
+def test_every_dtype_of_safetensors() -> None:
+    """Each dtype that safetensors supports, and tensors without dimensions or elements."""
+    every = {name: from_bytes(noise(1, name, 12), name) for name in SAFETENSORS}
+    check_safetensors(every | {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)})

@@ -1,0 +1,85 @@
+"""Open untrusted files and parse untrusted JSON: without side effects, without blocking, and with limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import Any, BinaryIO, NoReturn
+
+from syncheck.errors import MalformedFile, UnreadableFile
+from syncheck.readers import limits
+
+
+def open_regular_file(path: str) -> BinaryIO:
+    """Open a file for reading. Raises UnreadableFile for a folder, pipe, socket or device, and OSError as `open` does.
+
+    The type is checked first, because opening a device can have side effects, and again on the open file.
+    """
+    _check_type(path, os.stat(path))
+    file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - the caller closes it
+    try:
+        _check_type(path, os.fstat(file.fileno()))
+    except UnreadableFile:
+        file.close()
+        raise
+    return file
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _check_type(path: str, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise UnreadableFile(path, found="a folder", needed="a file, or a folder that is one checkpoint")
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableFile(path, found="a pipe, socket or device", needed="a file")
+
+
+def read_whole(path: str, most: int, next_step: str) -> bytes:
+    """Read a file of at most `most` bytes. Raises MalformedFile for a larger file, and as `open_regular_file` does."""
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {most}", next_step=next_step)
+        return file.read(size)
+
+
+def parse_json_object(
+    raw: bytes, path: str, place: str, next_step: str, *, entry: bytes = b"", finite: bool = False
+) -> dict[str, Any]:
+    """Parse a JSON object, limiting the number of its parts before parsing, and without duplicate names.
+
+    raw: UTF-8. path, place, next_step: for a MalformedFile. entry: a quoted key of every tensor, to count the tensors.
+    finite: refuse NaN and Infinity, which are not JSON but which Python accepts.
+    """
+
+    def refuse(found: str, needed: str) -> NoReturn:
+        raise MalformedFile(path, place=place, found=found, needed=needed, next_step=next_step) from None
+
+    if entry and raw.count(entry) > limits.MOST_TENSORS:
+        refuse(f"more than {limits.MOST_TENSORS} tensors", "fewer")
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > limits.MOST_OBJECTS:
+        refuse(f"more than {limits.MOST_OBJECTS} parts", "fewer")
+    try:
+        # Decoded as UTF-8, because json.loads would also accept UTF-16 and lone surrogates in bytes.
+        found = json.loads(
+            raw.decode(), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant if finite else None
+        )
+    except (ValueError, RecursionError) as error:
+        refuse(f"invalid JSON: {error!s:.100}", "a JSON object")
+    if not isinstance(found, dict):
+        refuse(type(found).__name__, "a JSON object")
+    return found
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a duplicate name")
+    return result
+
+
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"the constant {constant}")
