@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
+from syncheck.snapshots import Metadata
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncheck.messages import Message
-    from syncheck.snapshots import Metadata
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
@@ -331,8 +332,8 @@ class Finding:
 class GroupEvidence:
     """Information about a group besides the diffs of tensors and values; input of the diagnosis."""
 
-    metadata: Metadata | None = None
-    """The metadata of the first replica with metadata."""
+    metadata: Metadata = field(default_factory=Metadata)
+    """The metadata of the first replica with metadata; empty if no replica has any."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The kind of each selected tensor by name, including identical tensors."""
     hyperparameters: Mapping[str, float] = field(default_factory=dict)

@@ -86,7 +86,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     # With two clusters, the difference is the same from both sides.
     if len(diff.replica_groups) > 1 or len(different) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
-    from syncheck.differences.measurement import measure_differences  # needs numpy
+    from syncheck.differences import measure_differences  # needs numpy
     from syncheck.tolerance import Tolerance
 
     representatives = [tensors[cluster[0]] for cluster in (equal, *different)]

@@ -68,12 +68,10 @@ def compare_tensor(
     if sharded and (diff is None or diff.reason is Reason.SHARDED):
         return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
     absent = replace(
-        bare,
+        _with_clusters(bare, division.expected, _largest_first((list(tensors), list(missing)))),
         reason=Reason.MISSING,
         detail=Detail.MISSING(ranks=missing),
-        replica_groups=(division.expected,),
         clusters=(tuple(tensors),),
-        minority=minority_of(_largest_first((list(tensors), list(missing)))),
     )
     if diff is None:
         return absent
@@ -91,15 +89,9 @@ def compare_tensor(
     )
 
 
-def skip_by_design(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
-    """Return the diff of an RNG state or a PowerSGD error: not compared, because they differ by design."""
-    detail = Detail.POWERSGD_ERROR() if ".error_dict." in f".{name}" else Detail.RNG_STATE()
-    return replace(_bare(name, kind, tensors), reason=Reason.RNG, detail=detail)
-
-
-def mark_ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], detail: Message) -> TensorDiff:
-    """Return the diff of a tensor whose replica groups cannot be determined from the files."""
-    return replace(_bare(name, kind, tensors), reason=Reason.AMBIGUOUS, detail=detail)
+def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Reason, detail: Message) -> TensorDiff:
+    """Return the diff of a tensor that is not compared, for a reason besides its shapes and dtypes."""
+    return replace(_bare(name, kind, tensors), reason=reason, detail=detail)
 
 
 def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -112,6 +104,11 @@ def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     first = next(iter(tensors.values()))
     return TensorDiff(name, kind, first.dtype, first.shape, "not_compared", numel=first.numel)
+
+
+def _with_clusters(bare: TensorDiff, ranks: Iterable[int], sets: Sets, **changes: Any) -> TensorDiff:
+    """Return the diff of one replica group. sets: ranks with equal values, largest first."""
+    return replace(bare, replica_groups=(tuple(ranks),), clusters=sets, minority=minority_of(sets), **changes)
 
 
 def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
@@ -189,14 +186,8 @@ def _make_mismatch(
         by_value[value].append(rank)
     sets = _largest_first(by_value.values())
     value_of = {tuple(ranks): value for value, ranks in by_value.items()}
-    return replace(
-        bare,
-        reason=reason,
-        detail=Detail.UNEQUAL(values=tuple((value_of[ranks], ranks) for ranks in sets)),
-        replica_groups=(tuple(tensors),),
-        clusters=sets,
-        minority=minority_of(sets),
-    )
+    detail = Detail.UNEQUAL(values=tuple((value_of[ranks], ranks) for ranks in sets))
+    return _with_clusters(bare, tensors, sets, reason=reason, detail=detail)
 
 
 def _compare_groups(
@@ -239,22 +230,20 @@ def _compare_bytes(
     clusters = cluster_replicas(members, files) if len(members) > 1 else ((0,),)
     if len(clusters) == 1:
         return None
-    from syncheck.differences.measurement import measure_differences  # needs numpy
+    from syncheck.differences import measure_differences  # needs numpy
 
     sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in clusters)
-    minority = minority_of(sets)
     representatives = [members[positions[0]] for positions in clusters]
-    statistics = measure_differences(representatives, files, tolerance, majority=bool(minority))
+    statistics = measure_differences(representatives, files, tolerance, majority=bool(minority_of(sets)))
     tolerated = not tolerance.exact and not statistics.beyond
     status: Status = "equal" if not statistics.mismatched else "close" if tolerated else "different"
     nonfinite = {rank: count for same, count in zip(sets, statistics.nonfinite, strict=True) for rank in same}
-    return replace(
+    return _with_clusters(
         bare,
+        ranks,
+        sets,
         status=status,
         tolerance=str(tolerance) if status == "close" else None,
-        replica_groups=(ranks,),
-        clusters=sets,
-        minority=minority,
         mismatched=statistics.mismatched,
         max_abs=statistics.max_abs,
         max_rel=statistics.max_rel,
@@ -287,18 +276,9 @@ def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -
         return replace(bare, reason=result.reason, detail=result.detail)
     sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in result.clusters)
     counts = {rank: n for same, n in zip(sets, result.nonfinite, strict=False) for rank in same if n is not None}
-    diff = replace(
-        bare,
-        status="different",
-        reason=result.reason,
-        detail=result.detail,
-        replica_groups=(ranks,),
-        clusters=sets,
-        minority=minority_of(sets),
-        mismatched=None,
-        nonfinite=dict(sorted(counts.items())) if len(counts) == len(ranks) else {},
-    )
-    return replace(diff, **result.numbers)
+    nonfinite = dict(sorted(counts.items())) if len(counts) == len(ranks) else {}
+    numbers = {"mismatched": None, "nonfinite": nonfinite, **result.numbers}
+    return _with_clusters(bare, ranks, sets, status="different", reason=result.reason, detail=result.detail, **numbers)
 
 
 def _largest_first(sets: Iterable[list[int]]) -> Sets:

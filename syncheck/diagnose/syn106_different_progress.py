@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose.case import Match, ranks_by
+from syncheck.diagnose.case import Case, Match, ranks_by
 from syncheck.diagnose.counters import (
     counters_of,
     farthest,
@@ -37,14 +37,13 @@ from syncheck.messages import Message, Sentence
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, ValueDiff
+    from syncheck.records import ValueDiff
 
 # Settings changed by torch's schedulers.
 _SCHEDULED = re.compile(r"\.(lr|momentum|betas(\.\d+)?)$")
 CODE = "SYN106"
 SLUG = "different-progress"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -68,10 +67,6 @@ class Text(Sentence):
     FORWARDS_LAG_DESPITE_STEP = "num_batches_tracked lags too, although all ranks recorded the same step"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match a step or epoch that differs, and cover everything changed by training."""
     progress = next((diff for diff in case.of_values() if diff.kind == "progress" and _differs(diff)), None)
@@ -85,7 +80,7 @@ def apply(case: Case) -> Match | None:
 def _match_step_counters(case: Case) -> Match | None:
     """Match if all optimizer counters differ and no rule on skipped steps or lost state explains them better."""
     known = counters_of(case)
-    steps = [diff for diff in case.of_kind("optimizer_step") if diff.status == "different"]
+    steps = case.differing("optimizer_step")
     number = len(steps) + sum(counter.diff is None for counter in known)
     if not number or case.agreeing("optimizer_step"):
         return None
@@ -117,7 +112,7 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     largest, *others = sorted(known.values(), key=len, reverse=True) or [[]]
     unknown = [rank for rank in case.group.ranks if progress.get(rank) is None]
     agree = [[*largest, *unknown], *others] if progress else None
-    return Match(tensors, tuple(ranks), facts, values, agree=agree)
+    return Match(tensors, ranks, facts, values, agree=agree)
 
 
 def _differs(diff: ValueDiff) -> bool:
