@@ -18,6 +18,7 @@ import numpy as np
 
 from syncheck.dtypes import DTYPES, DType
 from syncheck.kernel.shares import run_in_shares
+from syncheck.snapshots import unravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,6 +71,11 @@ class Statistics:
         if self.mismatched == 1:
             return "one"
         return "contiguous" if self.last - self.first + 1 == self.mismatched else "scattered"
+
+    def size(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return the fields of a `TensorDiff` about the largest difference of a tensor of this shape."""
+        index = None if self.worst is None else unravel_index(self.worst, shape)
+        return {"max_abs": self.max_abs, "max_rel": self.max_rel, "max_ulp": self.max_ulp, "index": index}
 
     def add_mismatches(self, count: int, beyond: int, first: int, last: int) -> None:
         """Add elements that differ. beyond: number of elements outside the tolerance. first, last: flat indices."""

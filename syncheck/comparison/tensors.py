@@ -6,11 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.replica_groups import format_sets, is_whole, layout_text
+from syncheck.comparison.replica_groups import is_whole, layout_text
 from syncheck.kernel.clustering import cluster_replicas
-from syncheck.messages import SHARD_REFUSALS, Detail
-from syncheck.records import Reason, TensorDiff
-from syncheck.snapshots import unravel_index
+from syncheck.messages import SHARD_REFUSALS, Detail, sets_text
+from syncheck.records import Reason, TensorDiff, group_ranks, largest_first, minority_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,7 +67,7 @@ def compare_tensor(
     if sharded and (diff is None or diff.reason is Reason.SHARDED):
         return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
     absent = replace(
-        _with_clusters(bare, division.expected, _largest_first((list(tensors), list(missing)))),
+        _with_clusters(bare, division.expected, largest_first((list(tensors), missing))),
         reason=Reason.MISSING,
         detail=Detail.MISSING(ranks=missing),
         clusters=(tuple(tensors),),
@@ -92,13 +91,6 @@ def compare_tensor(
 def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Reason, detail: Message) -> TensorDiff:
     """Return the diff of a tensor that is not compared, for a reason besides its shapes and dtypes."""
     return replace(_bare(name, kind, tensors), reason=reason, detail=detail)
-
-
-def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks outside the largest set; empty if two sets are the largest. sets: largest first."""
-    if len(sets) < 2 or len(sets[0]) == len(sets[1]):
-        return ()
-    return tuple(sorted(rank for ranks in sets[1:] for rank in ranks))
 
 
 def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
@@ -181,10 +173,8 @@ def _make_mismatch(
     bare: TensorDiff, reason: Reason, values: Mapping[int, Any], tensors: Mapping[int, Tensor]
 ) -> TensorDiff:
     """Return a diff of values by rank: shapes, dtypes or layouts."""
-    by_value: dict[Any, list[int]] = defaultdict(list)
-    for rank, value in values.items():
-        by_value[value].append(rank)
-    sets = _largest_first(by_value.values())
+    by_value = group_ranks(values)
+    sets = largest_first(by_value.values())
     value_of = {tuple(ranks): value for value, ranks in by_value.items()}
     detail = Detail.UNEQUAL(values=tuple((value_of[ranks], ranks) for ranks in sets))
     return _with_clusters(bare, tensors, sets, reason=reason, detail=detail)
@@ -214,7 +204,7 @@ def _compare_groups(
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
     return replace(
         worst,
-        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=format_sets(division.comparable)),
+        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=sets_text(division.comparable, 3)),
         replica_groups=division.sets,
         clusters=tuple(cluster for diff in diffs for cluster in diff.clusters),
         minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
@@ -245,12 +235,9 @@ def _compare_bytes(
         status=status,
         tolerance=str(tolerance) if status == "close" else None,
         mismatched=statistics.mismatched,
-        max_abs=statistics.max_abs,
-        max_rel=statistics.max_rel,
-        max_ulp=statistics.max_ulp,
-        index=None if statistics.worst is None else unravel_index(statistics.worst, bare.shape),
         nonfinite=dict(sorted(nonfinite.items())),
         extent=statistics.extent(bare.numel),
+        **statistics.size(bare.shape),
     )
 
 
@@ -279,7 +266,3 @@ def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -
     nonfinite = dict(sorted(counts.items())) if len(counts) == len(ranks) else {}
     numbers = {"mismatched": None, "nonfinite": nonfinite, **result.numbers}
     return _with_clusters(bare, ranks, sets, status="different", reason=result.reason, detail=result.detail, **numbers)
-
-
-def _largest_first(sets: Iterable[list[int]]) -> Sets:
-    return tuple(tuple(ranks) for ranks in sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))

@@ -41,7 +41,7 @@ from syncheck.diagnose import (
 from syncheck.diagnose.case import Case, Rule
 from syncheck.evidence.history import history_of
 from syncheck.evidence.suspects import sets_within
-from syncheck.records import Finding
+from syncheck.records import Finding, largest_first, minority_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -86,13 +86,13 @@ def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
         return None
     if sum(map(len, inside)) == sum(map(len, whole)) and all(sets in whole for sets in inside):
         return diff
-    clusters = sorted((ranks for sets in inside for ranks in sets), key=lambda ranks: (-len(ranks), ranks[0]))
+    clusters = largest_first(ranks for sets in inside for ranks in sets)
     remaining = {rank for ranks in clusters for rank in ranks}
     return replace(
         diff,
         replica_groups=tuple(tuple(sorted(rank for ranks in sets for rank in ranks)) for sets in inside),
-        clusters=tuple(clusters),
-        minority=tuple(sorted(rank for sets in inside if len(sets[0]) > len(sets[1]) for s in sets[1:] for rank in s)),
+        clusters=clusters,
+        minority=tuple(sorted(rank for sets in inside for rank in minority_of(sets))),
         nonfinite={rank: count for rank, count in diff.nonfinite.items() if rank in remaining},
         mismatched=None, max_abs=None, max_rel=None, max_ulp=None, index=None, extent=None, evidence=None,
         histogram=None,
@@ -102,7 +102,7 @@ def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
 def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tuple[int, ...]]:
     """Return the ranks of each set in the block, largest set first."""
     kept = (tuple(rank for rank in ranks if rank in block) for ranks in sets)
-    return sorted((ranks for ranks in kept if ranks), key=lambda ranks: (-len(ranks), ranks[0]))
+    return list(largest_first(ranks for ranks in kept if ranks))
 
 
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.

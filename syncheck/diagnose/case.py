@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from syncheck.evidence.history import difference_ratios, trend_of
 from syncheck.evidence.suspects import sets_within, suspects
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from syncheck.records import Comparison, Severity, TensorDiff, Trend, ValueDiff
 
-_Value = TypeVar("_Value")
 # SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
 # the first steps and a little more later, because the difference shrinks. Measured: 0.27 to 1.04 times, in all tensors.
 DECAY_ROOM = 1.25
@@ -410,14 +409,6 @@ def limit_facts(facts: Sequence[Message], most: int, more: Sentence) -> list[Mes
     """Return the first facts, and a statement of the number of further facts."""
     further = [more(count=len(facts) - most)] if len(facts) > most else []
     return [*facts[:most], *further]
-
-
-def ranks_by(by_rank: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return the ranks of each value, in the order of the first occurrence of the values."""
-    ranks: dict[_Value, list[int]] = {}
-    for rank, value in by_rank.items():
-        ranks.setdefault(value, []).append(rank)
-    return ranks
 
 
 def fewer(some: set[int], others: set[int]) -> set[int]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import evidence_of, parameter_of, ranks_by
+from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.kinds import BN_STATISTICS, OPTIMIZER
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks, largest_first, minority_of
 from syncheck.value_kinds import SCALES
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
     for value in case.of_values():
         numbers = _known_numbers(value.by_rank, value.by_rank) if value.kind == "counter" else {}
         if len(set(numbers.values())) > 1:
-            counters.append(StepCounter(value.name, numbers, None, minority_of(numbers)))
+            counters.append(StepCounter(value.name, numbers, None, find_minority(numbers)))
     return tuple(counters)
 
 
@@ -83,12 +84,9 @@ def counts_of(diff: TensorDiff) -> dict[int, float]:
     return _known_numbers(evidence_of(diff).values, chain(*diff.clusters))
 
 
-def minority_of(by_rank: Mapping[int, object]) -> tuple[int, ...]:
+def find_minority(by_rank: Mapping[int, object]) -> tuple[int, ...]:
     """Return the ranks whose value is not the most common value; empty if there is a tie."""
-    first, *others = sorted(ranks_by(by_rank).values(), key=len, reverse=True) or [[]]
-    if not others or len(first) == len(others[0]):
-        return ()
-    return tuple(sorted(rank for ranks in others for rank in ranks))
+    return minority_of(largest_first(group_ranks(by_rank).values()))
 
 
 def below_highest(by_rank: Mapping[int, float]) -> tuple[int, ...]:
@@ -215,7 +213,7 @@ def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
         for value in case.of_values()
         if value.kind == "scaler"
         and len({str(held) for held in value.by_rank.values() if held is not None}) > 1
-        and (not ranks or set(minority_of(value.by_rank)) <= set(ranks))
+        and (not ranks or set(find_minority(value.by_rank)) <= set(ranks))
     )
 
 
@@ -251,7 +249,7 @@ def only_skipped(group: Comparison) -> bool:
 
 def stale_facts(group: Comparison) -> tuple[Message, ...]:
     """State which ranks were bitwise equal to the other ranks at which earlier step."""
-    ranks_of = ranks_by(dict(sorted(group.evidence.stale.items())))
+    ranks_of = group_ranks(dict(sorted(group.evidence.stale.items())))
     return tuple(
         Origin.STALE(step=group.step, ranks=tuple(ranks), earlier=earlier) for earlier, ranks in ranks_of.items()
     )

@@ -21,18 +21,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose.case import Case, Match, ranks_by
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import (
     counters_of,
     farthest,
+    find_minority,
     fitting,
     forwards_lag,
-    minority_of,
     odd_ranks,
     scaler_explains,
 )
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,7 +75,7 @@ def apply(case: Case) -> Match | None:
         return _match_step_counters(case)
     by_rank = _comparable_values(progress)
     facts = (Text.PROGRESS(name=progress.name, values=by_rank),)
-    return _match(case, minority_of(by_rank) or case.group.ranks, facts, by_rank)
+    return _match(case, find_minority(by_rank) or case.group.ranks, facts, by_rank)
 
 
 def _match_step_counters(case: Case) -> Match | None:
@@ -108,7 +109,7 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     """
     tensors = tuple(diff for diff in case.tensors if diff.name not in case.frozen)
     values = tuple(name for name in case.values if ".param_groups." not in name or _SCHEDULED.search(name))
-    known = ranks_by({rank: value for rank, value in progress.items() if value is not None})
+    known = group_ranks({rank: value for rank, value in progress.items() if value is not None})
     largest, *others = sorted(known.values(), key=len, reverse=True) or [[]]
     unknown = [rank for rank in case.group.ranks if progress.get(rank) is None]
     agree = [[*largest, *unknown], *others] if progress else None

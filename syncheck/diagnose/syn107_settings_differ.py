@@ -23,9 +23,10 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts, ranks_by
-from syncheck.diagnose.counters import minority_of
+from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts
+from syncheck.diagnose.counters import find_minority
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 from syncheck.value_kinds import SETTINGS
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def apply(case: Case) -> Match | None:
     acting = [diff for diff in settings if _changes_next_step(diff)]
     covered = _explained_tensors(case, acting) if acting else ()
     by_text = ({rank: str(value) for rank, value in diff.by_rank.items()} for diff in settings)
-    odd = next(filter(None, map(minority_of, by_text)), case.group.ranks)
+    odd = next(filter(None, map(find_minority, by_text)), case.group.ranks)
     facts = (
         *_settings_facts(settings),
         *_parameter_facts(case, covered),
@@ -126,7 +127,7 @@ def _explained_tensors(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorD
     if moments and median(moments) < ALIKE and not turned:
         return ()
     settings_of = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
-    equal = [set(ranks) for ranks in ranks_by(settings_of).values()]
+    equal = [set(ranks) for ranks in group_ranks(settings_of).values()]
     trained = case.differing("parameter", "optimizer", "ema")
     return tuple(diff for diff in trained if not any(_differs_within(diff, ranks) for ranks in equal))
 

@@ -26,7 +26,7 @@ from syncheck.diagnose.counters import (
     below_highest,
     counters_of,
     farthest,
-    minority_of,
+    find_minority,
     names_of_values,
     scales_of,
     steps_by_rank,
@@ -124,7 +124,7 @@ def _suspects(
 ) -> tuple[int, ...]:
     """Return the ranks outside the majority; without a majority the ranks with a reduced scale, if known."""
     for by_rank in (scales, *by_name.values()):
-        if odd := minority_of(by_rank):
+        if odd := find_minority(by_rank):
             return odd
     lowest = set(below_highest(scales))
     behind = {rank for counter in counters_of(case) for rank in counter.behind}

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts, ranks_by
+from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts
 from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,7 +92,7 @@ def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool
 def _facts(
     explained: Sequence[TensorDiff], statistics: Sequence[TensorDiff], hosts: Mapping[int, str | None]
 ) -> tuple[Message, ...]:
-    members = ranks_by(dict(sorted(hosts.items()))).items()
+    members = group_ranks(dict(sorted(hosts.items()))).items()
     nodes = limit_facts([Text.NODE(host=h, ranks=tuple(ranks)) for h, ranks in members], _MOST, Text.MORE_NODES)
     parameters = sum(diff.kind == "parameter" for diff in explained)
     facts = [

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, ranks_by
+from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Sentence
+from syncheck.records import group_ranks
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def apply(case: Case) -> Match | None:
     tensors = tuple(diff for diff in case.differing(*_KINDS) if agrees_within(diff, coordinates))
     if not tensors:
         return None
-    groups = tuple(tuple(ranks) for ranks in ranks_by(coordinates).values() if len(ranks) > 1)
+    groups = tuple(tuple(ranks) for ranks in group_ranks(coordinates).values() if len(ranks) > 1)
     names = tuple(diff.name for diff in tensors)
     facts = (
         Text.RANKS_DIFFER(count=len(tensors), names=names, size=largest_difference(tensors)),

@@ -18,10 +18,11 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, cosines, largest_difference, limit_facts, ranks_by
+from syncheck.diagnose.case import Case, Match, cosines, largest_difference, limit_facts
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +140,7 @@ def _describe_value(diff: ValueDiff) -> Message:
 
 
 def _ranks_by_value(diff: ValueDiff) -> dict[str, list[int]]:
-    return ranks_by({rank: brief(value) for rank, value in diff.by_rank.items()})
+    return group_ranks({rank: brief(value) for rank, value in diff.by_rank.items()})
 
 
 def _ranks(case: Case) -> tuple[int, ...]:
