@@ -243,7 +243,7 @@ def _find_fixed(report: Report, known: Known) -> Known:
 
 
 def _lacks_ranks(group: Group) -> bool:
-    return group.evidence.metadata is not None and (group.evidence.metadata.world_size or 0) > len(group.replicas)
+    return (group.evidence.metadata.world_size or 0) > len(group.replicas)
 
 
 class _Coverage:

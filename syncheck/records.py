@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.messages import Message
-    from syncheck.snapshots import Metadata
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
@@ -23,6 +24,8 @@ __all__ = [
     "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
 
+
+_Value = TypeVar("_Value")
 
 # Norms and cosines are computed over the first elements of a tensor, up to this number.
 MEASURED = 1 << 18
@@ -54,6 +57,26 @@ Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
 Trend = Literal["constant", "shrinking", "growing", "varying"]
 ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "other"]
+
+
+def group_ranks(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """Return the ranks of each value, in the order of the first occurrence of the values."""
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def largest_first(sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Sort sets of ranks by size, the largest first; equally large sets by their first ranks."""
+    return tuple(tuple(ranks) for ranks in sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))
+
+
+def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks outside the largest set; empty if two sets are the largest. sets: largest first."""
+    if len(sets) < 2 or len(sets[0]) == len(sets[1]):
+        return ()
+    return tuple(sorted(rank for ranks in sets[1:] for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +354,8 @@ class Finding:
 class GroupEvidence:
     """Information about a group besides the diffs of tensors and values; input of the diagnosis."""
 
-    metadata: Metadata | None = None
-    """The metadata of the first replica with metadata."""
+    metadata: Metadata = field(default_factory=Metadata)
+    """The metadata of the first replica with metadata; empty if no replica has any."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The kind of each selected tensor by name, including identical tensors."""
     hyperparameters: Mapping[str, float] = field(default_factory=dict)

@@ -114,8 +114,8 @@ def _format_step(point: DriftPoint) -> str:
 
 def _differ_in_sync_bn(plain: Comparison, synced: Comparison) -> bool:
     """Whether the recorded configurations differ only in SyncBatchNorm and lengths. Without them, the name decides."""
-    a = dict(plain.evidence.metadata.config) if plain.evidence.metadata is not None else {}
-    b = dict(synced.evidence.metadata.config) if synced.evidence.metadata is not None else {}
+    a = dict(plain.evidence.metadata.config)
+    b = dict(synced.evidence.metadata.config)
     if not a and not b:
         return synced.run == f"{plain.run}-syncbn"
     for name in LENGTHS:

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import syncheck
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from syncheck.records import Report
 
 _STORAGES = {"float32": "FloatStorage", "float64": "DoubleStorage", "int64": "LongStorage", "bool": "BoolStorage"}
 _CODES = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8", "uint64": "U64"}
@@ -123,6 +126,13 @@ def save_header(path: Path, header: Any, data: bytes = b"", length: int | None =
 def save(path: Path, tensors: dict[str, Any]) -> Path:
     """Write arrays in the format of the ending."""
     return (save_safetensors if path.suffix == ".safetensors" else save_pth)(path, tensors)
+
+
+def compare_ranks(folder: Path, *states: Any, suffix: str = ".pth", write: Any = None, **options: Any) -> Report:
+    """Write the checkpoint of each rank into a folder, and compare the folder. write: other than `save`."""
+    for rank, state in enumerate(states):
+        (write or save)(folder / f"m_rank{rank}{suffix}", state)
+    return syncheck.compare(folder, options=syncheck.Options(**options))
 
 
 def network(seed: int = 0, layers: int = 2) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save, save_safetensors
+from checkpoints import changed, compare_ranks, network, save, save_safetensors
 
 import syncheck
 from syncheck import api, kinds
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.records import Report, TensorDiff
-
-
-def compared(folder: Path, *states: dict[str, Any], **options: Any) -> Report:
-    """Compare checkpoints that are ranks of one run."""
-    for i, state in enumerate(states):
-        save(folder / f"rank{i}.pth", state)
-    return syncheck.compare(folder, options=syncheck.Options(**options))
 
 
 def diffs(report: Report) -> dict[str, TensorDiff]:
@@ -84,7 +77,7 @@ def test_close_is_symmetric_where_torch_is_not(tmp_path: Path) -> None:
     options = {"rtol": 1.3e-6, "atol": 1e-5}
     for first, second in ((a, b), (b, a)):
         states = [{"w": np.array([value], np.float64)} for value in (first, second)]
-        assert compared(tmp_path, *states, **options).verdict == "in_sync"
+        assert compare_ranks(tmp_path, *states, **options).verdict == "in_sync"
 
 
 TWO_APART = [
@@ -170,7 +163,7 @@ def test_the_table_excuses_by_name_and_kind(tmp_path: Path) -> None:
         "bn_mean": {"rtol": 0, "atol": 0.01},
         "bn_var": "close",
     }
-    found = diffs(compared(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
+    found = diffs(compare_ranks(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
     told = {name: (diff.status, diff.tolerance) for name, diff in found.items()}
     assert told == {
         "layer0.bn.running_mean": ("close", "rtol=0 atol=0.01 (tolerance of bn_mean)"),
@@ -251,11 +244,13 @@ def test_integers_are_exact_under_every_tolerance(tmp_path: Path) -> None:
 
 def test_an_idle_glob_is_noted(tmp_path: Path) -> None:
     """A glob that no tensor matches is noted, with the kinds, for it may be a misspelled one; others are not."""
-    report = compared(tmp_path, network(), network(), tolerance={"bn_means": "close", "fc.*": "close", "ema": "close"})
+    report = compare_ranks(
+        tmp_path, network(), network(), tolerance={"bn_means": "close", "fc.*": "close", "ema": "close"}
+    )
     (note,) = [note for note in report.groups[0].notes if note.code is Note.UNUSED_TOLERANCES]
     assert note.parameters["names"] == ("bn_means",)
     assert note.parameters["kinds"][:2] == ("parameter", "buffer")
-    codes = {note.code for note in compared(tmp_path, network(), network()).groups[0].notes}
+    codes = {note.code for note in compare_ranks(tmp_path, network(), network()).groups[0].notes}
     assert Note.UNUSED_TOLERANCES not in codes
 
 
@@ -289,6 +284,9 @@ def test_things_in_memory_have_tolerances_too() -> None:
         ),
         ({"close": True, "ulp": 0}, "close cannot be combined with ulp"),
         ({"close": 1}, "close=1: must be"),
+        ({"atol": 0.1}, "rtol and atol belong together"),
+        ({"rtol": 0.1, "atol": -1.0}, "must be 0 <= rtol <= 1 and a finite atol >= 0"),
+        ({"ulp": -1}, "ulp=-1: must be at least 0"),
         ({"tolerance": "close"}, "tolerance='close': must be a table"),
         ({"tolerance": {3: "close"}}, "tolerance={3: 'close'}: must be a table"),
         ({"tolerance": {"fc.*": "near"}}, 'tolerance["fc.*"]=\'near\': must be "close", "bitwise", or rtol and atol'),

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
 from syncheck.comparison.replica_groups import assemble_shards, divide, find_positions, is_mixed, mesh_of
-from syncheck.comparison.tensors import compare_tensor, mark_ambiguous, skip_by_design
+from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
 from syncheck.evidence.tensors import add_evidence
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.messages import Detail, Note
-from syncheck.names import normalize
-from syncheck.records import Comparison, Counts, GroupEvidence, Replica, Shards, TensorDiff
+from syncheck.names import normalize, normalize_keys
+from syncheck.records import Comparison, Counts, GroupEvidence, Reason, Replica, Shards, TensorDiff
+from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import find_replicated
 from syncheck.tolerance import Tolerances
 
@@ -58,19 +59,17 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     """Compare a group of replicas. Raises CheckpointError if a file can no longer be read."""
     snapshots, parts = detect_partitioning(dict(replicas.ranks))
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
-    tensors = _align_names(snapshots, names)
-    kinds, guessed, unsure = _find_kinds(tensors, snapshots, selection)
-    wanted = make_selector(selection.only, selection.include, selection.exclude, unsure)
+    tensors, kinds, wanted = _classify(snapshots, selection)
     tally = _Tally()
     if len(snapshots) > 1:
-        _compare_tensors(tensors, kinds, snapshots, wanted, selection, tally, parts)
+        _compare_tensors(tensors, kinds.by_name, snapshots, wanted, selection, tally, parts)
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     counts = {
         kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
         for kind in KINDS
         if kind in tally.by_kind
     }
-    metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), None)
+    metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), Metadata())
     kept = make_selector(frozenset(), (), selection.exclude)
     values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
     return Comparison(
@@ -89,7 +88,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         left_out=tally.left_out,
         grouping=replicas.grouping,
         notes=(
-            *_make_notes(snapshots, tally, selection, guessed=guessed and bool(tally.by_kind)),
+            *_make_notes(snapshots, tally, selection, guessed=kinds.guessed and bool(tally.by_kind)),
             *note_absent_values(snapshots, values),
         ),
         evidence=GroupEvidence(
@@ -186,12 +185,14 @@ def _compare_tensors(
                 tally.left_out += 1
                 continue
             if kind == "rng" and not (selection.only or selection.rng):
-                tally.add(name, kind, skip_by_design(name, kind, tensors))
+                # RNG states and the errors of PowerSGD differ between ranks by design.
+                detail = Detail.POWERSGD_ERROR() if ".error_dict." in f".{name}" else Detail.RNG_STATE()
+                tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.RNG, detail))
                 continue
             if positions.stages and is_mixed(tensors):
                 if not (complete := assemble_shards(tensors)):
-                    layout = divide(tensors, ranks, positions).layout
-                    tally.add(name, kind, mark_ambiguous(name, kind, tensors, Detail.AMBIGUOUS_LAYOUT(layout=layout)))
+                    detail = Detail.AMBIGUOUS_LAYOUT(layout=divide(tensors, ranks, positions).layout)
+                    tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, detail))
                     continue
                 aligned[name] = tensors = complete
             # The owner of a parameter must hold its state; if it does not, the state is lost.
@@ -205,7 +206,7 @@ def _compare_tensors(
                 name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick
             )
             if diff is not None and diff.out_of_sync and parts.unclear and partial:
-                diff = mark_ambiguous(name, kind, tensors, parts.unclear)
+                diff = skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, parts.unclear)
             if diff is not None and selection.reference is not None:
                 facts = tuple(describe_from_reference(fact, selection.reference, tensors, files) for fact in diff.facts)
                 diff = replace(describe_from_reference(diff, selection.reference, tensors, files), facts=facts)
@@ -243,21 +244,20 @@ def kinds_in(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
 
 def selected_kinds(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
     """Return the kind of each selected tensor by its name without prefixes of wrappers."""
-    tensors = _align_names(snapshots, {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()})
-    kinds, _, unsure = _find_kinds(tensors, snapshots, selection)
-    wanted = make_selector(selection.only, selection.include, selection.exclude, unsure)
-    return {name: kind for name, kind in kinds.items() if wanted(name, kind)}
+    _, kinds, wanted = _classify(snapshots, selection)
+    return {name: kind for name, kind in kinds.by_name.items() if wanted(name, kind)}
 
 
-def _align_names(
-    snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
-) -> dict[str, dict[int, Tensor]]:
-    """Return the tensors by normalized name and rank, in the order of the first checkpoint."""
-    aligned: dict[str, dict[int, Tensor]] = {}
+def _classify(
+    snapshots: Mapping[int, Snapshot], selection: Selection
+) -> tuple[dict[str, dict[int, Tensor]], Kinds, Callable[[str, str], bool]]:
+    """Return the tensors by normalized name and rank, their kinds, and a predicate for the selected names and kinds."""
+    aligned: dict[str, dict[int, Tensor]] = {}  # in the order of the first checkpoint
     for rank, snapshot in snapshots.items():
-        for name, tensor in snapshot.tensors.items():
-            aligned.setdefault(names[rank][name], {})[rank] = tensor
-    return aligned
+        for name, tensor in normalize_keys(snapshot.tensors).items():
+            aligned.setdefault(name, {})[rank] = tensor
+    kinds = _find_kinds(aligned, snapshots, selection)
+    return aligned, kinds, make_selector(selection.only, selection.include, selection.exclude, kinds.unsure)
 
 
 def _find_kinds(

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
 
     Own = Mapping[int, frozenset[str]]
-    Shapes = Mapping[int, Mapping[int, tuple[int, ...]]]
 
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
 from syncheck.messages import names_text, ranks_text
-from syncheck.snapshots import unravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,18 +85,12 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     # With two clusters, the difference is the same from both sides.
     if len(diff.replica_groups) > 1 or len(different) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
-    from syncheck.differences.measurement import measure_differences  # needs numpy
+    from syncheck.differences import measure_differences  # needs numpy
     from syncheck.tolerance import Tolerance
 
     representatives = [tensors[cluster[0]] for cluster in (equal, *different)]
     statistics = measure_differences(representatives, files, Tolerance(), majority=True)
-    return replace(
-        diff,
-        max_abs=statistics.max_abs,
-        max_rel=statistics.max_rel,
-        max_ulp=statistics.max_ulp,
-        index=None if statistics.worst is None else unravel_index(statistics.worst, diff.shape),
-    )
+    return replace(diff, **statistics.size(diff.shape))
 
 
 def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:

@@ -20,6 +20,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from syncheck.messages import ranks_text
+from syncheck.records import group_ranks
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
@@ -147,7 +148,7 @@ def divide(
     same_shape = len({t.shape for t in tensors.values()}) == 1
     if (replicated and same_shape) or all(map(_has_tensor_parallel_mesh, tensors.values())):
         coordinates = {rank: _without_tensor_parallel(position) for rank, position in coordinates.items()}
-    sets = _group_by_key({rank: coordinates[rank] for rank in tensors})
+    sets = tuple(map(tuple, group_ranks({rank: coordinates[rank] for rank in tensors}).values()))
     dims = ", ".join(dict.fromkeys(name for position in coordinates.values() for name, _ in position))
     if not dims:
         return Division(sets, expected)
@@ -216,7 +217,7 @@ def _divide_dtensor(
     whole = [rank for rank in present if rank not in parts]
     if whole:
         layout += f", but whole on {ranks_text(whole)}"
-    return Division(_group_by_key(keys), expected, "DTensor", layout)
+    return Division(tuple(map(tuple, group_ranks(keys).values())), expected, "DTensor", layout)
 
 
 def find_coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
@@ -237,13 +238,6 @@ def _find_mesh_rank(sharding: Sharding) -> int:
     for i, size in zip(sharding.coordinate, sharding.mesh, strict=True):
         at = at * size + i
     return sharding.ranks[at]
-
-
-def _group_by_key(keys: Mapping[int, Hashable]) -> Sets:
-    groups: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, key in keys.items():
-        groups[key].append(rank)
-    return tuple(tuple(members) for members in groups.values())
 
 
 def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
@@ -296,10 +290,3 @@ def _find_box(rank: int, tensor: Tensor) -> tuple[Hashable, tuple[int, ...]] | N
         else:
             return None
     return ((sharding.ranks, tuple(copy)), tuple(start)) if tuple(size) == tensor.shape else None
-
-
-def format_sets(sets: Sets) -> str:
-    """Return the text for the first few sets of ranks: 'ranks 0, 2 and ranks 1, 3'."""
-    texts = [ranks_text(ranks) for ranks in sets[:3]]
-    more = f" and {len(sets) - 3} more" if len(sets) > 3 else ""
-    return " and ".join(texts) + more

@@ -6,11 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.replica_groups import format_sets, is_whole, layout_text
+from syncheck.comparison.replica_groups import is_whole, layout_text
 from syncheck.kernel.clustering import cluster_replicas
-from syncheck.messages import SHARD_REFUSALS, Detail
-from syncheck.records import Reason, TensorDiff
-from syncheck.snapshots import unravel_index
+from syncheck.messages import SHARD_REFUSALS, Detail, sets_text
+from syncheck.records import Reason, TensorDiff, group_ranks, largest_first, minority_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,12 +67,10 @@ def compare_tensor(
     if sharded and (diff is None or diff.reason is Reason.SHARDED):
         return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
     absent = replace(
-        bare,
+        _with_clusters(bare, division.expected, largest_first((list(tensors), missing))),
         reason=Reason.MISSING,
         detail=Detail.MISSING(ranks=missing),
-        replica_groups=(division.expected,),
         clusters=(tuple(tensors),),
-        minority=minority_of(_largest_first((list(tensors), list(missing)))),
     )
     if diff is None:
         return absent
@@ -91,27 +88,19 @@ def compare_tensor(
     )
 
 
-def skip_by_design(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
-    """Return the diff of an RNG state or a PowerSGD error: not compared, because they differ by design."""
-    detail = Detail.POWERSGD_ERROR() if ".error_dict." in f".{name}" else Detail.RNG_STATE()
-    return replace(_bare(name, kind, tensors), reason=Reason.RNG, detail=detail)
-
-
-def mark_ambiguous(name: str, kind: str, tensors: Mapping[int, Tensor], detail: Message) -> TensorDiff:
-    """Return the diff of a tensor whose replica groups cannot be determined from the files."""
-    return replace(_bare(name, kind, tensors), reason=Reason.AMBIGUOUS, detail=detail)
-
-
-def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks outside the largest set; empty if two sets are the largest. sets: largest first."""
-    if len(sets) < 2 or len(sets[0]) == len(sets[1]):
-        return ()
-    return tuple(sorted(rank for ranks in sets[1:] for rank in ranks))
+def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Reason, detail: Message) -> TensorDiff:
+    """Return the diff of a tensor that is not compared, for a reason besides its shapes and dtypes."""
+    return replace(_bare(name, kind, tensors), reason=reason, detail=detail)
 
 
 def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     first = next(iter(tensors.values()))
     return TensorDiff(name, kind, first.dtype, first.shape, "not_compared", numel=first.numel)
+
+
+def _with_clusters(bare: TensorDiff, ranks: Iterable[int], sets: Sets, **changes: Any) -> TensorDiff:
+    """Return the diff of one replica group. sets: ranks with equal values, largest first."""
+    return replace(bare, replica_groups=(tuple(ranks),), clusters=sets, minority=minority_of(sets), **changes)
 
 
 def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
@@ -184,19 +173,11 @@ def _make_mismatch(
     bare: TensorDiff, reason: Reason, values: Mapping[int, Any], tensors: Mapping[int, Tensor]
 ) -> TensorDiff:
     """Return a diff of values by rank: shapes, dtypes or layouts."""
-    by_value: dict[Any, list[int]] = defaultdict(list)
-    for rank, value in values.items():
-        by_value[value].append(rank)
-    sets = _largest_first(by_value.values())
+    by_value = group_ranks(values)
+    sets = largest_first(by_value.values())
     value_of = {tuple(ranks): value for value, ranks in by_value.items()}
-    return replace(
-        bare,
-        reason=reason,
-        detail=Detail.UNEQUAL(values=tuple((value_of[ranks], ranks) for ranks in sets)),
-        replica_groups=(tuple(tensors),),
-        clusters=sets,
-        minority=minority_of(sets),
-    )
+    detail = Detail.UNEQUAL(values=tuple((value_of[ranks], ranks) for ranks in sets))
+    return _with_clusters(bare, tensors, sets, reason=reason, detail=detail)
 
 
 def _compare_groups(
@@ -223,7 +204,7 @@ def _compare_groups(
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
     return replace(
         worst,
-        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=format_sets(division.comparable)),
+        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=sets_text(division.comparable, 3)),
         replica_groups=division.sets,
         clusters=tuple(cluster for diff in diffs for cluster in diff.clusters),
         minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
@@ -239,29 +220,24 @@ def _compare_bytes(
     clusters = cluster_replicas(members, files) if len(members) > 1 else ((0,),)
     if len(clusters) == 1:
         return None
-    from syncheck.differences.measurement import measure_differences  # needs numpy
+    from syncheck.differences import measure_differences  # needs numpy
 
     sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in clusters)
-    minority = minority_of(sets)
     representatives = [members[positions[0]] for positions in clusters]
-    statistics = measure_differences(representatives, files, tolerance, majority=bool(minority))
+    statistics = measure_differences(representatives, files, tolerance, majority=bool(minority_of(sets)))
     tolerated = not tolerance.exact and not statistics.beyond
     status: Status = "equal" if not statistics.mismatched else "close" if tolerated else "different"
     nonfinite = {rank: count for same, count in zip(sets, statistics.nonfinite, strict=True) for rank in same}
-    return replace(
+    return _with_clusters(
         bare,
+        ranks,
+        sets,
         status=status,
         tolerance=str(tolerance) if status == "close" else None,
-        replica_groups=(ranks,),
-        clusters=sets,
-        minority=minority,
         mismatched=statistics.mismatched,
-        max_abs=statistics.max_abs,
-        max_rel=statistics.max_rel,
-        max_ulp=statistics.max_ulp,
-        index=None if statistics.worst is None else unravel_index(statistics.worst, bare.shape),
         nonfinite=dict(sorted(nonfinite.items())),
         extent=statistics.extent(bare.numel),
+        **statistics.size(bare.shape),
     )
 
 
@@ -287,19 +263,6 @@ def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -
         return replace(bare, reason=result.reason, detail=result.detail)
     sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in result.clusters)
     counts = {rank: n for same, n in zip(sets, result.nonfinite, strict=False) for rank in same if n is not None}
-    diff = replace(
-        bare,
-        status="different",
-        reason=result.reason,
-        detail=result.detail,
-        replica_groups=(ranks,),
-        clusters=sets,
-        minority=minority_of(sets),
-        mismatched=None,
-        nonfinite=dict(sorted(counts.items())) if len(counts) == len(ranks) else {},
-    )
-    return replace(diff, **result.numbers)
-
-
-def _largest_first(sets: Iterable[list[int]]) -> Sets:
-    return tuple(tuple(ranks) for ranks in sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))
+    nonfinite = dict(sorted(counts.items())) if len(counts) == len(ranks) else {}
+    numbers = {"mismatched": None, "nonfinite": nonfinite, **result.numbers}
+    return _with_clusters(bare, ranks, sets, status="different", reason=result.reason, detail=result.detail, **numbers)

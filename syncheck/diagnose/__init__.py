@@ -41,8 +41,7 @@ from syncheck.diagnose import (
 from syncheck.diagnose.case import Case, Rule
 from syncheck.evidence.history import history_of
 from syncheck.evidence.suspects import sets_within
-from syncheck.messages import Fact, Message, Sentence
-from syncheck.records import Finding
+from syncheck.records import Finding, largest_first, minority_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -87,13 +86,13 @@ def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
         return None
     if sum(map(len, inside)) == sum(map(len, whole)) and all(sets in whole for sets in inside):
         return diff
-    clusters = sorted((ranks for sets in inside for ranks in sets), key=lambda ranks: (-len(ranks), ranks[0]))
+    clusters = largest_first(ranks for sets in inside for ranks in sets)
     remaining = {rank for ranks in clusters for rank in ranks}
     return replace(
         diff,
         replica_groups=tuple(tuple(sorted(rank for ranks in sets for rank in ranks)) for sets in inside),
-        clusters=tuple(clusters),
-        minority=tuple(sorted(rank for sets in inside if len(sets[0]) > len(sets[1]) for s in sets[1:] for rank in s)),
+        clusters=clusters,
+        minority=tuple(sorted(rank for sets in inside for rank in minority_of(sets))),
         nonfinite={rank: count for rank, count in diff.nonfinite.items() if rank in remaining},
         mismatched=None, max_abs=None, max_rel=None, max_ulp=None, index=None, extent=None, evidence=None,
         histogram=None,
@@ -103,7 +102,7 @@ def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
 def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tuple[int, ...]]:
     """Return the ranks of each set in the block, largest set first."""
     kept = (tuple(rank for rank in ranks if rank in block) for ranks in sets)
-    return sorted((ranks for ranks in kept if ranks), key=lambda ranks: (-len(ranks), ranks[0]))
+    return list(largest_first(ranks for ranks in kept if ranks))
 
 
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
@@ -165,13 +164,15 @@ def diagnose(
     rules = list(RULES)
     rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
     for rule in rules:
-        match = rule.apply(Case(group, tensors, values, series or (group,)))
+        case = Case(group, tensors, values, series or (group,))
+        match = rule.apply(case)
         if match is None:
             continue
         agree = match.agree
         if agree is None:
             odd = frozenset(match.ranks)
             agree = () if rule.CODE in _EVERY_RANK else (tuple(rank for rank in group.ranks if rank not in odd),)
+        in_a_job = case.in_memory and "IN_A_JOB" in rule.Text.__members__
         tensors = left_of(tensors, match.tensors, agree)
         values = names_left(values, match.values, by_rank, agree)
         findings.append(
@@ -181,22 +182,12 @@ def diagnose(
                 severity=rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
-                facts=_as_messages(match.evidence),
-                cause=_as_message(match.cause or rule.CAUSE),
-                fix=_as_message(match.fix or rule.FIX),
+                facts=tuple(match.facts),
+                cause=(match.cause or rule.Text["CAUSE"])(),
+                fix=(match.fix or rule.Text["IN_A_JOB" if in_a_job else "FIX"])(),
                 values=match.values,
                 allowed=rule.CODE in allow,
                 history=history_of({diff.name for diff in match.tensors}, series),
             )
         )
     return tuple(findings)
-
-
-def _as_messages(evidence: str | tuple[Message, ...]) -> tuple[Message, ...]:
-    return (Fact.TEXT(text=evidence),) if isinstance(evidence, str) else evidence
-
-
-def _as_message(given: str | Sentence | Message) -> Message:
-    if isinstance(given, Sentence):
-        return given()
-    return Fact.TEXT(text=given) if isinstance(given, str) else given

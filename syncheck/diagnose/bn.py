@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import agreement_facts, is_weight, largest_difference
+from syncheck.diagnose.case import Case, Match, is_weight, largest_difference
+from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, TensorDiff
 
 # Last components of the names of running statistics.
@@ -71,13 +71,15 @@ def running_statistics(case: Case, differing: Sequence[TensorDiff]) -> list[Tens
     ]
 
 
-def statistics_facts(case: Case, statistics: tuple[TensorDiff, ...], first: Sentence) -> tuple[Message, ...]:
-    """State how many running statistics differ and by how much, which ranks agree, and which other tensors agree.
+def match_statistics(
+    case: Case, statistics: tuple[TensorDiff, ...], first: Sentence, synchronization: Sequence[Message]
+) -> Match:
+    """Return the match of running statistics: their size, the ranks that agree, and the other tensors that agree.
 
-    first: the first statement, with the parameters count, total and size.
+    first: the first statement, with the parameters count, total and size. synchronization: the last statements.
     """
     total, size = case.compared(*BN_STATISTICS), largest_difference(statistics)
-    facts = [first(count=len(statistics), total=total, size=size), *agreement_facts(statistics, case.group)]
+    facts = [first(count=len(statistics), total=total, size=size), *case.agreement_facts(statistics)]
     parameters = case.compared("parameter")
     explained = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "parameter"]
     if explained:
@@ -88,7 +90,7 @@ def statistics_facts(case: Case, statistics: tuple[TensorDiff, ...], first: Sent
         facts.append(Statistics.PARAMETERS_NOT_COMPARED())
     if case.compared("bn_count") and case.agrees("bn_count"):
         facts.append(Statistics.COUNTS_AGREE())
-    return tuple(facts)
+    return Match(statistics, suspects(statistics, case.group), [*facts, *synchronization])
 
 
 def drift(group: Comparison) -> float:

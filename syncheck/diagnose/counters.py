@@ -1,13 +1,16 @@
-"""The optimizer's step counters, for rules about ranks that skipped a step or lost optimizer state."""
+"""Evidence on the progress of each rank: step counters of the optimizer, stale ranks and lost optimizer state."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import parameter_of, ranks_by
-from syncheck.kinds import BN_STATISTICS
+from syncheck.diagnose.case import evidence_of, parameter_of
+from syncheck.kinds import BN_STATISTICS, OPTIMIZER
+from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks, largest_first, minority_of
 from syncheck.value_kinds import SCALES
 
 if TYPE_CHECKING:
@@ -22,6 +25,15 @@ FEW = 2
 SHARE = 0.05
 # In a run of up to this many steps, state lost at the start also causes a lag of only a few steps.
 SHORT = 5
+
+
+class Origin(Sentence):
+    """Statements about the step at which a difference began."""
+
+    STALE = "at step {step} {ranks:ranks} {ranks:verb was|were} bitwise equal to the other ranks at step {earlier}"
+    COUNTERS = (
+        "{counters:count optimizer step counter} {counters:verb differs|differ}, by {lag:count step}: {steps:by_rank}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +62,7 @@ class StepCounter:
     @property
     def behind(self) -> tuple[int, ...]:
         """The ranks with a smaller count than another rank."""
-        most = max(self.by_rank.values())
-        return tuple(sorted(rank for rank, count in self.by_rank.items() if count < most))
+        return below_highest(self.by_rank)
 
 
 def counters_of(case: Case) -> tuple[StepCounter, ...]:
@@ -62,27 +73,25 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
         if len(set(counts.values())) > 1:
             counters.append(StepCounter(diff.name, counts, diff, diff.minority))
     for value in case.of_values():
-        if value.kind != "counter":
-            continue
-        numbers = {rank: float(count) for rank, count in value.by_rank.items() if _is_number(count)}
-        if len(numbers) == len(value.by_rank) and len(set(numbers.values())) > 1:
-            counters.append(StepCounter(value.name, numbers, None, minority_of(numbers)))
+        numbers = _known_numbers(value.by_rank, value.by_rank) if value.kind == "counter" else {}
+        if len(set(numbers.values())) > 1:
+            counters.append(StepCounter(value.name, numbers, None, find_minority(numbers)))
     return tuple(counters)
 
 
 def counts_of(diff: TensorDiff) -> dict[int, float]:
     """Return the value of a single-element tensor by rank; empty unless all values are known."""
-    values = {} if diff.evidence is None else diff.evidence.values
-    numbers = {rank: float(value) for rank, value in values.items() if _is_number(value)}
-    return numbers if all(rank in numbers for ranks in diff.clusters for rank in ranks) else {}
+    return _known_numbers(evidence_of(diff).values, chain(*diff.clusters))
 
 
-def minority_of(by_rank: Mapping[int, object]) -> tuple[int, ...]:
+def find_minority(by_rank: Mapping[int, object]) -> tuple[int, ...]:
     """Return the ranks whose value is not the most common value; empty if there is a tie."""
-    first, *others = sorted(ranks_by(by_rank).values(), key=len, reverse=True) or [[]]
-    if not others or len(first) == len(others[0]):
-        return ()
-    return tuple(sorted(rank for ranks in others for rank in ranks))
+    return minority_of(largest_first(group_ranks(by_rank).values()))
+
+
+def below_highest(by_rank: Mapping[int, float]) -> tuple[int, ...]:
+    """Return the ranks with a smaller number than another rank."""
+    return tuple(sorted(rank for rank, number in by_rank.items() if number < max(by_rank.values())))
 
 
 def odd_ranks(counters: Iterable[StepCounter]) -> tuple[int, ...]:
@@ -175,8 +184,7 @@ def scales_of(group: Comparison) -> dict[int, float]:
     """Return the loss scale by rank; empty unless it differs and is known on every rank."""
     for value in group.values:
         if value.kind == "scaler" and value.name.rpartition(".")[2] in SCALES:
-            numbers = {rank: float(scale) for rank, scale in value.by_rank.items() if _is_number(scale)}
-            return numbers if len(numbers) == len(value.by_rank) else {}
+            return _known_numbers(value.by_rank, value.by_rank)
     for diff in group.tensors:
         if diff.kind == "scaler" and diff.name.rpartition(".")[2] in SCALES:
             return counts_of(diff)
@@ -192,8 +200,7 @@ def scaler_explains(case: Case, counters: Sequence[StepCounter]) -> bool:
     if not scales or min(scales.values()) <= 0:
         return False
     halved = math.log2(max(scales.values()) / min(scales.values()))
-    lowest = {rank for rank, scale in scales.items() if scale < max(scales.values())}
-    return all(set(c.behind) <= lowest and (not c.far or c.lag <= halved) for c in counters)
+    return all({*c.behind} <= {*below_highest(scales)} and (not c.far or c.lag <= halved) for c in counters)
 
 
 def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
@@ -206,9 +213,98 @@ def trackers(case: Case, ranks: Collection[int] = ()) -> tuple[str, ...]:
         for value in case.of_values()
         if value.kind == "scaler"
         and len({str(held) for held in value.by_rank.values() if held is not None}) > 1
-        and (not ranks or set(minority_of(value.by_rank)) <= set(ranks))
+        and (not ranks or set(find_minority(value.by_rank)) <= set(ranks))
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def stale_at_first(case: Case) -> Comparison | None:
+    """Return the first group since which parameters have differed at every step, if ranks were stale in it.
+
+    Without a series this is the group of the case. A difference from before a step in sync has another cause.
+    """
+    first = None
+    for group in reversed(case.series):
+        if not any(diff.kind == "parameter" and diff.out_of_sync for diff in group.tensors):
+            break
+        first = group
+    return first if first is not None and first.evidence.stale else None
+
+
+def ran_forward(group: Comparison) -> bool | None:
+    """Whether stale ranks ran the forward pass, by BatchNorm's counts. None without BatchNorm."""
+    if not sum(counts.compared for kind, counts in group.kinds.items() if kind == "bn_count"):
+        return None
+    return not any(diff.kind == "bn_count" and diff.out_of_sync for diff in group.tensors)
+
+
+def only_skipped(group: Comparison) -> bool:
+    """Whether stale ranks ran the forward pass and skipped the optimizer step: parameters and state are old.
+
+    After an early parameter gather the parameters are old and the optimizer state is new. If loss scales differ, an
+    overflow caused the skipped step, which is SYN216.
+    """
+    old_state = any(diff.kind in OPTIMIZER and diff.out_of_sync for diff in group.tensors)
+    return bool(group.evidence.stale) and old_state and ran_forward(group) is True and not scales_of(group)
+
+
+def stale_facts(group: Comparison) -> tuple[Message, ...]:
+    """State which ranks were bitwise equal to the other ranks at which earlier step."""
+    ranks_of = group_ranks(dict(sorted(group.evidence.stale.items())))
+    return tuple(
+        Origin.STALE(step=group.step, ranks=tuple(ranks), earlier=earlier) for earlier, ranks in ranks_of.items()
+    )
+
+
+def counter_facts(counters: Sequence[StepCounter]) -> tuple[Message, ...]:
+    """State how many step counters differ, and the counts of the counter with the largest lag; empty without any."""
+    most = farthest(counters)
+    if most is None:
+        return ()
+    return (Origin.COUNTERS(counters=len(counters), lag=int(most.lag), steps=steps_by_rank(most)),)
+
+
+def steps_by_rank(counter: StepCounter) -> dict[int, int]:
+    """Return the number of steps that each rank counted."""
+    return {rank: int(count) for rank, count in sorted(counter.by_rank.items())}
+
+
+def earlier_lag(counter: StepCounter, series: Sequence[Comparison]) -> tuple[int, int] | None:
+    """Return the first step at which the counter differed and its lag there; None if the lag has not changed."""
+    for group in series[:-1]:
+        for diff in group.tensors:
+            counts = counts_of(diff) if diff.name == counter.name else {}
+            if counts and group.step is not None:
+                lag = max(counts.values()) - min(counts.values())
+                return None if lag == counter.lag else (group.step, int(lag))
+    return None
+
+
+def without_state(case: Case) -> tuple[int, ...]:
+    """Return the ranks whose optimizer has parameter groups but no state, although other ranks have both.
+
+    Empty if the optimizer itself is missing, as in files of the model only, or if each rank holds a part of the state.
+    """
+    group = case.group
+    # Look at all missing tensors, because an earlier rule may cover some of them, for example for NaNs beside them.
+    missing = [diff for diff in group.tensors if diff.reason == "missing" and diff.kind in OPTIMIZER]
+    if not missing or not group.evidence.hyperparameters or group.evidence.metadata.optimizer_sharded:
+        return ()
+    if len(missing) < sum(kind in OPTIMIZER for kind in group.evidence.names.values()):
+        return ()
+    holders = {frozenset(rank for ranks in diff.clusters for rank in ranks) for diff in missing}
+    without = tuple(rank for rank in group.ranks if not any(rank in ranks for ranks in holders))
+    if len(holders) != 1 or not without:
+        return ()
+    # A rank without parameter groups has no optimizer in its file.
+    no_groups = any(rank in value.lost for value in group.values if ".param_groups." in value.name for rank in without)
+    return () if no_groups else without
+
+
+def _known_numbers(by_rank: Mapping[int, object], ranks: Iterable[int]) -> dict[int, float]:
+    """Return the finite numbers by rank; empty unless all of these ranks have one."""
+    numbers = {
+        rank: float(value)
+        for rank, value in by_rank.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    }
+    return numbers if numbers.keys() >= set(ranks) else {}

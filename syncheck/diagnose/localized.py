@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import element_name, parameter_of
+from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.evidence.suspects import sets_within
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 from syncheck.snapshots import ravel_index
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from syncheck.diagnose.case import Case
     from syncheck.records import TensorDiff
@@ -33,25 +32,11 @@ class Localized(Sentence):
     STATES_AGREE = "all other elements of {states:count optimizer tensor} agree"
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Differing elements of one tensor of the model, and the tensors affected by them.
-
-    hit: the tensor with the most differing elements; if equal, the parameter and not its optimizer state. followers:
-    optimizer state and averaged copies of `hit`, differing within the same elements.
-    """
-
-    hit: TensorDiff
-    followers: tuple[TensorDiff, ...]
-
-    @property
-    def tensors(self) -> tuple[TensorDiff, ...]:
-        """The damaged tensor and its followers."""
-        return (self.hit, *self.followers)
-
-
-def localized_damage(case: Case) -> tuple[Damage, ...]:
+def localized_damage(case: Case) -> list[list[TensorDiff]]:
     """Group the differences by damaged tensor. Empty if any difference is not confined to a small part of a tensor.
+
+    Each group begins with the tensor with the most differing elements; if equal, with the parameter. The others are its
+    optimizer state and averaged copies, differing within the same elements.
 
     Tensors covered by an earlier rule are ignored. Running statistics are ignored too, unless a single bit of them
     differs, because different batches may change few of many channels.
@@ -63,20 +48,17 @@ def localized_damage(case: Case) -> tuple[Damage, ...]:
     loose = case.loose
     differing = [diff for diff in differing if diff.kind != "buffer" and diff.name not in loose] or differing
     if not all(_is_in_part(diff) for diff in differing):
-        return ()
+        return []
     names = {diff.name for diff in differing}
     by_name: dict[str, list[TensorDiff]] = {}
     for diff in differing:
         by_name.setdefault(_owner(diff, names), []).append(diff)
-    if len(by_name) > MOST:
-        return ()
-    damages = []
-    for diffs in by_name.values():
-        hit, *others = sorted(diffs, key=lambda diff: (-(diff.mismatched or 0), diff.kind == "optimizer"))
-        if not all(_is_within(other, hit) for other in others):
-            return ()
-        damages.append(Damage(hit, tuple(others)))
-    return tuple(damages)
+    damages = [
+        sorted(diffs, key=lambda diff: (-(diff.mismatched or 0), diff.kind == "optimizer"))
+        for diffs in by_name.values()
+    ]
+    confined = len(by_name) <= MOST and all(_is_within(other, hit) for hit, *others in damages for other in others)
+    return damages if confined else []
 
 
 def _is_in_part(diff: TensorDiff) -> bool:
@@ -106,26 +88,19 @@ def _is_within(other: TensorDiff, hit: TensorDiff) -> bool:
         return False
     if hit.extent == "one":
         return other.extent == "one" and other.index == hit.index
-    first = hit.evidence.first if hit.evidence else None
+    first = evidence_of(hit).first
     return first is None or first <= ravel_index(other.index, other.shape) < first + (hit.mismatched or 0)
 
 
 def is_one_bit(diff: TensorDiff) -> bool:
     """Whether a single bit of a single element differs."""
-    return diff.extent == "one" and diff.evidence is not None and diff.evidence.flipped_bits == 1
+    return diff.extent == "one" and evidence_of(diff).flipped_bits == 1
 
 
-def element_fact(damage: Damage) -> Message:
-    """State which single element of a tensor differs."""
-    return Localized.ONE_ELEMENT(element=element_name(damage.hit), numel=damage.hit.numel)
-
-
-def follower_facts(damage: Damage) -> tuple[Message, ...]:
+def follower_facts(followers: Iterable[TensorDiff]) -> tuple[Message, ...]:
     """State which other tensors differ in the same elements; empty if none does."""
-    followers = sorted(damage.followers, key=lambda diff: diff.kind != "optimizer")
-    if not followers:
-        return ()
-    return (Localized.FOLLOWERS(tensors=tuple(diff.name for diff in followers)),)
+    names = tuple(diff.name for diff in sorted(followers, key=lambda diff: diff.kind != "optimizer"))
+    return (Localized.FOLLOWERS(tensors=names),) if names else ()
 
 
 def rest_facts(case: Case) -> tuple[Message, ...]:

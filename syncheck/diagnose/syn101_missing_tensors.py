@@ -19,18 +19,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, fewer
-from syncheck.diagnose.empty_state import without_state
+from syncheck.diagnose.case import Case, Match, fewer
+from syncheck.diagnose.counters import without_state
 from syncheck.kinds import OPTIMIZER
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN101"
 SLUG = "missing-tensors"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -47,10 +46,6 @@ class Text(Sentence):
     TENSORS = "{tensors:count tensor}"
     VALUES = "{values:count value}"
     TENSORS_AND_VALUES = "{tensors:count tensor} and {values:count value}"
-
-
-CAUSE = Text.CAUSE
-FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
@@ -74,7 +69,7 @@ def apply(case: Case) -> Match | None:
     regrouped = any(diff.kind == "parameter" for diff in tensors)
     members = [diff for diff in case.of_values() if regrouped and diff.name.endswith((".params", ".(positions)"))]
     covered = dict.fromkeys(diff.name for diff in (*values, *members))
-    return Match(tensors, tuple(sorted(odd or expected)), (fact,), tuple(covered))
+    return Match(tensors, odd or expected, [fact], tuple(covered))
 
 
 def _numbers(tensors: int, values: int) -> Message:

@@ -15,19 +15,13 @@ Incidents: pytorch/pytorch#75870 (requests this check), deepspeedai/DeepSpeed#75
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from syncheck.diagnose.case import Match
+from syncheck.diagnose.case import Case, Match, limit_facts
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Sentence
 
-if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
-
 CODE = "SYN102"
 SLUG = "shape-or-dtype-mismatch"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 _MOST = 2  # tensors with their shapes or dtypes
 
 
@@ -49,10 +43,6 @@ class Text(Sentence):
     MORE = "{count:count more tensor}"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match every tensor whose shape or dtype differs."""
     tensors = tuple(diff for diff in case.tensors if diff.reason in ("shape", "dtype"))
@@ -60,8 +50,6 @@ def apply(case: Case) -> Match | None:
         return None
     reasons = {diff.reason for diff in tensors}
     first = Text.SHAPES_AND_DTYPES if len(reasons) > 1 else Text.SHAPES if "shape" in reasons else Text.DTYPES
-    facts = [first(tensors=len(tensors))]
-    facts += [Text.TENSOR(name=diff.name, detail=diff.detail) for diff in tensors[:_MOST]]
-    if len(tensors) > _MOST:
-        facts.append(Text.MORE(count=len(tensors) - _MOST))
-    return Match(tensors, suspects(tensors, case.group), tuple(facts))
+    details = [Text.TENSOR(name=diff.name, detail=diff.detail) for diff in tensors]
+    facts = [first(tensors=len(tensors)), *limit_facts(details, _MOST, Text.MORE)]
+    return Match(tensors, suspects(tensors, case.group), facts)

@@ -14,18 +14,12 @@ Incidents: only everyday loading errors are known.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from syncheck.diagnose.case import Match
+from syncheck.diagnose.case import Case, Match
 from syncheck.messages import Sentence
-
-if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
 
 CODE = "SYN103"
 SLUG = "prefix-normalized"
-SEVERITY: Severity = "info"
+SEVERITY = "info"
 
 
 class Text(Sentence):
@@ -42,14 +36,10 @@ class Text(Sentence):
     )
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Report the ranks whose names were normalized; cover no tensor."""
     normalized = case.group.evidence.normalized
     if not normalized:
         return None
     ranks = tuple(sorted(normalized))
-    return Match((), ranks, (Text.PREFIX(ranks=ranks, names=max(normalized.values())),))
+    return Match((), ranks, [Text.PREFIX(ranks=ranks, names=max(normalized.values()))])

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match
+from syncheck.diagnose.case import Case, Match
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, Shards
+    from syncheck.records import Shards
 
 CODE = "SYN104"
 SLUG = "sharded-by-design"
-SEVERITY: Severity = "info"
+SEVERITY = "info"
 _MOST = 4  # layouts
 
 
@@ -46,10 +45,6 @@ class Text(Sentence):
     PLAIN_TENSORS = "{count:count plain tensor}"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Report by layout how many tensors were and were not compared; cover no tensor."""
     shards = case.group.shards
@@ -59,7 +54,7 @@ def apply(case: Case) -> Match | None:
     if len(shards) > _MOST:
         rest = shards[_MOST:]
         facts.append(Text.OTHER_LAYOUTS(tensors=sum(layout.tensors for layout in rest), layouts=len(rest)))
-    return Match((), case.group.ranks, tuple(facts))
+    return Match((), case.group.ranks, facts)
 
 
 def _describe_layout(shards: Shards) -> Message:

@@ -17,18 +17,12 @@ across pipeline stages, drifted apart).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from syncheck.diagnose.case import Match, fewer
+from syncheck.diagnose.case import Case, Match, fewer, limit_facts
 from syncheck.messages import Sentence
-
-if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
 
 CODE = "SYN105"
 SLUG = "tie-broken"
-SEVERITY: Severity = "info"
+SEVERITY = "info"
 _MOST = 3  # ties
 
 
@@ -39,10 +33,6 @@ class Text(Sentence):
     FIX = "Tie the weights on every rank after building, loading or resizing the model, and before wrapping it."
     TIED_ON_SOME = "{names:names} share memory on {tied:ranks}, but not on {separate:ranks}"
     MORE_TIES = "{count:count more tie}"
-
-
-CAUSE = Text.CAUSE
-FIX = Text.FIX
 
 
 def apply(case: Case) -> Match | None:
@@ -56,9 +46,7 @@ def apply(case: Case) -> Match | None:
     tied = set(ties[0].ranks)
     odd = fewer(tied, set(case.group.ranks) - tied)
     facts = []
-    for tie in ties[:_MOST]:
+    for tie in ties:
         separate = tuple(rank for rank in case.group.ranks if rank not in tie.ranks)
         facts.append(Text.TIED_ON_SOME(names=tie.names, tied=tie.ranks, separate=separate))
-    if len(ties) > _MOST:
-        facts.append(Text.MORE_TIES(count=len(ties) - _MOST))
-    return Match((), tuple(sorted(odd)), tuple(facts))
+    return Match((), odd, limit_facts(facts, _MOST, Text.MORE_TIES))

@@ -21,30 +21,30 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.diagnose.case import Match, ranks_by
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import (
     counters_of,
     farthest,
+    find_minority,
     fitting,
     forwards_lag,
-    minority_of,
     odd_ranks,
     scaler_explains,
 )
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, ValueDiff
+    from syncheck.records import ValueDiff
 
 # Settings changed by torch's schedulers.
 _SCHEDULED = re.compile(r"\.(lr|momentum|betas(\.\d+)?)$")
 CODE = "SYN106"
 SLUG = "different-progress"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -68,10 +68,6 @@ class Text(Sentence):
     FORWARDS_LAG_DESPITE_STEP = "num_batches_tracked lags too, although all ranks recorded the same step"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match a step or epoch that differs, and cover everything changed by training."""
     progress = next((diff for diff in case.of_values() if diff.kind == "progress" and _differs(diff)), None)
@@ -79,13 +75,13 @@ def apply(case: Case) -> Match | None:
         return _match_step_counters(case)
     by_rank = _comparable_values(progress)
     facts = (Text.PROGRESS(name=progress.name, values=by_rank),)
-    return _match(case, minority_of(by_rank) or case.group.ranks, facts, by_rank)
+    return _match(case, find_minority(by_rank) or case.group.ranks, facts, by_rank)
 
 
 def _match_step_counters(case: Case) -> Match | None:
     """Match if all optimizer counters differ and no rule on skipped steps or lost state explains them better."""
     known = counters_of(case)
-    steps = [diff for diff in case.of_kind("optimizer_step") if diff.status == "different"]
+    steps = case.differing("optimizer_step")
     number = len(steps) + sum(counter.diff is None for counter in known)
     if not number or case.agreeing("optimizer_step"):
         return None
@@ -113,11 +109,11 @@ def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progres
     """
     tensors = tuple(diff for diff in case.tensors if diff.name not in case.frozen)
     values = tuple(name for name in case.values if ".param_groups." not in name or _SCHEDULED.search(name))
-    known = ranks_by({rank: value for rank, value in progress.items() if value is not None})
+    known = group_ranks({rank: value for rank, value in progress.items() if value is not None})
     largest, *others = sorted(known.values(), key=len, reverse=True) or [[]]
     unknown = [rank for rank in case.group.ranks if progress.get(rank) is None]
     agree = [[*largest, *unknown], *others] if progress else None
-    return Match(tensors, tuple(ranks), facts, values, agree=agree)
+    return Match(tensors, ranks, facts, values, agree=agree)
 
 
 def _differs(diff: ValueDiff) -> bool:

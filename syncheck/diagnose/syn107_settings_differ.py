@@ -23,28 +23,20 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference, ranks_by
-from syncheck.diagnose.counters import minority_of
-from syncheck.diagnose.gradients import (
-    cosines,
-    differing_moments,
-    follower_facts,
-    only_decay,
-    trend_facts,
-    with_moment,
-)
+from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts
+from syncheck.diagnose.counters import find_minority
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 from syncheck.value_kinds import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff, ValueDiff
+    from syncheck.records import TensorDiff, ValueDiff
 
 CODE = "SYN107"
 SLUG = "settings-differ"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 # Median cosine of first moments above which gradients count as averaged, as in SYN211.
 ALIKE = 0.9
@@ -76,10 +68,6 @@ class Text(Sentence):
     GRADIENTS_UNKNOWN = "no first moment was compared, so it is unknown whether gradients are averaged"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = [diff for diff in case.of_values() if diff.kind == "setting"]
@@ -90,20 +78,18 @@ def apply(case: Case) -> Match | None:
     acting = [diff for diff in settings if _changes_next_step(diff)]
     covered = _explained_tensors(case, acting) if acting else ()
     by_text = ({rank: str(value) for rank, value in diff.by_rank.items()} for diff in settings)
-    odd = next(filter(None, map(minority_of, by_text)), case.group.ranks)
+    odd = next(filter(None, map(find_minority, by_text)), case.group.ranks)
     facts = (
         *_settings_facts(settings),
         *_parameter_facts(case, covered),
-        *follower_facts(covered, "parameter"),
-        *agreement_facts(covered, case.group),
+        *follower_facts(covered),
+        *case.agreement_facts(covered),
     )
     return Match(covered, odd, facts, tuple(diff.name for diff in settings))
 
 
 def _settings_facts(settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
-    first, *others = [_describe_setting(diff) for diff in settings[:_MOST]]
-    if len(settings) > _MOST:
-        others.append(Text.MORE(count=len(settings) - _MOST))
+    first, *others = limit_facts([_describe_setting(diff) for diff in settings], _MOST, Text.MORE)
     return (Text.SETTINGS(setting=first), *others)
 
 
@@ -113,9 +99,9 @@ def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message
         return ()
     total, size = case.compared("parameter"), largest_difference(parameters)
     facts = [Text.PARAMETERS(count=len(parameters), total=total, size=size)]
-    if not with_moment(case):
+    if not case.with_moment():
         facts.append(Text.GRADIENTS_UNKNOWN())
-    return (*facts, *trend_facts(case, "parameter")[1])
+    return (*facts, *case.trend_facts("parameter")[1])
 
 
 def _changes_next_step(diff: ValueDiff) -> bool:
@@ -136,13 +122,13 @@ def _describe_setting(diff: ValueDiff) -> Message:
 
 def _explained_tensors(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
     """Return the trained tensors that differ only between ranks with different settings."""
-    moments = cosines(differing_moments(case).values())
-    turned = only_decay(case) or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
+    moments = cosines(case.differing_moments().values())
+    turned = case.only_decay() or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
     if moments and median(moments) < ALIKE and not turned:
         return ()
     settings_of = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
-    equal = [set(ranks) for ranks in ranks_by(settings_of).values()]
-    trained = [diff for diff in case.of_kind("parameter", "optimizer", "ema") if diff.status == "different"]
+    equal = [set(ranks) for ranks in group_ranks(settings_of).values()]
+    trained = case.differing("parameter", "optimizer", "ema")
     return tuple(diff for diff in trained if not any(_differs_within(diff, ranks) for ranks in equal))
 
 

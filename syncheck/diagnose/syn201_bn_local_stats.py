@@ -30,18 +30,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import statistics_alone, statistics_facts
-from syncheck.diagnose.case import Match
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.bn import match_statistics, statistics_alone
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import FreeRunning, Severity
+    from syncheck.diagnose.case import Case, Match
+    from syncheck.records import FreeRunning
 
 CODE = "SYN201"
 SLUG = "bn-local-stats"
-SEVERITY: Severity = "warning"
+SEVERITY = "warning"
 
 
 class Text(Sentence):
@@ -77,37 +75,31 @@ class Text(Sentence):
     USE_WRAPPER = "to find out, pass DDP's wrapper instead of the module inside it"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match running statistics that differ alone."""
     statistics = statistics_alone(case)
     if not statistics:
         return None
-    facts = (*statistics_facts(case, statistics, Text.STATISTICS), *_synchronization_facts(case))
-    return Match(statistics, suspects(statistics, case.group), facts)
+    return match_statistics(case, statistics, Text.STATISTICS, _synchronization_facts(case))
 
 
-def _synchronization_facts(case: Case) -> tuple[Message, ...]:
+def _synchronization_facts(case: Case) -> list[Message]:
     """State whether buffers are synchronized once per step, from the metadata and from the steps of the run."""
     metadata, seen = case.group.evidence.metadata, case.group.evidence.free_running
     facts: list[Message] = []
-    synchronized = metadata is not None and metadata.buffers_synced
-    if synchronized:
+    if metadata.buffers_synced:
         facts.append(Text.SYNCHRONIZED() if case.in_memory else Text.SYNCHRONIZED_BY_METADATA())
     if seen is not None and seen.misfit_free is not None:
         sentence = Text.ONE_UPDATE if _fits_one_update(seen) else Text.INCONCLUSIVE
         facts.append(sentence(steps=len(seen.steps), growth=seen.growth, cosine=seen.cosine))
-    elif not synchronized:
+    elif not metadata.buffers_synced:
         if seen is None:
             facts.append(Text.UNKNOWN())
         else:
             facts.append(Text.STEPS_UNSUITABLE(first=seen.steps[0], last=seen.steps[-1]))
         # In a running job, DDP's wrapper itself shows whether it synchronizes buffers.
         facts.append(Text.USE_WRAPPER() if case.in_memory else Text.SAVE_EARLY_STEPS())
-    return tuple(facts)
+    return facts
 
 
 def _fits_one_update(seen: FreeRunning) -> bool:

@@ -28,18 +28,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import drift, statistics_alone, statistics_facts
-from syncheck.diagnose.case import Match
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.bn import drift, match_statistics, statistics_alone
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import FreeRunning, Severity
+    from syncheck.diagnose.case import Case, Match
+    from syncheck.records import FreeRunning
 
 CODE = "SYN202"
 SLUG = "bn-drift-growing"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -71,9 +69,6 @@ class Text(Sentence):
     )
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
 # For differences of known size but unknown direction. Unsynchronized statistics grow about 2 times from step 2 to 12 at
 # momentum 0.1, and up to 1/momentum times for dissimilar shares. The level of differences of one update stays the same.
 GROWTH = 1.5
@@ -89,8 +84,7 @@ def apply(case: Case) -> Match | None:
     statistics = statistics_alone(case)
     if not statistics:
         return None
-    metadata = case.group.evidence.metadata
-    synchronized = None if metadata is None else metadata.buffers_synced
+    synchronized = case.group.evidence.metadata.buffers_synced
     facts: list[Message] = []
     if synchronized is False:
         facts.append(Text.NOT_SYNCHRONIZED() if case.in_memory else Text.NOT_SYNCHRONIZED_BY_METADATA())
@@ -102,8 +96,7 @@ def apply(case: Case) -> Match | None:
         facts.append(grown)
     if not facts:
         return None
-    facts = [*statistics_facts(case, statistics, Text.STATISTICS), *facts]
-    return Match(statistics, suspects(statistics, case.group), tuple(facts))
+    return match_statistics(case, statistics, Text.STATISTICS, facts)
 
 
 def _shown_by_steps(seen: FreeRunning | None) -> Message | None:

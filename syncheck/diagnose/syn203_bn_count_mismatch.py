@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference
+from syncheck.diagnose.case import Case, Match, largest_difference
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
@@ -24,12 +24,11 @@ from syncheck.messages import Message, Sentence
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN203"
 SLUG = "bn-count-mismatch"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -56,10 +55,6 @@ class Text(Sentence):
     STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too, {size}"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match different counts, and cover the running statistics that follow from them."""
     counts = case.of_kind("bn_count")
@@ -71,11 +66,11 @@ def apply(case: Case) -> Match | None:
         facts = [Text.ALL_RANKS(size=size, layers=len(counts))]
     else:
         facts = [Text.SOME_RANKS(ranks=odd, size=size, layers=len(counts))]
-    facts += agreement_facts(counts, case.group)
+    facts += case.agreement_facts(counts)
     statistics = case.of_kind(*BN_STATISTICS)
     if statistics:
         facts.append(Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics)))
-    return Match((*counts, *statistics), odd, tuple(facts))
+    return Match((*counts, *statistics), odd, facts)
 
 
 def _largest_lag(counts: Sequence[TensorDiff]) -> Message:

@@ -16,20 +16,13 @@ Incidents: pytorch/pytorch#22192 (fixed).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from syncheck.diagnose.bn import others_agree
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.case import Case, Match, largest_difference
 from syncheck.messages import Sentence
-
-if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
 
 CODE = "SYN204"
 SLUG = "bn-variance-only"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -52,10 +45,6 @@ class Text(Sentence):
     MEANS_AGREE = "all running means agree ({count} compared)"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match running variances that differ if running means were compared and agree."""
     variances = case.of_kind("bn_var")
@@ -67,5 +56,5 @@ def apply(case: Case) -> Match | None:
     largest = max((diff.max_rel for diff in variances if diff.max_rel is not None), default=None)
     if largest is not None:
         facts.append(Text.RELATIVE(ratio=largest))
-    facts += [Text.MEANS_AGREE(count=means), *agreement_facts(variances, case.group)]
-    return Match(variances, suspects(variances, case.group), tuple(facts))
+    facts.append(Text.MEANS_AGREE(count=means))
+    return case.make_match(variances, facts)

@@ -28,22 +28,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import is_batchnorm, running_statistics
-from syncheck.diagnose.case import Match, agreement_facts, is_weight, largest_difference
-from syncheck.diagnose.gradients import steps_of, trend_facts
+from syncheck.diagnose.case import Case, Match, evidence_of, is_weight, largest_difference
 from syncheck.evidence.history import trend_of
-from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN205"
 SLUG = "buffer-local-state"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 # Cosine above which floating-point values have a common origin.
 ONE_ORIGIN = 0.5
 
@@ -72,10 +69,6 @@ class Text(Sentence):
     ONE_STEP = "consistent with updates from each rank's own data, but one step does not show updates"
 
 
-CAUSE = Text.CAUSE
-FIX = Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match untrained tensors with signs of updates, if all trained tensors agree."""
     differing = _find_candidates(case)
@@ -84,7 +77,7 @@ def apply(case: Case) -> Match | None:
     others = case.of_kind("parameter", "optimizer", "optimizer_step")
     if not differing or any(diff.name not in untrained for diff in others):
         return None
-    trend, history = trend_facts(case, names=names)
+    trend, history = case.trend_facts(names=names)
     if not _changes_over_steps(case, names):
         differing = _select_updated(case, differing, steady=trend is not None)
     if not differing:
@@ -98,14 +91,13 @@ def apply(case: Case) -> Match | None:
     ]
     if trend is None:
         facts.append(Text.ONE_STEP())
-    facts += agreement_facts(differing, case.group)
-    return Match(tuple(differing), suspects(differing, case.group), tuple(facts))
+    return case.make_match(differing, facts)
 
 
 def _find_candidates(case: Case) -> list[TensorDiff]:
     """Return the differing buffers, and differing tensors that may be buffers."""
     candidates = []
-    described = case.group.evidence.metadata is not None and case.group.evidence.metadata.buffers is not None
+    described = case.group.evidence.metadata.buffers is not None
     untrained = case.untrained - case.frozen
     statistics = {diff.name for diff in running_statistics(case, case.tensors)} if case.optimized is None else set()
     for diff in case.tensors:
@@ -119,7 +111,7 @@ def _find_candidates(case: Case) -> list[TensorDiff]:
 
 def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
     """Whether the differences of these tensors change between any two neighbouring steps."""
-    steps = [[diff for diff in group.tensors if diff.out_of_sync and diff.name in names] for group in steps_of(case)]
+    steps = [[diff for diff in group.tensors if diff.out_of_sync and diff.name in names] for group in case.steps()]
     return any(trend_of(pair) not in (None, "constant") for pair in pairwise(steps))
 
 
@@ -140,7 +132,7 @@ def _select_updated(case: Case, differing: list[TensorDiff], *, steady: bool) ->
 
 def _has_one_origin(diff: TensorDiff) -> bool:
     """Whether the values have a common origin on all ranks. Single numbers are hardly ever initialized randomly."""
-    cosine = None if diff.evidence is None else diff.evidence.cosine
+    cosine = evidence_of(diff).cosine
     return diff.numel == 1 or (cosine is not None and cosine >= ONE_ORIGIN)
 
 

@@ -30,29 +30,16 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, parameter_facts
-from syncheck.diagnose.gradients import (
-    agreed_before,
-    cosines,
-    decay_share,
-    differing_parameters,
-    differing_share,
-    follower_facts,
-    in_step,
-    only_decay,
-    trend_facts,
-    with_followers,
-)
+from syncheck.diagnose.case import Case, Match, cosines, differing_share, follower_facts
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN210"
 SLUG = "init-not-broadcast"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -81,8 +68,6 @@ class Text(Sentence):
     )
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
 # Share of elements. Different initial values differ nearly everywhere.
 WHOLE = 0.9
 # Median cosines under which parameters started differently: if the optimizer state agrees; if it differs by weight
@@ -92,33 +77,32 @@ UNLIKE, UNLIKE_BUT_DECAY, UNLIKE_WITHOUT_STATE, UNLIKE_ALONE = 0.9, 0.97, 0.5, 0
 
 def apply(case: Case) -> Match | None:
     """Match parameters that differ since the start, while the averaged gradients agree."""
-    differing = list(differing_parameters(case).values())
+    differing = list(case.differing_parameters().values())
     # A different learning rate or weight decay also moves parameters apart, and leaves Adam's moments equal.
-    if not differing or not in_step(case):
+    if not differing or not case.in_step():
         return None
     state = _state_facts(case)
-    trend, since = trend_facts(case, "parameter")
+    trend, since = case.trend_facts("parameter")
     if state is None or trend == "growing" or not _started_differently(case, differing, bool(state), trend):
         return None
-    covered = with_followers(case, differing)
-    odd = suspects(differing, case.group)
+    covered = case.with_followers(differing)
     facts = [
-        _summary(case, differing, bool(state), odd),
-        *parameter_facts(case, differing),
+        _summary(case, differing, bool(state)),
+        *case.parameter_facts(differing),
         *_direction_facts(case, differing),
         *state,
         *since,
-        *follower_facts(covered, "parameter", "optimizer"),
-        *agreement_facts(differing, case.group),
+        *follower_facts(covered, "optimizer"),
     ]
-    return Match(covered, odd, tuple(facts))
+    return case.make_match(differing, facts, covered)
 
 
-def _summary(case: Case, differing: list[TensorDiff], has_state: bool, odd: tuple[int, ...]) -> Message:
+def _summary(case: Case, differing: list[TensorDiff], has_state: bool) -> Message:
     if not has_state:
         return Text.CONSISTENT()
     if differing_share(differing) is None:
         return Text.CONSISTENT_DIGESTS()
+    odd = suspects(differing, case.group)
     return Text.DIFFERENT_STARTS() if set(odd) == set(case.group.ranks) else Text.OTHER_START(ranks=odd)
 
 
@@ -138,7 +122,7 @@ def _state_facts(case: Case) -> tuple[Message, ...] | None:
     if case.agrees("optimizer"):
         number = case.compared("optimizer")
         return (Text.OPTIMIZER_AGREES(tensors=number),) if number else ()
-    return (Text.ONLY_DECAY(share=decay_share(case)),) if only_decay(case) else None
+    return (Text.ONLY_DECAY(share=case.decay_share()),) if case.only_decay() else None
 
 
 def _started_differently(case: Case, differing: list[TensorDiff], has_state: bool, trend: str | None) -> bool:
@@ -150,7 +134,7 @@ def _started_differently(case: Case, differing: list[TensorDiff], has_state: boo
         return has_state and some_agree and len(differing) > 1
     if share < WHOLE:
         return False
-    stays = trend in ("constant", "shrinking") and not agreed_before(case)
+    stays = trend in ("constant", "shrinking") and not case.agreed_before()
     decay = UNLIKE if case.agrees("optimizer") else UNLIKE_BUT_DECAY
     unlike = decay if has_state else UNLIKE_WITHOUT_STATE if some_agree else UNLIKE_ALONE
     # A single tensor at a single step may have been overwritten.

@@ -32,34 +32,16 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, parameter_facts
-from syncheck.diagnose.gradients import (
-    TOUCHED,
-    agreed_before,
-    cosines,
-    counts_steps,
-    differing_moments,
-    differing_parameters,
-    follower_facts,
-    in_step,
-    is_share_below,
-    just_began,
-    only_decay,
-    trained_parameters,
-    trend_facts,
-    with_followers,
-    with_moment,
-)
+from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts, is_share_below
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN211"
 SLUG = "gradients-not-reduced"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -91,8 +73,6 @@ class Text(Sentence):
     COSINES = "the cosines of the parameters are {least:.2f} to {most:.2f}"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
 # Least share of differing trained parameters. An unused parameter may agree.
 MOST = 0.9
 # Median cosines of first moments from which gradients count as averaged, without and with equal step counts.
@@ -105,16 +85,16 @@ ELSEWHERE = 0.5
 
 def apply(case: Case) -> Match | None:
     """Match a model whose trained parameters all differ because each rank used its own gradients."""
-    parameters, moments = differing_parameters(case), differing_moments(case)
-    model, states = trained_parameters(case), with_moment(case)
+    parameters, moments = case.differing_parameters(), case.differing_moments()
+    model, states = case.trained_parameters(), case.with_moment()
     # If the names of the optimizer's ids are unknown, their number is still the number of trained parameters.
     total = min(len(model), len(states)) if states and not states & model else len(model)
-    if not parameters or len(model & set(parameters)) < MOST * total or not in_step(case):
+    if not parameters or len(model & set(parameters)) < MOST * total or not case.in_step():
         return None
     if is_share_below(parameters.values(), TOUCHED) or len(moments) < MOST * len(states):
         return None
     differing = list(parameters.values())
-    trend, since = trend_facts(case, "parameter")
+    trend, since = case.trend_facts("parameter")
     if states:
         reasons = _facts_of_moments(case, differing, list(moments.values()))
     else:
@@ -122,24 +102,23 @@ def apply(case: Case) -> Match | None:
     if not reasons:
         return None
     summary, *details = reasons
-    covered = with_followers(case, differing)
+    covered = case.with_followers(differing)
     facts = [
         summary,
-        *parameter_facts(case, differing),
+        *case.parameter_facts(differing),
         *details,
         *since,
-        *follower_facts(covered, "parameter", "optimizer"),
-        *agreement_facts(differing, case.group),
+        *follower_facts(covered, "optimizer"),
     ]
-    return Match(covered, suspects(differing, case.group), tuple(facts))
+    return case.make_match(differing, facts, covered)
 
 
 def _facts_of_moments(case: Case, parameters: list[TensorDiff], moments: list[TensorDiff]) -> list[Message]:
     """State how the first moments show different gradients, a summary first; empty if they do not."""
-    measured, counting = cosines(moments), counts_steps(case)
-    if only_decay(case):
+    measured, counting = cosines(moments), case.counts_steps()
+    if case.only_decay():
         return []
-    number = Text.MOMENTS(count=len(moments), total=len(with_moment(case)))
+    number = Text.MOMENTS(count=len(moments), total=len(case.with_moment()))
     if not measured:
         # If a single rank of three or more differs, it may have clipped its gradients.
         certain = counting and (len(case.group.replicas) == 2 or _no_two_agree(case, parameters))
@@ -147,7 +126,7 @@ def _facts_of_moments(case: Case, parameters: list[TensorDiff], moments: list[Te
     cosine, least = median(measured), min(cosines(parameters), default=1.0)
     if counting:
         return [_summary(case, parameters, cosine), number] if cosine < ALIKE_COUNTED else []
-    if cosine >= (ALIKE_ASTRAY if least < ASTRAY else ALIKE) or just_began(case):
+    if cosine >= (ALIKE_ASTRAY if least < ASTRAY else ALIKE) or case.just_began():
         return []
     if least < ASTRAY or _no_two_agree(case, parameters):
         return [_summary(case, parameters, cosine), number]
@@ -167,7 +146,7 @@ def _facts_without_moments(case: Case, differing: list[TensorDiff], trend: str |
         return []
     measured = cosines(differing)
     summary = Text.CONSISTENT_WITHOUT_MOMENTS()
-    if trend == "growing" and len(case.group.replicas) == 2 and not agreed_before(case):
+    if trend == "growing" and len(case.group.replicas) == 2 and not case.agreed_before():
         return [summary]
     common_start = bool(measured) and median(measured) >= ELSEWHERE
     if common_start and _no_two_agree(case, differing):

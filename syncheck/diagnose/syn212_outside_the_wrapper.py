@@ -26,35 +26,18 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference, owner
-from syncheck.diagnose.gradients import (
-    TOUCHED,
-    cosines,
-    counts_steps,
-    differing_moments,
-    differing_parameters,
-    follower_facts,
-    in_step,
-    is_share_below,
-    just_began,
-    only_decay,
-    trained_parameters,
-    trend_facts,
-    with_moment,
-)
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts, is_share_below, largest_difference
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN212"
 SLUG = "outside-the-wrapper"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -74,8 +57,6 @@ class Text(Sentence):
     OTHERS_AGREE = "all other parameters agree"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
 # Largest number of modules or name components in one part of the model.
 FEW = 4
 # With equal gradients, momenta differ only by the weight decay of an unequal start: cosines of at least 0.97, measured.
@@ -85,18 +66,18 @@ _ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
 
 def apply(case: Case) -> Match | None:
     """Match a part of the model whose parameters and moments differ, while the rest agrees."""
-    parameters, moments = differing_parameters(case), differing_moments(case)
-    model = trained_parameters(case)
+    parameters, moments = case.differing_parameters(), case.differing_moments()
+    model = case.trained_parameters()
     named = set(moments) <= set(case.group.evidence.names)
     names = set(parameters) | (set(moments) if named else set())
     modules = _find_modules(case, names)
-    if not parameters or not modules or not names <= model or not in_step(case):
+    if not parameters or not modules or not names <= model or not case.in_step():
         return None
-    whole = not named and len(moments) == len(with_moment(case))
+    whole = not named and len(moments) == len(case.with_moment())
     if whole or is_share_below(parameters.values(), TOUCHED):
         return None
-    trend, since = trend_facts(case, "parameter")
-    has_moments = bool(with_moment(case))
+    trend, since = case.trend_facts("parameter")
+    has_moments = bool(case.with_moment())
     if has_moments:
         if not _has_own_gradients(case, list(moments.values()), len(parameters)):
             return None
@@ -107,7 +88,7 @@ def apply(case: Case) -> Match | None:
         diff
         for diff in case.tensors
         if diff.name in parameters
-        or (diff.kind == "optimizer" and (not named or owner(case, diff.name) in names))
+        or (diff.kind == "optimizer" and (not named or case.owner_of(diff.name) in names))
         or diff.kind in (*BN_STATISTICS, "ema", "buffer")
         or diff.name in case.untrained
     )
@@ -119,15 +100,14 @@ def apply(case: Case) -> Match | None:
         *((Text.WITH_STATE(count=len(differing)),) if has_moments else ()),
         Text.REST_AGREES(count=rest) if rest else Text.OTHERS_AGREE(),
         *since,
-        *follower_facts(covered, "parameter", "optimizer"),
-        *agreement_facts(differing, case.group),
+        *follower_facts(covered, "optimizer"),
     ]
-    return Match(covered, suspects(differing, case.group), tuple(facts))
+    return case.make_match(differing, facts, covered)
 
 
 def _find_modules(case: Case, differing: set[str]) -> list[str]:
     """Return a few modules or name components with all differing names and no agreeing name, or []."""
-    others = {name for name, kind in case.group.evidence.names.items() if kind == "parameter"} - differing - case.loose
+    others = case.names_of("parameter") - differing - case.loose
     if not others:
         return []
     modules = _modules(differing, others)
@@ -172,10 +152,10 @@ def _is_adapter(modules: list[str]) -> bool:
 
 def _has_own_gradients(case: Case, moments: list[TensorDiff], parameters: int) -> bool:
     """Whether the first moments show unreduced gradients."""
-    if len(moments) < parameters or only_decay(case):
+    if len(moments) < parameters or case.only_decay():
         return False
-    if counts_steps(case):
+    if case.counts_steps():
         return True
     # Without step counts, a skipped step or an unequal start may look the same.
     measured = cosines(moments)
-    return bool(measured) and median(measured) < ALIKE and not just_began(case)
+    return bool(measured) and median(measured) < ALIKE and not case.just_began()

@@ -28,31 +28,17 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts
-from syncheck.diagnose.gradients import (
-    cosines,
-    counts_steps,
-    decay_share,
-    differing_moments,
-    differing_parameters,
-    follower_facts,
-    in_step,
-    just_began,
-    trend_facts,
-    with_followers,
-    with_moment,
-)
+from syncheck.diagnose.case import Case, Match, cosines, evidence_of, follower_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
     Bounds = tuple[tuple[float, float, float], ...]
 
 CODE = "SYN213"
 SLUG = "per-rank-gradient-scale"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -88,8 +74,6 @@ class Text(Sentence):
     UNCOUNTED = "the optimizer does not count steps, so a skipped step or a lost momentum would look the same"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
 # Least shares of tensors: differing; with the same shorter rank; with a factor near the median.
 MOST, ONE_SIDE, NEAR = 0.9, 0.95, 0.85
 # A tensor shows nothing about the gradients unless its momentum is this many times its weight decay.
@@ -106,12 +90,12 @@ DECAY_ALONE = ((12.0, 0.3, 20.0),)
 
 def apply(case: Case) -> Match | None:
     """Match first moments with the same direction, but another length on some ranks in nearly all tensors."""
-    moments = differing_moments(case)
-    total = len(with_moment(case))
-    if not moments or len(moments) < MOST * total or not in_step(case):
+    moments = case.differing_moments()
+    total = len(case.with_moment())
+    if not moments or len(moments) < MOST * total or not case.in_step():
         return None
-    counting = counts_steps(case)
-    if not counting and just_began(case):
+    counting = case.counts_steps()
+    if not counting and case.just_began():
         return None
     used = _moments_above_decay(case, moments)
     sides = _find_odd_ranks(used)
@@ -120,21 +104,21 @@ def apply(case: Case) -> Match | None:
         sides = _find_odd_ranks(used)
         if counting or not _are_scaled(used, sides, DECAY_ALONE):
             return None
-    covered = with_followers(case, differing_parameters(case).values())
+    covered = case.with_followers(case.differing_parameters().values())
     facts = [_summary(case, used, sides), Text.COSINE(count=len(used), cosine=median(cosines(used)))]
     if len(used) < len(moments):
         facts.append(Text.MOSTLY_DECAY(count=len(moments) - len(used)))
     if not counting:
         facts.append(Text.UNCOUNTED())
-    facts += trend_facts(case, "parameter")[1]
-    facts += follower_facts(covered, "parameter", "optimizer")
-    facts += agreement_facts(list(moments.values()), case.group)
-    return Match(covered, tuple(sorted(sides)), tuple(facts), cause="" if counting else Text.CAUSE_UNCOUNTED())
+    facts += case.trend_facts("parameter")[1]
+    facts += follower_facts(covered, "optimizer")
+    facts += case.agreement_facts(list(moments.values()))
+    return Match(covered, sides, facts, cause=None if counting else Text.CAUSE_UNCOUNTED)
 
 
 def _summary(case: Case, moments: list[TensorDiff], sides: dict[int, int]) -> Message:
     """State which ranks clipped or scaled their gradients, and by which factors."""
-    ranks, counting = tuple(sorted(sides)), counts_steps(case)
+    ranks, counting = tuple(sorted(sides)), case.counts_steps()
     others = tuple(rank for rank in case.group.ranks if rank not in sides)
     ratios = {rank: float(f"{median(_factors(moments, rank, sides[rank])):.3g}") for rank in ranks}
     if len(set(ratios.values())) > 1:
@@ -146,14 +130,15 @@ def _summary(case: Case, moments: list[TensorDiff], sides: dict[int, int]) -> Me
 
 def _moments_above_decay(case: Case, moments: dict[str, TensorDiff], times: float = ABOVE_DECAY) -> list[TensorDiff]:
     """Return the moments with norms, except SGD's momenta if they are mostly weight decay on some rank."""
-    share, parameters = decay_share(case), differing_parameters(case)
+    share, parameters = case.decay_share(), case.differing_parameters()
     used = []
     for name, diff in moments.items():
-        if diff.evidence is None or not diff.evidence.norms or not all(diff.evidence.norms.values()) or diff.numel < 2:
+        norms = evidence_of(diff).norms
+        if not norms or not all(norms.values()) or diff.numel < 2:
             continue
-        weight = parameters[name].evidence if name in parameters else None
-        decay = weight.norms if weight is not None and diff.name.endswith(".momentum_buffer") else {}
-        if all(norm > times * share * decay.get(rank, 0.0) for rank, norm in diff.evidence.norms.items()):
+        of_momentum = name in parameters and diff.name.endswith(".momentum_buffer")
+        decay = evidence_of(parameters[name]).norms if of_momentum else {}
+        if all(norm > times * share * decay.get(rank, 0.0) for rank, norm in norms.items()):
             used.append(diff)
     return used
 
@@ -163,7 +148,7 @@ def _find_odd_ranks(moments: list[TensorDiff]) -> dict[int, int]:
 
     Odd ranks are outside the majority. Without a majority they are shorter than the longest rank.
     """
-    norms = [(diff, diff.evidence.norms) for diff in moments if diff.evidence is not None]
+    norms = [(diff, evidence_of(diff).norms) for diff in moments]
     groups = {group for diff, by_rank in norms for group in diff.replica_groups or (tuple(sorted(by_rank)),)}
     sides = {}
     for group in sorted(groups):
@@ -183,7 +168,7 @@ def _find_odd_ranks(moments: list[TensorDiff]) -> dict[int, int]:
 
 def _factors(moments: list[TensorDiff], rank: int, other: int) -> list[float]:
     """Return a rank's norms as multiples of another rank's norms."""
-    norms = [diff.evidence.norms for diff in moments if diff.evidence is not None]
+    norms = [evidence_of(diff).norms for diff in moments]
     return [by_rank[rank] / by_rank[other] for by_rank in norms if rank in by_rank and other in by_rank]
 
 

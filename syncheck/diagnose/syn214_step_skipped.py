@@ -22,31 +22,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, parameter_facts
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import (
     FEW,
     SHORT,
+    counter_facts,
     counters_of,
+    earlier_lag,
     farthest,
     fitting,
     followers,
     forwards_lag,
     names_of_values,
     odd_ranks,
+    only_skipped,
     scales_of,
+    stale_at_first,
+    stale_facts,
     trackers,
 )
-from syncheck.diagnose.origin import counter_facts, earlier_lag, only_skipped, stale_at_first, stale_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
     from syncheck.diagnose.counters import StepCounter
-    from syncheck.records import Severity
 
 CODE = "SYN214"
 SLUG = "step-skipped"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 _DECIDE_TOGETHER = (
     "Decide on all ranks together: bad = torch.tensor(float(skip), device=device); "
     "dist.all_reduce(bad, op=dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue."
@@ -73,9 +75,6 @@ class Text(Sentence):
     STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match step counters with a small lag, or a rank with stale values after its forward pass."""
     counters = fitting(case, far=False)
@@ -90,12 +89,11 @@ def apply(case: Case) -> Match | None:
     if not any(diff.kind in ("parameter", "optimizer") for diff in tensors) and not counters:
         return None
     ranks = odd_ranks(counters) if first is None else tuple(first.evidence.stale)
-    parameters = [diff for diff in tensors if diff.kind == "parameter"]
     most = farthest(counters)
     facts = [
         Text.SKIPPED_AFTER_FORWARD(ranks=ranks) if most is None else _summary(most),
         *counter_facts(counters),
-        *parameter_facts(case, parameters),
+        *case.parameter_facts(tensors),
     ]
     if first is not None:
         facts += [*stale_facts(first), Text.BATCHES_COUNTED()]
@@ -107,7 +105,7 @@ def apply(case: Case) -> Match | None:
         if first is None:
             facts += _doubts(case, most)
     values = (*names_of_values(counters), *trackers(case, ranks))
-    return Match(tensors, ranks, tuple(facts), values, fix=Text.IN_A_JOB() if case.in_memory else "")
+    return Match(tensors, ranks, facts, values)
 
 
 def _summary(counter: StepCounter) -> Message:

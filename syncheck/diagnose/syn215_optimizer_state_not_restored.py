@@ -18,20 +18,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, parameter_facts
-from syncheck.diagnose.counters import farthest, fitting, followers, names_of_values, odd_ranks, trackers
-from syncheck.diagnose.empty_state import without_state
-from syncheck.diagnose.origin import counter_facts, earlier_lag
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.counters import (
+    counter_facts,
+    earlier_lag,
+    farthest,
+    fitting,
+    followers,
+    names_of_values,
+    odd_ranks,
+    trackers,
+    without_state,
+)
 from syncheck.kinds import OPTIMIZER
-from syncheck.messages import Message, Sentence
+from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN215"
 SLUG = "optimizer-state-not-restored"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 _LOAD_EVERYWHERE = (
     "Load the optimizer state on every rank before the first step: optimizer.load_state_dict(torch.load(path, "
     "map_location=device)['optimizer']), not under 'if rank == 0'. DDP broadcasts the model, never the optimizer."
@@ -61,9 +68,6 @@ class Text(Sentence):
     STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match step counters with a large lag, and optimizers without state beside optimizers with state."""
     empty, lacking = without_state(case), tuple(diff for diff in case.tensors if _is_lost(diff))
@@ -78,8 +82,8 @@ def apply(case: Case) -> Match | None:
     facts = [Text.ON_SOME_RANKS(ranks=ranks), *counter_facts(counters)]
     if state := sum(diff.kind == "optimizer" for diff in tensors):
         facts.append(Text.STATE_DIFFERS(count=state))
-    parameters = [diff for diff in tensors if diff.kind == "parameter"]
-    facts += parameter_facts(case, parameters)
+    parameters = case.parameter_facts(tensors)
+    facts += parameters
     if not parameters and _parameters_agree(case):
         facts.append(Text.NO_STEP_SINCE())
     if scaler:
@@ -88,11 +92,7 @@ def apply(case: Case) -> Match | None:
         facts.append(Text.REPEATED(step=earlier[0], lag=earlier[1]))
     if not case.group.evidence.stores_progress and not case.in_memory:
         facts.append(Text.STEP_UNKNOWN())
-    return Match(tensors, ranks, tuple(facts), (*names_of_values(counters), *scaler), fix=_fix(case))
-
-
-def _fix(case: Case) -> Message:
-    return Text.IN_A_JOB() if case.in_memory else Text.FIX()
+    return Match(tensors, ranks, facts, (*names_of_values(counters), *scaler))
 
 
 def _parameters_agree(case: Case) -> bool:
@@ -109,4 +109,4 @@ def _match_empty_state(case: Case, ranks: tuple[int, ...], lacking: tuple[Tensor
     facts = [Text.EMPTY(ranks=ranks, others=others, tensors=len(lacking))]
     if _parameters_agree(case):
         facts.append(Text.PARAMETERS_AGREE())
-    return Match(lacking, others if len(others) < len(ranks) else ranks, tuple(facts), fix=_fix(case))
+    return Match(lacking, others if len(others) < len(ranks) else ranks, facts)

@@ -21,9 +21,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, parameter_facts
-from syncheck.diagnose.counters import counters_of, farthest, minority_of, names_of_values, scales_of, trackers
-from syncheck.diagnose.origin import steps_by_rank
+from syncheck.diagnose.case import Case, Match, evidence_of, limit_facts
+from syncheck.diagnose.counters import (
+    below_highest,
+    counters_of,
+    farthest,
+    find_minority,
+    names_of_values,
+    scales_of,
+    steps_by_rank,
+    trackers,
+)
 from syncheck.evidence.suspects import suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
@@ -31,12 +39,11 @@ from syncheck.messages import Message, Sentence
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN216"
 SLUG = "grad-scaler-diverged"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -62,7 +69,6 @@ class Text(Sentence):
     OVERFLOW = "the optimizer counted different steps, because an overflow skips a step: {steps:by_rank}"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
 _MOST = 3  # listed values
 
 
@@ -79,9 +85,9 @@ def apply(case: Case) -> Match | None:
     counters = counters_of(case) if moved else ()
     if most := farthest(counters):
         facts.append(Text.OVERFLOW(steps=steps_by_rank(most)))
-    facts += parameter_facts(case, [diff for diff in moved if diff.kind == "parameter"])
+    facts += case.parameter_facts(moved)
     ranks = _suspects(case, scales, by_name, own)
-    return Match((*own, *moved), ranks, tuple(facts), (*values, *names_of_values(counters)))
+    return Match((*own, *moved), ranks, facts, (*values, *names_of_values(counters)))
 
 
 def _summary(scales: Mapping[int, float]) -> Message:
@@ -92,11 +98,12 @@ def _summary(scales: Mapping[int, float]) -> Message:
 
 
 def _value_facts(by_name: Mapping[str, Mapping[int, object]], own: tuple[TensorDiff, ...]) -> list[Message]:
-    facts = [Text.VALUE(name=name, values=dict(by_rank)) for name, by_rank in sorted(by_name.items(), key=_scale_first)]
+    names = sorted(by_name, key=lambda name: (not name.endswith("scale"), name))
+    facts = [Text.VALUE(name=name, values=dict(by_name[name])) for name in names]
     for diff in own:
-        values = dict(_values_of(diff))
+        values = dict(evidence_of(diff).values)
         facts.append(Text.VALUE(name=diff.name, values=values) if values else Text.VALUE_UNKNOWN(name=diff.name))
-    return facts if len(facts) <= _MOST else [*facts[:_MOST], Text.MORE(count=len(facts) - _MOST)]
+    return limit_facts(facts, _MOST, Text.MORE)
 
 
 def _trained_tensors(case: Case) -> tuple[TensorDiff, ...]:
@@ -117,23 +124,15 @@ def _suspects(
 ) -> tuple[int, ...]:
     """Return the ranks outside the majority; without a majority the ranks with a reduced scale, if known."""
     for by_rank in (scales, *by_name.values()):
-        if odd := minority_of(by_rank):
+        if odd := find_minority(by_rank):
             return odd
-    lowest = {rank for rank, scale in scales.items() if scale < max(scales.values())}
+    lowest = set(below_highest(scales))
     behind = {rank for counter in counters_of(case) for rank in counter.behind}
     trackers_by_rank = [v for name, v in by_name.items() if name.endswith("_growth_tracker") and None not in v.values()]
-    recent = {rank for v in trackers_by_rank for rank, n in v.items() if _number(n) < max(map(_number, v.values()))}
+    recent = {rank for v in trackers_by_rank for rank in below_highest({r: _number(n) for r, n in v.items()})}
     if lowest and lowest in (behind, recent):
-        return tuple(sorted(lowest))
+        return tuple(lowest)
     return suspects(own, case.group)
-
-
-def _scale_first(item: tuple[str, object]) -> tuple[bool, str]:
-    return not item[0].endswith("scale"), item[0]
-
-
-def _values_of(diff: TensorDiff) -> Mapping[int, object]:
-    return {} if diff.evidence is None else diff.evidence.values
 
 
 def _number(value: object) -> float:

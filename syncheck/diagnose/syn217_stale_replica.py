@@ -19,21 +19,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match
-from syncheck.diagnose.counters import fitting, scales_of
-from syncheck.diagnose.origin import only_skipped, ran_forward, stale_at_first, stale_facts
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.counters import fitting, only_skipped, ran_forward, scales_of, stale_at_first, stale_facts
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Comparison, Severity, TensorDiff, ValueDiff
+    from syncheck.records import Comparison, TensorDiff, ValueDiff
 
 CODE = "SYN217"
 SLUG = "stale-replica"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -60,7 +58,6 @@ class Text(Sentence):
     STORED_STEP_DIFFERS = "the step stored in the {ranks:verb file|files} of {ranks:ranks} differs too"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
 _STATE = ("parameter", "optimizer", "optimizer_step")
 _MOST = 4  # described ranks
 
@@ -83,7 +80,7 @@ def apply(case: Case) -> Match | None:
     facts = [Text.SET_BACK(ranks=tuple(sorted(stale))), *stale_facts(first)]
     if ran_forward(first) is False:
         facts.append(Text.BATCHNORM_SET_BACK())
-    return Match(covered, stale, tuple(facts))
+    return Match(covered, stale, facts)
 
 
 def _skipped_step(group: Comparison) -> bool:
@@ -106,7 +103,7 @@ def _match_stale(case: Case) -> Match | None:
     values = [value for value in case.of_values() if _is_value_explained(value, stale)]
     if any(value.kind == "progress" for value in values):
         facts.append(Text.STORED_STEP_DIFFERS(ranks=tuple(sorted(stale))))
-    return Match(covered, tuple(stale), tuple(facts), tuple(value.name for value in values))
+    return Match(covered, stale, facts, tuple(value.name for value in values))
 
 
 def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: int) -> tuple[Message, Message]:

@@ -24,28 +24,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference
-from syncheck.diagnose.gradients import (
-    differing_moments,
-    follower_facts,
-    in_step,
-    is_share_below,
-    trend_facts,
-    with_moment,
-)
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.case import Case, Match, follower_facts, is_share_below, largest_difference
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
 
 CODE = "SYN218"
 SLUG = "frozen-not-broadcast"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -73,21 +62,18 @@ class Text(Sentence):
     ONE_STEP = "a single step does not show whether they started unequal or depend on each rank's data"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
 # Share of elements. A damaged element or run is no unsynchronized tensor.
 WHOLE = 0.5
 
 
 def apply(case: Case) -> Match | None:
     """Match frozen parameters if nothing else is unexplained, or plain buffers if all parameters agree."""
-    frozen = {diff.name: diff for diff in case.of_kind("parameter") if diff.status == "different"}
-    buffers = tuple(diff for diff in case.of_kind("buffer") if diff.status == "different")
+    frozen = {diff.name: diff for diff in case.differing("parameter")}
     kinds = ("parameter",) if frozen else ("buffer",)
-    differing = tuple(frozen.values()) or buffers
-    if not differing or not in_step(case) or not case.agrees("optimizer") or differing_moments(case):
+    differing = tuple(frozen.values()) or case.differing("buffer")
+    if not differing or not case.in_step() or not case.agrees("optimizer") or case.differing_moments():
         return None
-    trend, since = trend_facts(case, *kinds)
+    trend, since = case.trend_facts(*kinds)
     if is_share_below(differing, WHOLE) or trend not in (None, "constant"):
         return None
     reason = _reason_for_frozen(case, frozen) if frozen else Text.PARAMETERS_AGREE(count=case.compared("parameter"))
@@ -104,22 +90,21 @@ def apply(case: Case) -> Match | None:
         *since,
         *((Text.ONE_STEP(),) if not frozen and trend is None else ()),
         *follower_facts(covered, *kinds),
-        *agreement_facts(differing, case.group),
     ]
-    return Match(covered, suspects(differing, case.group), tuple(facts))
+    return case.make_match(differing, facts, covered)
 
 
 def _reason_for_frozen(case: Case, differing: Collection[str]) -> Message | None:
     """State why the differing parameters are not trained; None if they may be."""
-    metadata, optimized, count = case.group.evidence.metadata, case.optimized, len(differing)
+    optimized, count = case.optimized, len(differing)
     if set(differing) <= case.frozen:
         return Text.FROZEN_BY_METADATA(count=count)
-    if metadata is not None and metadata.optimizer_sharded:
+    if case.group.evidence.metadata.optimizer_sharded:
         return None
     if optimized is not None:
         return Text.NO_STATE(count=count, others=len(optimized)) if set(differing) <= case.untrained else None
-    states = with_moment(case)
-    everything = frozenset(name for name, kind in case.group.evidence.names.items() if kind == "parameter")
+    states = case.with_moment()
+    everything = case.names_of("parameter")
     if states and all(name.isdigit() for name in states) and len(states) + count <= len(everything):
         return Text.IDS_ONLY(states=len(states), total=len(everything))
     return None

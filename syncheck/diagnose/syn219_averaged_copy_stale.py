@@ -18,20 +18,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference
-from syncheck.diagnose.gradients import trend_facts
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.case import Case, Match, evidence_of, largest_difference
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN219"
 SLUG = "averaged-copy-stale"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -47,15 +44,13 @@ class Text(Sentence):
     UPDATES = "{name} is {values:by_rank}"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
 _OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def apply(case: Case) -> Match | None:
     """Match an averaged copy that differs although the model agrees."""
-    copies = tuple(diff for diff in case.of_kind("ema") if diff.status == "different")
-    model = {name.replace(".", "") for name, kind in case.group.evidence.names.items() if kind == "parameter"}
+    copies = case.differing("ema")
+    model = {name.replace(".", "") for name in case.names_of("parameter")}
     weights = [diff for diff in copies if not diff.name.endswith(_OF_BATCHES) and _is_copy(diff, model)]
     agree = case.compared("parameter") and case.agrees("parameter", "optimizer", "optimizer_step")
     # A few differing elements are damage; a missed update changes all elements.
@@ -67,11 +62,10 @@ def apply(case: Case) -> Match | None:
         Text.MODEL_AGREES(count=case.compared("parameter")),
     ]
     # A single number counts the updates.
-    numbers = [diff for diff in weights if diff.numel == 1 and _values(diff)]
-    facts += [Text.UPDATES(name=diff.name, values=_values(diff)) for diff in numbers]
-    facts += trend_facts(case, "ema")[1]
-    facts += agreement_facts(weights, case.group)
-    return Match(copies, suspects(weights, case.group), tuple(facts))
+    numbers = [diff for diff in weights if diff.numel == 1 and evidence_of(diff).values]
+    facts += [Text.UPDATES(name=diff.name, values=dict(sorted(evidence_of(diff).values.items()))) for diff in numbers]
+    facts += case.trend_facts("ema")[1]
+    return case.make_match(weights, facts, copies)
 
 
 def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
@@ -81,7 +75,3 @@ def _is_copy(diff: TensorDiff, model: Collection[str]) -> bool:
     """
     parts = diff.name.split(".")
     return diff.numel == 1 or any("".join(parts[i:]) in model for i in range(1, len(parts)))
-
-
-def _values(diff: TensorDiff) -> dict[int, object]:
-    return {} if diff.evidence is None else dict(sorted(diff.evidence.values.items()))

@@ -23,21 +23,19 @@ isolates the machines outside the dominant group of equal signatures; arXiv 2502
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, element_name
+from syncheck.diagnose.case import Case, Match, element_name, evidence_of
 from syncheck.diagnose.localized import follower_facts, is_one_bit, localized_damage, rest_facts
-from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.diagnose.localized import Damage
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN220"
 SLUG = "bit-flip"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -68,7 +66,6 @@ class Text(Sentence):
     CONSISTENT = "consistent with a bit flip before a later update"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
 # dtype: (mantissa bits, exponent bits), lowest bits first. The sign bit, if any, is the highest.
 _FORMATS = {
     "float64": (52, 11),
@@ -86,48 +83,44 @@ _FORMATS = {
 def apply(case: Case) -> Match | None:
     """Match single elements if nothing else differs."""
     damages = localized_damage(case)
-    if not damages or any(damage.hit.extent != "one" for damage in damages):
+    if not damages or any(damage[0].extent != "one" for damage in damages):
         return None
-    tensors = tuple(diff for damage in damages for diff in damage.tensors)
     facts = [fact for damage in damages for fact in _facts(damage, case)]
-    facts += rest_facts(case)
-    facts += agreement_facts(tensors, case.group)
-    fix = Text.IN_A_JOB() if case.in_memory else ""
-    return Match(tensors, suspects(tensors, case.group), tuple(facts), fix=fix)
+    return case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
 
 
-def _facts(damage: Damage, case: Case) -> list[Message]:
+def _facts(damage: list[TensorDiff], case: Case) -> list[Message]:
     """State which element differs, its values, and the proof of a flipped bit if there is one."""
-    proof = next((diff for diff in damage.tensors if is_one_bit(diff)), None)
-    shown = proof or damage.hit
+    proof = next((diff for diff in damage if is_one_bit(diff)), None)
+    shown = proof or damage[0]
     element = element_name(shown)
     facts = [Text.ONE_ELEMENT(element=element) if proof is None else Text.FLIPPED(element=element, bit=_bit(proof))]
-    if shown.evidence and shown.evidence.values:
-        facts.append(Text.VALUES(values=dict(shown.evidence.values)))
+    if evidence_of(shown).values:
+        facts.append(Text.VALUES(values=dict(evidence_of(shown).values)))
     facts.append(Text.REST_OF_TENSOR(others=shown.numel - 1))
-    if proof is None and shown.evidence and shown.evidence.flipped_bits:
-        facts.append(Text.BITS(bits=shown.evidence.flipped_bits))
-    facts += follower_facts(damage)
+    if proof is None and evidence_of(shown).flipped_bits:
+        facts.append(Text.BITS(bits=evidence_of(shown).flipped_bits))
+    facts += follower_facts(damage[1:])
     if proof is None:
         facts.append(_earlier_flip(damage, case) or Text.CONSISTENT())
     return facts
 
 
-def _earlier_flip(damage: Damage, case: Case) -> Message | None:
+def _earlier_flip(damage: list[TensorDiff], case: Case) -> Message | None:
     """State at which earlier step a single bit of this element, or of its optimizer state, differed."""
     for earlier in case.series:
-        names = {diff.name for diff in damage.tensors} | {
-            name for name in earlier.evidence.names if name.startswith(f"optimizer.{damage.hit.name}.")
+        names = {diff.name for diff in damage} | {
+            name for name in earlier.evidence.names if name.startswith(f"optimizer.{damage[0].name}.")
         }
         for diff in earlier.tensors:
-            if diff.name in names and diff.index == damage.hit.index and is_one_bit(diff):
+            if diff.name in names and diff.index == damage[0].index and is_one_bit(diff):
                 return Text.FLIPPED_EARLIER(step=earlier.step, element=element_name(diff), bit=_bit(diff))
     return None
 
 
 def _bit(diff: TensorDiff) -> Message:
     """State which bit differs, and its part of a floating-point number."""
-    bit = diff.evidence.bit if diff.evidence else None
+    bit = evidence_of(diff).bit
     if bit is None:
         return Text.UNKNOWN_BIT()
     if diff.dtype not in _FORMATS:

@@ -18,22 +18,20 @@ Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import running_statistics
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference
-from syncheck.diagnose.localized import element_fact, follower_facts, localized_damage, rest_facts
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.case import Case, Match, element_name, evidence_of, largest_difference
+from syncheck.diagnose.localized import Localized, follower_facts, localized_damage, rest_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.diagnose.localized import Damage
-    from syncheck.records import Severity
+    from syncheck.records import TensorDiff
 
 CODE = "SYN221"
 SLUG = "contiguous-corruption"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -58,39 +56,32 @@ class Text(Sentence):
     ROWS = "exactly rows {first} to {last}, so it is also consistent with rows filled by each rank on its own"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match runs of adjacent elements if nothing else differs."""
     damages = localized_damage(case)
-    extents = {damage.hit.extent for damage in damages}
+    extents = {hit.extent for hit, *_ in damages}
     if "contiguous" not in extents or not extents <= {"one", "contiguous"}:
         return None
-    buffers = [d.hit for d in damages if d.hit.name in case.loose or d.hit.kind == "buffer"]
+    buffers = [hit for hit, *_ in damages if hit.name in case.loose or hit.kind == "buffer"]
     # Each rank fills its own rows of codebooks and queues.
     only_buffers = len(buffers) == len(damages) == len(running_statistics(case, buffers))
     if only_buffers and not any(diff.minority for diff in buffers):
         return None
-    tensors = tuple(diff for damage in damages for diff in damage.tensors)
-    facts = [fact for damage in damages for fact in _facts(damage)]
+    tensors = list(chain(*damages))
+    facts = [fact for damage in damages for fact in _facts(*damage)]
     facts.append(largest_difference(tensors))
-    facts += rest_facts(case)
-    facts += agreement_facts(tensors, case.group)
-    fix = Text.IN_A_JOB() if case.in_memory else ""
-    return Match(tensors, suspects(tensors, case.group), tuple(facts), fix=fix)
+    return case.make_match(tensors, [*facts, *rest_facts(case)])
 
 
-def _facts(damage: Damage) -> list[Message]:
+def _facts(hit: TensorDiff, *followers: TensorDiff) -> list[Message]:
     """State which elements differ, and whether they are whole rows."""
-    hit = damage.hit
     if hit.extent == "one":
-        return [element_fact(damage), *follower_facts(damage)]
-    first, length = hit.evidence.first if hit.evidence else None, hit.mismatched or 0
+        return [Localized.ONE_ELEMENT(element=element_name(hit), numel=hit.numel), *follower_facts(followers)]
+    first, length = evidence_of(hit).first, hit.mismatched or 0
     facts = [Text.RUN(length=length, name=hit.name, numel=hit.numel)]
     if first is not None:
         facts.append(Text.POSITION(first=first, last=first + length - 1))
-    facts += follower_facts(damage)
+    facts += follower_facts(followers)
     row = hit.numel // hit.shape[0] if len(hit.shape) > 1 else 0
     if first is not None and row > 1 and first % row == length % row == 0:
         low, high = first // row, (first + length) // row - 1

@@ -21,16 +21,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts
+from syncheck.diagnose.case import Case, Match
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN222"
 SLUG = "nonfinite-on-some-ranks"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 _CHECK_TOGETHER = (
     "Check on all ranks together before each step: ok = loss.detach().isfinite().float(); "
     "dist.all_reduce(ok, dist.ReduceOp.MIN). If ok is 0, skip the step or stop on all ranks."
@@ -61,9 +60,6 @@ class Text(Sentence):
     )
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match tensors with more NaN or infinite elements on some ranks, which are the suspects."""
     affected = {diff.name: (diff, odd) for diff in case.tensors if (odd := _ranks_with_more(diff))}
@@ -80,8 +76,7 @@ def apply(case: Case) -> Match | None:
     whole = [diff for diff in tensors if diff.kind == "parameter" and _has_no_finite_element(diff)]
     if 2 * len(whole) > case.compared("parameter"):
         facts.append(Text.NOTHING_ELSE(count=len(whole)))
-    facts += agreement_facts(tensors, case.group)
-    return Match(tensors, ranks, tuple(facts), fix=Text.IN_A_JOB() if case.in_memory else "")
+    return Match(tensors, ranks, [*facts, *case.agreement_facts(tensors)])
 
 
 def _ranks_with_more(diff: TensorDiff) -> tuple[int, ...]:

@@ -16,18 +16,12 @@ loading; nothing checks the integrity of the files.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from syncheck.diagnose.case import Match
+from syncheck.diagnose.case import Case, Match, evidence_of
 from syncheck.messages import Sentence
-
-if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity
 
 CODE = "SYN223"
 SLUG = "damaged-on-disk"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -45,15 +39,12 @@ class Text(Sentence):
     CHECKSUMS = "{count:count tensor} of {ranks:ranks} {count:verb does|do} not match the stored CRC-32: {names:names}"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match tensors whose stored checksum does not match. The suspects are the ranks of the damaged files."""
-    damaged = tuple(diff for diff in case.tensors if diff.evidence and diff.evidence.damaged)
+    damaged = tuple(diff for diff in case.tensors if evidence_of(diff).damaged)
     if not damaged:
         return None
-    ranks = tuple(sorted({rank for diff in damaged for rank in (diff.evidence.damaged if diff.evidence else ())}))
+    ranks = tuple(sorted({rank for diff in damaged for rank in evidence_of(diff).damaged}))
     paths = tuple(replica.path for replica in case.group.replicas if replica.rank in ranks)
     names = tuple(diff.name for diff in damaged)
     facts = (Text.CHANGED(paths=paths), Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names))

@@ -22,20 +22,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agrees_within, largest_difference, ranks_by
+from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts
 from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN230"
 SLUG = "differs-by-node"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -56,7 +56,6 @@ class Text(Sentence):
     STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too, because the weights differ"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
 _MOST = 4  # listed hosts
 
 
@@ -93,10 +92,8 @@ def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool
 def _facts(
     explained: Sequence[TensorDiff], statistics: Sequence[TensorDiff], hosts: Mapping[int, str | None]
 ) -> tuple[Message, ...]:
-    members = list(ranks_by(dict(sorted(hosts.items()))).items())
-    nodes = [Text.NODE(host=host, ranks=tuple(ranks)) for host, ranks in members[:_MOST]]
-    if len(members) > _MOST:
-        nodes.append(Text.MORE_NODES(count=len(members) - _MOST))
+    members = group_ranks(dict(sorted(hosts.items()))).items()
+    nodes = limit_facts([Text.NODE(host=h, ranks=tuple(ranks)) for h, ranks in members], _MOST, Text.MORE_NODES)
     parameters = sum(diff.kind == "parameter" for diff in explained)
     facts = [
         Text.NODES_DIFFER(nodes=tuple(nodes)),

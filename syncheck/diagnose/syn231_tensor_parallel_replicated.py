@@ -24,18 +24,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, agrees_within, largest_difference, ranks_by
+from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Sentence
+from syncheck.records import group_ranks
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Comparison, Severity
+    from syncheck.records import Comparison
 
 CODE = "SYN231"
 SLUG = "tensor-parallel-replicated"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -57,7 +57,6 @@ class Text(Sentence):
     COORDINATES_AGREE = "ranks with the same tensor-parallel coordinate agree ({groups:sets 3})"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
 # Running statistics depend on each rank's data, and counters have rules of their own.
 _KINDS = ("parameter", "optimizer", "buffer", "ema")
 
@@ -67,14 +66,14 @@ def apply(case: Case) -> Match | None:
     coordinates = _coordinates(case.group)
     if len(set(coordinates.values())) < 2:
         return None
-    tensors = tuple(d for d in case.of_kind(*_KINDS) if d.status == "different" and agrees_within(d, coordinates))
+    tensors = tuple(diff for diff in case.differing(*_KINDS) if agrees_within(diff, coordinates))
     if not tensors:
         return None
-    groups = tuple(tuple(ranks) for ranks in ranks_by(coordinates).values() if len(ranks) > 1)
+    groups = tuple(tuple(ranks) for ranks in group_ranks(coordinates).values() if len(ranks) > 1)
     names = tuple(diff.name for diff in tensors)
     facts = (
         Text.RANKS_DIFFER(count=len(tensors), names=names, size=largest_difference(tensors)),
-        *((Text.COORDINATES_AGREE(groups=groups),) if groups else agreement_facts(tensors, case.group)),
+        *((Text.COORDINATES_AGREE(groups=groups),) if groups else case.agreement_facts(tensors)),
     )
     return Match(tensors, suspects(tensors, case.group), facts)
 

@@ -28,20 +28,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.averaging import averaging_of
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.case import Case, Match, evidence_of, largest_difference
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Sentence
 from syncheck.records import MEASURED
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN240"
 SLUG = "rounding-only"
-SEVERITY: Severity = "warning"
+SEVERITY = "warning"
 
 
 class Text(Sentence):
@@ -68,7 +65,6 @@ class Text(Sentence):
     )
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
 # dtype: (largest number of steps, machine epsilon or 0 if differences may not be measured against the tensor's size).
 _LIMITS = {
     "float64": (4, 2.0**-52),
@@ -88,7 +84,7 @@ def apply(case: Case) -> Match | None:
     others = [diff for diff in case.tensors if diff.kind not in BN_STATISTICS]
     statistics = [diff for diff in case.tensors if diff.kind in BN_STATISTICS]
     # With local SGD (SYN241), the first differences are small too.
-    if averaging_of(case.group) is not None or not all(map(_is_rounding, others)) or case.values:
+    if case.averaging() is not None or not all(map(_is_rounding, others)) or case.values:
         return None
     tensors = tuple(case.tensors) if all(map(_is_rounding, statistics)) else tuple(others)
     elements = sum(diff.mismatched or 0 for diff in tensors)
@@ -102,8 +98,7 @@ def apply(case: Case) -> Match | None:
     facts.append(largest_difference(tensors))
     if any(diff.dtype in _SHORT for diff in tensors) and not case.compared("optimizer"):
         facts.append(Text.SHORT_FLOATS())
-    facts += agreement_facts(tensors, case.group)
-    return Match(tensors, suspects(tensors, case.group), tuple(facts))
+    return case.make_match(tensors, facts)
 
 
 def _is_rounding(diff: TensorDiff) -> bool:
@@ -120,7 +115,7 @@ def _is_few_steps(diff: TensorDiff) -> bool:
 
 def _epsilons(diff: TensorDiff) -> float:
     """Return the largest difference in machine epsilons of the tensor's root mean square; infinity if unknown."""
-    norm = max(diff.evidence.norms.values(), default=0.0) if diff.evidence else 0.0
+    norm = max(evidence_of(diff).norms.values(), default=0.0)
     epsilon = _LIMITS[diff.dtype][1]
     if not norm or not epsilon or diff.max_abs is None:
         return math.inf

@@ -19,19 +19,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.averaging import averaging_of
-from syncheck.diagnose.case import Match, parameter_facts, parameter_of
+from syncheck.diagnose.case import Averaging, Case, Match, parameter_of
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.diagnose.averaging import Averaging
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, TensorDiff
+    from syncheck.records import TensorDiff
 
 CODE = "SYN241"
 SLUG = "periodic-averaging"
-SEVERITY: Severity = "warning"
+SEVERITY = "warning"
 
 
 class Text(Sentence):
@@ -59,12 +56,9 @@ class Text(Sentence):
     STATISTICS_DIFFER = "{count:count running statistic} of each rank's own batches {count:verb differs|differ}"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
-
-
 def apply(case: Case) -> Match | None:
     """Match the differences of local SGD at this step: all trained tensors, or after an average all but parameters."""
-    averaging = averaging_of(case.group)
+    averaging = case.averaging()
     if averaging is None or not case.agrees("optimizer_step"):
         return None
     trained = {parameter_of(name) for name, kind in case.group.evidence.names.items() if kind == "optimizer"}
@@ -78,8 +72,7 @@ def apply(case: Case) -> Match | None:
     if not parameters and not state:
         return None
     facts = _facts(case, averaging, parameters, statistics)
-    fix = Text.IN_A_JOB() if case.in_memory else ""
-    return Match((*parameters, *state, *statistics), case.group.ranks, facts, fix=fix)
+    return Match((*parameters, *state, *statistics), case.group.ranks, facts)
 
 
 def _facts(
@@ -90,7 +83,7 @@ def _facts(
         facts.append(Text.AVERAGED(period=at.period, last=at.last, step=at.step))
     else:
         facts.append(Text.NOT_YET_AVERAGED(period=at.period, warmup=at.warmup, step=at.step))
-    facts += parameter_facts(case, parameters) or [Text.PARAMETERS_AGREE()]
+    facts += case.parameter_facts(parameters) or [Text.PARAMETERS_AGREE()]
     if state := case.of_kind("optimizer"):
         facts.append(Text.STATE_DIFFERS(count=len(state)))
     if statistics:

@@ -18,21 +18,20 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Match, agreement_facts, largest_difference, ranks_by
-from syncheck.diagnose.gradients import cosines, differing_moments, only_decay, trend_facts
+from syncheck.diagnose.case import Case, Match, cosines, largest_difference, limit_facts
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.diagnose.case import Case
-    from syncheck.records import Severity, ValueDiff
+    from syncheck.records import ValueDiff
 
 CODE = "SYN299"
 SLUG = "unexplained-difference"
-SEVERITY: Severity = "error"
+SEVERITY = "error"
 
 
 class Text(Sentence):
@@ -84,7 +83,6 @@ class Text(Sentence):
     MOMENTS = "the median cosine of the first moments is {cosine:.3f}"
 
 
-CAUSE, FIX = Text.CAUSE, Text.FIX
 # Median cosine from which first moments count as equal.
 ALIKE = 0.9
 _MOST = 3  # listed values
@@ -100,40 +98,38 @@ def apply(case: Case) -> Match | None:
         kinds = tuple(Text.KIND(count=count, kind=kind) for kind, count in by_kind.items())
         size = largest_difference(case.tensors)
         facts += [Text.TENSORS(count=len(case.tensors), kinds=kinds, size=size)]
-        facts += agreement_facts(case.tensors, case.group)
+        facts += case.agreement_facts(case.tensors)
     if case.values:
         facts.append(_describe_values(case.of_values()))
     cause, fix, more = _diagnose_remainder(case)
     return Match(case.tensors, _ranks(case), (*facts, *more), case.values, cause, fix)
 
 
-def _diagnose_remainder(case: Case) -> tuple[Message | str, Message | str, tuple[Message, ...]]:
-    """Return cause, fix and evidence by the kinds of the differing tensors; "" for an unknown cause or fix."""
+def _diagnose_remainder(case: Case) -> tuple[Sentence | None, Sentence | None, tuple[Message, ...]]:
+    """Return cause, fix and evidence by the kinds of the differing tensors; None for an unknown cause or fix."""
     kinds = {diff.kind for diff in case.tensors}
-    moments = cosines(differing_moments(case).values())
+    moments = cosines(case.differing_moments().values())
     if not case.tensors:
-        return "", "", ()
-    since = trend_facts(case, *({"parameter"} & kinds or kinds))[1]
+        return None, None, ()
+    since = case.trend_facts(*({"parameter"} & kinds or kinds))[1]
     if all(diff.mismatched is None and diff.reason for diff in case.tensors):
-        return Text.CAUSE_DIGESTS(), Text.FIX_DIGESTS(), since
+        return Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since
     if kinds <= {"optimizer"} and case.compared("parameter") and case.agrees("parameter"):
-        return Text.CAUSE_STATE(), Text.FIX_STATE(), since or (Text.PARAMETERS_AGREE(),)
+        return Text.CAUSE_STATE, Text.FIX_STATE, since or (Text.PARAMETERS_AGREE(),)
     if kinds <= {"buffer"}:
-        return Text.CAUSE_BUFFERS(), Text.FIX_BUFFERS(), since
+        return Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since
     if "parameter" not in kinds:
-        return "", "", since
-    if (case.compared("optimizer") and case.agrees("optimizer")) or only_decay(case):
-        return Text.CAUSE_EVENT(), Text.FIX_EVENT(), since
+        return None, None, since
+    if (case.compared("optimizer") and case.agrees("optimizer")) or case.only_decay():
+        return Text.CAUSE_EVENT, Text.FIX_EVENT, since
     if moments and median(moments) >= ALIKE:
-        return Text.CAUSE_AVERAGED(), Text.FIX_AVERAGED(), (Text.MOMENTS(cosine=median(moments)), *since)
-    return "", "", since
+        return Text.CAUSE_AVERAGED, Text.FIX_AVERAGED, (Text.MOMENTS(cosine=median(moments)), *since)
+    return None, None, since
 
 
 def _describe_values(differing: Sequence[ValueDiff]) -> Message:
     """State the first differing values by rank."""
-    values = [_describe_value(diff) for diff in differing[:_MOST]]
-    if len(differing) > _MOST:
-        values.append(Text.MORE_VALUES(count=len(differing) - _MOST))
+    values = limit_facts([_describe_value(diff) for diff in differing], _MOST, Text.MORE_VALUES)
     return Text.VALUES(count=len(differing), values=tuple(values))
 
 
@@ -144,7 +140,7 @@ def _describe_value(diff: ValueDiff) -> Message:
 
 
 def _ranks_by_value(diff: ValueDiff) -> dict[str, list[int]]:
-    return ranks_by({rank: brief(value) for rank, value in diff.by_rank.items()})
+    return group_ranks({rank: brief(value) for rank, value in diff.by_rank.items()})
 
 
 def _ranks(case: Case) -> tuple[int, ...]:

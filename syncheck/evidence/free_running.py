@@ -24,7 +24,6 @@ from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import BN_STATISTICS
@@ -127,7 +126,7 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
     moments = [moment for moment in read if moment is not None]
     if len(moments) < 2:
         return None
-    recorded = group.evidence.metadata is not None and bool(group.evidence.metadata.bn_momentum)
+    recorded = bool(group.evidence.metadata.bn_momentum)
     early = _select_usable([m for m in moments if m.batches <= EARLY / momentum], momentum)
     used = early or moments
     pairs = {(a.batches, b.batches): pair for a, b in combinations(used, 2) if (pair := _make_pair(a, b)) is not None}
@@ -147,7 +146,7 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
 
 def _find_momentum(group: Comparison) -> float | None:
     """Return the momentum of all layers; None if layers have different momentums or cumulative averages."""
-    recorded = set(group.evidence.metadata.bn_momentum.values()) if group.evidence.metadata is not None else set()
+    recorded = set(group.evidence.metadata.bn_momentum.values())
     if not recorded:
         return MOMENTUM
     momentum = recorded.pop()
@@ -190,14 +189,11 @@ def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> 
 def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
     import numpy as np
 
-    from syncheck.differences.floats import widen
+    from syncheck.differences import read_float64
 
     if tensor is None or tensor.refused or tensor.digest is not None or tensor.sharding is not None:
         return None
-    row = DTYPES[tensor.dtype]
-    data = np.frombuffer(bytes(files.read(tensor, 0, min(tensor.numel, CHANNELS), 0)), row.dtype())
-    with np.errstate(invalid="ignore"):  # converting a signalling NaN is an invalid operation
-        values = (widen(row, data) if row.family == "float" else data).astype(np.float64)
+    values = read_float64(tensor, files, 0, min(tensor.numel, CHANNELS), 0)
     return values if np.isfinite(values).all() else None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncheck.differences.floats import pairs, widen
+from syncheck.differences import find_differing, pairs, read_float64
 from syncheck.dtypes import DTYPES
 from syncheck.evidence.suspects import sets_within
 from syncheck.records import DECADES, Histogram
@@ -16,9 +16,6 @@ from syncheck.snapshots import ravel_index
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy.typing import NDArray
-
-    from syncheck.dtypes import DType
     from syncheck.kernel.blocks import Files
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
@@ -78,15 +75,14 @@ def _choose_blocks(diff: TensorDiff) -> list[int]:
 
 
 def _count(replicas: Sequence[Tensor], files: Files, starts: Sequence[int], *, majority: bool) -> Histogram:
-    row, numel = DTYPES[replicas[0].dtype], replicas[0].numel
+    numel = replicas[0].numel
     counts = np.zeros(len(_EDGES) + 1, np.int64)
     equal = not_finite = 0
     for start in starts:
         count = min(_BLOCK, numel - start)
-        arrays = [_read(row, tensor, files, start, count, slot) for slot, tensor in enumerate(replicas)]
-        differs = np.logical_or.reduce([arrays[0] != other for other in arrays[1:]])
-        # NaN != NaN, but replicas with NaN agree.
-        differs &= ~np.logical_and.reduce([np.isnan(array) for array in arrays])
+        # float64, because rounding in float32 moves the smallest and largest differences into the next decade.
+        arrays = [read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate(replicas)]
+        differs = find_differing(arrays)
         finite = differs & np.logical_and.reduce([np.isfinite(array) for array in arrays])
         equal += count - int(np.count_nonzero(differs))
         not_finite += int(np.count_nonzero(differs & ~finite))
@@ -95,9 +91,3 @@ def _count(replicas: Sequence[Tensor], files: Files, starts: Sequence[int], *, m
         bins = np.searchsorted(_EDGES, np.maximum.reduce(differences), side="right")
         counts += np.bincount(bins, minlength=len(counts))
     return Histogram(equal, tuple(map(int, counts)), not_finite)
-
-
-def _read(row: DType, tensor: Tensor, files: Files, start: int, count: int, slot: int) -> NDArray[Any]:
-    # float64, because rounding in float32 moves the smallest and largest differences into the next decade.
-    with np.errstate(invalid="ignore"):  # converting a signalling NaN is an invalid operation
-        return widen(row, np.frombuffer(files.read(tensor, start, count, slot), row.dtype())).astype(np.float64)

@@ -20,7 +20,6 @@ from syncheck.snapshots import ravel_index
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.dtypes import DType
     from syncheck.kernel.blocks import Files
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
@@ -183,7 +182,7 @@ def _compute_directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: 
     norms: dict[int, float] = {}
     cosines = []
     for sets in sets_within(diff):
-        squares, products = _sum_products(DTYPES[diff.dtype], [tensors[ranks[0]] for ranks in sets], files)
+        squares, products = _sum_products([tensors[ranks[0]] for ranks in sets], files)
         for ranks, square in zip(sets, squares, strict=True):
             if math.isfinite(square):
                 norms.update(dict.fromkeys(ranks, math.sqrt(square)))
@@ -194,22 +193,21 @@ def _compute_directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: 
     return {"norms": dict(sorted(norms.items())), "cosine": min(cosines, default=None)}
 
 
-def _sum_products(row: DType, tensors: Sequence[Tensor], files: Files) -> tuple[list[float], list[float]]:
+def _sum_products(tensors: Sequence[Tensor], files: Files) -> tuple[list[float], list[float]]:
     """Return the dot product of each tensor with itself and with the first tensor.
 
     Elements that are NaN or infinite in any tensor are skipped.
     """
     import numpy as np
 
-    from syncheck.differences.floats import widen
+    from syncheck.differences import read_float64
 
     squares, products = [0.0] * len(tensors), [0.0] * (len(tensors) - 1)
     size = min(tensors[0].numel, MEASURED)
     step = _block_size(len(tensors))
     for start in range(0, size, step):
-        blocks = [files.read(t, start, min(step, size - start), slot) for slot, t in enumerate(tensors)]
-        with np.errstate(over="ignore", invalid="ignore"):  # converting a signalling NaN is an invalid operation
-            arrays = [widen(row, np.frombuffer(block, row.dtype())).astype(np.float64) for block in blocks]
+        arrays = [read_float64(t, files, start, min(step, size - start), slot) for slot, t in enumerate(tensors)]
+        with np.errstate(over="ignore", invalid="ignore"):  # products may overflow to infinities of both signs
             own = [float(array @ array) for array in arrays]
             if not all(map(math.isfinite, own)):
                 finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import save, save_pth
+from checkpoints import compare_ranks
 
-import syncheck
 from syncheck import baseline, testing
 from syncheck.records import Reason
 
@@ -23,10 +22,13 @@ MISSING, UNLIKE, REST = "SYN101", "SYN102", "SYN299"
 
 
 def compared(folder: Path, *versions: Any, **options: Any) -> Report:
-    """Compare ranks that hold these versions of a tensor, None for none at all, beside one that is equal."""
-    for rank, version in enumerate(versions):
-        save(folder / f"rank{rank}.pth", {"same": ONE} | ({} if version is None else {"odd": version}))
-    return syncheck.compare(folder, options=syncheck.Options(**options))
+    """Compare ranks that hold these versions of a tensor beside one that is equal."""
+    return compare_ranks(folder, *map(state_of, versions), **options)
+
+
+def state_of(version: Any) -> dict[str, Any]:
+    """Return the state of a rank with this version of a tensor, None for none at all."""
+    return {"same": ONE} | ({} if version is None else {"odd": version})
 
 
 CASES = {
@@ -50,8 +52,7 @@ def test_each_fact_has_its_finding(tmp_path: Path, name: str, where: str) -> Non
     def judged(*allow: str) -> Report:
         if where == "files":
             return compared(tmp_path, *versions, allow=allow)
-        things = [{"same": ONE} | ({} if version is None else {"odd": version}) for version in versions]
-        return testing.compare(*things, allow=allow)
+        return testing.compare(*map(state_of, versions), allow=allow)
 
     report = judged()
     assert {finding.code: finding.ranks for finding in report.groups[0].findings} == codes
@@ -135,8 +136,6 @@ def at(step: int, state: Any = ONE, **settings: float) -> dict[str, Any]:
 )
 def test_another_progress_explains_what_training_moves(tmp_path: Path, ranks: Any, code: int) -> None:
     """SYN106 excuses differences between ranks of different steps, and none between two ranks of one step."""
-    for rank, tree in enumerate(ranks):
-        save_pth(tmp_path / f"rank{rank}.pth", tree)
-    report = syncheck.compare(tmp_path, options=syncheck.Options(allow=("SYN106",)))
+    report = compare_ranks(tmp_path, *ranks, allow=("SYN106",))
     assert "SYN106" in {finding.code for finding in report.groups[0].findings}
     assert report.exit_code == code

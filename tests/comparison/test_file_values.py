@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import network, save_pth, save_safetensors
+from checkpoints import compare_ranks, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck.messages import Note
@@ -34,9 +34,7 @@ def training(**others: Any) -> dict[str, Any]:
 
 def group_of(folder: Path, *trees: dict[str, Any]) -> Group:
     """Compare training checkpoints as ranks of one run."""
-    for rank, tree in enumerate(trees):
-        save_pth(folder / f"rank{rank}.pth", tree)
-    (group,) = syncheck.compare(folder).groups
+    (group,) = compare_ranks(folder, *trees).groups
     return group
 
 
@@ -242,10 +240,11 @@ MEMBERS = [
 @pytest.mark.parametrize(("members", "others", "code"), MEMBERS)
 def test_members_of_parameter_groups(tmp_path: Path, members: Any, others: Any, code: int) -> None:
     """Members that are swapped between groups of another weight decay are SYN107; the order of names says nothing."""
-    for rank, groups in enumerate((members, others)):
+    trees = []
+    for groups in (members, others):
         listed = [{"lr": 0.1, "weight_decay": 0.1 * i, "params": group} for i, group in enumerate(groups)]
-        save_pth(tmp_path / f"rank{rank}.pth", {"model": network(), "optimizer": {"state": {}, "param_groups": listed}})
-    report = syncheck.compare(tmp_path)
+        trees.append({"model": network(), "optimizer": {"state": {}, "param_groups": listed}})
+    report = compare_ranks(tmp_path, *trees)
     assert report.exit_code == code
     assert [finding.code for finding in report.groups[0].findings] == ["SYN107"] * code
 
@@ -259,11 +258,8 @@ def test_integers_that_no_float_holds(tmp_path: Path, number: int, ranks: tuple[
     """A setting, step, scale or progress of that size is exit code 2, a line for each file; a note is compared."""
     huge = {"lr": number, "step": number, "scaler": SCALER | {"scale": number}, "lr_scheduler": {"last_epoch": number}}
     for i, (key, value) in enumerate(huge.items()):
-        folder = tmp_path / str(i)
-        for rank in range(2):
-            tree = training(**({key: value} if rank in ranks else {}))
-            save_pth(folder / f"rank{rank}.pth", tree)
-        report = syncheck.compare(folder)
+        trees = [training(**({key: value} if rank in ranks else {})) for rank in range(2)]
+        report = compare_ranks(tmp_path / str(i), *trees)
         assert report.exit_code == 2
         assert len(report.unreadable) == len(ranks)
     trees = [training(modulus=number if rank in ranks else 3) for rank in range(2)]

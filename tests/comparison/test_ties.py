@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from checkpoints import compare_ranks
 
 import syncheck
 
@@ -23,10 +24,11 @@ def language_model(*, tied: bool, value: float = 1.0) -> dict[str, Any]:
 
 def compared(folder: Path, *states: dict[str, Any], zipped: bool = True) -> Group:
     """Save a file for each rank and compare them."""
-    folder.mkdir(exist_ok=True)
-    for rank, state in enumerate(states):
-        torch.save(state, folder / f"m_rank{rank}.pth", _use_new_zipfile_serialization=zipped)
-    (group,) = syncheck.compare(folder).groups
+
+    def write(path: Path, state: Any) -> None:
+        torch.save(state, path, _use_new_zipfile_serialization=zipped)
+
+    (group,) = compare_ranks(folder, *states, write=write).groups
     return group
 
 

@@ -63,7 +63,7 @@ SEEN = FreeRunning((3, 6, 9, 12), cosine=0.6, growth=1.6, misfit_free=0.5, misfi
 SYNCED = Metadata(buffers_synced=True)
 
 
-def diagnose_steps(seen: FreeRunning, metadata: Metadata | None = SYNCED) -> Finding:
+def diagnose_steps(seen: FreeRunning, metadata: Metadata = SYNCED) -> Finding:
     """Return the finding of statistics that differ alone. seen: how they differ over several steps."""
     (finding,) = found(group(MEAN, VAR, metadata=metadata, free_running=seen)).values()
     return finding
@@ -78,7 +78,7 @@ def test_202_against_the_metadata() -> None:
         DRIFT.GREW_IN_ONE_DIRECTION(first=3, last=12, growth=1.6, cosine=0.6),
         DRIFT.METADATA_CONTRADICTED(),
     )
-    finding = diagnose_steps(SEEN, None)
+    finding = diagnose_steps(SEEN, Metadata())
     assert finding.code == "SYN202"
     assert finding.facts[-1].code is DRIFT.GREW_IN_ONE_DIRECTION
 
@@ -103,7 +103,7 @@ def test_202_by_the_momentum_bound() -> None:
 def test_201_if_the_steps_do_not_show_missing_synchronization(changes: Any) -> None:
     """One sign alone is SYN201, with and without metadata that says that buffers are synchronized."""
     seen = replace(SEEN, **changes)
-    with_metadata, without_metadata = diagnose_steps(seen), diagnose_steps(seen, None)
+    with_metadata, without_metadata = diagnose_steps(seen), diagnose_steps(seen, Metadata())
     assert with_metadata.code == without_metadata.code == "SYN201"
     assert LOCAL.SYNCHRONIZED_BY_METADATA() in with_metadata.facts
     if seen.misfit_lag is None:

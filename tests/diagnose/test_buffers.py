@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cases import found, only
 from groups import facts_of
-from small_model import HALF, SGD, apart, group, in_head, model, moments
+from small_model import HALF, SGD, apart, group, in_head, model, moments, unreduced
 
 from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
-from syncheck.diagnose.origin import Origin
+from syncheck.diagnose.counters import Origin
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ def local(names: tuple[str, ...], kind: str = "parameter", ranks: int = 2, **giv
     return [apart(name, kind, ranks, odd=(), **given) for name in names]
 
 
-def unreduced(state: str = "exp_avg") -> list[TensorDiff]:
-    """Return all parameters and first moments of a model whose ranks step with their own gradients."""
-    return [*model(cosine=0.9), *moments(state, cosine=0.3)]
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("optimizer", [("exp_avg", "step"), SGD, ()])
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
@@ -42,7 +37,10 @@ def test_205_by_names(names: tuple[str, ...], kind: str, optimizer: tuple[str, .
     assert (finding.code, finding.ranks) == ("SYN205", tuple(range(ranks)))
 
 
-def alone(name: str, kind: str = "parameter", metadata: Metadata | None = None, step: int = 10, **given: Any) -> Group:
+EMPTY = Metadata()
+
+
+def alone(name: str, kind: str = "parameter", metadata: Metadata = EMPTY, step: int = 10, **given: Any) -> Group:
     """Return a group in which only this untrained tensor differs."""
     return group(apart(name, kind, **given), more={name: kind}, metadata=metadata, step=step)
 
@@ -93,7 +91,7 @@ def test_205_beside_batchnorm() -> None:
 def test_buffers_do_not_hide_other_causes(own: list[TensorDiff]) -> None:
     """With a codebook in the model, gradients that are not reduced are SYN211 and not SYN212, and a flip is SYN220."""
     assert only(group(*unreduced(), *own, more=KINDS)).code == "SYN211"
-    assert only(group(*unreduced("momentum_buffer"), *own, more=KINDS, optimizer=SGD)).code == "SYN211"
+    assert only(group(*unreduced(state="momentum_buffer"), *own, more=KINDS, optimizer=SGD)).code == "SYN211"
     assert only(group(*in_head(unreduced()), *own, more=KINDS)).code == "SYN212"
     bit = apart("fc.weight", mismatched=1, extent="one")
     assert set(found(group(bit, *own, more=KINDS))) == {"SYN220"} | ({"SYN205"} if own else set())
@@ -109,7 +107,7 @@ def test_211_with_unnamed_optimizer_ids() -> None:
 @pytest.mark.parametrize(("state", "optimizer"), [("exp_avg", ("exp_avg", "step")), ("momentum_buffer", SGD)])
 def test_settings_that_differ_come_first(state: str, optimizer: tuple[str, ...]) -> None:
     """A learning rate that differs is reported first, also if the moments show that gradients differ too."""
-    for tensors in (unreduced(state), in_head(unreduced(state))):
+    for tensors in (unreduced(state=state), in_head(unreduced(state=state))):
         assert next(iter(found(group(*tensors, optimizer=optimizer, values=(HALF,))))) == "SYN107"
 
 

@@ -13,7 +13,7 @@ from syncheck.diagnose import syn106_different_progress
 from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
 from syncheck.diagnose.case import Common
-from syncheck.diagnose.origin import Origin
+from syncheck.diagnose.counters import Origin
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Metadata
 

@@ -14,8 +14,7 @@ from syncheck.diagnose import syn210_init_not_broadcast as syn210
 from syncheck.diagnose import syn218_frozen_not_broadcast as syn218
 from syncheck.diagnose import syn219_averaged_copy_stale as syn219
 from syncheck.diagnose import syn299_unexplained_difference as syn299
-from syncheck.diagnose.case import Common
-from syncheck.diagnose.gradients import Course
+from syncheck.diagnose.case import Common, Course
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
@@ -97,8 +96,8 @@ def test_evidence_of_210(cases: list[Group], fact: Any) -> None:
 
 
 @SUSPECTS
-@pytest.mark.parametrize("metadata", [Metadata(frozen=("stem.weight",)), None])
-def test_218(ranks: int, suspects: tuple[int, ...], metadata: Metadata | None) -> None:
+@pytest.mark.parametrize("metadata", [Metadata(frozen=("stem.weight",)), Metadata()])
+def test_218(ranks: int, suspects: tuple[int, ...], metadata: Metadata) -> None:
     """If only a parameter differs that is frozen by the metadata or has no optimizer state, it is SYN218."""
     stem = apart("stem.weight", ranks=ranks, cosine=0.1)
     fitted = only(group(stem, ranks=ranks, more=UNTRAINED, metadata=metadata))
@@ -106,7 +105,7 @@ def test_218(ranks: int, suspects: tuple[int, ...], metadata: Metadata | None) -
     first, second, *_ = fitted.facts
     assert first.code is syn218.Text.FROZEN
     assert (first.parameters["count"], first.parameters["names"]) == (1, ("stem.weight",))
-    assert second.code is (syn218.Text.FROZEN_BY_METADATA if metadata else syn218.Text.NO_STATE)
+    assert second.code is (syn218.Text.FROZEN_BY_METADATA if metadata.frozen else syn218.Text.NO_STATE)
     assert only(group(by_digest(stem), ranks=ranks, more=UNTRAINED)).code == "SYN218"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Group
 
-MANY = 8_000
+MANY = 4_000
 
 
 def test_lost_state_beside_nan_is_still_lost_state() -> None:

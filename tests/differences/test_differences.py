@@ -1,4 +1,4 @@
-"""By how much: every number equals one computed directly, in every dtype, without overflow."""
+"""The numbers of a difference equal those of `exact`, computed with integers and fractions, in every dtype."""
 
 from __future__ import annotations
 
@@ -7,139 +7,207 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import save_safetensors
+from checkpoints import compare_ranks
+from exact import FORMATS, numbers
 
 import syncheck
+from syncheck.kernel import blocks, shares
+from syncheck.kernel.blocks import BLOCK
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.records import TensorDiff
 
+    Array = np.ndarray[Any, Any]
+
 NAN, INF = np.float32("nan"), np.float32("inf")
+FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+TOP = {name: float(np.finfo(name).max) for name in ("float32", "float64")}
 
 
-def compared(folder: Path, *arrays: Any, **options: Any) -> TensorDiff:
-    """Compare replicas with one tensor each that are not identical, and return the answer."""
-    for i, array in enumerate(arrays):
-        save_safetensors(folder / f"rank{i}.safetensors", {"w": np.asarray(array)})
-    (group,) = syncheck.compare(folder, options=syncheck.Options(**options)).groups
-    (diff,) = group.tensors
+def array(dtype: str, *values: Any) -> Array:
+    """Return a 1-d array of a dtype of numpy or ml_dtypes."""
+    return np.array(values, getattr(ml_dtypes, dtype, dtype))
+
+
+def from_bits(dtype: str, *bits: int) -> Array:
+    """Return floats with these bits."""
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    return np.array(bits, f"uint{kind.itemsize * 8}").view(kind)
+
+
+def compared(folder: Path, *arrays: Array, **options: Any) -> TensorDiff:
+    """Compare replicas with one tensor each that are not identical, and return the diff."""
+    report = compare_ranks(folder, *({"w": array} for array in arrays), suffix=".safetensors", **options)
+    return report.groups[0].tensors[0]
+
+
+def check(folder: Path, *arrays: Array, **tolerance: Any) -> TensorDiff:
+    """Compare replicas, assert that all numbers equal the direct computation, and return the diff."""
+    diff, of = compared(folder, *arrays, **tolerance), FORMATS[arrays[0].dtype.name]
+    bits = [array.reshape(-1).view(f"uint{of.width}").tolist() for array in arrays]
+    expected = numbers(bits, of, tolerance=bool(tolerance))
+    assert {frozenset(ranks) for ranks in diff.clusters} == expected.clusters
+    assert (diff.minority, diff.mismatched, diff.extent) == (expected.minority, expected.mismatched, expected.extent)
+    assert (diff.max_abs, diff.max_ulp, diff.nonfinite) == (expected.max_abs, expected.max_ulp, expected.nonfinite)
+    assert diff.max_rel == (expected.max_rel and pytest.approx(expected.max_rel, rel=8e-16, abs=0))
+    assert diff.index == (None if expected.index is None else np.unravel_index(expected.index, arrays[0].shape))
     return diff
 
 
-def floats(*values: Any, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-    """Return a 1-d array."""
-    return np.array(values, dtype)
+def with_ones(*positions: int) -> tuple[Array, Array]:
+    """Return 600 zeros, and the same with ones at these positions."""
+    other = np.zeros((30, 20), np.float32)
+    other.reshape(-1)[list(positions)] = 1
+    return np.zeros((30, 20), np.float32), other
 
 
-def test_zeros_of_both_signs_are_equal(tmp_path: Path) -> None:
-    """0.0 and -0.0 have different bits and equal values: the status is `equal`, not `identical`."""
-    diff = compared(tmp_path, floats(0.0, 1.0), floats(-0.0, 1.0))
-    assert (diff.status, diff.mismatched, diff.extent) == ("equal", 0, None)
-    assert syncheck.compare(tmp_path).exit_code == 0
+ANY_TOLERANCE = {"rtol": 1.0, "atol": 1e30, "ulp": 2**31}
+CASES: list[tuple[str, tuple[Array, ...], dict[str, Any]]] = [
+    # Zeros of both signs, and NaNs with other bits.
+    ("equal", (array("float32", 0.0, 1.0), array("float32", -0.0, 1.0)), {}),
+    ("equal", (from_bits("float32", 0x7FC00000, 0), from_bits("float32", 0x7FC00001, 0)), {}),
+    # NaN and infinity on one rank, which no tolerance excuses.
+    ("different", (array("float32", 1, 2, 3, 4), array("float32", 1.5, NAN, 3, -INF)), {}),
+    *(
+        ("different", (array("float32", a), array("float32", b)), ANY_TOLERANCE)
+        for a, b in ((1.0, NAN), (INF, -INF), (3e38, INF))
+    ),
+    # Integers over their whole range, and beyond 2**53. They are never close.
+    *(
+        ("different", (array(dtype, low), array(dtype, high)), {})
+        for dtype, low, high in (
+            ("int64", -(2**63), 2**62),
+            ("uint64", 0, 2**64 - 1),
+            ("int64", 2**53, 2**53 + 1),
+            ("int8", -128, 127),
+            ("bool", True, False),
+        )
+    ),
+    ("different", (array("int64", 1000), array("int64", 1001)), {"rtol": 0.5, "atol": 10.0, "ulp": 5}),
+    # Neighbours, also around zero and next to 1.0.
+    *(
+        ("different", (from_bits(dtype, a), from_bits(dtype, b)), {})
+        for dtype in FLOATS
+        for sign in [1 << (FORMATS[dtype].width - 1)]
+        for one in [FORMATS[dtype].bias << FORMATS[dtype].mantissa]
+        for a, b in ((one, one + 1), (one, one + 5), (1, sign | 1), (0, sign | 3))
+    ),
+    # Differences that no float32 or float64 holds; the largest is capped, because JSON has no infinity.
+    ("different", (array("float32", 1, TOP["float32"], 2), array("float32", -1, -TOP["float32"] / 2, 3)), {}),
+    ("different", (array("float64", TOP["float64"]), array("float64", -TOP["float64"])), {}),
+    # Complex numbers, by their parts.
+    ("different", (array("complex64", 1 + 2j, 3j), array("complex64", 1 + 2.5j, 3j)), {}),
+    # Zeros that agree with the majority beside other differences: 0/0 hides no relative difference.
+    *(
+        ("different", tuple(array(dtype, *values) for values in ((0, 8, 1), (0, 8, 1), (0, 6, 1), last)), {})
+        for dtype in ("float32", "float64", "int64", "uint8")
+        for last in ((5, 8, 1), (0, 4, 1))
+    ),
+    # One element, a run in and across blocks, scattered elements, all elements.
+    *(("different", with_ones(*at), {}) for at in ((3,), (3, 4, 5), range(120, 140), (3, 5), (0, 599), range(600))),
+    # One element beyond a tolerance among elements that are close.
+    ("close", (np.ones(600, np.float32), np.full(600, 1.000001, np.float32)), {"rtol": 1e-3, "atol": 0.0}),
+    (
+        "different",
+        (np.ones(600, np.float32), np.append(np.full(599, 1.000001, np.float32), np.float32(2))),
+        {"rtol": 1e-3, "atol": 0.0},
+    ),
+]
 
 
-def test_nan_of_another_payload_is_equal(tmp_path: Path) -> None:
-    """NaNs with different payloads are equal."""
-    a, b = np.array([0x7FC00000, 0], np.uint32).view(np.float32), np.array([0x7FC00001, 0], np.uint32).view(np.float32)
-    diff = compared(tmp_path, a, b)
-    assert (diff.status, diff.nonfinite) == ("equal", {0: 1, 1: 1})
+@pytest.mark.parametrize(("status", "arrays", "tolerance"), CASES)
+def test_numbers(
+    tmp_path: Path, status: str, arrays: tuple[Array, ...], tolerance: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status follows from the values of floats, integers and complex numbers, and all numbers are exact."""
+    monkeypatch.setattr(blocks, "BLOCK", 1 << 9)
+    assert check(tmp_path, *arrays, **tolerance).status == status
+    if status == "equal":
+        assert syncheck.compare(tmp_path).exit_code == 0
 
 
 def test_equal_nans_are_identical(tmp_path: Path) -> None:
     """NaNs with equal bits are identical."""
-    for i in range(2):
-        save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": floats(NAN, INF)})
-    assert syncheck.compare(tmp_path).counts.identical == 1
+    assert compare_ranks(tmp_path, *[{"w": array("float32", NAN, INF)}] * 2).counts.identical == 1
 
 
-def test_nonfinite_on_one_side(tmp_path: Path) -> None:
-    """A NaN or infinity on one side is a difference, counted by rank; finite differences are measured, too."""
-    diff = compared(tmp_path, floats(1, 2, 3, 4), floats(1.5, NAN, 3, -INF))
-    assert diff.status == "different"
-    assert diff.nonfinite == {0: 0, 1: 2}
-    assert (diff.mismatched, diff.max_abs, diff.index) == (3, 0.5, (1,))
+def random_values(random: np.random.Generator, dtype: np.dtype[Any]) -> Array:
+    """Return finite numbers of both signs over the whole range of the dtype, with zeros of both signs among them."""
+    bits = random.integers(0, 1 << 32, (600, 2), dtype=np.uint32).view(np.uint64)[:, 0]
+    found = bits.astype(f"uint{dtype.itemsize * 8}").view(dtype)
+    with np.errstate(invalid="ignore"):
+        found = np.where(np.isfinite(found), found, np.zeros(1, dtype))
+    return (found * 0.25).astype(dtype) if dtype == np.float64 else found  # overflow has a case above
 
 
-def test_no_tolerance_excuses_a_nonfinite_element(tmp_path: Path) -> None:
-    """NaN against a number, and +inf against -inf, differ at any tolerance."""
-    for a, b in ((1.0, NAN), (INF, -INF), (3e38, INF)):
-        assert compared(tmp_path, floats(a), floats(b), rtol=1.0, atol=1e30, ulp=2**31).status == "different"
+@pytest.mark.parametrize("majority", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.005])
+@pytest.mark.parametrize("name", [*FLOATS, "int32", "uint8"])
+def test_numbers_of_random_replicas(
+    tmp_path: Path, name: str, share: float, majority: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random numbers of any size, of which all, some or few differ, in more than one block: each number is exact."""
+    monkeypatch.setattr(blocks, "BLOCK", 1 << 8)
+    random, dtype = np.random.default_rng([len(name), int(share * 1000), majority]), array(name).dtype
+    first = random_values(random, dtype)
+    others = [np.where(random.random(600) < share, random_values(random, dtype), first) for _ in range(2)]
+    check(tmp_path, *(values.reshape(20, 30) for values in (first, *others, *([first] if majority else []))))
 
 
-def test_integers_do_not_overflow_or_round(tmp_path: Path) -> None:
-    """Differences of integers are exact over the whole range, also beyond 2^53."""
-    low, high = -(2**63), 2**62
-    assert compared(tmp_path, floats(low, dtype=np.int64), floats(high, dtype=np.int64)).max_abs == 2**62 + 2**63
-    assert compared(tmp_path, floats(0, dtype=np.uint64), floats(2**64 - 1, dtype=np.uint64)).max_abs == 2**64 - 1
-    near = compared(tmp_path, floats(2**53, dtype=np.int64), floats(2**53 + 1, dtype=np.int64))
-    assert (near.status, near.max_abs) == ("different", 1)
-    assert compared(tmp_path, floats(-128, dtype=np.int8), floats(127, dtype=np.int8)).max_abs == 255
-    assert compared(tmp_path, floats(True, dtype=bool), floats(False, dtype=bool)).max_abs == 1
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16"])
+def test_replicas_that_are_nearly_equal(tmp_path: Path, name: str) -> None:
+    """Differences that float32 does not distinguish are still in the order of float64."""
+    random = np.random.default_rng(5)
+    first = (random.random(1500) + 1).astype(array(name).dtype)
+    second = (first.astype(np.float64) * (1 + 1e-6 * random.random(first.size))).astype(first.dtype)
+    third = (first.astype(np.float64) - 1.0 - 1e-9 * random.random(first.size)).astype(first.dtype)
+    check(tmp_path / "third", first, third)
+    if name != "bfloat16":  # it rounds to the first
+        check(tmp_path / "second", first, second)
+        check(tmp_path / "all", first, second, third)
 
 
-def test_integers_are_never_close(tmp_path: Path) -> None:
-    """Tolerances apply to floats only: a counter that differs by 1 is different."""
-    diff = compared(tmp_path, floats(1000, dtype=np.int64), floats(1001, dtype=np.int64), rtol=0.5, atol=10.0, ulp=5)
-    assert diff.status == "different"
+def test_relative_differences_that_float32_orders_wrongly(tmp_path: Path) -> None:
+    """The larger of two relative differences counts, even if it is the smaller one in float32."""
+    random = np.random.default_rng(0)
+    a, near = random.random((2, 100_000), np.float32) + np.float32(1)
+    b = -near / a
+    rounded = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+    order = np.argsort(np.abs(a.astype(np.float64) - b) / np.maximum(np.abs(a), np.abs(b)))
+    wrong = np.flatnonzero(np.diff(rounded[order]) < 0)
+    assert wrong.size > 100
+    for i in wrong[:20]:
+        both = order[[i, i + 1]]
+        check(tmp_path, a[both], b[both])
 
 
-@pytest.mark.parametrize("name", ["float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_ulp_are_steps_of_the_dtype(tmp_path: Path, name: str) -> None:
-    """Neighbours differ by one ULP in every float dtype, also around zero; both zeros are equal."""
-    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
-    bits = np.dtype(f"uint{dtype.itemsize * 8}")
-    sign = 1 << (dtype.itemsize * 8 - 1)
-    one = int(np.array([1], dtype).view(bits)[0])
-    for a, b, steps in ((one, one + 1, 1), (one, one + 5, 5), (1, sign | 1, 2), (0, sign | 3, 3)):
-        left, right = (np.array([value], bits).view(dtype) for value in (a, b))
-        assert compared(tmp_path, left, right).max_ulp == steps
+@pytest.mark.parametrize(("first", "second"), [([0, 127, 3], [254, 129, 3]), ([127, 3], [129, 3])])
+def test_float_without_a_sign(tmp_path: Path, first: list[int], second: list[int]) -> None:
+    """float8_e8m0fnu consists of powers of two without a sign: its steps are those of the exponent."""
+    check(tmp_path, from_bits("float8_e8m0fnu", *first), from_bits("float8_e8m0fnu", *second))
 
 
-def test_bf16_value(tmp_path: Path) -> None:
-    """bfloat16 is measured in its own values."""
-    diff = compared(tmp_path, floats(1.0, 2.0, dtype=ml_dtypes.bfloat16), floats(1.5, 2.0, dtype=ml_dtypes.bfloat16))
-    assert (diff.dtype, diff.max_abs, diff.index, diff.max_rel) == ("bfloat16", 0.5, (0,), 0.5 / 1.5)
-
-
-def test_gaps_of_finite_numbers_may_not_become_infinite(tmp_path: Path) -> None:
-    """The largest possible difference is capped, because JSON has no infinity."""
-    top = np.finfo(np.float64).max
-    diff = compared(tmp_path, floats(top, dtype=np.float64), floats(-top, dtype=np.float64))
-    assert (diff.max_abs, diff.max_rel) == (top, 2.0)
-
-
-def test_complex_is_measured_by_its_parts(tmp_path: Path) -> None:
-    """A different imaginary part counts as one element, with the difference of this part."""
-    diff = compared(tmp_path, floats(1 + 2j, 3j, dtype=np.complex64), floats(1 + 2.5j, 3j, dtype=np.complex64))
-    assert (diff.mismatched, diff.max_abs, diff.index, diff.numel) == (1, 0.5, (0,), 2)
-
-
-@pytest.mark.parametrize(
-    "positions, extent",
-    [([3], "one"), ([3, 4, 5], "contiguous"), ([3, 5], "scattered"), (range(12), "all"), ([0, 11], "scattered")],
-)
-def test_extent(tmp_path: Path, positions: Any, extent: str) -> None:
-    """The extent is one element, a contiguous range, all elements, or scattered elements."""
-    a, b = np.zeros((3, 4), np.float32), np.zeros((3, 4), np.float32)
-    b.reshape(-1)[list(positions)] = 1
-    diff = compared(tmp_path, a, b)
-    assert (diff.extent, diff.mismatched) == (extent, len(positions))
-
-
-def test_contiguous_over_a_block_boundary(tmp_path: Path) -> None:
-    """A contiguous range may cross a block boundary."""
-    a, b = np.zeros(600_000, np.float32), np.zeros(600_000, np.float32)
-    b[262_140:262_150] = 1
-    assert compared(tmp_path, a, b).extent == "contiguous"
-    b[599_999] = 1
-    assert compared(tmp_path, a, b).extent == "scattered"
+@pytest.mark.parametrize("name", ["float32", "int32", "complex64"])
+def test_threads_change_no_number(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One, two or three threads give the same numbers, and the same index of equally large differences."""
+    monkeypatch.setattr(shares, "LARGE", 1)
+    first = np.random.default_rng(1).integers(-50, 50, BLOCK).astype(name)
+    second, third = first.copy(), first.copy()
+    second[[5, BLOCK // 2 + 3, BLOCK - 1]] += 7
+    third[BLOCK // 3 : BLOCK // 3 * 2] -= 7
+    if name != "int32":
+        third[BLOCK - 9] = np.nan
+    for arrays in ([first, second], [first, second, third]):
+        one, *others = (compared(tmp_path, *arrays, jobs=jobs, rtol=0.1, atol=0.0) for jobs in (1, 2, 3))
+        assert one.mismatched
+        assert others == [one, one]
 
 
 def test_differences_within_the_tolerance_are_close(tmp_path: Path) -> None:
     """Within rtol and atol, or ulp, the status is `close`, beyond it `different`; the tolerance is recorded."""
-    a, b = floats(100.0, 1.0), floats(100.5, 1.0)
+    a, b = array("float32", 100.0, 1.0), array("float32", 100.5, 1.0)
     close = compared(tmp_path, a, b, rtol=0.005, atol=0.0)
     assert (close.status, close.tolerance) == ("close", "rtol=0.005 atol=0")
     assert compared(tmp_path, a, b, rtol=0.0049, atol=0.0).status == "different"
@@ -147,43 +215,3 @@ def test_differences_within_the_tolerance_are_close(tmp_path: Path) -> None:
     near = np.nextafter(np.nextafter(a, b), b)
     assert compared(tmp_path, a, near, ulp=2).status == "close"
     assert compared(tmp_path, a, near, ulp=1).status == "different"
-
-
-def test_one_element_beyond_the_tolerance_is_enough(tmp_path: Path) -> None:
-    """One element beyond the tolerance among a million close elements is a difference."""
-    a = np.ones(300_000, np.float32)
-    b = a + np.float32(1e-6)
-    b[-1] = 2
-    diff = compared(tmp_path, a, b, rtol=1e-3, atol=0.0)
-    assert (diff.status, diff.mismatched, diff.index) == ("different", 300_000, (299_999,))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"rtol": 0.1}, {"atol": 0.1}, {"rtol": 2.0, "atol": 0.0}, {"rtol": 0.1, "atol": -1.0}, {"ulp": -1}],
-    ids=repr,
-)
-def test_invalid_tolerances(tmp_path: Path, options: dict[str, Any]) -> None:
-    """One of rtol and atol alone, a negative value, or one that passes everything is a usage error."""
-    with pytest.raises(syncheck.UsageError):
-        compared(tmp_path, floats(1), floats(2), **options)
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.uint8])
-@pytest.mark.parametrize("seed", range(3))
-def test_numbers_equal_a_direct_computation(tmp_path: Path, dtype: Any, seed: int) -> None:
-    """All numbers of random replicas equal a computation in Python, element by element."""
-    rng = np.random.default_rng(seed)
-    # Only gaps that are not tied: then the place of the worst is one.
-    a = (rng.standard_normal((6, 7)) * 50 + 60).astype(dtype)
-    b = np.where(rng.random((6, 7)) < 0.5, a, (rng.standard_normal((6, 7)) * 50 + 60).astype(dtype)).astype(dtype)
-    diff = compared(tmp_path, a, b)
-    pairs = [(float(x), float(y)) for x, y in zip(a.reshape(-1), b.reshape(-1), strict=True)]
-    gaps = [abs(x - y) for x, y in pairs]
-    assert diff.mismatched == sum(x != y for x, y in pairs)
-    assert diff.max_abs == max(gaps)
-    assert diff.max_rel == pytest.approx(
-        max(g / max(abs(x), abs(y)) for g, (x, y) in zip(gaps, pairs, strict=True) if g)
-    )
-    assert diff.index is not None
-    assert gaps[diff.index[0] * 7 + diff.index[1]] == max(gaps)

@@ -65,14 +65,6 @@ def test_a_rank_behind(tmp_path: Path, ranks: int, then: int, rank: int) -> None
     assert set(finding.tensors) == parameters | {f"optimizer.{name}.exp_avg" for name in parameters}
 
 
-def test_two_ranks_behind_by_unlike_steps(tmp_path: Path) -> None:
-    """Of several ranks that are behind each is found with its own step."""
-    steps = {step: [state(step)] * 5 for step in (1, 2)} | {3: [state(3), state(1), state(3), state(2), state(3)]}
-    report = syncheck.compare(write(tmp_path, steps))
-    assert stale(report) == {3: {1: 1, 3: 2}}
-    assert last(report).findings[0].ranks == (1, 3)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_its_own_earlier_file_is_not_the_others(tmp_path: Path, ranks: int) -> None:
     """A rank that went apart before, and whose file is its own of the step before, is not where the others were."""
@@ -84,17 +76,27 @@ def test_its_own_earlier_file_is_not_the_others(tmp_path: Path, ranks: int) -> N
     assert "SYN217" not in {finding.code for group in report.groups for finding in group.findings}
 
 
-def test_one_tensor_that_moved_on(tmp_path: Path) -> None:
-    """A rank with all but one tensor of the step before is nowhere where the others were."""
-    odd = state(2)
-    odd["model"]["fc.bias"] = state(7)["model"]["fc.bias"]
-    report = syncheck.compare(write(tmp_path, {2: [state(2)] * 3, 3: [state(3), state(3), odd]}))
-    assert stale(report) == {}
+ONE_TENSOR_AHEAD = state(2)
+ONE_TENSOR_AHEAD["model"]["fc.bias"] = state(7)["model"]["fc.bias"]
 
 
-def test_the_first_step_has_none_before(tmp_path: Path) -> None:
-    """Later steps say nothing of the first one: a rank that is ahead there is not stale, and nor are the others."""
-    assert stale(syncheck.compare(write(tmp_path, {1: [state(1), state(1), state(2)], 2: [state(2)] * 3}))) == {}
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        # Each of several ranks has its own step.
+        ({1: [state(1)] * 5, 2: [state(2)] * 5, 3: [state(step) for step in (3, 1, 3, 2, 3)]}, {3: {1: 1, 3: 2}}),
+        # One tensor moved on. Only the optimizer's state is old.
+        ({2: [state(2)] * 3, 3: [state(3), state(3), ONE_TENSOR_AHEAD]}, {}),
+        ({2: [state(2)] * 3, 3: [state(3), state(3), state(2) | {"model": state(3)["model"]}]}, {}),
+        # A rank is ahead at the first step; later steps prove nothing about it.
+        ({1: [state(1), state(1), state(2)], 2: [state(2)] * 3}, {}),
+    ],
+)
+def test_all_tensors_are_of_an_earlier_step(tmp_path: Path, steps: Any, expected: dict[int, dict[int, int]]) -> None:
+    """A rank is stale if all of its differing tensors are those of an earlier step, and the finding names it."""
+    report = syncheck.compare(write(tmp_path, steps))
+    assert stale(report) == expected
+    assert not expected or last(report).findings[0].ranks == tuple(expected[3])
 
 
 def test_another_run_is_no_history(tmp_path: Path) -> None:
@@ -102,12 +104,6 @@ def test_another_run_is_no_history(tmp_path: Path) -> None:
     write(tmp_path / "a", {1: [state(1)] * 2})
     write(tmp_path / "b", {2: [state(2), state(1)]})
     assert stale(syncheck.compare(tmp_path)) == {}
-
-
-def test_only_the_optimizer_differs(tmp_path: Path) -> None:
-    """Old optimizer state beside new parameters is no stale rank."""
-    odd = state(2) | {"model": state(3)["model"]}
-    assert stale(syncheck.compare(write(tmp_path, {2: [state(2)] * 3, 3: [state(3), state(3), odd]}))) == {}
 
 
 def test_old_parameters_beside_new_state(tmp_path: Path) -> None:
@@ -118,11 +114,13 @@ def test_old_parameters_beside_new_state(tmp_path: Path) -> None:
     assert set(last(report).findings[0].tensors) == {"fc.weight", "fc.bias"}
 
 
+SECOND_BEHIND = {1: [state(1)] * 3, 2: [state(2)] * 3, 3: [state(3), state(2), state(3)]}
+
+
 def test_fingerprints(tmp_path: Path) -> None:
     """Of fingerprints the digests tell it, and what differs by digest is covered."""
-    steps = {1: [state(1)] * 3, 2: [state(2)] * 3, 3: [state(3), state(2), state(3)]}
-    write(tmp_path / "files", steps)
-    for step in steps:
+    write(tmp_path / "files", SECOND_BEHIND)
+    for step in SECOND_BEHIND:
         for rank in range(3):
             name = f"step_{step}/rank_{rank}"
             printed = fingerprint(readers.read(str(tmp_path / "files" / f"{name}.pth")))
@@ -134,8 +132,7 @@ def test_fingerprints(tmp_path: Path) -> None:
 
 def test_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --quick the stored checksums tell it, and no tensor is read."""
-    steps = {1: [state(1)] * 3, 2: [state(2)] * 3, 3: [state(3), state(2), state(3)]}
-    write(tmp_path, steps)
+    write(tmp_path, SECOND_BEHIND)
     monkeypatch.setattr(Files, "read", None)
     assert stale(syncheck.compare(tmp_path, options=api.Options(quick=True))) == {3: {1: 2}}
 

@@ -10,7 +10,7 @@ from planted import NEEDS, QUIET, unlike
 from scenarios import run, tensors
 
 import syncheck
-from syncheck.diagnose.gradients import Course
+from syncheck.diagnose.case import Course
 from train.errors import UserError
 from train.faults import FAULTS
 from train.faults.batchnorm import BatchNormFault
