@@ -233,10 +233,11 @@ def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str, keys: S
     out = io.StringIO()
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": ["sans-serif"]}
     with mpl.rc_context(settings), warnings.catch_warnings():
-        # Glyphs missing from matplotlib's font are harmless, because the browser renders the text. A slow machine is
-        # no reason for a warning either.
-        harmless = "Glyph .* missing from|Matplotlib currently does not support|Creating legend with"
-        warnings.filterwarnings("ignore", harmless, UserWarning)
+        # Harmless: the browser renders glyphs missing from matplotlib's font, and the table beside a chart has the data
+        # if the machine is slow or the legend takes all of the room.
+        harmless = ("Glyph .* missing from", "Matplotlib currently does not support", "Creating legend with")
+        for message in (*harmless, "constrained_layout not applied"):
+            warnings.filterwarnings("ignore", message, UserWarning)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     # Screen readers announce the title only; the table beside a chart has the data.
