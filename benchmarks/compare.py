@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks.files import RESNET
-from benchmarks.timing import BAR_TABLE, SYNCHECK, bar, table, take_turns
+from benchmarks.timing import SYNCHECK, bar, median, section, table, take_turns
 
 ROUNDS = 9
 NAIVE = """
 import sys, torch
-a, b = (torch.load(path, map_location="cpu") for path in sys.argv[1:])
-bad = [name for name in a if not torch.allclose(a[name], b[name])]
+first, *others = (torch.load(path, map_location="cpu") for path in sys.argv[1:])
+bad = {name for other in others for name in first if not torch.allclose(first[name], other[name])}
 print(len(bad), "tensors differ")
 sys.exit(bool(bad))
 """
@@ -38,15 +37,11 @@ def run(rounds: int) -> tuple[str, bool]:
             },
             rounds,
         )
-    median = {name: statistics.median(found) for name, found in times.items()}
-    lines = [
+    of = median(times)
+    bars = [bar(f"`{name}` / `{against}`", of[name] / of[against], most) for name, against, most in BARS]
+    bars.append(bar("`syncheck --help` - `python -c pass`, s", of["syncheck --help"] - of["python -c pass"], 0.1))
+    return section(
         "Two ranks of torchvision's resnet18 (122 tensors, 40 different), whole processes, files in the page cache.",
-        "",
-        *table(times),
-        "",
-        *BAR_TABLE,
-    ]
-    bars = [bar(f"`{name}` / `{against}`", median[name] / median[against], most) for name, against, most in BARS]
-    more = median["syncheck --help"] - median["python -c pass"]
-    bars.append(bar("`syncheck --help` - `python -c pass`, s", more, 0.1))
-    return "\n".join([*lines, *(text for text, _ in bars)]) + "\n", all(met for _, met in bars)
+        table(times),
+        bars,
+    )

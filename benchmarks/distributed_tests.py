@@ -8,7 +8,7 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from benchmarks.timing import BAR_TABLE, bar, table, take_turns
+from benchmarks.timing import bar, median, section, table, take_turns
 
 ROUNDS = 3
 TESTS = 20
@@ -72,18 +72,16 @@ def run(rounds: int) -> tuple[str, bool]:
         failures = ET.parse(folder / "spawn" / "test_it.xml").findall(".//failure")
         # Some versions of gloo abort now and then when the interpreter ends; the test itself was over by then.
         assert all("SIGABRT" in (failure.get("message") or "") for failure in failures)
-    later = statistics.median(each[1:])
-    lines = [
-        f"A file of {TESTS} tests on two ranks, each with DDP and a collective, as a whole pytest run.",
-        "",
-        *table(times),
-        "",
-        *BAR_TABLE,
-    ]
-    ratio = statistics.median(times["syncheck(ranks=2)"]) / statistics.median(times["spawn"])
-    bars = [bar("`syncheck(ranks=2)` / `spawn`", ratio, 0.25), bar("a test after the first, s", later, MOST_SECONDS)]
-    lines += [text for text, _ in bars]
-    lines += ["", f"The first test took {each[0]:.2f} s, the slowest of the others {max(each[1:]):.2f} s."]
+    of = median(times)
+    first = f"The first test took {each[0]:.2f} s, the slowest of the others {max(each[1:]):.2f} s."
     if failures:
-        lines += [f"Of the spawned tests {len(failures)} failed: a process was aborted by gloo when it ended."]
-    return "\n".join(lines) + "\n", all(met for _, met in bars)
+        first += f"\nOf the spawned tests {len(failures)} failed: a process was aborted by gloo when it ended."
+    return section(
+        f"A file of {TESTS} tests on two ranks, each with DDP and a collective, as a whole pytest run.",
+        table(times),
+        [
+            bar("`syncheck(ranks=2)` / `spawn`", of["syncheck(ranks=2)"] / of["spawn"], 0.25),
+            bar("a test after the first, s", statistics.median(each[1:]), MOST_SECONDS),
+        ],
+        first,
+    )

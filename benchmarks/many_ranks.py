@@ -5,17 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from benchmarks.compare import NAIVE
 from benchmarks.files import GIB, RESNET, folder
 from benchmarks.timing import SYNCHECK, bar, median, section, table, take_turns
 
 ROUNDS = 5
-NAIVE = """
-import sys, torch
-first, *others = (torch.load(path, map_location="cpu") for path in sys.argv[1:])
-bad = {name for other in others for name in first if not torch.allclose(first[name], other[name])}
-print(len(bad), "tensors differ")
-sys.exit(bool(bad))
-"""
 
 
 def run(rounds: int) -> tuple[str, bool]:

@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.timing import BAR_TABLE, bar, environment
+from benchmarks.timing import bar, environment, section
 
 TESTS = int(os.environ.get("SYNCHECK_RANK_TESTS", "10000"))
 LOAD = 6
@@ -135,19 +135,14 @@ def run(rounds: int) -> tuple[str, bool]:
         for process in busy:
             process.kill()
     minutes = (time.monotonic() - began) / 60
-    text, met = bar("failed rank tests", outcomes["failed"], 0)
     kinds = "DDP alone, with hooks of torch and of Python, FSDP2, groups of their own, and collectives nobody waits for"
     load = f"{min(loads):.0f} to {max(loads):.0f} on {os.cpu_count()} cores"
-    lines = [
+    return section(
         f"{outcomes['tests']:,} tests on two ranks in runs of {BATCH}: {kinds}.",
-        "",
         f"{minutes:.0f} minutes at a load of {load}; starts that were tried again: {outcomes['retried']}.",
-        "",
-        *BAR_TABLE,
-        text,
-        *(f"\n{one}" for one in failed),
-    ]
-    return "\n".join(lines) + "\n", met
+        [bar("failed rank tests", outcomes["failed"], 0)],
+        *failed,
+    )
 
 
 def _batch(file: Path, tests: int, failed: list[str]) -> Counter[str]:

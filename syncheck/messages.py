@@ -113,8 +113,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
     """'ranks 0, 2 and ranks 1, 3', or the first few sets and how many more there are."""
-    more = f" and {len(sets) - most} more" if len(sets) > most else ""
-    return " and ".join(map(ranks_text, sets[:most])) + more
+    return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
 
 
 def by_rank_text(values: Mapping[int, object], most: int = 4) -> str:
@@ -132,8 +131,7 @@ def by_rank_text(values: Mapping[int, object], most: int = 4) -> str:
             text = brief(value)
         ranks_of.setdefault(text, []).append(rank)
     sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    more = f" and {len(sets) - most} more" if len(sets) > most else ""
-    return " and ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in sets[:most]) + more
+    return names_text([f"{text} on {ranks_text(ranks)}" for text, ranks in sets[:most]], most, len(sets), " and ")
 
 
 def number_text(number: float, digits: int = 6) -> str:
@@ -142,18 +140,17 @@ def number_text(number: float, digits: int = 6) -> str:
     return str(int(number)) if whole else f"{number:.{digits}g}"
 
 
-def names_text(names: Sequence[str], most: int = 3, count: int | None = None) -> str:
+def names_text(names: Sequence[str], most: int = 3, count: int | None = None, separator: str = ", ") -> str:
     """Return the first names and the number of further names. count: number of all names; default: len(names)."""
     count = len(names) if count is None else count
     more = f" and {count - most} more" if count > most else ""
-    return ", ".join(names[:most]) + more
+    return separator.join(names[:most]) + more
 
 
 def values_text(values: Sequence[tuple[Any, Sequence[int]]], most: int = 6) -> str:
     """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
     texts = [f"{list(value) if isinstance(value, tuple) else value} on {ranks_text(ranks)}" for value, ranks in values]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return " and ".join(texts[:most]) + more
+    return names_text(texts, most, separator=" and ")
 
 
 class Grouping(Sentence):

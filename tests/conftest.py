@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkpoints import Done, network, save
+
+from syncheck.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,17 +49,21 @@ if find_spec("torch") is None:  # as where only the command line is installed
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Callable[..., Done]:
-    """`python -m syncheck ...` in an empty folder, output to pipes; keyword arguments are environment variables."""
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run a command in this process, in an empty folder; keyword arguments are environment variables."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: Any, **environment: str) -> Done:
-        colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
-        kept = {key: value for key, value in os.environ.items() if key not in colours}
-        command = [sys.executable, "-m", "syncheck", *map(str, arguments)]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=kept | environment, capture_output=True, timeout=30, check=False
-        )
-        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            try:
+                code = main([*map(str, arguments)])
+            except SystemExit as stopped:
+                code = int(str(stopped.code))
+        return Done(code, *capsys.readouterr())
 
     return run
 

@@ -86,15 +86,6 @@ def test_other_gaps_ranks_and_steps_are_the_same_finding(place: Path, tmp_path: 
     assert baseline.apply_baseline(syncheck.compare(later), known).exit_code == 0
 
 
-def test_a_new_tensor_under_a_known_code_fails_and_is_named(place: Path) -> None:
-    """One more layer whose statistics differ is out of sync; the finding names it, and it alone."""
-    known = of(compared(place, "layer0.bn.running_mean"))
-    report = baseline.apply_baseline(compared(place, "layer0.bn.running_mean", "layer1.bn.running_mean"), known)
-    (finding,) = report.groups[0].findings
-    assert (report.exit_code, finding.accepted, finding.new) == (1, False, ("layer1.bn.running_mean",))
-    assert finding.facts[0] == Fact.NOT_IN_BASELINE(names=("layer1.bn.running_mean",))
-
-
 def test_another_code_or_kind_is_a_new_finding(place: Path) -> None:
     """The same tensor under another code, or as another kind, is not what was accepted."""
     report = compared(place, "fc.weight")
@@ -106,19 +97,6 @@ def test_another_code_or_kind_is_a_new_finding(place: Path) -> None:
     (finding,) = baseline.apply_baseline(report, frozenset()).groups[0].findings
     assert finding.facts[0] == Fact.NOT_IN_BASELINE(names=("fc.weight",))
     assert baseline.apply_baseline(report, frozenset({entry})).exit_code == 0
-
-
-def test_what_is_fixed_is_told_and_never_fails(place: Path) -> None:
-    """Of four known tensors two agree again: they are told, an update takes them out, and the others stay."""
-    known = of(compared(place, *STATISTICS))
-    report = baseline.apply_baseline(compared(place, "running_mean"), known)
-    assert report.exit_code == 0
-    ((fixed,),) = [group.fixed for group in report.groups]
-    assert (fixed.code, fixed.names) == ("SYN201", ("layer0.bn.running_var", "layer1.bn.running_var"))
-    (line,) = words.fixed_lines(report.groups)
-    assert "SYN201 on layer0.bn.running_var, layer1.bn.running_var" in line
-    assert {entry.kind for entry in baseline.update_baseline(report, known)} == {"bn_mean"}
-    assert baseline.update_baseline(baseline.apply_baseline(compared(place), known), known) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -34,36 +34,25 @@ def metadata(rank: int, step: int, world_size: int) -> dict[str, object]:
     return {"syncheck": {"run": "ddp", "rank": rank, "step": step, "world_size": world_size}}
 
 
-def by_dots() -> list[str]:
-    save("x_rank0"), save("x_rank1"), save("elsewhere/x_rank0", 1)
-    os.makedirs("elsewhere/deep")
-    os.symlink("elsewhere/deep", "link")
-    return ["x_rank0", "x_rank1", "link/../x_rank0"]
+def written(values: dict[str, float], *given: str, **links: str) -> Callable[[], list[str]]:
+    """Save these files, and links to files or new folders. given: the arguments; by default, all files."""
 
+    def write() -> list[str]:
+        for path, b in values.items():
+            save(path, b)
+        for link, target in links.items():
+            if not os.path.exists(target):
+                os.makedirs(target)
+            os.symlink(target, link)
+        return list(given or values)
 
-def folder_above_link() -> list[str]:
-    save("x_rank0.pth"), save("y/x_rank0.pth", 1), save("y/x_rank1.pth")
-    os.makedirs("y/deep")
-    os.symlink("y/deep", "link")
-    return ["link/.."]
-
-
-def linked_file() -> list[str]:
-    save("rank0.pth")
-    os.symlink("rank0.pth", "rank1.pth")
-    return ["rank0.pth", "rank1.pth"]
+    return write
 
 
 def hard_link() -> list[str]:
     save("c/rank0.pth")
     os.link("c/rank0.pth", "c/rank1.pth")
     return ["c"]
-
-
-def linked_folder_given() -> list[str]:
-    save("rank0/model.pth")
-    os.symlink("rank0", "rank1")
-    return ["rank0", "rank1"]
 
 
 def linked_checkpoint_folder() -> list[str]:
@@ -93,42 +82,16 @@ def beside(name: str, data: bytes, folder: str = "c") -> Callable[[], list[str]]
     return write
 
 
-def empty_folder_of_a_rank() -> list[str]:
-    save("c/rank0/model.pth"), save("c/rank2/model.pth")
-    os.makedirs("c/rank1")
-    return ["c"]
-
-
 def archived() -> list[str]:
     save("c/rank0.pt"), save("c/rank1.pt")
     Path("c/rank2.pt.gz").write_bytes(gzip.compress(save("other/rank2.pt", 1).read_bytes()))
     return ["c"]
 
 
-def other_host() -> list[str]:
-    save("a/rank0"), save("a/rank1"), save("b/rank2", 1)
-    return ["a/rank0", "a/rank1", "b/rank2"]
-
-
-def other_epoch() -> list[str]:
-    save("epoch10_rank0"), save("epoch10_rank1"), save("epoch9_rank2", 1)
-    return ["epoch10_rank0", "epoch10_rank1", "epoch9_rank2"]
-
-
-def other_word() -> list[str]:
-    save("master.pth", 1), save("rank1.pth"), save("rank2.pth")
-    return ["master.pth", "rank1.pth", "rank2.pth"]
-
-
 def other_step_by_metadata() -> list[str]:
     for rank, step, folder in ((0, 5, "a"), (1, 5, "a"), (2, 4, "b")):
         save(f"{folder}/x_rank{rank}.pth", float(folder == "b"), **metadata(rank, step, 3))
     return ["a/x_rank0.pth", "a/x_rank1.pth", "b/x_rank2.pth"]
-
-
-def not_matched_by_the_expression() -> list[str]:
-    save("x0.pth"), save("x1.pth"), save("other.pth", 1)
-    return ["x0.pth", "x1.pth", "other.pth"]
 
 
 def hosts(by: str, blocks: bool) -> Callable[[], list[str]]:
@@ -152,11 +115,23 @@ def ranks_of_nodes(pattern: str) -> Callable[[], list[str]]:
 
 
 ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
-    "1 a folder above a link": (by_dots, {1}),
-    "1 a folder that ends above a link": (folder_above_link, {1}),
-    "2 a link to a file": (linked_file, {2}),
+    "1 a folder above a link": (
+        written(
+            {"x_rank0": 0, "x_rank1": 0, "elsewhere/x_rank0": 1},
+            "x_rank0",
+            "x_rank1",
+            "link/../x_rank0",
+            link="elsewhere/deep",
+        ),
+        {1},
+    ),
+    "1 a folder that ends above a link": (
+        written({"x_rank0.pth": 0, "y/x_rank0.pth": 1, "y/x_rank1.pth": 0}, "link/..", link="y/deep"),
+        {1},
+    ),
+    "2 a link to a file": (written({"rank0.pth": 0}, "rank0.pth", "rank1.pth", **{"rank1.pth": "rank0.pth"}), {2}),
     "2 a hard link": (hard_link, {2}),
-    "2 a link to a folder, given": (linked_folder_given, {2}),
+    "2 a link to a folder, given": (written({"rank0/model.pth": 0}, "rank0", "rank1", rank1="rank0"), {2}),
     "2 a folder of links": (linked_checkpoint_folder, {2}),
     "2 a folder of some links": (partly_linked_checkpoint_folder, {2}),
     "3 empty": (beside("rank_1", b""), {2}),
@@ -166,12 +141,12 @@ ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
     "3 half written": (beside("rank_1.part", b"text"), {2}),
     "3 in another folder": (beside("rank_1", b"", "c/copy"), {2}),
     "3 an archive": (archived, {2}),
-    "3 a rank without a file": (empty_folder_of_a_rank, {2}),
-    "4 another host": (other_host, {1, 2}),
-    "4 another epoch": (other_epoch, {1, 2}),
-    "4 another word": (other_word, {1, 2}),
+    "3 a rank without a file": (written({"c/rank0/model.pth": 0, "c/rank2/model.pth": 0}, "c", link="c/rank1"), {2}),
+    "4 another host": (written({"a/rank0": 0, "a/rank1": 0, "b/rank2": 1}), {1, 2}),
+    "4 another epoch": (written({"epoch10_rank0": 0, "epoch10_rank1": 0, "epoch9_rank2": 1}), {1, 2}),
+    "4 another word": (written({"master.pth": 1, "rank1.pth": 0, "rank2.pth": 0}), {1, 2}),
     "4 another step and folder": (other_step_by_metadata, {1, 2}),
-    "4 another name": (not_matched_by_the_expression, {1, 2}),
+    "4 another name": (written({"x0.pth": 0, "x1.pth": 0, "other.pth": 1}), {1, 2}),
     "8 hosts": (hosts("alpha beta", blocks=False), {1}),
     "8 hosts with metadata": (hosts("alpha beta", blocks=True), {1}),
     "8 addresses": (hosts("10.0.1.5 10.0.2.7", blocks=False), {1}),

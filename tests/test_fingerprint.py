@@ -14,7 +14,7 @@ import pytest
 from checkpoints import network, save_pth, save_safetensors
 
 from syncheck import readers
-from syncheck.errors import MalformedFile, UsageError
+from syncheck.errors import MalformedFile
 from syncheck.fingerprint import choose_output_paths, fingerprint, write
 from syncheck.messages import Note, Refusal
 from syncheck.metadata_block import KEY, metadata
@@ -179,29 +179,6 @@ def test_names_keep_rank_and_step(tmp_path: Path) -> None:
     assert [place for _, place in choose_output_paths([one], str(tmp_path))] == [
         str(tmp_path / "rank_0.fingerprint.json")
     ]
-
-
-def test_names_that_would_lose_something_are_refused(tmp_path: Path) -> None:
-    """Two checkpoints of one name, a file in place of the folder, and a checkpoint in the way are errors."""
-    a = readers.read(str(save_pth(tmp_path / "a.pth", {"w": np.ones(2)})))
-    b = readers.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": np.ones(2)})))
-    with pytest.raises(UsageError, match="both would be written to"):
-        choose_output_paths([a, b], "out")
-    with pytest.raises(UsageError, match="pass a folder"):
-        choose_output_paths([a, b], a.path)
-    with pytest.raises(UsageError, match="would overwrite a checkpoint"):
-        choose_output_paths([a], b.path)
-    with pytest.raises(UsageError, match="already"):
-        choose_output_paths([read_back(a, tmp_path / "f.json")], "out")
-
-
-def test_the_old_file_stays_where_the_new_one_cannot_be_written(tmp_path: Path) -> None:
-    """A fingerprint that cannot be written is one line, and leaves nothing half written."""
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(UsageError, match="cannot be written"):
-        write(str(tmp_path / "file" / "a.json"), "new")
-    assert os.listdir(tmp_path) == ["file"]
-    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_how_a_tensor_lies_in_its_file_does_not_matter(tmp_path: Path) -> None:

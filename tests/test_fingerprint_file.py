@@ -44,61 +44,48 @@ def test_other_spellings_of_the_json_are_read(tmp_path: Path, document: dict[str
 SHARDING = {"mesh": [2], "ranks": [0, 1], "placements": ["S(0)"], "shape": [4, 3], "names": [], "coordinate": [1]}
 
 
-@pytest.mark.parametrize(
-    ("keys", "value", "place"),
-    [
-        (["syncheck_fingerprint"], "1", "syncheck_fingerprint"),
-        (["syncheck_fingerprint"], 0, "syncheck_fingerprint"),
-        (["syncheck_fingerprint"], True, "syncheck_fingerprint"),
-        (["algorithm"], None, "algorithm"),
-        (["algorithm"], "", "algorithm"),
-        (["tensors"], [], "tensors"),
-        (["tensors"], None, "tensors"),
-        (["tensors", "w"], 3, "tensor 'w'"),
-        (["tensors", "w", "dtype"], "float33", "tensor 'w'"),
-        (["tensors", "w", "dtype"], None, "tensor 'w'"),
-        (["tensors", "w", "dtype"], "x" * 2000, "tensor 'w'"),
-        (["tensors", "w", "shape"], [2, -3], "tensor 'w'"),
-        (["tensors", "w", "shape"], [2, 3.0], "tensor 'w'"),
-        (["tensors", "w", "shape"], [2, True], "tensor 'w'"),
-        (["tensors", "w", "shape"], [2**40, 2**40], "tensor 'w'"),
-        (["tensors", "w", "shape"], [1] * 65, "tensor 'w'"),
-        (["tensors", "w", "shape"], "23", "tensor 'w'"),
-        (["tensors", "w", "digest"], "", "tensor 'w'"),
-        (["tensors", "w", "digest"], "xyz" * 10, "tensor 'w'"),
-        (["tensors", "w", "digest"], "ab", "tensor 'w'"),
-        (["tensors", "w", "digest"], None, "tensor 'w'"),
-        (["tensors", "w", "refused"], "both", "tensor 'w'"),
-        (["tensors", "w", "nonfinite"], 7, "tensor 'w'"),
-        (["tensors", "w", "nonfinite"], -1, "tensor 'w'"),
-        (["tensors", "w", "mean"], "0", "tensor 'w'"),
-        (["tensors", "w", "mean"], True, "tensor 'w'"),
-        (["tensors", "w", "max"], 10**400, "tensor 'w'"),
-        (["tensors", "w", "sharding"], [], "tensor 'w'"),
-        (["tensors", "w", "sharding"], SHARDING | {"mesh": [3]}, "tensor 'w'"),
-        (["tensors", "w", "sharding"], SHARDING | {"ranks": [0, -1]}, "tensor 'w'"),
-        (["tensors", "w", "sharding"], SHARDING | {"placements": []}, "tensor 'w'"),
-        (["tensors", "w", "sharding"], SHARDING | {"placements": [""]}, "tensor 'w'"),
-        (["tensors", "w", "sharding"], SHARDING | {"names": ["a", "b"]}, "tensor 'w'"),
-        (["tensors", "w", "sharding"], SHARDING | {"coordinate": [2]}, "tensor 'w'"),
-        (["tensors", "w", "sharding"], SHARDING | {"shape": None}, "tensor 'w'"),
-        (["values"], 3, "values"),
-        (["values", "step"], [1], "value 'step'"),
-        (["values", "step"], {"float": "1.5"}, "value 'step'"),
-        (["stubs"], "no list", "stubs"),
-        (["notes"], [3], "notes"),
-        (["metadata"], {"rank": "zero"}, "metadata block"),
-        (["metadata"], 3, "metadata block"),
+# Wrong values by field.
+WRONG: dict[str, list[Any]] = {
+    "syncheck_fingerprint": ["1", 0, True],
+    "algorithm": [None, ""],
+    "tensors": [[], None],
+    "tensors.w": [3],
+    "tensors.w.dtype": ["float33", None, "x" * 2000],
+    "tensors.w.shape": [[2, -3], [2, 3.0], [2, True], [2**40, 2**40], [1] * 65, "23"],
+    "tensors.w.digest": ["", "xyz" * 10, "ab", None],
+    "tensors.w.refused": ["both"],
+    "tensors.w.nonfinite": [7, -1],
+    "tensors.w.mean": ["0", True],
+    "tensors.w.max": [10**400],
+    "tensors.w.sharding": [
+        [],
+        *(
+            SHARDING | wrong
+            for wrong in (
+                {"mesh": [3]}, {"ranks": [0, -1]}, {"placements": []}, {"placements": [""]}, {"names": ["a", "b"]},
+                {"coordinate": [2]}, {"shape": None},
+            )
+        ),
     ],
-)
-def test_what_is_not_as_we_write_it_is_named(
-    tmp_path: Path, document: dict[str, Any], keys: list[str], value: Any, place: str
-) -> None:
-    """A wrong field is a one-line error with file and place, never another exception and never believed."""
+    "values": [3],
+    "values.step": [[1], {"float": "1.5"}],
+    "stubs": ["no list"],
+    "notes": [[3]],
+    "metadata": [{"rank": "zero"}, 3],
+}  # fmt: skip
+# The location in the error, if it is not the field.
+PLACES = {"tensors.w": "tensor 'w'", "values.step": "value 'step'", "metadata": "metadata block"}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
+def test_wrong_fields_are_malformed(tmp_path: Path, document: dict[str, Any], field: str, value: Any) -> None:
+    """A wrong field is a one-line error with file and location, and no other exception."""
     entry = document
-    for key in keys[:-1]:
-        entry = entry[key]
-    entry[keys[-1]] = value
+    *containers, key = field.split(".")
+    for container in containers:
+        entry = entry[container]
+    entry[key] = value
+    place = next((shown for start, shown in PLACES.items() if field.startswith(start)), field)
     with pytest.raises(MalformedFile) as caught:
         readers.read(put(tmp_path / "f.json", document))
     assert str(caught.value).startswith(f"{tmp_path}/f.json: {place}")

@@ -65,14 +65,17 @@ def tables(section: str) -> list[Table]:
     return found
 
 
-def read_number(section: str, row: str, column: str) -> float:
-    """Return the number in a row, known by its first cell. Raises KeyError for an unknown row."""
+def read_number(section: str, row: str, column: str, *more: str) -> float:
+    """Return the number in a row. Raises KeyError for an unknown row.
+
+    row, more: the first cells of the row.
+    """
     for found in tables(section):
         if column in found.columns:
             for cells in found.rows:
-                if cells[0] == row:
+                if cells[: 1 + len(more)] == [row, *more]:
                     return float(cells[found.columns.index(column)].replace(",", ""))
-    raise KeyError(f"{RESULTS.name}: {section}: no row {row!r} with a column {column!r}")
+    raise KeyError(f"{RESULTS.name}: {section}: no row {', '.join((row, *more))!r} with a column {column!r}")
 
 
 def format_number(value: float, digits: int = 2) -> str:
@@ -96,12 +99,7 @@ def _live_ratios(column: str) -> list[float]:
 
 
 def _simulated(ranks: str, tensors: str, case: str, column: str) -> float:
-    """Return a number of the table of simulated jobs, whose rows are known by their first three cells."""
-    for found in tables("scale"):
-        for cells in found.rows:
-            if cells[:3] == [ranks, tensors, case]:
-                return float(cells[found.columns.index(column)].replace(",", ""))
-    raise KeyError(f"{RESULTS.name}: scale: no row {ranks}, {tensors}, {case}")
+    return read_number("scale", ranks, column, tensors, case)
 
 
 def _microseconds_per_tensor() -> str:

@@ -95,11 +95,11 @@ def _describe_exhausted_resource(error: Exception) -> str:
 def _report_crash(argv: list[str]) -> None:
     import traceback
 
-    from syncheck.cli import about, streams
+    from syncheck.cli import output, streams
 
     streams.print_stderr(
         f"{traceback.format_exc()}"
         "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
-        + "".join(f"  {line}\n" for line in about.list_versions())
+        + "".join(f"  {line}\n" for line in output.list_versions())
         + f"  arguments: {argv}"
     )

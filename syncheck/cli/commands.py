@@ -20,54 +20,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Baseline:
-    """The baseline of a run. path: None without a baseline. known: the content of the file before the run."""
-
-    path: str | None = None
-    known: Known = frozenset()
-    update: bool = False
-    quiet: bool = False
-
-    def apply(self, report: Report) -> tuple[Report, UsageError | None]:
-        """Return the report with known findings accepted, after an update of the file if one was requested.
-
-        Also returns the error of a failed update, for example after an undecided report; the file is then unchanged.
-        """
-        if self.path is None:
-            return report, None
-        from syncheck import baseline
-
-        known, failed = self.known, None
-        if self.update:
-            try:
-                updated = baseline.update_baseline(report, known)
-                baseline.write(self.path, updated)
-            except UsageError as error:
-                failed = error
-                output.print_message(f"error: {self.path}: {error}")
-            else:
-                if not self.quiet:
-                    output.print_message(f"{self.path}: {baseline.describe_change(known, updated)}")
-                known = updated
-        return baseline.apply_baseline(report, known), failed
-
-
-def _read_baseline(settings: Settings) -> Baseline:
-    """Read the baseline before anything is compared. Raises UsageError if it cannot be used."""
-    path, update = settings.options.baseline, settings.run.update_baseline
-    if path is None:
-        if update:
-            raise OptionError(
-                "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
-            )
-        return Baseline()
-    from syncheck import baseline
-
-    known = baseline.read_for_update(path) if update else baseline.read(path)
-    return Baseline(path, known, update, settings.run.quiet)
-
-
-@dataclass(frozen=True, slots=True)
 class Settings:
     """The options of the command line and of pyproject.toml together.
 
@@ -100,11 +52,11 @@ def _compare_across_ranks(arguments: argparse.Namespace) -> int:
     def prepare() -> ranks.Task:
         settings = _read_settings(arguments, _load_project(arguments))
         # Only the first process needs the file, whose path may not exist on other machines.
-        baseline = _read_baseline(settings) if ranks.is_first() else Baseline()
+        known = _read_baseline(settings) if ranks.is_first() else frozenset()
         return ranks.Task(
             replace(settings.options, baseline=None),
             files.needs_histograms(settings.run.output),
-            lambda found: write_report(settings, found, "comparison", baseline),
+            lambda found: write_report(settings, found, "comparison", known),
         )
 
     ranks.run(arguments.paths, prepare)
@@ -154,26 +106,65 @@ def _read_settings(arguments: argparse.Namespace, project: Config) -> Settings:
     return Settings(arguments.paths or project.checkpoints or ["ckpts"], merged, run, output_name)
 
 
+def _read_baseline(settings: Settings) -> Known:
+    """Read the baseline before anything is compared; empty without one. Raises UsageError if it cannot be used."""
+    path, update = settings.options.baseline, settings.run.update_baseline
+    if path is None:
+        if update:
+            raise OptionError(
+                "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
+            )
+        return frozenset()
+    from syncheck import baseline
+
+    return baseline.read_for_update(path) if update else baseline.read(path)
+
+
+def _apply_baseline(settings: Settings, found: Report, known: Known) -> tuple[Report, UsageError | None]:
+    """Return the report with known findings accepted, after an update of the file if one was requested.
+
+    known: the content of the file. Also returns the error of a failed update, for example after an undecided report;
+    the file is then unchanged.
+    """
+    path, failed = settings.options.baseline, None
+    if path is None:
+        return found, None
+    from syncheck import baseline
+
+    if settings.run.update_baseline:
+        try:
+            updated = baseline.update_baseline(found, known)
+            baseline.write(path, updated)
+        except UsageError as error:
+            failed = error
+            output.print_message(f"error: {path}: {error}")
+        else:
+            if not settings.run.quiet:
+                output.print_message(f"{path}: {baseline.describe_change(known, updated)}")
+            known = updated
+    return baseline.apply_baseline(found, known), failed
+
+
 def _compare(arguments: argparse.Namespace, project: Config, layout: str) -> int:
     from syncheck import api
 
     settings = _read_settings(arguments, project)
-    baseline = _read_baseline(settings)
+    known = _read_baseline(settings)
     options = replace(settings.options, baseline=None)
     histograms = files.needs_histograms(settings.run.output)
     found = api.compare(*settings.paths, options=options, histograms=histograms)
     for broken in found.unreadable:
         output.print_message(f"error: {broken.path}: {broken.reason}")
-    return write_report(settings, found, layout, baseline)
+    return write_report(settings, found, layout, known)
 
 
-def write_report(settings: Settings, found: Report, layout: str, baseline: Baseline) -> int:
+def write_report(settings: Settings, found: Report, layout: str, known: Known) -> int:
     """Print a report and write it to the output files; return the exit code.
 
     A file that cannot be written is reported and makes the exit code 2; all other output is still written.
     """
     run = settings.run
-    found, failed = baseline.apply(found)
+    found, failed = _apply_baseline(settings, found, known)
     for path in run.output:
         try:
             files.write_file(path, found, settings.output_name)
@@ -206,9 +197,9 @@ def show(arguments: argparse.Namespace) -> int:
 
         output.print_text(json_document.to_json(listed))
     else:
-        from syncheck.report import listing
+        from syncheck.report import text
 
-        output.print_parts(listing.list_contents(listed), arguments.color)
+        output.print_parts(text.list_contents(listed), arguments.color)
     return 0
 
 
@@ -239,19 +230,19 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 def explain(arguments: argparse.Namespace) -> int:
     """`syncheck explain`."""
     from syncheck.diagnose import RULES
-    from syncheck.report import listing
+    from syncheck.report import text
 
     if RULES[0].__doc__ is None:
         raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
     rules = sorted(RULES, key=lambda rule: rule.CODE)
     if arguments.code is None:
-        output.print_parts(listing.list_rules(rules), arguments.color)
+        output.print_parts(text.list_rules(rules), arguments.color)
         return 0
     asked = arguments.code.lower()
     found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
     if found is None:
         raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
-    output.print_parts(listing.explain_rule(found), arguments.color)
+    output.print_parts(text.explain_rule(found), arguments.color)
     return 0
 
 

@@ -22,9 +22,9 @@ class _Version(argparse.Action):
     """Look up the version only when it is printed: the lookup takes as long as the rest of the start-up."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        from syncheck.cli import about
+        from syncheck.cli import output
 
-        print("\n".join(about.list_versions()))
+        print("\n".join(output.list_versions()))
         parser.exit()
 
 

@@ -155,6 +155,11 @@ def bins_in_use(histograms: Sequence[Histogram]) -> range:
     return range(min(indices), max(indices) + 1)
 
 
+def bin_counts(histogram: Histogram, bins: range) -> list[int]:
+    """Return the elements that are equal, in each bin, and not finite."""
+    return [histogram.equal, *(histogram.counts[i] for i in bins), histogram.not_finite]
+
+
 def bin_label(index: int) -> str:
     """Return the bounds of a bin: '< 1e-12', '1e-3 to 1e-2', '>= 1e6'."""
     if index == 0:

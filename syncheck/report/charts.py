@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from syncheck.errors import one_line
 from syncheck.kinds import BN_STATISTICS
-from syncheck.report.chart_data import POWERS, bins_in_use, distinct_modules, natural_key
+from syncheck.report.chart_data import POWERS, bin_counts, bins_in_use, distinct_modules, natural_key
 from syncheck.series import by_run
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def draw_histograms(histograms: Sequence[Histogram]) -> str:
     """
     bins = bins_in_use(histograms)
     figure, axes = _figure(9, 3.2)
-    shares = [[100 * count / histogram.elements for count in _columns(histogram, bins)] for histogram in histograms]
+    shares = [[100 * count / histogram.elements for count in bin_counts(histogram, bins)] for histogram in histograms]
     least = 10.0 ** math.floor(math.log10(min(share for row in shares for share in row if share)))
     last = len(bins)
     # Columns: equal elements, a space, one per decade, a space, NaN and infinite elements.
@@ -141,10 +141,6 @@ def draw_histograms(histograms: Sequence[Histogram]) -> str:
     for i in range(len(histograms)):
         svg = svg.replace(f'id="histogram-{i}"', f'class="histogram{" chosen" * (i == 0)}"')
     return svg
-
-
-def _columns(histogram: Histogram, bins: range) -> list[int]:
-    return [histogram.equal, *(histogram.counts[i] for i in bins), histogram.not_finite]
 
 
 def _has_statistics(group: Group) -> bool:
@@ -237,8 +233,11 @@ def _svg(figure: Figure, axes: Axes, xlabel: str, title: str, salt: str, keys: S
     out = io.StringIO()
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": ["sans-serif"]}
     with mpl.rc_context(settings), warnings.catch_warnings():
-        # Glyphs missing from matplotlib's font are harmless, because the browser renders the text.
-        warnings.filterwarnings("ignore", "Glyph .* missing from|Matplotlib currently does not support", UserWarning)
+        # Harmless: the browser renders glyphs missing from matplotlib's font, and the table beside a chart has the data
+        # if the machine is slow or the legend takes all of the room.
+        harmless = ("Glyph .* missing from", "Matplotlib currently does not support", "Creating legend with")
+        for message in (*harmless, "constrained_layout not applied"):
+            warnings.filterwarnings("ignore", message, UserWarning)
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()
     # Screen readers announce the title only; the table beside a chart has the data.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 from syncheck.errors import one_line
 from syncheck.report import words
-from syncheck.report.history import summarize_history
 from syncheck.series import step_order
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def _findings(report: Report) -> list[Annotation]:
         many = f"{len(steps) - 1} earlier step{'s' * (len(steps) > 2)}"
         before = f"Also at {many}, first at step {steps[0]}." if len(steps) > 1 else ""
         shown += [
-            (group, finding, summarize_history(finding) or before)
+            (group, finding, words.summarize_history(finding) or before)
             for group, finding in pairs
             if step_order(group) == steps[-1]
         ]

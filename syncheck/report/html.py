@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import one_line
 from syncheck.records import Counts
 from syncheck.report import words
-from syncheck.report.chart_data import bin_label, bins_in_use, make_curves, make_heatmap
-from syncheck.report.history import describe_history
+from syncheck.report.chart_data import bin_counts, bin_label, bins_in_use, make_curves, make_heatmap
 from syncheck.series import by_run, shown_steps
 
 if TYPE_CHECKING:
@@ -154,12 +153,9 @@ def _verdict(group: Group) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    since = f"<p><b>When</b> {_escape(describe_history(finding))}</p>" if finding.history is not None else ""
-    return (
-        f'<div class="finding {finding.severity}"><h3>{_escape(words.finding_title(finding))}</h3>'
-        f"<p><b>What</b> {_escape(finding.evidence)}</p>{since}<p><b>Why</b> {_escape(str(finding.cause))}</p>"
-        f"<p><b>Fix</b> {_escape(str(finding.fix))}</p></div>"
-    )
+    rows = (f"<p><b>{label.capitalize()}</b> {_escape(of)}</p>" for label, of in words.finding_rows(finding))
+    title = _escape(words.finding_title(finding))
+    return f'<div class="finding {finding.severity}"><h3>{title}</h3>{"".join(rows)}</div>'
 
 
 def _history(group: Group, *, charts: bool) -> list[str]:
@@ -208,8 +204,7 @@ def _histograms(group: Group, *, charts: bool) -> list[str]:
     rows, bins = [], bins_in_use(histograms)
     for diff, histogram in pairs:
         differing, absolute, *_ = words.difference_cells(diff)
-        counts = [histogram.equal, *(histogram.counts[i] for i in bins), histogram.not_finite]
-        rows.append((diff.name, differing, absolute, *map(str, counts)))
+        rows.append((diff.name, differing, absolute, *map(str, bin_counts(histogram, bins))))
     if charts:
         from syncheck.report.charts import draw_histograms
 

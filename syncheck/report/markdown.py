@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from syncheck.errors import logged, one_line
 from syncheck.messages import names_text
 from syncheck.report import words
-from syncheck.report.history import describe_history
 from syncheck.series import step_order
 
 if TYPE_CHECKING:
@@ -127,9 +126,12 @@ def _with_table(group: Group) -> str:
 
 def _with_findings(group: Group) -> str:
     files = [f"{name(replica.path)} (rank {replica.rank})" for replica in group.replicas[:4]]
-    more = f" and {len(group.replicas) - len(files)} more" if len(group.replicas) > len(files) else ""
     notes = "".join(f"; {text(note)}" for note in words.note_lines(group)[:4])
-    blocks = [f"### {_title(group)}", f"Files: {', '.join(files)}{more}{notes}", *map(_finding, group.findings)]
+    blocks = [
+        f"### {_title(group)}",
+        f"Files: {names_text(files, 4, len(group.replicas))}{notes}",
+        *map(_finding, group.findings),
+    ]
     return _join_blocks(blocks)
 
 
@@ -143,15 +145,8 @@ _RENDERERS: tuple[tuple[Renderer, float], ...] = ((_with_table, 0.6), (_with_fin
 
 
 def _finding(finding: Finding) -> str:
-    since = f"- **When:** {text(describe_history(finding))}\n" if finding.history is not None else ""
-    return (
-        f"#### {text(words.finding_title(finding))}\n\n"
-        f"- **What:** {text(finding.evidence)}\n"
-        f"{since}"
-        f"- **Why:** {text(str(finding.cause))}\n"
-        f"- **Fix:** {text(str(finding.fix))}\n"
-        f"- **More:** `syncheck explain {finding.code}`"
-    )
+    rows = "".join(f"- **{label.capitalize()}:** {text(of)}\n" for label, of in words.finding_rows(finding))
+    return f"#### {text(words.finding_title(finding))}\n\n{rows}- **More:** `syncheck explain {finding.code}`"
 
 
 def _table(group: Group) -> str:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType, RenderResult
     from rich.measure import Measurement
 
-    from syncheck.report.parts import Part
-    from syncheck.report.sparkline import Sparkline
+    from syncheck.report.parts import Part, Sparkline
 
 # Colored output to a pipe is not wrapped.
 _UNWRAPPED = 100_000

@@ -1,19 +1,20 @@
-"""Text reports of `syncheck compare` and `syncheck report`, as parts for `plain` and `terminal`."""
+"""Text output of `syncheck compare`, `report`, `show` and `explain`, as parts for `plain` and `terminal`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import textwrap
+from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import one_line
-from syncheck.messages import Hint
+from syncheck.messages import Hint, names_text
 from syncheck.records import Counts
 from syncheck.report import words
-from syncheck.report.history import describe_history, difference_text
-from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, line, lines
-from syncheck.report.sparkline import Sparkline
+from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, Sparkline, line, lines
 from syncheck.series import by_run, shown_steps
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from syncheck.records import Finding, Group, History, Report
 
 STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
@@ -106,12 +107,9 @@ def _kinds(group: Group) -> Grid:
 
 
 def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
-    rows: list[tuple[str, str | Sparkline]] = [("what", one_line(finding.evidence))]
-    if finding.history is not None:
-        rows.append(("when", describe_history(finding)))
-        if curve:
-            rows.append(("drift", _curve(finding.history)))
-    rows += [("why", one_line(str(finding.cause))), ("fix", one_line(str(finding.fix)))]
+    rows: list[tuple[str, str | Sparkline]] = [(label, one_line(of)) for label, of in words.finding_rows(finding)]
+    if curve and finding.history is not None:
+        rows.insert(2, ("drift", _curve(finding.history)))
     rows.append(("more", f"syncheck explain {finding.code}"))
     return [line(words.finding_title(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
 
@@ -121,11 +119,11 @@ def _curve(history: History) -> Sparkline:
     most = max(history.points, key=lambda point: point.max_abs or 0)
     # The numbers at both ends would hide a difference that appeared and disappeared.
     has_peak = (most.max_abs or 0) > 1.1 * (last.max_abs or 0)
-    peak = f", maximum {difference_text(most.max_abs)} at {most.step}" if has_peak else ""
+    peak = f", maximum {words.difference_text(most.max_abs)} at {most.step}" if has_peak else ""
     return Sparkline(
         tuple(point.max_abs for point in history.points),
-        f"step {first.step}: {difference_text(first.max_abs)}",
-        f"{last.step}: {difference_text(last.max_abs)}{peak}",
+        f"step {first.step}: {words.difference_text(first.max_abs)}",
+        f"{last.step}: {words.difference_text(last.max_abs)}{peak}",
     )
 
 
@@ -176,3 +174,51 @@ def _closing(report: Report) -> list[Part]:
         line(words.verdict_line(report), STYLES[report.verdict]),
         line(words.counts_line(report)),
     ]
+
+
+def list_contents(contents: Mapping[str, Any]) -> list[Part]:
+    """Return the output of `syncheck show`. contents: the result of `contents.describe`."""
+    numbers = ["bytes", "min", "max", "mean", "std"]
+    # If all values are finite, the first line states it instead of a column of zeros.
+    finite = not any(row["nonfinite"] for row in contents["tensors"])
+    numbers += [] if finite else ["nonfinite"]
+    grid = Grid(("name", "kind", "dtype", "shape", *numbers), right=tuple(numbers))
+    for row in contents["tensors"]:
+        statistics = [_number_cell(row[name]) for name in numbers[1:]]
+        shape = "x".join(map(str, row["shape"])) or "scalar"
+        size = "-" if row["bytes"] is None else str(row["bytes"])
+        grid.add(row["name"], row["kind"], row["dtype"], row["refused"] or shape, size, *statistics)
+    size = words.bytes_text(contents["bytes"])
+    header = [f"{contents['path']}: {contents['format']}, {len(contents['tensors'])} tensors, {size}"]
+    if finite and any(row["nonfinite"] == 0 for row in contents["tensors"]):
+        header[0] += ", all values finite"
+    if contents["metadata"]:
+        header.append("metadata: " + ", ".join(f"{k} {v}" for k, v in contents["metadata"].items() if v is not None))
+    elif contents["kinds_guessed"]:
+        header.append("no metadata: parameters and buffers are distinguished by name")
+    values = [f"{name} = {value!r}" for name, value in contents["values"].items()]
+    if values:
+        header.append(f"values: {names_text(values, 12)}")
+    if contents["stubs"]:
+        header.append("objects of unknown classes, not loaded: " + ", ".join(contents["stubs"]))
+    return [*lines(header), BLANK, grid]
+
+
+def _number_cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def list_rules(rules: Sequence[Any]) -> list[Part]:
+    """Return the table of all findings, one row per rule module."""
+    grid = Grid(("code", "finding", "severity", "summary"))
+    for rule in rules:
+        grid.add(rule.CODE, Span(rule.SLUG), rule.SEVERITY, rule.__doc__.partition("\n")[0])
+    return [grid]
+
+
+def explain_rule(rule: Any) -> list[Part]:
+    """Return the docstring of a rule module, one paragraph per line."""
+    parts: list[Part] = [line(f"{rule.CODE} {rule.SLUG} ({rule.SEVERITY})", "bold")]
+    for paragraph in textwrap.dedent(rule.__doc__).strip().split("\n\n"):
+        parts += [BLANK, line(" ".join(paragraph.split("\n")))]
+    return parts

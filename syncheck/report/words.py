@@ -13,7 +13,7 @@ from syncheck.records import Reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.records import Counts, Finding, Group, Report, TensorDiff, ValueDiff
+    from syncheck.records import Counts, Finding, Group, History, Report, TensorDiff, ValueDiff
 
 VERDICTS = {
     "in_sync": "IN SYNC",
@@ -25,6 +25,7 @@ VERDICTS = {
 _MOST_VALUES = 5
 _MOST_FIXED = 3
 _MOST_PATHS = 6
+_MOST_STEPS = 3
 
 
 def counts_line(report: Report) -> str:
@@ -271,3 +272,62 @@ def group_title(group: Group) -> str:
     """Return the name of a group with its number of replicas."""
     count = len(group.replicas)
     return f"{one_line(group.name)}, {count} replica{'s' if count != 1 else ''}"
+
+
+def finding_rows(finding: Finding) -> list[tuple[str, str]]:
+    """Return labels and texts: what happened, when if there is a history, why, and the fix."""
+    when = [] if finding.history is None else [("when", describe_history(finding))]
+    return [("what", finding.evidence), *when, ("why", str(finding.cause)), ("fix", str(finding.fix))]
+
+
+def describe_history(finding: Finding) -> str:
+    """Return first step, first tensors, steps in sync again and differences; empty without a history."""
+    history = finding.history
+    if history is None:
+        return ""
+    return "; ".join(part for part in (_first_difference(history), _steps_in_sync(history), _range(history)) if part)
+
+
+def summarize_history(finding: Finding) -> str:
+    """Return the first step and the trend; empty without a history."""
+    history = finding.history
+    if history is None:
+        return ""
+    return _since(history) + (f", {history.trend}" if history.trend else "")
+
+
+def difference_text(difference: float | None) -> str:
+    """Return a difference with three digits, or a dash if it is unknown."""
+    return "-" if difference is None else f"{difference:.3g}"
+
+
+def _since(history: History) -> str:
+    if history.agreed is None:
+        return f"out of sync since the first step compared ({history.since})"
+    return f"in sync until step {history.agreed}, out of sync from step {history.since}"
+
+
+def _first_difference(history: History) -> str:
+    count = len(history.tensors)
+    if not count:
+        return _since(history)
+    first = one_line(history.tensors[0])
+    tensors = f"first in {first}" if count == 1 else f"first in {count} tensors including {first}"
+    return f"{_since(history)}, {tensors} on {ranks_label(history.ranks)}"
+
+
+def _steps_in_sync(history: History) -> str:
+    """Return later steps in sync: an intermittent difference has other causes than a permanent one."""
+    steps = [str(point.step) for point in history.points if point.step > history.since and not point.differing]
+    return f"in sync again at step{'s' * (len(steps) > 1)} {names_text(steps, _MOST_STEPS)}" if steps else ""
+
+
+def _range(history: History) -> str:
+    """Return the largest difference at the first step out of sync and at the last step."""
+    points = [point for point in history.points if point.step >= history.since]
+    first, last = points[0], points[-1]
+    if first.max_abs is None and last.max_abs is None:
+        return ""
+    ends = ["unknown" if point.max_abs is None else difference_text(point.max_abs) for point in (first, last)]
+    difference = ends[0] if len(points) == 1 else " -> ".join(ends)
+    return f"max abs difference {difference}" + (f", {history.trend}" if history.trend else "")

@@ -102,19 +102,3 @@ def shell(tmp_path: Path, two_ranks: None) -> Callable[..., tuple[int, str, str]
         return done.returncode, done.stdout.decode(), done.stderr.decode()
 
     return go
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run a command in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def go(*arguments: str) -> Done:
-        try:
-            code = main([*arguments])
-        except SystemExit as stopped:
-            code = int(str(stopped.code))
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return go

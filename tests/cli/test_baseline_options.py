@@ -38,37 +38,37 @@ def differing(tmp_path: Path) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
-def test_known_findings_pass_and_new_ones_fail(run: Run, differing: Callable[..., None], command: str) -> None:
+def test_known_findings_pass_and_new_ones_fail(cli: Run, differing: Callable[..., None], command: str) -> None:
     """From a first update on known statistics exit 0 and stay printed; a further tensor exits 1 and is named; what is
     fixed is told and exits 0; and a second update takes it out."""
     differing("running_mean")
-    assert run(command, *FILES).code == 2
-    made = run(command, *FILES, "--update-baseline")
+    assert cli(command, *FILES).code == 2
+    made = cli(command, *FILES, "--update-baseline")
     assert (made.code, made.err) == (0, "syncheck: known.json: 2 names in 1 run accepted: 2 added, 0 removed\n")
-    known = run(command, *FILES)
+    known = cli(command, *FILES)
     assert (known.code, known.err) == (0, "")
     assert "SYN201 bn-local-stats (warning, accepted by the baseline) on ranks 0-1" in known.out
     assert known.lines[-2] == "IN SYNC, ignoring baseline findings (SYN201)"
     differing("running_mean", "layer0.bn.running_var")
-    new = run(command, *FILES)
+    new = cli(command, *FILES)
     assert (new.code, new.lines[-2]) == (1, "OUT OF SYNC")
     assert "not in the baseline: layer0.bn.running_var" in re.sub(r"\s+", " ", new.out)
     differing("layer0.bn.running_mean")
-    fixed = run(command, *FILES)
+    fixed = cli(command, *FILES)
     assert fixed.code == 0
     assert "fixed: run no longer has SYN201 on layer1.bn.running_mean; " in fixed.out
     assert "--update-baseline" in fixed.out
-    assert run(command, *FILES, "--update-baseline").err.endswith("1 name in 1 run accepted: 0 added, 1 removed\n")
-    assert "fixed" not in run(command, *FILES).out
+    assert cli(command, *FILES, "--update-baseline").err.endswith("1 name in 1 run accepted: 0 added, 1 removed\n")
+    assert "fixed" not in cli(command, *FILES).out
 
 
-def test_every_format_tells_of_the_baseline(run: Run, differing: Callable[..., None]) -> None:
+def test_every_format_tells_of_the_baseline(cli: Run, differing: Callable[..., None]) -> None:
     """JSON, by its schema, JUnit, GitHub and markdown say what is accepted, what is new and what is fixed."""
     differing("running_mean")
-    run("compare", *FILES, "--update-baseline")
+    cli("compare", *FILES, "--update-baseline")
     differing("layer0.bn.running_mean", "fc.weight")
     outputs = ("-o", "r.md", "-o", "r.xml", "-o", "r.json", "--format", "github")
-    done = run("compare", *FILES, *outputs)
+    done = cli("compare", *FILES, *outputs)
     assert done.code == 1
     fixed = "fixed: run no longer has"
     assert re.search(r"^::notice title=syncheck%3A baseline findings fixed::fixed: run no", done.out, re.M)
@@ -84,8 +84,8 @@ def test_every_format_tells_of_the_baseline(run: Run, differing: Callable[..., N
     assert (finding["accepted"], finding["new"]) == (False, ["fc.weight", "layer0.bn.running_mean"])
     properties = ET.parse("r.xml").iterfind("testsuite/properties/property")
     assert next(one for one in properties if one.get("name") == "syncheck_fixed").get("value", "").startswith(fixed)
-    run("compare", *FILES, "--update-baseline")
-    done = run("compare", *FILES, *outputs)
+    cli("compare", *FILES, "--update-baseline")
+    done = cli("compare", *FILES, *outputs)
     assert (done.code, ET.parse("r.xml").getroot().get("failures")) == (0, "0")
     assert "::error " not in done.out
     assert "accepted by the baseline) on" in done.out
@@ -93,32 +93,32 @@ def test_every_format_tells_of_the_baseline(run: Run, differing: Callable[..., N
     assert (finding["accepted"], finding["new"]) == (True, [])
 
 
-def test_an_update_hides_nothing(run: Run, differing: Callable[..., None], tmp_path: Path) -> None:
+def test_an_update_hides_nothing(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
     """With a file that cannot be read, or with nothing compared, no baseline is written or changed, and the exit code
     is 2, whatever differs and with --exit-zero too; the report is printed all the same."""
     differing("running_mean")
     (tmp_path / "run_rank2.pth").write_bytes(b"junk")
     for _ in range(2):
-        done = run("compare", *FILES, "--update-baseline", "--exit-zero")
+        done = cli("compare", *FILES, "--update-baseline", "--exit-zero")
         assert done.code == 2
         assert "known.json: the baseline is not updated: run_rank2.pth could not be read" in done.err
         assert "SYN201" in done.out
         assert not (tmp_path / "known.json").exists()
-    assert run("compare", "run_rank0.pth", *FILES[1:], "--update-baseline").code == 2
+    assert cli("compare", "run_rank0.pth", *FILES[1:], "--update-baseline").code == 2
     assert not (tmp_path / "known.json").exists()
     (tmp_path / "run_rank2.pth").unlink()
-    run("compare", *FILES, "--update-baseline")
+    cli("compare", *FILES, "--update-baseline")
     before = (tmp_path / "known.json").read_bytes()
     (tmp_path / "run_rank1.pth").write_bytes(b"junk")
-    assert run("compare", *FILES, "--update-baseline").code == 2
+    assert cli("compare", *FILES, "--update-baseline").code == 2
     assert (tmp_path / "known.json").read_bytes() == before
     # Known or not, what cannot be read is never "in sync".
-    assert run("compare", *FILES).code == 2
+    assert cli("compare", *FILES).code == 2
 
 
 @pytest.mark.parametrize("update", [(), ("--update-baseline",)])
 def test_a_file_that_cannot_be_gone_by(
-    run: Run, differing: Callable[..., None], tmp_path: Path, update: tuple[str, ...]
+    cli: Run, differing: Callable[..., None], tmp_path: Path, update: tuple[str, ...]
 ) -> None:
     """A baseline of another version, one that is none, and a checkpoint in its place are one line and exit 2, and are
     left as they were."""
@@ -127,28 +127,28 @@ def test_a_file_that_cannot_be_gone_by(
     (tmp_path / "junk.json").write_text("{")
     for name in ("old.json", "junk.json", "run_rank0.pth"):
         before = (tmp_path / name).read_bytes()
-        done = run("compare", "run_*.pth", "--baseline", name, *update)
+        done = cli("compare", "run_*.pth", "--baseline", name, *update)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert done.err.startswith(f"syncheck: error: {name}: ")
         assert (tmp_path / name).read_bytes() == before
 
 
-def test_an_update_needs_a_file_that_can_be_written(run: Run, differing: Callable[..., None], tmp_path: Path) -> None:
+def test_an_update_needs_a_file_that_can_be_written(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
     """--update-baseline alone, and a place where nothing can be written, are told before anything is compared."""
     differing()
-    done = run("compare", "run_*.pth", "--update-baseline")
+    done = cli("compare", "run_*.pth", "--update-baseline")
     assert (done.code, done.out) == (2, "")
     assert "--update-baseline: requires --baseline FILE" in done.err
-    done = run("compare", "run_*.pth", "--update-baseline", "--baseline", "no/known.json")
+    done = cli("compare", "run_*.pth", "--update-baseline", "--baseline", "no/known.json")
     assert (done.code, done.out) == (2, "")
     assert "--baseline no/known.json: cannot be written: the folder no does not exist; create it first" in done.err
     os.symlink("there.json", tmp_path / "known.json")
-    assert run("compare", *FILES, "--update-baseline", "-q").err == ""
+    assert cli("compare", *FILES, "--update-baseline", "-q").err == ""
     assert (tmp_path / "there.json").exists()
     assert (tmp_path / "known.json").is_symlink()
 
 
-def test_the_project_names_its_baseline(run: Run, differing: Callable[..., None], tmp_path: Path) -> None:
+def test_the_project_names_its_baseline(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
     """The table's file is relative to pyproject.toml, is said on stderr, is updated by --update-baseline alone, and
     gives way to the one that is typed."""
     differing("running_mean")
@@ -156,13 +156,13 @@ def test_the_project_names_its_baseline(run: Run, differing: Callable[..., None]
     (tmp_path / "below").mkdir()
     os.chdir(tmp_path / "below")
     files = str(tmp_path / "run_*.pth")
-    assert run("compare", files, "--update-baseline", "-q").code == 0
+    assert cli("compare", files, "--update-baseline", "-q").code == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".json") == ["known.json"]
-    done = run("compare", files)
+    done = cli("compare", files)
     assert (done.code, done.err) == (0, f"syncheck: options from {tmp_path}/pyproject.toml: baseline\n")
-    assert run("compare", files, "--no-config").code == 1
+    assert cli("compare", files, "--no-config").code == 1
     empty = tmp_path / "empty.json"
     empty.write_text('{"syncheck_baseline": 1, "accepted": {}}')
-    assert run("compare", files, "--baseline", str(empty)).code == 1
+    assert cli("compare", files, "--baseline", str(empty)).code == 1
     (tmp_path / "known.json").unlink()
-    assert run("compare", files).code == 2
+    assert cli("compare", files).code == 2

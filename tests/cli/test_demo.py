@@ -9,10 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from checkpoints import Done
+
 TAGS_OF_THE_NETWORK = re.compile(r"<link|src=|@import|url\((?!#)")
 
 
@@ -24,7 +29,7 @@ def demo(folder: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_demo_shows_what_it_promises(tmp_path: Path) -> None:
+def test_demo_shows_what_it_promises(tmp_path: Path, cli: Callable[..., Done]) -> None:
     """Both runs reach 97%, only SYN201 is found, SyncBatchNorm closes the gap to exactly 0.0, and the page is there."""
     done = demo(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -38,10 +43,7 @@ def test_demo_shows_what_it_promises(tmp_path: Path) -> None:
     typed = re.findall(r"^\$ syncheck (.+)$", done.stdout, flags=re.MULTILINE)
     assert [line.split()[0] for line in typed] == ["compare", "report"]
     for line in typed:
-        again = subprocess.run(
-            f"{sys.executable} -m syncheck {line}", shell=True, capture_output=True, text=True, cwd=tmp_path
-        )
-        assert again.stdout in done.stdout
+        assert cli(*line.split()).out in done.stdout
     assert (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8") == page
     assert "SyncBatchNorm closed the gap" in page
     # Two of the running statistics, and of the run out of sync its finding over the steps, heatmap and histograms.

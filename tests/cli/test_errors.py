@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from checkpoints import Call, Global, changed, network, save_pth, save_records, save_safetensors
+from checkpoints import Call, Done, Global, changed, network, save_pth, save_records, save_safetensors
 
 import syncheck as library
+from syncheck import api
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from checkpoints import Done
 
     Run = Callable[..., Done]
     Ranks = Callable[..., list[Path]]
@@ -222,30 +222,31 @@ def test_file_that_may_not_be_read(cli: Run, ranks: Ranks) -> None:
     assert "permission denied" in done.err
 
 
-def test_crash_of_ours_is_3(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bug of ours is 3 with what to report, never 1, which would claim that replicas differ."""
-    from syncheck import api, cli
+def test_crash_of_ours_is_3(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash has exit code 3, and ends with the environment and the arguments, which a bug report needs."""
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(api, "compare", broken)
-    assert cli.main(["compare", *map(str, ranks())]) == 3
-    err = capsys.readouterr().err
-    assert "ZeroDivisionError: planted" in err
-    assert "this is a crash of syncheck, not a verdict on your files" in err
+    done = cli("compare", *ranks())
+    assert done.code == 3
+    assert "ZeroDivisionError: planted" in done.err
+    assert re.search(
+        r"this is a crash of syncheck, not a verdict on your files.*\n"
+        r"  syncheck \S+\n  CPython .*\n  numpy .*\n  in /.*\n  arguments: \['compare', ",
+        done.err,
+    )
 
 
-def test_interrupt_is_130(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_is_130(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is 130 and one line."""
-    from syncheck import api, cli
 
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(api, "compare", stopped)
-    assert cli.main(["compare", *map(str, ranks())]) == 130
-    assert capsys.readouterr().err == "syncheck: interrupted\n"
+    assert cli("compare", *ranks()) == Done(130, "", "syncheck: interrupted\n")
 
 
 def test_one_folder_spelled_in_several_ways(cli: Run, ranks: Ranks, tmp_path: Path) -> None:

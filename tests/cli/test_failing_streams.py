@@ -10,53 +10,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    Ranks = Callable[..., list[Path]]
+    from checkpoints import Done
+
+    Shell = Callable[[str], tuple[int, str, str]]
 
 COMPARE = "compare run_rank0.pth run_rank1.pth"
-# Each command, and its exit code where it can print.
-COMMANDS = {
+# Commands that print on stdout, on stderr, or on both, with the functions of syncheck and of argparse.
+EVERY_STREAM = {f"{COMPARE} run_rank2.pth --color always": 1, "--help": 0, "compare nothing.pth": 2, "nonsense": 2}
+# The other commands differ in the calls that print on stdout.
+STDOUT = {
     COMPARE: 1,
     f"{COMPARE} --format json": 1,
-    f"{COMPARE} run_rank2.pth --color always": 1,
     "show run_rank0.pth": 0,
     "show run_rank0.pth --format json": 0,
     "fingerprint run_rank0.pth -o made.json": 0,
     "explain SYN201": 0,
-    "--help": 0,
     "compare --help": 0,
     "--version": 0,
-    "compare nothing.pth": 2,
-    "compare": 2,
-    "nonsense": 2,
 }
-# Commands that print on stderr only, which no failure of stdout concerns.
-ERRORS_ONLY = [command for command, code in COMMANDS.items() if code == 2]
 FULL = "syncheck: error: stdout: cannot write it: No space left on device; free some space, or redirect the output\n"
+# Nobody reads from this pipe, because its other end is closed before the program starts.
+CLOSED = "exec 3> >(exec true); wait $!; syncheck"
 
 
-def check(shell: Callable[[str], tuple[int, str, str]], command: str) -> None:
-    """Run a command with each of its streams spoilt in each way."""
-    code = COMMANDS[command]
-    _, out, err = shell(f"syncheck {command}")
-    only_errors = command in ERRORS_ONLY
-    assert bool(err) == (only_errors or "run_rank2" in command)
-    # Who closes a stream does not want it, and gets the exit code.
-    assert shell(f"syncheck {command} >&-") == (code, "", err)
-    assert shell(f"syncheck {command} 2>&-") == (code, out, "")
-    assert shell(f"syncheck {command} <&- >&- 2>&-") == (code, "", "")
-    # Who sends it to a full disk does not get what was asked for.
-    assert shell(f"syncheck {command} >/dev/full") == (2, "", err if only_errors else err + FULL)
-    assert shell(f"syncheck {command} 2>/dev/full") == (code, out, "")
-    assert shell(f"syncheck {command} >/dev/full 2>&1") == (2, "", "")
-    # Nobody reads what goes into a pipe whose other end is closed before the program starts.
-    closed = f"exec 3> >(exec true); wait $!; syncheck {command}"
-    unread = 2 if only_errors else 141
-    assert shell(f"{closed} >&3") == (unread, "", err)
-    assert shell(f"{closed} 2>&3") == (code, out, "")
-    assert shell(f"{closed} >&3 2>&3") == (unread, "", "")
-
-
-def test_a_verdict_without_streams(shell: Callable[[str], tuple[int, str, str]]) -> None:
+def test_a_verdict_without_streams(shell: Shell) -> None:
     """Out of sync stays 1 without streams, what cannot be printed is 2 in one line, and an error never looks like 1."""
     assert shell(f"syncheck {COMPARE} >&- 2>&-") == (1, "", "")
     assert shell(f"syncheck {COMPARE} >/dev/full") == (2, "", FULL)
@@ -64,16 +41,41 @@ def test_a_verdict_without_streams(shell: Callable[[str], tuple[int, str, str]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_without_streams(shell: Callable[[str], tuple[int, str, str]], command: str) -> None:
-    """Every command, with stdout and stderr closed, full and unread: the code it has else, or 2, or 141 for a pipe."""
-    check(shell, command)
+@pytest.mark.parametrize("command", EVERY_STREAM)
+def test_streams_closed_full_and_unread(cli: Callable[..., Done], shell: Shell, command: str) -> None:
+    """With stdout and stderr closed, full and unread, the code is the usual one, or 2, or 141 for a pipe."""
+    code, out, err = EVERY_STREAM[command], *printed(cli, command)
+    only_errors = not out
+    assert bool(err) == (code > 0)
+    # A closed stream is not wanted, and does not change the exit code.
+    assert shell(f"syncheck {command} >&-") == (code, "", err)
+    assert shell(f"syncheck {command} 2>&-") == (code, out, "")
+    assert shell(f"syncheck {command} <&- >&- 2>&-") == (code, "", "")
+    assert shell(f"syncheck {command} >/dev/full") == (2, "", err if only_errors else err + FULL)
+    assert shell(f"syncheck {command} 2>/dev/full") == (code, out, "")
+    assert shell(f"syncheck {command} >/dev/full 2>&1") == (2, "", "")
+    unread = 2 if only_errors else 141
+    assert shell(f"{CLOSED} {command} >&3") == (unread, "", err)
+    assert shell(f"{CLOSED} {command} 2>&3") == (code, out, "")
+    assert shell(f"{CLOSED} {command} >&3 2>&3") == (unread, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", STDOUT)
+def test_stdout_full_and_unread(shell: Shell, command: str) -> None:
+    """Every command reports a full stdout in one line with exit code 2, and exits with 141 if nobody reads stdout."""
+    assert shell(f"syncheck {command} >/dev/full") == (2, "", FULL)
+    assert shell(f"{CLOSED} {command} >&3") == (141, "", "")
+
+
+def printed(cli: Callable[..., Done], command: str) -> tuple[str, str]:
+    """Return what a command prints on stdout and stderr if nothing fails."""
+    done = cli(*command.split())
+    return done.out, done.err
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_disk_that_takes_a_part(
-    shell: Callable[[str], tuple[int, str, str]], tmp_path: Path, unbuffered: str
-) -> None:
+def test_a_disk_that_takes_a_part(shell: Shell, tmp_path: Path, unbuffered: str) -> None:
     """Where a file takes only the first kilobyte, what is lost is told: unbuffered, Python would say nothing of it."""
     limit = f"ulimit -f 1; exec env PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED={unbuffered}"
     told = "syncheck: error: stdout: cannot write it: File too large; free some space, or redirect the output\n"
@@ -81,7 +83,7 @@ def test_a_disk_that_takes_a_part(
     assert (tmp_path / "out.json").stat().st_size == 1024
 
 
-def test_a_report_is_no_stream(shell: Callable[[str], tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_report_is_no_stream(shell: Shell, tmp_path: Path) -> None:
     """With all three streams closed a report is whole: its file has none of their numbers."""
     assert shell(f"syncheck {COMPARE} -o out.json")[0] == 1
     whole = (tmp_path / "out.json").read_bytes()
@@ -91,7 +93,7 @@ def test_a_report_is_no_stream(shell: Callable[[str], tuple[int, str, str]], tmp
     assert (tmp_path / "out.json").read_bytes() == whole
 
 
-def test_names_that_the_encoding_lacks(shell: Callable[[str], tuple[int, str, str]], tmp_path: Path) -> None:
+def test_names_that_the_encoding_lacks(shell: Shell, tmp_path: Path) -> None:
     """A fingerprint of a file with a name beyond ASCII is told of where stdout knows ASCII only."""
     (tmp_path / "run_rank0.pth").rename(tmp_path / "gewicht\u00e4\u4e2d.pth")
     code, out, err = shell("PYTHONIOENCODING=ascii syncheck fingerprint gew*.pth -o made.json")

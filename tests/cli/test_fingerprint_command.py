@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jsonschema
-from checkpoints import changed, network, save_pth
+from checkpoints import changed, network, save_pth, save_safetensors
 
 import syncheck as library
 
@@ -78,6 +78,7 @@ def test_errors_are_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) 
     """What cannot be read is told and exits 2 while the rest is written; wrong usage writes nothing."""
     ranks()
     (tmp_path / "broken.pth").write_bytes(b"PK\x03\x04")
+    save_safetensors(tmp_path / "run_rank0.safetensors", network())
     done = cli("fingerprint", "run_rank0.pth", "broken.pth", "nowhere.pth", "-o", "kept/")
     assert done.code == 2
     assert [line.partition(": zip")[0][:35] for line in done.err.splitlines()] == [
@@ -91,6 +92,7 @@ def test_errors_are_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) 
         (["run_rank0.pth", "-o", "run_rank1.pth"], "would overwrite a checkpoint"),
         (["run_rank0.pth", "run_rank1.pth", "-o", "broken.pth"], "pass a folder"),
         (["kept", "-o", "again"], "already"),
+        (["run_rank0.pth", "run_rank0.safetensors", "-o", "again"], "both would be written to"),
         (["run_rank0.pth", "-o", "broken.pth/x.json"], "cannot be written"),
     ):
         before = sorted(tmp_path.rglob("*"))

@@ -46,24 +46,24 @@ def is_whole(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("command", ["compare", "report"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_on_stdout(run: Run, tmp_path: Path, name: str, command: str) -> None:
+def test_every_format_on_stdout(cli: Run, tmp_path: Path, name: str, command: str) -> None:
     """Each format is alone on stdout, typed or set in the file, exits alike, and -q leaves it out."""
-    typed = run(command, "run_*.pth", "--format", name)
+    typed = cli(command, "run_*.pth", "--format", name)
     assert (typed.code, typed.err) == (1, "")
     is_whole(name, typed.out)
-    assert run(command, "run_*.pth", "--format", name, "-q").out == ""
-    assert run(command, "run_*.pth", "--format", name, "--exit-zero") == Done(0, typed.out, "")
+    assert cli(command, "run_*.pth", "--format", name, "-q").out == ""
+    assert cli(command, "run_*.pth", "--format", name, "--exit-zero") == Done(0, typed.out, "")
     (tmp_path / "pyproject.toml").write_text(f"[tool.syncheck]\nformat = '{name}'\n")
-    assert run(command, "run_*.pth").out == typed.out
+    assert cli(command, "run_*.pth").out == typed.out
 
 
-def test_every_ending(run: Run, tmp_path: Path) -> None:
+def test_every_ending(cli: Run, tmp_path: Path) -> None:
     """One run writes a file of each ending beside what stdout gets, the same document where both have the format.
 
     Only the histograms, which are gathered for the page, stand in the JSON beside it and not in that without one.
     """
     wanted = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
-    assert run("compare", "run_*.pth", "--format", "github", *wanted).code == 1
+    assert cli("compare", "run_*.pth", "--format", "github", *wanted).code == 1
     for ending, name in EXTENSIONS.items():
         text = (tmp_path / f"out{ending}").read_text()
         is_whole(name, text)
@@ -71,18 +71,18 @@ def test_every_ending(run: Run, tmp_path: Path) -> None:
             text, gathered = re.subn(r'"histogram": \{.*?\}', '"histogram": null', text, flags=re.DOTALL)
             assert gathered
         if name not in ("html", "text"):
-            assert text == run("compare", "run_*.pth", "--format", name).out
+            assert text == cli("compare", "run_*.pth", "--format", name).out
 
 
-def test_help_and_errors_name_the_formats(run: Run) -> None:
+def test_help_and_errors_name_the_formats(cli: Run) -> None:
     """A wrong format and a wrong ending are answered with those that there are, on one line."""
-    wrong = run("compare", "run_*.pth", "--format", "xml")
+    wrong = cli("compare", "run_*.pth", "--format", "xml")
     assert (wrong.code, wrong.out, wrong.err.count("\n")) == (2, "", 1)
     assert all(name in wrong.err for name in FORMATS)
-    ending = run("compare", "run_*.pth", "-o", "out.junit")
+    ending = cli("compare", "run_*.pth", "-o", "out.junit")
     assert (ending.code, ending.out, ending.err.count("\n")) == (2, "", 1)
     assert all(name in ending.err for name in EXTENSIONS)
-    told = re.sub(r"\s+", " ", run("compare", "--help").out)
+    told = re.sub(r"\s+", " ", cli("compare", "--help").out)
     assert f"{{{','.join(FORMATS)}}}" in told
     assert ", ".join(EXTENSIONS) in told
 
@@ -96,12 +96,12 @@ def test_every_format_is_documented() -> None:
 
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])
-def test_could_not_tell(run: Run, tmp_path: Path, name: str) -> None:
+def test_could_not_tell(cli: Run, tmp_path: Path, name: str) -> None:
     """Exit code 2 has its document too: of a file that is alone, and of one that cannot be read."""
-    alone = run("compare", "run_rank0.pth", "--format", name)
+    alone = cli("compare", "run_rank0.pth", "--format", name)
     assert alone.code == 2
     (tmp_path / "run_rank1.pth").write_text("no checkpoint")
-    unread = run("compare", "run_*.pth", "--format", name)
+    unread = cli("compare", "run_*.pth", "--format", name)
     assert unread.code == 2
     for done, reason in ((alone, "no replica to compare with"), (unread, "run_rank1.pth")):
         if name == "junit":
@@ -112,12 +112,12 @@ def test_could_not_tell(run: Run, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])
-def test_hostile_files(run: Run, tmp_path: Path, name: str) -> None:
+def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
     """Names in a checkpoint and names of files steer neither terminal nor runner, and end no element."""
     evil = "x]]></failure>\x1b[31m\n::add-mask::y,%0A\r##[error]\u202e@team"
     for rank in range(2):
         save_pth(tmp_path / f"a,b::c%\x1b[2J\n::error::_rank{rank}.pth", {evil: np.full(2, rank, np.float32)})
-    done = run("compare", "a*.pth", "--format", name)
+    done = cli("compare", "a*.pth", "--format", name)
     assert done.code == 1
     assert all(c.isprintable() or c == "\n" for c in done.out)
     assert "\n::add-mask" not in done.out
@@ -132,14 +132,14 @@ def test_hostile_files(run: Run, tmp_path: Path, name: str) -> None:
         assert line.count("::", 2, line.index(",title=")) == 0
 
 
-def test_plain_locale(cli: Run, tmp_path: Path) -> None:
+def test_plain_locale(shell: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     """Under LANG=C each format comes out whole, whatever characters the names have."""
     for rank in range(2):
         save(tmp_path / f"rank{rank}.pth", {"gewicht\u00e4\u4e2d": np.full(2, rank, np.float32)})
     environment = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for name in ("text", "junit", "github", "markdown"):
-        done = cli("compare", "rank0.pth", "rank1.pth", "--format", name, **environment)
-        assert (done.code, done.err) == (1, "")
-        assert "gewicht" in done.out
+        code, out, err = shell(f"syncheck compare rank0.pth rank1.pth --format {name}", **environment)
+        assert (code, err) == (1, "")
+        assert "gewicht" in out
         if name == "junit":
-            assert "gewicht\u00e4\u4e2d" in str(ET.fromstring(done.out).findtext("testsuite/testcase/failure"))
+            assert "gewicht\u00e4\u4e2d" in str(ET.fromstring(out).findtext("testsuite/testcase/failure"))

@@ -18,12 +18,17 @@ import numpy as np
 import pytest
 from browser import opened
 from checkpoints import Done, save_pth, save_safetensors
+from groups import make_group
 from hostile_names import FILES, NAMES
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
 from syncheck.errors import logged, one_line
-from syncheck.options import EXTENSIONS, FORMATS
+from syncheck.options import EXTENSIONS
+from syncheck.records import Counts, DriftPoint, Replica, Report, TensorDiff
+from syncheck.report import charts
+from syncheck.report import html as page
+from syncheck.report.chart_data import Heatmap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,10 +65,10 @@ def is_calm(text: str) -> bool:
     return all(c == "\n" or c.isprintable() for c in plain) and not commands
 
 
-def check_documents(run: Run, paths: tuple[str, str], names: list[str]) -> None:
+def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
     """Write every format, and read it with what reads it."""
     outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
-    done = run("compare", "--no-config", *outputs, "--", *paths)
+    done = cli("compare", "--no-config", *outputs, "--", *paths)
     assert (done.code, done.err) == (1, "")
     assert is_calm(done.out)
     texts = {}
@@ -77,8 +82,8 @@ def check_documents(run: Run, paths: tuple[str, str], names: list[str]) -> None:
     assert {case.tag for case in root.iter()} <= {
         "testsuites", "testsuite", "properties", "property", "testcase", "failure", "system-out",
     }  # fmt: skip
-    for text in (texts[".md"], texts[".txt"], texts[".xml"]):
-        assert is_calm(text)
+    for ending in (".json", ".md", ".txt", ".xml"):
+        assert is_calm(texts[ending]), ending
     tokens = MarkdownIt("js-default").parse(texts[".md"])
     inner = [child.type for token in tokens for child in token.children or []]
     assert not {"link_open", "image", "html_inline"} & set(inner)
@@ -91,70 +96,97 @@ def check_documents(run: Run, paths: tuple[str, str], names: list[str]) -> None:
         assert logged(one_line(name)) in logged(texts[".txt"])
 
 
-def check_streams(run: Run, paths: tuple[str, str]) -> None:
-    """Print with every command, in every format, coloured or not."""
+def check_streams(cli: Run, paths: tuple[str, str]) -> None:
+    """Print with every command, colored or not, and the format that has no file extension."""
     both = ("--no-config", "--", *paths)
-    commands = [("compare", *both), ("compare", "--color", "always", *both), ("report", "--color", "always", *both)]
-    commands += [("compare", "--format", name, *both) for name in FORMATS if name != "github"]
+    commands = [("compare", "--color", "always", *both), ("report", "--color", "always", *both)]
     commands += [("show", "--", paths[0]), ("show", "--color", "always", "--", paths[0])]
     commands += [("show", "--format", "json", "--", paths[0]), ("fingerprint", "-o", "made.json", "--", paths[0])]
     for command in commands:
-        done = run(*command)
+        done = cli(*command)
         assert done.code in (0, 1), done.err
         assert is_calm(done.out), command
         assert is_calm(done.err), command
     # Annotations are commands, one line each, and nothing else is one.
-    lines = run("compare", "--format", "github", *both).out.split("\n")
+    lines = cli("compare", "--format", "github", *both).out.split("\n")
     assert all(line.isprintable() for line in lines)
     assert (
         sum(line.lstrip().startswith("::") for line in lines) == sum(line.startswith("::error ") for line in lines) == 1
     )
     # A fingerprint with these names compares as the checkpoint does.
-    done = run("compare", "--no-config", "--format", "json", "--group-by=", "--", "made.json", paths[1])
+    done = cli("compare", "--no-config", "--format", "json", "--group-by=", "--", "made.json", paths[1])
     assert done.code == 1, done.err
 
 
-def test_scripts_that_the_font_of_charts_lacks(run: Run) -> None:
+@pytest.fixture
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the charts of pages, which take most of the time; one test draws charts of all names."""
+    monkeypatch.setattr(page, "find_spec", lambda _: None)
+
+
+@pytest.mark.parametrize("first", range(0, len(NAMES), 60))
+def test_charts_of_all_names(first: int) -> None:
+    """Every chart draws every name as text: as a tensor of the heatmap and of the drift, as a run, and as a curve."""
+    names = [name for name in NAMES[first : first + 60] if name.strip()]
+    counts = Counts(len(names), different=len(names))
+    diffs = [TensorDiff(name, "bn_mean", "float32", (2,), "different", max_abs=0.5) for name in names]
+    replicas = [Replica("a", rank, "torch-zip", 1, 8) for rank in range(2)]
+    group = make_group(names[0], 3, "out_of_sync", replicas, counts, diffs, kinds={"bn_mean": counts})
+    drawn = [charts.draw_heatmap(Heatmap(tuple(names), ("0",), ((0.5,),) * len(names)))]
+    drawn += charts.draw_drift(Report("out_of_sync", (group,)))
+    points = [DriftPoint(run, step, 0.5, run) for run in names for step in (1, 3)]
+    drawn.append(charts.draw_curves(dict.fromkeys(names, ((1, 0.5), (2, None)))))
+    drawn.append(charts._draw_over_steps(Report("out_of_sync", (), drift=tuple(points))))
+    for chart in drawn:
+        tags = {element.tag.rpartition("}")[2] for element in ET.fromstring(chart).iter()}
+        assert not tags & {"script", "a", "foreignObject"}
+    texts = html.unescape("".join(drawn))
+    assert [name for name in names if len(name) < 60 and one_line(name) not in texts] == []
+
+
+def test_scripts_that_the_font_of_charts_lacks(cli: Run) -> None:
     """A page with Chinese, Korean and Thai names is drawn without a word on stderr; pytest makes warnings errors."""
     paths = save_ranks(["\u6743\u91cd", "\uac00", "\u0e19"])
-    assert run("compare", *paths, "-o", "out.html", "-q") == Done(1, "", "")
+    assert cli("compare", *paths, "-o", "out.html", "-q") == Done(1, "", "")
     assert "\u6743\u91cd" in Path("out.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_all_names_at_once(run: Run) -> None:
+def test_all_names_at_once(cli: Run) -> None:
     """Tensors of every name in one file: each command and format shows them all and obeys none."""
     names = list(dict.fromkeys(NAMES))
     paths = save_ranks(names)
-    check_documents(run, paths, names)
-    check_streams(run, paths)
+    check_documents(cli, paths, names)
+    check_streams(cli, paths)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:24]))
-def test_each_name(run: Run, name: str) -> None:
+def test_each_name(cli: Run, name: str) -> None:
     """Each name alone, of a tensor, a value, a method and a host."""
     paths = save_ranks([name])
-    check_documents(run, paths, [name])
-    check_streams(run, paths)
+    check_documents(cli, paths, [name])
+    check_streams(cli, paths)
 
 
+@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", [*QUICK, *SLOW], ids=lambda name: ascii(str(name)[:24]))
-def test_each_file_name(run: Run, name: str) -> None:
+def test_each_file_name(cli: Run, name: str) -> None:
     """Files and folders of every name that a file system takes are compared, reported and written over by none."""
     os.mkdir(name)
     paths = save_ranks(["w"], f"{name}/{name}_rank0.pth", f"{name}/{name}_rank1.pth")
-    check_documents(run, paths, ["w"])
+    check_documents(cli, paths, ["w"])
     for command in (("compare", "--", name), ("report", "--no-config", "--color", "always", "--", name)):
-        done = run(*command)
+        done = cli(*command)
         assert done.code == 1, done.err
         assert is_calm(done.out)
-    done = run("fingerprint", f"--output={name}/made.json", "--", paths[0])
+    done = cli("fingerprint", f"--output={name}/made.json", "--", paths[0])
     assert (done.code, done.err) == (0, "")
     assert is_calm(done.out)
     with open(f"{name}/broken_rank2.pth", "w") as file:
         file.write("x")
-    done = run("compare", "--", name)
+    done = cli("compare", "--", name)
     assert done.code == 1
     assert is_calm(done.out)
     assert is_calm(done.err)
@@ -166,15 +198,15 @@ def test_each_file_name(run: Run, name: str) -> None:
         ("explain", "--", name),
         (f"no{name}",),
     ):
-        done = run(*wrong)
+        done = cli(*wrong)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert is_calm(done.err)
 
 
 @pytest.mark.parametrize("pattern", ["(", "it's (", "a b$(touch bad)(", '"`touch bad`(', "~/*(", "-x(", "\\(("])
-def test_advice_can_be_pasted(run: Run, tmp_path: Path, pattern: str) -> None:
+def test_advice_can_be_pasted(cli: Run, tmp_path: Path, pattern: str) -> None:
     """An option is written as a shell takes it: pasted into bash, it is the same option again and runs nothing."""
-    done = run("compare", "a.pth", "b.pth", f"--group-by={pattern}")
+    done = cli("compare", "a.pth", "b.pth", f"--group-by={pattern}")
     assert (done.code, done.out) == (2, "")
     told = done.err.removeprefix("syncheck: error: ")
     typed = told[: told.index(shlex.quote(pattern)) + len(shlex.quote(pattern))]
@@ -186,10 +218,10 @@ def test_advice_can_be_pasted(run: Run, tmp_path: Path, pattern: str) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_browser(run: Run, tmp_path: Path) -> None:
+def test_in_a_browser(cli: Run, tmp_path: Path) -> None:
     """A page of all names, opened: no script but ours, no link, no picture, no request, and every name can be read."""
     names = [name for name in dict.fromkeys(NAMES) if 0 < len(name) < 200]
-    assert run("compare", *save_ranks(names), "-n", "0", "-o", "out.html").code == 1
+    assert cli("compare", *save_ranks(names), "-n", "0", "-o", "out.html").code == 1
     before = (tmp_path / "out.html").read_text()
     document, console = opened(tmp_path / "out.html", tmp_path / "browser")
     assert console == []
@@ -202,7 +234,7 @@ def test_in_a_browser(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [20, 80, 200])
-def test_on_a_real_terminal(run: Run, tmp_path: Path, columns: int) -> None:
+def test_on_a_real_terminal(cli: Run, tmp_path: Path, columns: int) -> None:
     """On a terminal nothing but text, line ends and colours arrives, and no line is wider than 80 columns or more."""
     names = [name for name in dict.fromkeys(NAMES) if len(name) < 500]
     save_ranks(names)
@@ -221,7 +253,7 @@ def test_on_a_real_terminal(run: Run, tmp_path: Path, columns: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count, length", [(2, 200_000), (300, 20_000), (20_000, 60)])
-def test_long_and_many(run: Run, tmp_path: Path, count: int, length: int) -> None:
+def test_long_and_many(cli: Run, tmp_path: Path, count: int, length: int) -> None:
     """Very long names and very many: every output comes in bounded time, and is bounded by what it has to say."""
     tensors = [f"{i}.{'x' * length}" for i in range(count)]
     paths = ("run_rank0.safetensors", "run_rank1.safetensors")
@@ -229,9 +261,9 @@ def test_long_and_many(run: Run, tmp_path: Path, count: int, length: int) -> Non
         save_safetensors(tmp_path / path, {name: np.full(1, rank, np.float32) for name in tensors[:2000]})
     began = time.monotonic()
     outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
-    assert run("compare", *paths, *outputs).code == 1
-    assert run("compare", *paths, "--color", "always").code == 1
-    assert run("show", paths[0]).code == 0
+    assert cli("compare", *paths, *outputs).code == 1
+    assert cli("compare", *paths, "--color", "always").code == 1
+    assert cli("show", paths[0]).code == 0
     assert time.monotonic() - began < 60
     size = count * length
     for ending in EXTENSIONS:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import changed, network, save_pth
+from checkpoints import save_pth
 from required import unavailable
 
+pytestmark = pytest.mark.usefixtures("two_ranks")
 # Run in a process that may have so many processes and threads, as a user whom such a limit binds, which it does not
 # root. All is imported before, for that user may not be able to read it.
 LIMITED = """
@@ -36,21 +37,13 @@ sys.exit(77)
 """
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Path:
-    """A folder with two ranks that differ."""
-    for rank in range(2):
-        save_pth(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
-    return tmp_path
-
-
 @pytest.mark.parametrize("most", [0, 100])
-def test_files_may_not_be_long(ranks: Path, most: int) -> None:
+def test_files_may_not_be_long(tmp_path: Path, most: int) -> None:
     """Where the shell limits the length of files, a longer report is told; the old one stays, alone."""
-    (ranks / "out.json").write_text("old")
+    (tmp_path / "out.json").write_text("old")
     done = subprocess.run(
         [sys.executable, "-B", "-m", "syncheck", "compare", ".", "-o", "out.json"],
-        cwd=ranks,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
@@ -58,8 +51,8 @@ def test_files_may_not_be_long(ranks: Path, most: int) -> None:
     )
     assert (done.returncode, done.stderr) == (2, "syncheck: error: -o out.json: cannot be written: File too large\n")
     assert done.stdout.splitlines()[-2] == "OUT OF SYNC"
-    assert (ranks / "out.json").read_text() == "old"
-    assert sorted(os.listdir(ranks)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
+    assert (tmp_path / "out.json").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
 
 
 def test_no_thread_may_start() -> None:
@@ -83,7 +76,7 @@ def test_no_thread_may_start() -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_read_only_in_one_place(ranks: Path) -> None:
+def test_a_folder_that_is_read_only_in_one_place(tmp_path: Path) -> None:
     """A folder bound read-only, as into a container, on a disk that is not: told before anything is compared."""
     script = """
     mount --bind . . && mount -o remount,bind,ro . || exit 77
@@ -92,9 +85,9 @@ def test_a_folder_that_is_read_only_in_one_place(ranks: Path) -> None:
     "$1" -B -m syncheck fingerprint run_rank0.pth -o prints; echo $?
     """
     command = ["unshare", "-m", "bash", "-c", script, "bash", sys.executable]
-    (ranks / "out.json").write_text("old")
+    (tmp_path / "out.json").write_text("old")
     try:
-        done = subprocess.run(command, cwd=ranks, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         unavailable("unshare", "there is no such program")
     if done.returncode:
@@ -103,5 +96,5 @@ def test_a_folder_that_is_read_only_in_one_place(ranks: Path) -> None:
     lines = done.stderr.splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == ["Read-only file system"] * 3
     assert lines[0] == "syncheck: error: -o out.json: cannot be written: Read-only file system"
-    assert sorted(os.listdir(ranks)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
-    assert (ranks / "out.json").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
+    assert (tmp_path / "out.json").read_text() == "old"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from checkpoints import changed, network, save, save_pth
 
-from syncheck.cli import main
 from syncheck.kernel.blocks import Files
 from syncheck.messages import Note
 
@@ -20,34 +20,23 @@ if TYPE_CHECKING:
     from checkpoints import Done
 
     Run = Callable[..., Done]
-    Main = Callable[..., Done]
+    Ranks = Callable[..., list[Path]]
 
 BN = ("running_mean", "running_var")
 SMALL = 2.0**-22  # two steps of a float32 near 1
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
-    """Run a command in this process, in a folder with two ranks whose running statistics differ.
+def run(cli: Run, ranks: Ranks, tmp_path: Path) -> Run:
+    """Run a command in a folder with two ranks whose running statistics differ.
 
-    A table given as `table=` stands in the folder's pyproject.toml.
+    table: the lines of [tool.syncheck] in the folder's pyproject.toml.
     """
-    from checkpoints import Done
-
-    for rank, state in enumerate((network(), changed(network(), *BN))):
-        save(tmp_path / f"run_rank{rank}.pth", state)
-    monkeypatch.chdir(tmp_path)
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
+    ranks(network(), changed(network(), *BN))
 
     def go(*arguments: str, table: str = "", command: str = "compare") -> Done:
         (tmp_path / "pyproject.toml").write_text(f"[tool.syncheck]\n{table}\n")
-        try:
-            code = main([command, *(arguments or ("run_*.pth",))])
-        except SystemExit as stopped:
-            code = int(str(stopped.code))
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
+        return cli(command, *(arguments or ("run_*.pth",)))
 
     return go
 
@@ -57,28 +46,68 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     [
         (["--close"], "close = true", ["--no-close"], (0, 1)),
         (["--rtol=0", "--atol=2"], "rtol = 0\natol = 2", ["--ulp=1"], (0, 1)),
+        (["--rtol=0", "--atol=2"], "rtol = 0\natol = 2", ["--rtol=0", "--atol=0.5"], (0, 1)),
+        (["--ulp=4000000000"], "ulp = 4_000_000_000", ["--ulp=0"], (0, 1)),
         (["--exit-zero"], "exit-zero = true", ["--no-exit-zero"], (0, 1)),
         (["--allow=SYN201"], "allow = ['SYN201']", ["--allow=SYN203"], (0, 1)),
+        (["--only-params"], "only = ['params']", ["--only-buffers"], (0, 1)),
+        (["--include=fc.*"], "include = ['fc.*']", ["--include=*"], (0, 1)),
+        (["--exclude=*running_*"], "exclude = ['*running_*']", ["--exclude=fc.*"], (0, 1)),
+        (
+            ["--only-buffers", "--buffers=fc.*", "--include=fc.*"],
+            "only = ['buffers']\nbuffers = ['fc.*']\ninclude = ['fc.*']",
+            ["--only-buffers", "--buffers=nothing", "--include=*"],
+            (0, 1),
+        ),
+        (["--group-by=rank0"], "group-by = 'rank0'", ["--group-by=rank"], (2, 1)),
         ([], "tolerance.bn_mean = {rtol=0, atol=2}\ntolerance.'*_var' = {rtol=0, atol=2}", ["--ulp=0"], (0, 1)),
         ([], "tolerance.bn_mean = {rtol=0, atol=2}", ["--rtol=0", "--atol=2"], (1, 0)),
     ],
 )
 @pytest.mark.parametrize("command", ["compare", "report"])
-def test_what_excuses(
-    run: Main, tmp_path: Path, command: str, typed: list[str], table: str, back: list[str], codes: tuple[int, int]
+def test_options_of_the_file_and_of_the_command_line(
+    run: Run, tmp_path: Path, command: str, typed: list[str], table: str, back: list[str], codes: tuple[int, int]
 ) -> None:
-    """Typed and in the file an option gives one exit code; what is typed beside the file's gives the other one."""
+    """An option has the same exit code in the file, which is printed on stderr, and typed; typed options win."""
     if "close" in table:
         save(tmp_path / "run_rank1.pth", changed(network(), *BN, by=SMALL))
     if typed:
         assert run("run_*.pth", *typed, command=command).code == codes[0]
-    assert run("run_*.pth", table=table, command=command).code == codes[0]
-    assert run("run_*.pth", *back, table=table, command=command).code == codes[1]
-    without = run("run_*.pth", "--no-config", table=table, command=command)
-    assert (without.code, without.err) == (1, "")
+    done = run("run_*.pth", table=table, command=command)
+    keys = ", ".join(tomllib.loads(table))
+    assert (done.code, done.err) == (codes[0], f"syncheck: options from {tmp_path}/pyproject.toml: {keys}\n")
+    for arguments, code in ((back, codes[1]), (["--no-config"], 1)):
+        done = run("run_*.pth", *arguments, table=table, command=command)
+        assert (done.code, done.err) == (code, "")
 
 
-def test_the_rule_is_printed_with_what_it_excused(run: Main) -> None:
+def test_errors_of_the_file_are_one_line(run: Run, tmp_path: Path) -> None:
+    """A wrong value in the file ends both commands with 2 before anything is compared."""
+    for command in ("compare", "report"):
+        done = run("run_*.pth", table="allow = ['SYN999']", command=command)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert done.err.startswith(f"syncheck: error: {tmp_path}/pyproject.toml: tool.syncheck.allow = 'SYN999'")
+
+
+def test_report_without_a_path(cli: Run, run: Run, tmp_path: Path) -> None:
+    """`report` reads a given path, else the file's checkpoints, else the folder ckpts; `compare` needs a path."""
+    file = tmp_path / "pyproject.toml"
+    for rank in range(2):
+        save_pth(tmp_path / "ckpts" / f"other_rank{rank}.pth", network())
+    file.write_text("[tool.syncheck]\ncheckpoints = ['run_*.pth']\n")
+    done = cli("report")
+    assert (done.code, done.err) == (1, f"syncheck: options from {file}: checkpoints\n")
+    done = cli("report", "ckpts")
+    assert (done.code, done.err) == (0, "")
+    assert cli("report", "--no-config").code == 0
+    assert cli("compare").code == 2
+    file.write_text("[tool.syncheck]\ncheckpoints = ['nothing/*.pth']\n")
+    assert "nothing/*.pth: no file matches" in cli("report").err
+    file.write_text("[tool.syncheck]\n")
+    assert cli("report").code == 0
+
+
+def test_the_rule_is_printed_with_what_it_excused(run: Run) -> None:
     """Text and JSON name the entry that passed a tensor as close."""
     table = "[tool.syncheck.tolerance]\n'*_mean' = {rtol=0, atol=2}\nbn_var = {rtol=0, atol=3}"
     done = run("run_*.pth", table=table)
@@ -114,14 +143,14 @@ def test_the_rule_is_printed_with_what_it_excused(run: Main) -> None:
         (["--update-baseline"], "--update-baseline: requires --baseline FILE"),
     ],
 )
-def test_wrong_usage_is_said_in_the_words_of_the_command_line(run: Main, arguments: list[str], text: str) -> None:
+def test_wrong_usage_is_said_in_the_words_of_the_command_line(run: Run, arguments: list[str], text: str) -> None:
     """Each is exit 2 and one line, with the option as it is typed, and nothing is compared."""
     done = run("run_*.pth", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert f"error: {text}" in done.err
 
 
-def test_wrong_usage_comes_before_out_of_sync(run: Main) -> None:
+def test_wrong_usage_comes_before_out_of_sync(run: Run) -> None:
     """A glob without a match stops the whole run with 2, beside files that differ too: the answer would be of less than
     was asked for. A file that is named and missing is listed, and the others are compared."""
     done = run("run_*.pth", "nothing*.pth")
@@ -132,7 +161,7 @@ def test_wrong_usage_comes_before_out_of_sync(run: Main) -> None:
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
-def test_reference(run: Main, tmp_path: Path, command: str) -> None:
+def test_reference(run: Run, tmp_path: Path, command: str) -> None:
     """Findings name the ranks that are not the reference, by rank or path, typed or from the file; typing wins."""
     save(tmp_path / "run_rank2.pth", network())
 
@@ -151,7 +180,7 @@ def test_reference(run: Main, tmp_path: Path, command: str) -> None:
     assert str(Note.REFERENCE(rank=1)) in run("run_*.pth", "--reference", "1").out
 
 
-def test_jobs(run: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of threads reaches those who read, from the file and, before that, from the command line."""
     asked: list[int | None] = []
     made = Files.__init__
@@ -166,7 +195,7 @@ def test_jobs(run: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [None, 3, 2, 3]
 
 
-def test_quick(run: Main, tmp_path: Path) -> None:
+def test_quick(run: Run, tmp_path: Path) -> None:
     """Damage after saving is seen by reading and not by stored checksums; --no-quick looks in spite of the file."""
     path = tmp_path / "run_rank0.pth"
     data = path.read_bytes()
@@ -183,7 +212,7 @@ def test_quick(run: Main, tmp_path: Path) -> None:
         assert run("run_*.pth", *arguments, table=table).code == code
 
 
-def test_group_by(run: Main, tmp_path: Path) -> None:
+def test_group_by(run: Run, tmp_path: Path) -> None:
     """Files that no name sorts together are compared when the expression does, typed or from the file."""
     for name in ("alice", "bob"):
         save(tmp_path / f"final-{name}.pth", network())
@@ -194,7 +223,7 @@ def test_group_by(run: Main, tmp_path: Path) -> None:
     assert run(*files, "--group-by", together, table=f"group-by = '{apart}'").code == 0
 
 
-def test_buffers(run: Main, tmp_path: Path) -> None:
+def test_buffers(run: Run, tmp_path: Path) -> None:
     """A tensor that may be a parameter is a buffer by --buffers, typed or from the file; typing wins."""
     for rank in range(2):
         odd = np.full(2, rank, np.float32)
@@ -206,13 +235,14 @@ def test_buffers(run: Main, tmp_path: Path) -> None:
     assert run(*files, "--buffers", "nothing", table="buffers = ['mem*']").code == 1
 
 
-def test_format(run: Main) -> None:
-    """The file may ask for JSON on stdout, and --format text takes it back."""
-    assert json.loads(run("run_*.pth", table="format = 'json'").out)["verdict"] == "out_of_sync"
+def test_format(run: Run) -> None:
+    """The file may set JSON for stdout, which stays a document beside the line on stderr; --format text wins."""
+    done = run("run_*.pth", table="format = 'json'\nallow = ['SYN201']")
+    assert (json.loads(done.out)["verdict"], done.err.count("\n")) == ("in_sync", 1)
     assert run("run_*.pth", "--format", "text", table="format = 'json'").lines[-2] == "OUT OF SYNC"
 
 
-def test_output(run: Main, tmp_path: Path) -> None:
+def test_output(run: Run, tmp_path: Path) -> None:
     """The file's outputs are written, those typed instead of them; a wrong ending or folder names where it stands."""
     assert run("run_*.pth", table="output = ['a.json', 'a.md']").code == 1
     assert sorted(path.name for path in tmp_path.glob("a.*")) == ["a.json", "a.md"]
@@ -227,7 +257,7 @@ def test_output(run: Main, tmp_path: Path) -> None:
     assert "tool.syncheck.output no/folder/a.json: cannot be written: the folder" in done.err
 
 
-def test_limit(run: Main) -> None:
+def test_limit(run: Run) -> None:
     """The number of rows comes from the file, and before that from -n, 0 for all."""
     assert "... and 3 more; --limit 0 shows all" in run("run_*.pth", table="limit = 1").out
     assert "... and 2 more; --limit 0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
@@ -236,7 +266,7 @@ def test_limit(run: Main) -> None:
     assert "... and 3 more; --limit 0 shows all" in run("run_*.pth", "-n", "1", table="limit = 0").out
 
 
-def test_quiet(run: Main) -> None:
+def test_quiet(run: Run) -> None:
     """A project may be quiet; --no-quiet shows the report, and an error is never silent."""
     done = run("run_*.pth", table="quiet = true\nulp = 1")
     assert (done.code, done.out, done.err) == (1, "", "")
@@ -245,13 +275,13 @@ def test_quiet(run: Main) -> None:
     assert run("nothing*.pth", table="quiet = true").err.startswith("syncheck: error: nothing*.pth")
 
 
-def test_color(run: Main) -> None:
+def test_color(run: Run) -> None:
     """Colour is as the file says, unless it is typed."""
     assert "\x1b[" in run("run_*.pth", table="color = 'always'").out
     assert "\x1b[" not in run("run_*.pth", "--color", "never", table="color = 'always'").out
 
 
-def test_what_changes_the_exit_code_is_said(run: Main, tmp_path: Path) -> None:
+def test_what_changes_the_exit_code_is_said(run: Run, tmp_path: Path) -> None:
     """On stderr stand the file's options that act on the answer, and of those for printing only the exit code's."""
     table = "exit-zero = true\nlimit = 3\ncolor = 'never'\nreference = 0\njobs = 2"
     path = tmp_path / "pyproject.toml"

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import chdir, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,7 +35,7 @@ def refused(done: Done, text: str) -> None:
 
 @pytest.mark.parametrize("command", [("compare", *TWO), ("fingerprint", TWO[0], "-q")], ids=["report", "fingerprint"])
 @pytest.mark.parametrize("what", ["pipe", "socket", "device", "link to a pipe", "loop", "below a file"])
-def test_what_is_no_file(run: Run, tmp_path: Path, command: tuple[str, ...], what: str) -> None:
+def test_what_is_no_file(cli: Run, tmp_path: Path, command: tuple[str, ...], what: str) -> None:
     """A pipe that nobody reads makes nothing wait; it, a socket, a device and a looping link stay what they are."""
     out = tmp_path / "out.json"
     needed = "cannot be written: not a regular file but a pipe, socket or device"
@@ -59,7 +59,7 @@ def test_what_is_no_file(run: Run, tmp_path: Path, command: tuple[str, ...], wha
         if what == "pipe":
             (tmp_path / "pipe").rename(out)
     before = None if what == "below a file" else os.lstat(out)
-    done = run(*command, "-o", str(out))
+    done = cli(*command, "-o", str(out))
     assert (done.code, done.out) == (2, "")
     assert done.err == f"syncheck: error: -o {out}: {needed}\n"
     if before is not None:
@@ -67,50 +67,50 @@ def test_what_is_no_file(run: Run, tmp_path: Path, command: tuple[str, ...], wha
         assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
 
 
-def test_links_stay(run: Run, tmp_path: Path) -> None:
+def test_links_stay(cli: Run, tmp_path: Path) -> None:
     """What a link leads to is written, be it there or not, and the link stays; it may lead to another folder."""
     (tmp_path / "reports").mkdir()
     (tmp_path / "reports" / "old.json").write_text("old")
     for name in ("old.json", "new.json"):
         (tmp_path / "out.json").symlink_to(f"reports/{name}")
-        assert run("compare", *TWO, "-o", "out.json").code == 1
+        assert cli("compare", *TWO, "-o", "out.json").code == 1
         assert (tmp_path / "out.json").is_symlink()
         assert json.loads((tmp_path / "reports" / name).read_text())["verdict"] == "out_of_sync"
         (tmp_path / "out.json").unlink()
     assert sorted(os.listdir(tmp_path / "reports")) == ["new.json", "old.json"]
 
 
-def test_a_private_report_stays_private(run: Run, tmp_path: Path) -> None:
+def test_a_private_report_stays_private(cli: Run, tmp_path: Path) -> None:
     """The permissions of a file that is replaced are kept; a new one gets those of any new file."""
     (tmp_path / "out.json").touch(mode=0o600)
     (tmp_path / "other").touch()
-    assert run("compare", *TWO, "-o", "out.json", "-o", "new.json").code == 1
+    assert cli("compare", *TWO, "-o", "out.json", "-o", "new.json").code == 1
     assert (tmp_path / "out.json").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "new.json").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-def test_the_longest_name(run: Run, tmp_path: Path) -> None:
+def test_the_longest_name(cli: Run, tmp_path: Path) -> None:
     """A name as long as the file system takes is written to, and a longer one refused before anything is compared."""
     name = "n" * (os.pathconf(tmp_path, "PC_NAME_MAX") - 5)
-    assert run("compare", *TWO, "-o", f"{name}.json", "-o", f"{name}.json").code == 1
+    assert cli("compare", *TWO, "-o", f"{name}.json", "-o", f"{name}.json").code == 1
     assert json.loads((tmp_path / f"{name}.json").read_text())["verdict"] == "out_of_sync"
-    refused(run("compare", *TWO, "-o", f"{name}n.json"), "cannot be written: File name too long")
-    assert run("fingerprint", TWO[0], "-q", "-o", f"{name[:200]}.json").code == 0
+    refused(cli("compare", *TWO, "-o", f"{name}n.json"), "cannot be written: File name too long")
+    assert cli("fingerprint", TWO[0], "-q", "-o", f"{name[:200]}.json").code == 0
 
 
-def test_names_from_the_project_file(run: Run, tmp_path: Path) -> None:
+def test_names_from_the_project_file(cli: Run, tmp_path: Path) -> None:
     """A NUL, which a command line cannot hold, is one line too."""
     (tmp_path / "pyproject.toml").write_text('[tool.syncheck]\noutput = ["a\\u0000b.json"]\n')
-    done = run("compare", *TWO)
+    done = cli("compare", *TWO)
     assert (done.code, done.out) == (2, "")
     assert re.search(r"cannot be written: .*embedded null ", done.err)  # Python 3.13 says which call it was
 
 
-def test_no_checkpoint_is_lost(run: Run, tmp_path: Path) -> None:
+def test_no_checkpoint_is_lost(cli: Run, tmp_path: Path) -> None:
     """A report goes over no checkpoint: whatever its ending, also through a link, a fingerprint, a part of a folder."""
     save_pth(tmp_path / "mine.json", network())
     (tmp_path / "link.txt").symlink_to("run_rank1.pth")
-    assert run("fingerprint", *TWO, "-q", "-o", "prints").code == 0
+    assert cli("fingerprint", *TWO, "-q", "-o", "prints").code == 0
     whole = tmp_path / "whole"
     save_safetensors(whole / "model-00001-of-00001.safetensors", network())
     names = dict.fromkeys(network(), "model-00001-of-00001.safetensors")
@@ -118,31 +118,31 @@ def test_no_checkpoint_is_lost(run: Run, tmp_path: Path) -> None:
     for place in ("mine.json", "link.txt", "prints/run_rank0.fingerprint.json", "whole/model.safetensors.index.json"):
         before = (tmp_path / place).read_bytes()
         told = f"-o {place}: would overwrite a checkpoint; pass another path"
-        refused(run("compare", *TWO, "-o", "good.md", "-o", place), told)
+        refused(cli("compare", *TWO, "-o", "good.md", "-o", place), told)
         if "prints" not in place:  # a fingerprint may be made anew
-            refused(run("fingerprint", *TWO[:1], "-o", place), told)
+            refused(cli("fingerprint", *TWO[:1], "-o", place), told)
         assert (tmp_path / place).read_bytes() == before
         assert not (tmp_path / "good.md").exists()
     # An earlier report is replaced, also one that lies beside checkpoints.
     for place in ("whole/report.json", "prints/report.json", "report.json"):
         for _ in range(2):
-            assert run("compare", *TWO, "-o", place).code == 1
+            assert cli("compare", *TWO, "-o", place).code == 1
 
 
-def test_seen_before_anything_is_compared(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seen_before_anything_is_compared(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is missing or a file that is one is told at once, and not after an hour."""
     from syncheck import api
 
     monkeypatch.setattr(api, "compare", lambda *_, **__: pytest.fail("this compared"))
     (tmp_path / "folder.json").mkdir()
     refused(
-        run("compare", *TWO, "-o", "no/out.json"),
+        cli("compare", *TWO, "-o", "no/out.json"),
         "-o no/out.json: cannot be written: the folder no does not exist; create it first",
     )
-    refused(run("compare", *TWO, "-o", "folder.json"), "-o folder.json: cannot be written: Is a directory")
+    refused(cli("compare", *TWO, "-o", "folder.json"), "-o folder.json: cannot be written: Is a directory")
 
 
-def test_a_verdict_survives_its_report(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verdict_survives_its_report(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one of three files cannot be written after all, it is told, the others and stdout have the verdict: 2."""
     replace = os.replace
 
@@ -152,44 +152,37 @@ def test_a_verdict_survives_its_report(run: Run, tmp_path: Path, monkeypatch: py
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", failing)
-    done = run("compare", *TWO, "-o", "a.json", "-o", "b.xml", "-o", "c.md")
+    done = cli("compare", *TWO, "-o", "a.json", "-o", "b.xml", "-o", "c.md")
     assert (done.code, done.err) == (2, "syncheck: error: -o b.xml: cannot be written: No space left on device\n")
     assert done.lines[-2] == "OUT OF SYNC"
     shown = sorted(path.name for path in tmp_path.iterdir() if "rank" not in path.name)
     assert shown == ["a.json", "c.md"]
 
 
-def ended(folder: Path, *arguments: str) -> Done:
-    """Run a command as a program."""
-    command = [sys.executable, "-m", "syncheck", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    return Done(done.returncode, done.stdout, done.stderr)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["html", "json", "md", "txt", "xml"])
-def test_full_disk(run: Run, tmp_path: Path, ending: str) -> None:
+@pytest.mark.parametrize("ending", ["html", "json"])
+def test_full_disk(cli: Run, tmp_path: Path, ending: str) -> None:
     """On a disk that is full the old report stays whole, the verdict is printed, and nothing is left behind."""
     with small_disk(tmp_path / "disk", "64k") as disk:
         out = disk / f"out.{ending}"
-        assert ended(tmp_path, "compare", *TWO, "-o", str(disk / "first.txt")).code == 1
+        assert cli("compare", *TWO, "-o", str(disk / "first.txt")).code == 1
         out.write_text("old")
         with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(4096)):
                 pass
         before = sorted(os.listdir(disk))
-        done = ended(tmp_path, "compare", *TWO, "-o", str(out))
+        done = cli("compare", *TWO, "-o", str(out))
         assert done.err == f"syncheck: error: -o {out}: cannot be written: No space left on device\n"
         assert (done.code, done.lines[-2]) == (2, "OUT OF SYNC")
         assert (out.read_text(), sorted(os.listdir(disk))) == ("old", before)
-        done = ended(tmp_path, "fingerprint", TWO[0], "-o", str(disk / "f.json"))
+        done = cli("fingerprint", TWO[0], "-o", str(disk / "f.json"))
         assert (done.code, done.out) == (2, "")
         assert done.err.endswith("No space left on device\n")
         assert sorted(os.listdir(disk)) == before
 
 
 @pytest.mark.slow
-def test_read_only_disk(run: Run, tmp_path: Path) -> None:
+def test_read_only_disk(cli: Run, tmp_path: Path) -> None:
     """A folder that cannot be written, by root neither, is told before anything is compared; reading there goes on."""
     with small_disk(tmp_path / "disk", "1m") as disk:
         for name in TWO:
@@ -198,26 +191,26 @@ def test_read_only_disk(run: Run, tmp_path: Path) -> None:
         (tmp_path / "here.json").symlink_to(disk / "out.json")
         assert make_read_only(disk)
         for place in (disk / "out.json", disk / "new.json", tmp_path / "here.json"):
-            done = ended(tmp_path, "compare", *TWO, "-o", str(place))
+            done = cli("compare", *TWO, "-o", str(place))
             assert (done.code, done.out) == (2, "")
             assert done.err == f"syncheck: error: -o {place}: cannot be written: Read-only file system\n"
         assert (disk / "out.json").read_text() == "old"
         # Where one stands there, too.
-        assert ended(disk, "compare", *TWO, "-o", str(tmp_path / "out.json")).code == 1
-        assert ended(disk, "fingerprint", *TWO, "-o", "prints").err.endswith("Read-only file system\n")
+        with chdir(disk):
+            assert cli("compare", *TWO, "-o", str(tmp_path / "out.json")).code == 1
+            assert cli("fingerprint", *TWO, "-o", "prints").err.endswith("Read-only file system\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 8])
-def test_at_once(run: Run, tmp_path: Path, count: int) -> None:
-    """Many runs over the same files that write the same report all end well, and what is there is whole each time."""
+def test_at_once(tmp_path: Path) -> None:
+    """Several runs that write the same report at the same time succeed, and the report is complete each time."""
     command = [sys.executable, "-m", "syncheck", "report", ".", "-q", "-o", "out.json", "-o", "out.html"]
-    programs = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(count)]
+    programs = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(4)]
     seen = 0
     while any(program.poll() is None for program in programs):
         if (tmp_path / "out.json").exists():
             assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "out_of_sync"
             seen += 1
-    assert [(program.communicate()[1], program.returncode) for program in programs] == [(b"", 1)] * count
+    assert [(program.communicate()[1], program.returncode) for program in programs] == [(b"", 1)] * 4
     assert seen
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json", *TWO]

@@ -12,7 +12,7 @@ from checkpoints import network, save_pth, save_safetensors
 
 from syncheck import contents
 from syncheck.diagnose import RULES
-from syncheck.report import listing, terminal
+from syncheck.report import terminal, text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
     """On 80 columns nothing is broken or wider, with the optimizer's names too; a column tells of NaN where one is."""
     path = next((Path(__file__).parents[2] / "fixtures/desync/step_skipped").rglob("*.pth"))
     listed = contents.describe(str(path)) | {"path": "a.pth"}
-    drawn = terminal.render(listing.list_contents(listed), 80, color=False)
+    drawn = terminal.render(text.list_contents(listed), 80, color=False)
     assert max(map(len, drawn.splitlines())) <= 80
     assert "\noptimizer.fc.weight.exp_avg  optimizer\n" in drawn
     assert ", all values finite\n" in drawn

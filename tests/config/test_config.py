@@ -1,4 +1,4 @@
-"""[tool.syncheck] of pyproject.toml: search, keys and precedence."""
+"""[tool.syncheck] of pyproject.toml: search, keys, precedence and errors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,32 @@ import dataclasses
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import network, save_pth
-from project_file import write
 
 from syncheck import api, config, options
 from syncheck.errors import TOML, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Return a folder that is the top of a repository, where the search for a pyproject.toml ends."""
+    (tmp_path / ".git").mkdir()
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    """Write a pyproject.toml whose table [tool.syncheck] has these lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pyproject.toml"
+    path.write_text(f"[project]\nname = 'x'\n[tool.syncheck]\n{text}\n")
+    return path
 
 
 EVERY_KEY = {
@@ -46,10 +61,8 @@ EVERY_PRINTING_KEY = {
     "quiet": ("true", True),
     "color": ('"never"', "never"),
 }
-TOLERANCE = ("rtol", "atol", "ulp", "close", "tolerance")
 # Neither is valid without the other.
 TOGETHER = {"rtol": ("rtol", "atol"), "atol": ("rtol", "atol")}
-ALL_BUT_CLOSE = "\n".join(f"{name} = {text}" for name, (text, _) in EVERY_KEY.items() if name != "close")
 
 
 def test_every_option_has_its_key() -> None:
@@ -83,26 +96,6 @@ def test_printing_keys_are_separate(project: Path, monkeypatch: pytest.MonkeyPat
     assert (dict(found.run), dict(found.comparison)) == ({key.replace("-", "_"): value}, {"ulp": 3})
     assert config.merge_options(found) == api.Options(ulp=3)
     assert config.list_applied_keys(found) == ("ulp",)
-
-
-@pytest.mark.parametrize("key", EVERY_KEY)
-def test_arguments_take_precedence(project: Path, key: str) -> None:
-    """An argument replaces the value of the file; any tolerance replaces all tolerances of the file."""
-    path = write(project, ALL_BUT_CLOSE)
-    other: dict[str, Any] = {"rtol": 0.0, "atol": 0.0, "ulp": 0, "group-by": "other", "only": ["rng"], "baseline": "x"}
-    other |= {"close": False, "tolerance": {"fc.*": "close"}, "reference": "x", "jobs": 9, "quick": False, "rng": False}
-    given = {name.replace("-", "_"): other.get(name, ["SYN203"]) for name in TOGETHER.get(key, (key,))}
-    found = config.load(path.parent)
-    not_given = dict.fromkeys(("include", "exclude"), ()) | {"buffers": [], "ulp": None, "group_by": None}
-    got = config.merge_options(found, **not_given | given)
-    dropped = TOLERANCE if key in TOLERANCE else ()
-    for name in EVERY_KEY:
-        field = name.replace("-", "_")
-        kept = EVERY_KEY[name][1] if name not in (*dropped, "close") else getattr(api.Options(), field)
-        value = given.get(field, kept)
-        assert getattr(got, field) == (tuple(value) if isinstance(value, list) else value)
-        taken = field not in given and name not in (*dropped, "close")
-        assert (name in config.list_applied_keys(found, **not_given | given)) == taken
 
 
 @pytest.mark.parametrize("given", [{"rtol": 0.5}, {"atol": 0.0}])
@@ -222,3 +215,75 @@ def test_folder_that_is_gone(project: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=gone, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Config(path=None")
+
+
+# Values of another type or outside of the range, as Python prints them.
+WRONG = [
+    ("only", "'params'"), ("allow", "[201]"), ("checkpoints", "'ckpts'"), ("ulp", "1.5"), ("ulp", "False"),
+    ("ulp", "-1"), ("group-by", "['x']"), ("jobs", "0"), ("jobs", "'all'"), ("reference", "[0]"),
+    ("reference", "True"), ("quick", "1"), ("close", "'yes'"), ("tolerance", "0.001"), ("exit-zero", "1"),
+    ("format", "'yaml'"), ("format", "3"), ("color", "True"), ("output", "'x.json'"), ("limit", "-1"),
+    ("limit", "1.0"), ("limit", "True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "texts"),
+    [
+        *((f"{key} = {text.lower()}", [f"tool.syncheck.{key} = {text}: must be"]) for key, text in WRONG),
+        ("alow = ['SYN201']", ["tool.syncheck.alow: unknown key", "allow", "group-by"]),
+        ("group_by = 'x'", ["tool.syncheck.group_by: unknown key"]),
+        ("rtol = '1e-3'\natol = 0", ["tool.syncheck.rtol = '1e-3': must be"]),
+        ("atol = true\nrtol = 0", ["tool.syncheck.atol = True: must be"]),
+        ("[tool.syncheck.allow]\ncode = 1", ["tool.syncheck.allow = {'code': 1}: must be"]),
+        ("allow = ['SYN999']", ["tool.syncheck.allow = 'SYN999': no such code"]),
+        ("only = ['weights']", ["tool.syncheck.only = 'weights': must be", "params"]),
+        ("rtol = 0.1", ["tool.syncheck.rtol and tool.syncheck.atol belong together"]),
+        ("rtol = 2\natol = 0", ["tool.syncheck.rtol = 2.0 tool.syncheck.atol = 0.0: must be"]),
+        ("rtol = nan\natol = 0", ["tool.syncheck.rtol = nan"]),
+        (f"rtol = 0\natol = 1{'0' * 400}", ["tool.syncheck.rtol = 0.0 tool.syncheck.atol = inf"]),
+        ("close = true\nulp = 1", ["tool.syncheck.close cannot be combined", "tool.syncheck.ulp"]),
+        ("group-by = '('", ["tool.syncheck.group-by = '(': not a regular expression"]),
+        ("allow = [\n[tool.x]", ["not TOML", "at line"]),
+        ("x = " + "[" * 9000, ["not TOML"]),
+        ("allow = ['\x1b[31m']", ["not TOML"]),
+    ],
+)
+def test_invalid_values(project: Path, lines: str, texts: list[str]) -> None:
+    """An invalid key or value causes one line with the file, the key, the value and the requirement."""
+    path = write(project, lines)
+    with pytest.raises(UsageError) as caught:
+        config.load(project)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert all(text in message for text in texts), message
+    assert "\n" not in message
+    assert "--" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"tool.syncheck = 3\n", r"tool\.syncheck = 3: must be a table"),
+        (b"# \xff\n[tool.syncheck]\n", "not TOML"),
+        (b"# \xff\n[tool.other]\n[", None),  # without our table, the file is not checked
+    ],
+)
+def test_invalid_files(project: Path, content: bytes, message: str | None) -> None:
+    """A table that is not a table, or a file that is not UTF-8, is an error if the file mentions syncheck."""
+    (project / "pyproject.toml").write_bytes(content)
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
+        assert config.load(project) == config.Config()
+
+
+def test_unreadable_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be read is an error, because its options could change the verdict."""
+    path = write(project, "ulp = 3")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refused)
+    with pytest.raises(UsageError, match="Permission denied") as caught:
+        config.load(project)
+    assert str(caught.value).startswith(str(path))

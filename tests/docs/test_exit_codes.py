@@ -10,10 +10,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from syncheck.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from checkpoints import Done
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
@@ -43,18 +49,13 @@ def test_every_row_is_parsed() -> None:
     assert len(ROWS) == len(proofs) > 45
 
 
-def test_exit_codes_of_commands(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_of_commands(clone: Path, cli: Callable[..., Done]) -> None:
     """Each syncheck command of the tables exits with its code, in a folder with the fixtures."""
-    commands = [(command, code) for _, code, command, _, _ in ROWS if command.startswith("syncheck")]
+    commands = {command: code for _, code, command, _, _ in ROWS if command.startswith("syncheck")}
     assert len(commands) > 25
-    ended = {}
-    for command, _ in commands:
-        try:
-            ended[command] = main(split_command(command))
-        except SystemExit as stopped:  # of argparse
-            ended[command] = int(str(stopped.code))
-    assert ended == dict(commands)
-    assert "Traceback" not in capsys.readouterr().err
+    ended = {command: cli(*split_command(command)) for command in commands}
+    assert {command: done.code for command, done in ended.items()} == commands
+    assert not any("Traceback" in done.err for done in ended.values())
     assert sorted(os.listdir(clone)) == ["fixtures", "known.json", "more", "prints"]
 
 

@@ -8,30 +8,24 @@ import re
 from dataclasses import replace
 from html import escape as html_escape
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from groups import make_finding, make_group
 from groups import text as message_of
+from real_runs import FIXTURES, REAL, compare_real_runs
 
 import syncheck
 from syncheck.messages import Detail
 from syncheck.records import Counts, Group, Reason, Replica, Report, TensorDiff
 from syncheck.report import charts, html, json_document, parts, plain, terminal, text
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-# Two runs with BatchNorm drift and two runs in sync.
-REAL = [
-    FIXTURES / name
-    for name in ("desync/bn_local_stats", "desync/bn_no_broadcast", "in_sync/ddp_no_bn", "in_sync/sync_bn")
-]
 HOSTILE = "a\x1b[31m<script>alert(1)</script>[bold]&\n$x$" + "n" * 150
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
     """Return the report of runs with and without drift."""
-    return syncheck.compare(*REAL)
+    return compare_real_runs()
 
 
 @pytest.fixture(scope="module")

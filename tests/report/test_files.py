@@ -45,24 +45,3 @@ def test_errors_name_the_option(tmp_path: Path) -> None:
             files.write_file(str(path), EMPTY, option)
     with pytest.raises(UsageError, match=r"^-o out: "):
         files.check_extensions(["out"])
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If writing fails midway, the old file is unchanged and no temporary file remains."""
-    path = tmp_path / "out.txt"
-    path.write_text("old")
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(UsageError, match="No space left on device"):
-        files.write_file(str(path), EMPTY)
-    assert (path.read_text(), list(tmp_path.iterdir())) == ("old", [path])
-
-
-def test_new_files_have_the_usual_permissions(tmp_path: Path) -> None:
-    """A report has the permissions of any new file, not the private permissions of a temporary file."""
-    (tmp_path / "other").touch()
-    files.write_file(str(tmp_path / "out.txt"), EMPTY)
-    assert (tmp_path / "out.txt").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from checkpoints import changed, network, save_pth
 from hostile_report import HOSTILE, hostile
+from real_runs import compare_real_runs
 
 import syncheck
 from syncheck.messages import Undecided
 from syncheck.records import Counts, Report
 from syncheck.report import github, words
-from syncheck.report.history import summarize_history
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-# Two runs with BatchNorm drift and two runs in sync.
-REAL = [
-    FIXTURES / name
-    for name in ("desync/bn_local_stats", "desync/bn_no_broadcast", "in_sync/ddp_no_bn", "in_sync/sync_bn")
-]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
 PROPERTIES = (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%"))
 DATA = (("%0D", "\r"), ("%0A", "\n"), ("%25", "%"))
 
@@ -56,14 +54,14 @@ def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
 
 def test_a_real_comparison() -> None:
     """Each finding is an error with code, file, tensors and fix; only the last step of a run has one."""
-    report = syncheck.compare(*REAL)
+    report = compare_real_runs()
     drawn = github.render(report)
     assert drawn.splitlines()[-2:] == ["OUT OF SYNC", words.counts_line(report)]
     growing, local = commands(drawn)
     assert (growing[0], local[0]) == ("error", "error")
     assert growing[1]["title"] == "SYN202 bn-drift-growing (error) on ranks 0-1, ddp-nobufsync step 12"
     finding = next(f for g in report.groups if g.step == 12 for f in g.findings if f.code == "SYN202")
-    assert f"\n{summarize_history(finding)}\n" in growing[2]
+    assert f"\n{words.summarize_history(finding)}\n" in growing[2]
     assert local[1]["title"].startswith("SYN201 bn-local-stats (warning) on ranks 0-1, ")
     paths = [replica.path for group in report.groups for replica in group.replicas]
     assert local[1]["file"] in paths

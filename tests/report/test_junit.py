@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from checkpoints import changed, network, save_pth, save_safetensors
 from groups import make_finding
 from hostile_report import HOSTILE, hostile
+from real_runs import REAL, compare_real_runs
 
 import syncheck
 from syncheck.errors import logged
 from syncheck.records import Report, ValueDiff
 from syncheck.report import junit
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-# Two runs with BatchNorm drift and two runs in sync.
-REAL = [
-    FIXTURES / name
-    for name in ("desync/bn_local_stats", "desync/bn_no_broadcast", "in_sync/ddp_no_bn", "in_sync/sync_bn")
-]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
 # Children and attributes by element, of the xsd that the module names; those marked are required.
 CHILDREN = {
     "testsuites": {"testsuite"},
@@ -80,7 +79,7 @@ def agree(report: Report, root: ET.Element) -> None:
 
 def test_a_real_comparison() -> None:
     """Each kind of each group is a case, and the kinds that differ fail with code, finding and tensors."""
-    report = syncheck.compare(*REAL)
+    report = compare_real_runs()
     root = parse(junit.render(report))
     agree(report, root)
     assert [suite.attrib["name"] for suite in root] == [group.name for group in report.groups]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,20 +11,16 @@ import pytest
 from checkpoints import changed, network, save_pth
 from hostile_report import HOSTILE, hostile
 from markdown_it import MarkdownIt  # a dependency of rich
+from real_runs import compare_real_runs
 
 import syncheck
 from syncheck.diagnose import RULES
 from syncheck.report import markdown, words
 
 if TYPE_CHECKING:
-    from markdown_it.token import Token
+    from pathlib import Path
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-# Two runs with BatchNorm drift and two runs in sync.
-REAL = [
-    FIXTURES / name
-    for name in ("desync/bn_local_stats", "desync/bn_no_broadcast", "in_sync/ddp_no_bn", "in_sync/sync_bn")
-]
+    from markdown_it.token import Token
 
 
 def parse(page: str) -> list[Token]:
@@ -36,7 +31,7 @@ def parse(page: str) -> list[Token]:
 
 def test_a_real_comparison() -> None:
     """A well-formed page contains verdict, counts, closures, findings and worst tensors."""
-    report = syncheck.compare(*REAL)
+    report = compare_real_runs()
     page = markdown.render(report)
     assert page.startswith(
         f"## syncheck: OUT OF SYNC\n\n{words.counts_line(report)}\n\n**{markdown.text(report.closures[0].sentence)}**"

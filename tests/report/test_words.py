@@ -1,28 +1,34 @@
-"""Sentences shared by several formats."""
+"""Sentences, tables and names shared by several formats."""
 
 from __future__ import annotations
 
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save_pth
+from checkpoints import Done, network, save, save_pth
 from dtensors import save_ranks
+from hostile_report import HOSTILE, hostile
 
 import syncheck
 from syncheck.api import Options
-from syncheck.messages import Undecided
-from syncheck.records import TensorDiff
-from syncheck.report import words
+from syncheck.messages import Grouping, Note, Undecided
+from syncheck.records import Fixed, TensorDiff
+from syncheck.report import files, plain, text, words
+from syncheck.report.words import sort_worst_first
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from syncheck.comparison.replica_groups import Sets
 
 
 @pytest.mark.parametrize(
-    "groups, clusters, text",
+    "groups, clusters, shown",
     [
         ((), ((0, 2, 3), (1,)), "0,2-3 | 1"),
         (((0, 1, 2, 3),), ((0, 2, 3), (1,)), "0,2-3 | 1"),
@@ -37,10 +43,10 @@ if TYPE_CHECKING:
         ),
     ],
 )
-def test_clusters_of_ranks(groups: Sets, clusters: Sets, text: str) -> None:
+def test_clusters_of_ranks(groups: Sets, clusters: Sets, shown: str) -> None:
     """Bars separate sets of ranks with equal bytes; semicolons separate replica groups."""
     diff = TensorDiff("w", "parameter", "float32", (2,), "different", replica_groups=groups, clusters=clusters)
-    assert words.clusters_text(diff) == text
+    assert words.clusters_text(diff) == shown
 
 
 def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:
@@ -53,3 +59,62 @@ def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:
         save_pth(tmp_path / "other" / f"rank{rank}.pth", {"w": parts[rank]})
     left_out = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
     assert words.undecided_reason(left_out) == Undecided.ALL_EXCLUDED(count=1)
+
+
+def diff(name: str, kind: str = "parameter", **changes: object) -> TensorDiff:
+    """Return a tensor that differs."""
+    fields = {"status": "different", "max_abs": 0.1, "nonfinite": {0: 0, 1: 0}} | changes
+    return TensorDiff(name, kind, "float32", (4,), **fields)
+
+
+def test_order_of_tensors() -> None:
+    """NaN on one rank, then parameters by difference, running statistics, counters, and tensors not compared."""
+    nan = diff("nan", max_abs=None, nonfinite={0: 0, 1: 1})
+    infinite = diff("both", max_abs=0.2, nonfinite={0: 3, 1: 3})
+    flipped = diff("flipped", "optimizer", max_abs=1e-9)
+    mean = diff("mean", "bn_mean", max_abs=0.5)
+    counter = diff("counter", "bn_count", max_abs=1.0)
+    shard = diff("shard", status="not_compared", reason="sharded", max_abs=None)
+    shown = [d.name for d in sort_worst_first([counter, mean, shard, flipped, infinite, nan])]
+    assert shown == ["nan", "both", "flipped", "mean", "counter", "shard"]
+
+
+def test_report_prints_each_note_once(cli: Callable[..., Done], tmp_path: Path) -> None:
+    """A note common to several runs is printed once; the grouping of files is not printed."""
+    for run in ("one", "two"):
+        for rank in range(2):
+            save(tmp_path / f"ckpts/{run}_rank{rank}.pth", network())
+    done = cli("report", "ckpts", "--quick")
+    assert done.code == 0
+    assert done.out.count(str(Note.QUICK()).partition(",")[0]) == 1
+    assert str(Grouping.RANKS_IN_NAMES()) not in done.out
+
+
+def test_names_of_the_baseline_are_escaped() -> None:
+    """A resolved finding adds one line of bounded length, and one notice on GitHub, for every hostile name."""
+    group = hostile("calm").groups[0]
+    report = replace(hostile("calm"), groups=(group,))
+    for name in HOSTILE:
+        fixed = replace(report, groups=(replace(group, label=name, fixed=(Fixed(name, (name,) * 9),)),))
+        (line,) = words.fixed_lines(fixed.groups)
+        assert len(line) < 800
+        assert line.isprintable()
+        for parts in (text.comparison, text.overview):
+            assert line in plain.render(parts(fixed, 0)).splitlines() or "#" in name, name
+        before, after = (files.render_format("github", one).splitlines() for one in (report, fixed))
+        assert len(after) == len(before) + 1
+        added = next(line for line in after if line not in before)
+        assert added.startswith("::notice ")
+        assert next(ET.fromstring(files.render_format("junit", fixed)).iter("property")) is not None
+        assert len(files.render_format("markdown", fixed)) < 60_000
+
+
+@pytest.mark.slow
+def test_names_of_the_baseline_are_escaped_in_html() -> None:
+    """The page contains one line per resolved finding, and no script from a name."""
+    report = hostile("calm")
+    fixed = tuple(Fixed("SYN201", (name,)) for name in HOSTILE)
+    page = files.render_format("html", replace(report, groups=(replace(report.groups[0], fixed=fixed),)))
+    assert page.count("<p>fixed: ") == len(HOSTILE)
+    report = replace(report, groups=report.groups[:1])
+    assert len(re.findall("<script", page)) == len(re.findall("<script", files.render_format("html", report)))
