@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import signal
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
