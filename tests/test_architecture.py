@@ -25,7 +25,6 @@ FOR_SOME_FILES = tuple(
         "readers.folders",
         "readers.dcp",
         "kernel.digests",
-        "kernel.checksums",
         "kernel.strided",
         "differences",
         "baseline",
@@ -66,7 +65,6 @@ ALLOWED = {
     "kernel": set(),
     "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares"},
     "kernel.digests": BYTES | {"kernel.moments"},
-    "kernel.checksums": BYTES | {"kernel.digests"},
     "differences.statistics": BASE,
     "differences.floats": BASE | {"tolerance", "differences.statistics"},
     "differences.measurement": BASE
@@ -77,7 +75,7 @@ ALLOWED = {
     "evidence.tensors": BASE | {"kernel.blocks", "differences.floats", "evidence.suspects"},
     "evidence.histograms": BASE | {"kernel.blocks", "differences.floats", "evidence.suspects"},
     "evidence.history": BASE | {"kinds", "evidence.suspects"},
-    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.checksums"},
+    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests"},
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences.floats"},
     "comparison.ties": BASE,
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
@@ -85,10 +83,10 @@ ALLOWED = {
     "comparison.replica_groups": BASE | {"tensor_parallel"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences.measurement"},
     "comparison.tensors": BYTES
-    | {"tolerance", "kernel.digests", "kernel.checksums", "differences.measurement", "comparison.replica_groups"},
+    | {"tolerance", "kernel.digests", "differences.measurement", "comparison.replica_groups"},
     "comparison": set(),
     "comparison.group": BASE
-    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.checksums"}
+    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
     | {"evidence.tensors", "evidence.histograms"}
     | {
         f"comparison.{part}" for part in ("ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
@@ -107,7 +105,7 @@ ALLOWED = {
     "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
-    | {"kernel.blocks", "kernel.pieces", "comparison.group", "live"}
+    | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "live"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE

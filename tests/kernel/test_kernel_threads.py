@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,6 +91,27 @@ def test_error_in_a_thread_is_raised_and_stops_the_others(tmp_path: Path) -> Non
     with Files(jobs=2) as files, pytest.raises(ValueError, match="in thread 1"):
         shares.run_in_shares(tensors, files, work)
     assert len(seen) <= 1
+
+
+@pytest.mark.parametrize("starting", [0, 1, 2])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_thread_that_cannot_start(starting: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without more threads of the system all jobs are done; an interrupt is raised. No started thread remains."""
+    started: list[threading.Thread] = []
+    real, done = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == starting:
+            raise error("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+        shares.run_in_threads(lambda job, _: done.append(job), 4)
+    assert len(started) == starting
+    assert not any(thread.is_alive() for thread in started)
+    assert sorted(done) == (list(range(4)) if error is RuntimeError else list(range(1, starting + 1)))
 
 
 def test_file_that_shrinks_under_threads(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from syncheck.errors import RankFailed
 from syncheck.live import check
 from syncheck.live.channel import Channel
-from syncheck.live.digest import digest_all, lanes
+from syncheck.live.digest import KERNEL, digest_all
 from syncheck.live.exchange import comparison, manifest
 from syncheck.live.memory import tensor_bytes
 from syncheck.messages import Grouping
@@ -160,7 +160,7 @@ def test_report_names_ranks_without_the_fused_kernel(syncheck_rank: Any, monkeyp
 
     def short(sources: Any, algorithm: Any = None) -> Any:
         if syncheck_rank.rank == 1 and algorithm is None:  # not if ranks agree on another algorithm
-            lanes.KERNEL.fallback = "OutOfMemoryError: CUDA out of memory"
+            KERNEL.fallback = "OutOfMemoryError: CUDA out of memory"
         return digest_all(sources, algorithm)
 
     monkeypatch.setattr(manifest, "digest_all", short)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError, one_line
-from syncheck.live.digest import COMMON, WIDTH, digest_all, hash_digests
-from syncheck.live.digest.lanes import KERNEL
+from syncheck.live.digest import COMMON, KERNEL, WIDTH, digest_all, hash_digests
 from syncheck.live.exchange.stored import FileBytes
 from syncheck.live.memory import FORMAT, agree_on_buffers
 from syncheck.live.memory.tensor_bytes import TensorBytes
