@@ -17,7 +17,6 @@ from syncheck.messages import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.live.exchange import ReportCache
     from syncheck.records import Report
 
 P = ParamSpec("P")
@@ -95,7 +94,7 @@ def check(
 @exclude_from_compile
 def run_check(
     objects: Sequence[Any],
-    cache: ReportCache | None = None,
+    cache: dict[Any, Report] | None = None,
     *,
     group: Any = None,
     mesh: Any = None,
@@ -103,7 +102,7 @@ def run_check(
     budget: int = BUDGET,
     **selection: Any,
 ) -> Report:
-    """Run `check` with a cache. objects: model, optimizer and scaler, or None. selection: only=, include= and so on."""
+    """Run `check` with a cache, as in `compare_across_ranks`. objects: model, optimizer, scaler. selection: only=, ..."""
 
     # Checked within the collective call: a rank that raises here would leave its peers waiting.
     def make_options() -> Options:

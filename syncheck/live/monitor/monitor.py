@@ -12,7 +12,6 @@ from syncheck.api import Options
 from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, brief
 from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
 from syncheck.live.checks import check, group_of, run_check
-from syncheck.live.exchange import ReportCache
 from syncheck.live.monitor.reporter import CheckRecord, Reporter
 from syncheck.messages import ranks_text
 from syncheck.records import Report
@@ -142,7 +141,7 @@ class SyncMonitor:
         self.last: Report | None = None
         """The report of the last check."""
         self._objects = (model, optimizer, scaler)
-        self._cache = ReportCache()
+        self._cache: dict[Any, Report] = {}
         self._every, self._on_desync, self._group = every, on_desync, group
         self._start = self._step = start
         self._pending = False
