@@ -102,7 +102,10 @@ def run_check(
     budget: int = BUDGET,
     **selection: Any,
 ) -> Report:
-    """Run `check` with a cache, as in `compare_across_ranks`. objects: model, optimizer, scaler. selection: only=, ..."""
+    """Run `check` with a cache, as in `compare_across_ranks`. objects: model, optimizer and scaler, or None.
+
+    selection: only=, include= and so on.
+    """
 
     # Checked within the collective call: a rank that raises here would leave its peers waiting.
     def make_options() -> Options:

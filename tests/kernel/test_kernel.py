@@ -142,17 +142,6 @@ def test_memory_layouts_may_differ(tmp_path: Path) -> None:
     assert (diff.index, diff.mismatched, diff.max_abs) == ((1199, 999), 1, 1.0)
 
 
-def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
-    """A file that becomes shorter while it is compared is malformed, not different."""
-    paths = write(tmp_path, [A, A])
-    tensors = [syncheck.read(str(path)).tensors["w"] for path in paths]
-    files = Files()
-    files.descriptor(tensors[1])
-    paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
-    with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
-        cluster_replicas(tensors, files)
-
-
 def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:
     """Files are closed and reopened if there are more than the limit."""
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(tmp_path, [A, B, A, A, B, C, A])]

@@ -209,12 +209,3 @@ def test_buffers_and_extra_states_are_repaired(syncheck_rank: Any) -> None:
     assert model.extra["scale"] == 1.5
     assert torch.equal(model.extra["seen"], torch.arange(3))
     assert {(of.name, of.ranks) for of in done.values} == {("_extra_state.scale", (1,)), ("_extra_state.seen", (1,))}
-
-
-@pytest.mark.syncheck(ranks=2)
-def test_batchnorm_of_plain_ddp_with_a_source(syncheck_rank: Any) -> None:
-    """With source=0, statistics that differ on both ranks are copied from rank 0."""
-    model, optimizer = trained(norm=True)
-    done = healed(model, optimizer, bad=(1,), source=0, named=True)
-    assert [of.name for of in done.copied] == ["norm.running_mean", "norm.running_var"]
-    assert "from rank 0 (chosen by the caller)" in done.summary

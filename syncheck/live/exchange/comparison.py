@@ -59,9 +59,9 @@ def compare_across_ranks(
     things: the parts of this rank's replica, as in `memory.snapshot`; they may differ between ranks. group: a process
     group of a backend with `all_gather_object`, all ranks by default. options, mesh: functions that return the options
     and this rank's coordinate by mesh dimension; if one raises, all ranks raise. alone: whether a group of one rank is
-    undecided instead of an error. budget: maximum bytes to fetch. cache: the last report about ranks in sync. Between the
-    checks of one monitor usually only tensor bytes and plain values change; to reuse the report then halves the time of
-    a check of 2,400 small tensors. Ranks in the report are global ranks.
+    undecided instead of an error. budget: maximum bytes to fetch. cache: the last report about ranks in sync.
+    Between the checks of one monitor usually only tensor bytes and plain values change; to reuse the report then halves
+    the time of a check of 2,400 small tensors. Ranks in the report are global ranks.
 
     Raises the same error on all ranks: UsageError for objects that cannot be compared and for options that differ
     between ranks, RankFailed for other errors on a rank.
