@@ -16,45 +16,31 @@ from torch.nn.parallel import DistributedDataParallel
 from syncheck.live import check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from syncheck.records import Report
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+def setting(change: Callable[[Any], None], value: Any, usual: Any) -> Iterator[None]:
+    """Change a global setting of torch in a context."""
+    change(value)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        change(usual)
 
 
-@contextmanager
-def default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def default_device() -> Any:
+    return setting(torch.set_default_device, "meta", None)
 
 
 CONTEXTS = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "deterministic algorithms": deterministic,
-    "default dtype float64": default_dtype,
+    "deterministic algorithms": lambda: setting(torch.use_deterministic_algorithms, True, False),
+    "default dtype float64": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
     "default device meta": default_device,
     "with torch.device('meta')": lambda: torch.device("meta"),
     "saved tensors elsewhere": torch.autograd.graph.save_on_cpu,

@@ -17,10 +17,11 @@ from syncheck.api import Found, Options, build_selection, judge
 from syncheck.comparison import reference
 from syncheck.comparison.group import hyperparameters, selected_kinds
 from syncheck.comparison.replica_groups import divide, find_positions
+from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel
-from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces, size_of
+from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
 from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
 from syncheck.live.local_compare import NO_OBJECTS
 from syncheck.live.memory import snapshot
@@ -196,7 +197,7 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
             for rank in reversed(members):  # the first of several equal ranks remains
                 tensor = tensors[rank]
                 if tensor.same:
-                    remote = RemoteTensor(name, tensor.same, rank, size_of(tensor))
+                    remote = RemoteTensor(name, tensor.same, rank, tensor.numel * DTYPES[tensor.dtype].size)
                     by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = remote
             for by_digest in by_form.values():
                 if len(by_digest) > 1:

@@ -243,11 +243,14 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     if len({info.options for info in rank_infos.values()}) > 1:
         raise UsageError("the options differ between ranks; pass the same options on every rank")
     manifests = {key[0]: own}
-    structures = _find_first_ranks({rank: info.key[0] for rank, info in rank_infos.items()})
+    owners: dict[Key, int] = {}  # the first rank of each content
+    structures: dict[bytes, int] = {}  # and of each structure
+    for rank, info in rank_infos.items():
+        owners.setdefault(info.key, rank)
+        structures.setdefault(info.key[0], rank)
     if len(structures) > 1:
         sent = channel.share(lambda: own, structures.values(), "manifests")
         manifests = {structure: sent[rank] for structure, rank in structures.items()}
-    owners = _find_first_ranks({rank: info.key for rank, info in rank_infos.items()})
     blobs = {key: _join_digests(digests)}
     if len(owners) > 1:
         sent = channel.share(
@@ -298,14 +301,6 @@ def compute_digests(tensors: Sequence[Tensor], algorithm: str | None = None) -> 
 
 def _join_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
     return b"".join(digest for _, digest in digests)
-
-
-def _find_first_ranks(keys: Mapping[int, Any]) -> dict[Any, int]:
-    """Return the first rank of each key. keys: by rank, in order."""
-    ranks: dict[Any, int] = {}
-    for rank, key in keys.items():
-        ranks.setdefault(key, rank)
-    return ranks
 
 
 def _agree_on_algorithms(

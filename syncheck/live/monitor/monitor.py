@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from syncheck.api import Options
 from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, brief
 from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
-from syncheck.live.checks import check, group_of, run_check
+from syncheck.live.checks import check, group_of, make_options, run_check
 from syncheck.live.monitor.reporter import CheckRecord, Reporter
 from syncheck.messages import ranks_text
 from syncheck.records import Report
@@ -131,11 +131,8 @@ class SyncMonitor:
         console: Any = None,
         **checking: Any,
     ) -> None:
-        # A string stands for a tuple with one element.
-        self._checking: dict[str, Any] = {
-            name: (value,) if isinstance(value, str) else value for name, value in checking.items()
-        }
-        _check_arguments(every, on_desync, start, writer, console, self._checking)
+        self._checking = checking
+        _check_arguments(every, on_desync, start, writer, console, checking)
         self.checks = 0
         """The number of checks so far."""
         self.last: Report | None = None
@@ -315,8 +312,7 @@ def _check_arguments(
     if unknown:
         raise UsageError(f"{unknown[0]}=: no such option; syncheck.live.check takes {', '.join(known)}")
     # Now, and not at the first check, hours later.
-    shared: dict[str, Any] = {name: value for name, value in checking.items() if name in Options.__dataclass_fields__}
-    Options(**shared)
+    make_options(**{name: value for name, value in checking.items() if name in Options.__dataclass_fields__})
 
 
 def _whole(value: Any, name: str, *, least: int) -> int:
