@@ -15,8 +15,6 @@ from syncheck.kernel.clustering import cluster_replicas
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncheck.records import TensorDiff
-
 
 def write(folder: Path, arrays: list[np.ndarray[Any, Any]], ending: str = ".pth") -> list[Path]:
     """Write one file a replica, each with one tensor w."""
@@ -28,12 +26,6 @@ def clusters_of(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> tuple[tuple
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(folder, arrays)]
     with Files() as files:
         return cluster_replicas(tensors, files)
-
-
-def compared(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> TensorDiff | None:
-    """Compare replicas written from arrays; None where they are identical."""
-    (group,) = syncheck.compare(*write(folder, arrays)).groups
-    return group.tensors[0] if group.tensors else None
 
 
 A, B, C, D = (np.full(5, value, np.float32) for value in (1, 2, 3, 4))

@@ -77,13 +77,12 @@ class Pending:
 
     def read(self) -> list[bytes]:
         """Wait for the device and return the 16-byte digest of each tensor, with one copy from the device."""
-        import numpy as np
-
-        sums = self.sums.cpu().numpy().view(np.uint64)
-        ends = np.array(self.sizes, np.uint64) + np.uint64(1)
-        a = _mix_uint64(sums[:, 0] + ends * np.uint64(STEP_A), MIX_A)
-        b = _mix_uint64(sums[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
-        data = np.stack([a, b], axis=1).astype("<u8").tobytes()
+        torch = sys.modules["torch"]
+        sums = self.sums.cpu()
+        ends = torch.tensor(self.sizes, dtype=torch.int64, device="cpu") + 1
+        a = _mix_in_place(sums[:, 0] + ends * _to_signed(STEP_A), MIX_A)
+        b = _mix_in_place(sums[:, 1] ^ ends * _to_signed(STEP_B), MIX_B)
+        data = torch.stack([a, b], dim=1).numpy().astype("<i8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
 
 
@@ -148,17 +147,6 @@ def _mix_in_place(x: Any, mix: Mix) -> Any:
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor:
             x.mul_(_to_signed(factor))
-    return x
-
-
-def _mix_uint64(x: Any, mix: Mix) -> Any:
-    """Mix a uint64 array."""
-    import numpy as np
-
-    for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
-        x = x ^ (x >> np.uint64(shift))
-        if factor:
-            x = x * np.uint64(factor)
     return x
 
 
