@@ -12,7 +12,7 @@ from syncheck.api import Options
 from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, brief
 from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
 from syncheck.live.checks import check, group_of, make_options, run_check
-from syncheck.live.monitor.reporter import CheckRecord, Reporter
+from syncheck.live.reporter import CheckRecord, Reporter
 from syncheck.messages import ranks_text
 from syncheck.records import Report
 
@@ -192,7 +192,7 @@ class SyncMonitor:
         if channel is None or len(channel.ranks) < 2:
             self._warn_once(_NO_GROUP if channel is None else _ALONE)
         else:
-            self._report_check(report, seconds, len(channel.ranks))
+            self._report_check(report, seconds)
         if report.verdict == "out_of_sync":
             self._handle_desync(report)
         return report
@@ -243,7 +243,7 @@ class SyncMonitor:
             self._warned.add(text)
             self._reporter.print_text(f"warning: step {self._step}: could not tell: {text}", "yellow")
 
-    def _report_check(self, report: Report, seconds: float, ranks: int) -> None:
+    def _report_check(self, report: Report, seconds: float) -> None:
         new = self._state.update(self._step, report)
         if report.verdict == "undecided":
             from syncheck.report.words import verdict_line
@@ -251,7 +251,7 @@ class SyncMonitor:
             self._warn_once(verdict_line(report).partition(": ")[2])
         if self._is_leader:
             good, since = self._state.last_good, self._state.since
-            checked = CheckRecord(self._step, report, ranks, seconds, self.overhead, good, since, new)
+            checked = CheckRecord(self._step, report, seconds, self.overhead, good, since, new)
             # The text of OutOfSync has the details.
             self._reporter.report_check(checked, details=self._on_desync != "raise")
 
