@@ -45,9 +45,14 @@ class SyncCheckCallback(MonitorSession, *_bases()):  # type: ignore[misc]
     would hide drift of the BatchNorm statistics. The last check therefore follows the last batch if the run ends by
     `max_steps` or `max_epochs`, and the last evaluation if it ends otherwise, for example by early stopping. A
     checkpoint of the same batch is saved after the check.
+
+    The attribute `monitor` is the monitor of the current or last fit.
     """
 
     _steps = 0  # as counted by the trainer: the steps of all optimizers
+
+    def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
+        super().__init__(every, on_desync, **monitor_options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the monitor, after the strategy has wrapped the model and loaded a checkpoint."""

@@ -15,7 +15,7 @@ class MonitorSession:
     before the training. monitor: of the current or last run.
     """
 
-    def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
+    def __init__(self, every: int, on_desync: Any, **monitor_options: Any) -> None:
         super().__init__()
         from syncheck.live import SyncMonitor
 

@@ -36,7 +36,12 @@ class SyncCheckCallback(MonitorSession, _base()):  # type: ignore[misc]
     A check follows an optimizer step and precedes evaluation and saving: under DDP, an evaluation copies rank 0's
     buffers to all ranks, and would hide drift of the BatchNorm statistics. The last check follows the last step, or the
     last evaluation if it stops the run, for example by early stopping.
+
+    The attribute `monitor` is the monitor of the current or last training.
     """
+
+    def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
+        super().__init__(every, on_desync, **monitor_options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Create the monitor, after a checkpoint was loaded."""
