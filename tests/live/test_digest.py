@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from typing import Any
 
@@ -73,12 +72,6 @@ def test_known_answers(name: str, algorithm: str) -> None:
     """The digests of known bytes never change, because other versions and stored files depend on them."""
     data, answers = KNOWN[name]
     assert value(torch.tensor(list(data), dtype=torch.uint8), algorithm).hex() == answers[algorithm]
-
-
-def test_the_common_algorithm_is_that_of_fingerprints() -> None:
-    """COMMON is 128-bit BLAKE2b from hashlib, over all bytes in one piece."""
-    data = random(9 << 20)
-    assert value(data, COMMON) == hashlib.blake2b(data.numpy(), digest_size=16).digest()
 
 
 @every_algorithm

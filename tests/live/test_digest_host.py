@@ -79,7 +79,7 @@ def test_a_rank_takes_its_share_of_the_processors(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("without_xxhash")
 def test_without_xxhash() -> None:
-    """Without the package the digest is BLAKE2."""
+    """Without the package the digest is 128-bit BLAKE2b, as in fingerprints, over all bytes in one piece."""
     sources = some_tensors()
     found = digest_all(sources)
     assert found == digest_all(sources, COMMON)
