@@ -213,8 +213,8 @@ class GroupContents:
         for rank in ranks or self.rank_infos:
             info, content = self.rank_infos[rank], self.of_rank(rank)
             # In a subgroup, ranks outside are not missing; ranks that saved a file and are absent are.
-            absent = content.metadata.world_size or (len(self.rank_infos) if self.is_world else None)
-            world_size = None if ranks else absent
+            present = len(self.rank_infos) if self.is_world else None
+            world_size = None if ranks else content.metadata.world_size or present
             metadata = replace(content.metadata, rank=rank, world_size=world_size, host=info.host, mesh=dict(info.mesh))
             shared = content.manifest.snapshot
             snapshots[rank] = replace(
