@@ -280,7 +280,7 @@ class SyncMonitor:
                 )
         except UsageError as error:
             text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
-            if isinstance(error, NoMajority):
+            if isinstance(error.__cause__, NoMajority):  # of this rank; all ranks raise a UsageError with its text
                 text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
             raise UsageError(text) from error
         self._state = DesyncState(last_good=self._step)
