@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import signal
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 

@@ -25,7 +25,6 @@ FOR_SOME_FILES = tuple(
         "readers.folders",
         "readers.dcp",
         "kernel.digests",
-        "kernel.checksums",
         "kernel.strided",
         "differences",
         "baseline",
@@ -66,25 +65,23 @@ ALLOWED = {
     "kernel": set(),
     "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares"},
     "kernel.digests": BYTES | {"kernel.moments"},
-    "kernel.checksums": BYTES | {"kernel.digests"},
     "differences": BASE | {"tolerance", "kernel.blocks", "kernel.shares"},
     "evidence.suspects": BASE | {"kinds"},
     "evidence": set(),
     "evidence.tensors": BASE | {"kernel.blocks", "differences", "evidence.suspects"},
     "evidence.histograms": BASE | {"kernel.blocks", "differences", "evidence.suspects"},
     "evidence.history": BASE | {"kinds", "evidence.suspects"},
-    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.checksums"},
+    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests"},
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
     "comparison.ties": BASE,
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
-    "comparison.tensors": BYTES
-    | {"tolerance", "kernel.digests", "kernel.checksums", "differences", "comparison.replica_groups"},
+    "comparison.tensors": BYTES | {"tolerance", "kernel.digests", "differences", "comparison.replica_groups"},
     "comparison": set(),
     "comparison.group": BASE
-    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.checksums"}
+    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
     | {"evidence.tensors", "evidence.histograms"}
     | {
         f"comparison.{part}" for part in ("ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
@@ -103,7 +100,7 @@ ALLOWED = {
     "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
-    | {"kernel.blocks", "kernel.pieces", "comparison.group", "live"}
+    | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "live"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE

@@ -20,7 +20,7 @@ SYNCHECK = {
     ),
     "Comparing bytes": (
         "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares "
-        "kernel.digests kernel.checksums kernel.moments"
+        "kernel.digests kernel.moments"
     ),
     "Measuring differences": "differences",
     "Comparing one group": (

@@ -249,7 +249,7 @@ def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bo
 
         return compare_digests(members, files)
     if quick and any(tensor.data is None for tensor in members):
-        from syncheck.kernel.checksums import compare_checksums
+        from syncheck.kernel.digests import compare_checksums
 
         return compare_checksums(members)
     return None

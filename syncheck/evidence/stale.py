@@ -103,7 +103,7 @@ def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     if mine.digest is not None and theirs.digest is not None:
         return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
     if files is None:
-        from syncheck.kernel.checksums import compare_checksums
+        from syncheck.kernel.digests import compare_checksums
 
         return mine.digest is theirs.digest and compare_checksums((mine, theirs)).clusters == ((0, 1),)
     return mine.digest is theirs.digest and len(cluster_replicas((mine, theirs), files)) == 1

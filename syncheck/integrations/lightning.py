@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from syncheck.integrations.session import MonitorSession
-
-if TYPE_CHECKING:
-    from syncheck.live import SyncMonitor
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -37,7 +34,7 @@ def _bases() -> tuple[type, ...]:
     raise ImportError("syncheck.integrations.lightning needs Lightning, which is not installed: pip install lightning")
 
 
-class SyncCheckCallback(*_bases()):  # type: ignore[misc]
+class SyncCheckCallback(MonitorSession, *_bases()):  # type: ignore[misc]
     """Checks after every N-th optimizer step of a fit that all ranks hold the same model, and once at its end.
 
     every, on_desync and monitor_options: as in `syncheck.live.SyncMonitor`. The monitor checks the model as wrapped by
@@ -48,17 +45,14 @@ class SyncCheckCallback(*_bases()):  # type: ignore[misc]
     would hide drift of the BatchNorm statistics. The last check therefore follows the last batch if the run ends by
     `max_steps` or `max_epochs`, and the last evaluation if it ends otherwise, for example by early stopping. A
     checkpoint of the same batch is saved after the check.
+
+    The attribute `monitor` is the monitor of the current or last fit.
     """
 
-    def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
-        super().__init__()
-        self._session = MonitorSession(every, on_desync, monitor_options)
-        self._steps = 0  # as counted by the trainer: the steps of all optimizers
+    _steps = 0  # as counted by the trainer: the steps of all optimizers
 
-    @property
-    def monitor(self) -> SyncMonitor | None:
-        """The monitor of the current or last fit."""
-        return self._session.monitor
+    def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
+        super().__init__(every, on_desync, **monitor_options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the monitor, after the strategy has wrapped the model and loaded a checkpoint."""
@@ -66,21 +60,17 @@ class SyncCheckCallback(*_bases()):  # type: ignore[misc]
         # The wrapped model has the buffer settings of DDP. The inner module gives the names.
         model = trainer.model if trainer.model is not None else pl_module
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._session.begin(model, tuple(trainer.optimizers), scaler, start=self._steps, writer=_find_writer(trainer))
+        self._begin(model, tuple(trainer.optimizers), scaler, start=self._steps, writer=_find_writer(trainer))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:  # noqa: ARG002
         """Count the batch if the optimizer made a step; check if a check is due or no batch follows."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
-            self._session.step(last=_is_last(trainer))
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Check if steps followed the last check."""
-        self._session.end()
+            self._step(last=_is_last(trainer))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """End without a check, because other ranks may have exited."""
-        self._session.fail(exception)
+        self._fail(exception)
 
 
 def _is_last(trainer: Any) -> bool:

@@ -5,22 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from syncheck.live import SyncMonitor
 
 
 class MonitorSession:
-    """Creates a monitor at the start of each training run, and ends it with the run.
+    """A callback that creates a monitor at the start of each training run, and ends it with the run.
 
-    every, on_desync, options: of SyncMonitor; invalid values raise UsageError here, before the training. monitor: of
-    the current or last run.
+    every, on_desync and monitor_options: as in `syncheck.live.SyncMonitor`; invalid values raise UsageError here,
+    before the training. monitor: of the current or last run.
     """
 
-    def __init__(self, every: int, on_desync: Any, options: Mapping[str, Any]) -> None:
+    def __init__(self, every: int, on_desync: Any, **monitor_options: Any) -> None:
+        super().__init__()
         from syncheck.live import SyncMonitor
 
-        self._options = {"every": every, "on_desync": on_desync, **options}
+        self._options = {"every": every, "on_desync": on_desync, **monitor_options}
         self.monitor: SyncMonitor | None = None
         SyncMonitor(None, **self._options)
 
@@ -28,14 +27,14 @@ class MonitorSession:
         # Launchers pickle the callback for spawned processes; a monitor belongs to one process.
         return {**self.__dict__, "monitor": None}
 
-    def begin(self, model: Any, optimizer: Any, scaler: Any, *, start: int, writer: Any = None) -> None:
+    def _begin(self, model: Any, optimizer: Any, scaler: Any, *, start: int, writer: Any = None) -> None:
         """Create the monitor. start: steps before this run. writer: unless the options contain a writer."""
         from syncheck.live import SyncMonitor
 
         arguments: dict[str, Any] = {"scaler": scaler, "start": start, "writer": writer, **self._options}
         self.monitor = SyncMonitor(model, optimizer, **arguments)
 
-    def step(self, *, last: bool) -> None:
+    def _step(self, *, last: bool) -> None:
         """Count an optimizer step. last: check in any case, because no step follows."""
         if self.monitor is None:
             return
@@ -44,15 +43,15 @@ class MonitorSession:
             if self.monitor.step() is None and last:
                 self.monitor.check()
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
             raise
 
-    def end(self) -> None:
-        """Check if steps followed the last check."""
-        if self.monitor is not None:
-            self.monitor.close()
-
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """End without a check, after an exception."""
         if self.monitor is not None:
             self.monitor.__exit__(type(error), error, error.__traceback__)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Check if steps followed the last check."""
+        if self.monitor is not None:
+            self.monitor.close()

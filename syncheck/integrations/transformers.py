@@ -10,13 +10,10 @@ Importing this module imports transformers.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from syncheck.integrations.accelerate import unwrap_optimizer
 from syncheck.integrations.session import MonitorSession
-
-if TYPE_CHECKING:
-    from syncheck.live import SyncMonitor
 
 
 def _base() -> type:
@@ -30,7 +27,7 @@ def _base() -> type:
     return base
 
 
-class SyncCheckCallback(_base()):  # type: ignore[misc]
+class SyncCheckCallback(MonitorSession, _base()):  # type: ignore[misc]
     """Checks after every N-th optimizer step of a training whether all ranks hold the same model, and once at its end.
 
     every, on_desync and monitor_options: as in `syncheck.live.SyncMonitor`. The monitor checks the model, the optimizer
@@ -39,26 +36,19 @@ class SyncCheckCallback(_base()):  # type: ignore[misc]
     A check follows an optimizer step and precedes evaluation and saving: under DDP, an evaluation copies rank 0's
     buffers to all ranks, and would hide drift of the BatchNorm statistics. The last check follows the last step, or the
     last evaluation if it stops the run, for example by early stopping.
+
+    The attribute `monitor` is the monitor of the current or last training.
     """
 
     def __init__(self, every: int = 100, on_desync: Any = "raise", **monitor_options: Any) -> None:
-        self._session = MonitorSession(every, on_desync, monitor_options)
-
-    @property
-    def monitor(self) -> SyncMonitor | None:
-        """The monitor of the current or last training."""
-        return self._session.monitor
+        super().__init__(every, on_desync, **monitor_options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Create the monitor, after a checkpoint was loaded."""
         optimizer = kwargs.get("optimizer")
         scaler = getattr(optimizer, "scaler", None)
-        self._session.begin(kwargs["model"], unwrap_optimizer(optimizer), scaler, start=state.global_step)
+        self._begin(kwargs["model"], unwrap_optimizer(optimizer), scaler, start=state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Count the optimizer step; check if a check is due or no step follows."""
-        self._session.step(last=state.global_step >= state.max_steps)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Check if steps followed the last check."""
-        self._session.end()
+        self._step(last=state.global_step >= state.max_steps)

@@ -37,7 +37,7 @@ class Files(OpenFiles):
 
     def __init__(self, limit: int = OPEN_FILES, jobs: int | None = None) -> None:
         super().__init__(limit)
-        self.jobs = jobs or min(JOBS, _processors())
+        self.jobs = jobs or min(JOBS, count_processors())
         self._buffers: dict[int, bytearray] = {}
 
     def read(self, tensor: Tensor, start: int, count: int, slot: int) -> bytes | bytearray:
@@ -85,7 +85,8 @@ class Files(OpenFiles):
         return data, got
 
 
-def _processors() -> int:
+def count_processors() -> int:
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

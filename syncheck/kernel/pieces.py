@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from syncheck.dtypes import DTYPES
+from syncheck.snapshots import ravel_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,8 @@ def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | by
             cut = _intersect(box, part)
             if cut is None:
                 continue
-            data = fetch(part.tensor, _flat_start(cut, part), _volume(cut))
+            first = [span.start - start for span, start in zip(cut, part.start, strict=True)]
+            data = fetch(part.tensor, ravel_index(first, part.tensor.shape), _volume(cut))
             if len(data) == len(result):  # one part contains the whole range
                 return data
             _copy_into(memoryview(result)[at * size : (at + volume) * size], box, cut, data, size)
@@ -74,14 +76,6 @@ def _intersect(box: Box, part: Shard) -> Box | None:
             return None
         cut.append(slice(low, high))
     return tuple(cut)
-
-
-def _flat_start(cut: Box, part: Shard) -> int:
-    """Return the flat index of the first element of a cut in its part."""
-    flat = 0
-    for span, start, length in zip(cut, part.start, part.tensor.shape, strict=True):
-        flat = flat * length + span.start - start
-    return flat
 
 
 def _copy_into(to: memoryview, box: Box, cut: Box, data: bytes | bytearray, size: int) -> None:

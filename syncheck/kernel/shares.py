@@ -6,8 +6,8 @@ gets blocks 0, 2, 4, ...), so files are still read from front to end.
 
 from __future__ import annotations
 
-from itertools import islice
-from threading import Thread
+from itertools import islice, takewhile
+from threading import Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.dtypes import DTYPES
@@ -41,35 +41,49 @@ def run_in_shares(
     for tensor in tensors:
         files.descriptor(tensor)  # open all files first, because `OpenFiles` has no lock
     results: dict[int, Result] = {}
-    errors: dict[int, BaseException] = {}
 
-    def share(job: int) -> Iterator[tuple[int, int]]:
-        for block in islice(ranges(tensors), job, None, jobs):
-            if errors:  # including KeyboardInterrupt
-                return
-            yield block
+    def run(job: int, failed: Event) -> None:
+        results[job] = work(takewhile(lambda _: not failed.is_set(), islice(ranges(tensors), job, None, jobs)), job)
+
+    run_in_threads(run, jobs)
+    return [results[job] for job in range(jobs)]
+
+
+def run_in_threads(work: Callable[[int, Event], None], jobs: int) -> None:
+    """Call `work` with the numbers 0 to jobs - 1 in this and other threads, and wait for all calls.
+
+    Each call also gets an event that is set if any call fails. Raises the exception of the first job that failed. If
+    the system has no more threads, or no memory for a stack, this thread does the remaining jobs.
+    """
+    failed = Event()
+    errors: dict[int, BaseException] = {}
 
     def run(job: int) -> None:
         try:
-            results[job] = work(share(job), job)
+            work(job, failed)
         except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             errors[job] = error
+            failed.set()
 
     threads, own = [], [0]
-    for job in range(1, jobs):
-        thread = Thread(target=run, args=(job,), daemon=True)
-        try:
-            thread.start()
-            threads.append(thread)
-        except RuntimeError:  # too many threads for this user, or no memory for a stack
-            own.append(job)
-    for job in own:
-        run(job)
-    for thread in threads:
-        thread.join()
+    try:
+        for job in range(1, jobs):
+            thread = Thread(target=run, args=(job,), daemon=True)
+            try:
+                thread.start()
+                threads.append(thread)
+            except RuntimeError:
+                own.append(job)
+        for job in own:
+            run(job)
+    except BaseException:  # an interrupt of this thread
+        failed.set()
+        raise
+    finally:
+        for thread in threads:  # they may read memory that the caller frees
+            thread.join()
     for _, error in sorted(errors.items()):
         raise error
-    return [results[job] for job in range(jobs)]
 
 
 def _jobs(tensors: Sequence[Tensor], files: Files) -> int:

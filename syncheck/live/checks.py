@@ -17,7 +17,6 @@ from syncheck.messages import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.live.exchange import ReportCache
     from syncheck.records import Report
 
 P = ParamSpec("P")
@@ -95,7 +94,7 @@ def check(
 @exclude_from_compile
 def run_check(
     objects: Sequence[Any],
-    cache: ReportCache | None = None,
+    cache: dict[Any, Report] | None = None,
     *,
     group: Any = None,
     mesh: Any = None,
@@ -103,13 +102,16 @@ def run_check(
     budget: int = BUDGET,
     **selection: Any,
 ) -> Report:
-    """Run `check` with a cache. objects: model, optimizer and scaler, or None. selection: only=, include= and so on."""
+    """Run `check` with a cache, as in `compare_across_ranks`. objects: model, optimizer and scaler, or None.
+
+    selection: only=, include= and so on.
+    """
 
     # Checked within the collective call: a rank that raises here would leave its peers waiting.
-    def make_options() -> Options:
+    def check_options() -> Options:
         if type(budget) is not int or budget < 0:
             raise UsageError(f"budget={budget!r:.80}: must be an integer number of bytes, at least 0")
-        return Options(**{name: _as_tuple(value) for name, value in selection.items()}, rng=rng)
+        return make_options(rng=rng, **selection)
 
     parts = [part for part in objects if part is not None]
     if rng:
@@ -118,7 +120,7 @@ def run_check(
     return compare_across_ranks(
         parts,
         members,
-        make_options,
+        check_options,
         mesh=lambda: _get_mesh_coordinates(mesh, members),
         alone=True,
         budget=budget,
@@ -142,11 +144,15 @@ def _is_mesh(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("get_coordinate", "get_group", "mesh_dim_names", "ndim"))
 
 
-def _as_tuple(value: Any) -> Any:
-    """Return a tuple: () for None, (text,) for a string. `Options` rejects other invalid values."""
-    if value is None or isinstance(value, str):
-        return () if value is None else (value,)
-    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else value
+def make_options(**given: Any) -> Options:
+    """Return options from arguments of `check`: None stands for (), and a string for a tuple with one element."""
+
+    def as_tuple(value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return () if value is None else (value,)
+        return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else value
+
+    return Options(**{name: as_tuple(value) for name, value in given.items()})
 
 
 def _get_mesh_coordinates(mesh: Any, group: Any) -> dict[str, int]:

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from syncheck import paths
+from syncheck.comparison.ties import find_shared_tensors
 from syncheck.errors import OptionError, UsageError, brief
-from syncheck.kernel.blocks import Files
+from syncheck.kernel.blocks import Files, is_plain
 from syncheck.kinds import make_selector
 from syncheck.layout.groups import title_of
 from syncheck.live.channel import MAX_VALUES, group_ranks_by_value
 from syncheck.live.exchange import compare_snapshots
-from syncheck.live.exchange.stored import open_checkpoint
+from syncheck.live.exchange.manifest import FileBytes
 from syncheck.messages import Grouping, ranks_text
 from syncheck.names import normalize
-from syncheck.snapshots import Metadata
+from syncheck.snapshots import Metadata, contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -66,7 +68,7 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
             "file: torchrun --nproc-per-node N"
         )
     with Files(jobs=1) as reader:
-        snapshot = open_checkpoint(path, reader)
+        snapshot = _open_checkpoint(path, reader)
         files: dict[int, FileInfo] = channel.gather(_describe_file(snapshot), "files")
         _check_owners(files)
         snapshot = replace(snapshot, tensors=_skip_unselected(snapshot.tensors, options))
@@ -77,6 +79,42 @@ def compare_files(channel: Channel, path: str, pattern: str, options: Options, *
         return compare_snapshots(
             channel, snapshot, options, name=name, how=Grouping.LIVE_FILES(), histograms=histograms
         )
+
+
+def _open_checkpoint(path: str, files: Files) -> Snapshot:
+    """Open the checkpoint at a path; its tensors are read through `files`.
+
+    Raises CheckpointError for unreadable files, UsageError for a folder of several checkpoints and for a fingerprint.
+    """
+    opened = paths.open_checkpoints([path])
+    for broken in opened.unreadable:
+        raise UsageError(f"{broken.path}: {broken.reason}")
+    if len(opened.snapshots) != 1:
+        raise UsageError(f"{path}: {len(opened.snapshots)} checkpoints; expected the checkpoint of this rank")
+    snapshot = opened.snapshots[0]
+    if any(tensor.digest is not None for tensor in snapshot.tensors.values()):
+        raise UsageError(f"{path}: a fingerprint; compare fingerprints without torchrun: syncheck compare *.json")
+    tensors = {name: _make_readable(tensor, files) for name, tensor in snapshot.tensors.items()}
+    # Ties follow from offsets in the file, which other ranks do not see.
+    return replace(snapshot, tensors=tensors, ties=tuple(map(tuple, find_shared_tensors(snapshot.tensors.values()))))
+
+
+def _make_readable(tensor: Tensor, files: Files) -> Tensor:
+    if tensor.refused:
+        return tensor
+    # Reading resolves the memory order of the file.
+    return replace(
+        tensor,
+        strides=contiguous_strides(tensor.shape),
+        offset=0,
+        big_endian=False,
+        lazy="",
+        shards=(),
+        crc32=tensor.crc32 if is_plain(tensor) else None,
+        record=None,
+        opened=None,
+        data=FileBytes(tensor, files),
+    )
 
 
 def _skip_unselected(tensors: Mapping[str, Tensor], options: Options) -> Mapping[str, Tensor]:

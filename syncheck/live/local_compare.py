@@ -16,9 +16,15 @@ from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import world_size
 from syncheck.live.memory import agree_on_buffers, snapshot
-from syncheck.live.memory.modules import get_transient_buffers
+from syncheck.live.memory.objects import (
+    class_title,
+    get_transient_buffers,
+    has_module,
+    is_bundle,
+    is_module,
+    is_optimizer,
+)
 from syncheck.live.memory.tensor_bytes import describe_tensor, is_tensor
-from syncheck.live.memory.type_checks import class_title, has_module, is_bundle, is_module, is_optimizer
 from syncheck.messages import Grouping
 from syncheck.names import normalize
 

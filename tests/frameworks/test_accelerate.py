@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["safetensors", "bin"])
-def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Return the folder with node0/ and node1/, each the state that its node saved."""
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder with the states of one training, saved with both kinds of weights' files."""
     need("accelerate")
     folder = tmp_path_factory.mktemp("accelerate")
-    train("accelerate_ranks.py", folder, request.param)
+    train("accelerate_ranks.py", folder, "safetensors", "bin")
     return folder
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def trained(endings: Path, request: pytest.FixtureRequest) -> Path:
+    """Return the folder with node0/ and node1/, each the state that its node saved."""
+    return endings / str(request.param)
 
 
 def test_nodes_are_replicas(trained: Path) -> None:

@@ -77,22 +77,15 @@ def test_a_desync_is_not_saved(quick: Outcomes) -> None:
 
 
 @pytest.mark.slow
-def test_drift_of_batchnorm_is_found_before_validation(tmp_path: Path) -> None:
-    """Statistics that drift under DDP are found after the last batch, before validation would hide the drift."""
-    need("lightning")
-    found = outcomes(PROGRAM, tmp_path, "drift")
-    assert_stopped_alike(found, "drift", "SYN201", ["net.1.running_mean", "net.1.running_var"], 6)
-    # Known from DDP itself, which is watched and not the module in it.
-    assert str(syn201_bn_local_stats.Text.SYNCHRONIZED()) in found.of("drift")[0]["evidence"][0]
-
-
-@pytest.mark.slow
 def test_the_last_check_comes_before_the_last_validation(more: Outcomes) -> None:
-    """A fit that ends by max_epochs or max_steps is checked once, after its last batch."""
+    """A fit that ends by max_epochs or max_steps is checked once, before validation would hide drift of BatchNorm."""
     more.ended_well()
-    assert more.steps("two_epochs") == [12]
-    assert more.steps("max_steps") == [8]
-    assert [rank["codes"] for rank in more.of("max_steps")] == [["SYN201"]] * 2
+    for case, step in (("two_epochs", 12), ("max_steps", 8)):
+        assert more.steps(case) == [step]
+        found = [(rank["codes"], rank["names"]) for rank in more.of(case)]
+        assert found == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
+        # Known from DDP itself, which is watched and not the module in it.
+        assert str(syn201_bn_local_stats.Text.SYNCHRONIZED()) in more.of(case)[0]["evidence"][0]
 
 
 @pytest.mark.slow
@@ -146,19 +139,12 @@ def test_ranks_started_by_lightning_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_spawned_ranks_are_checked(tmp_path: Path) -> None:
-    """The callback can be pickled for processes that Lightning spawns, and checks there."""
+def test_a_single_process_and_spawned_ranks(tmp_path: Path) -> None:
+    """In a single process the callback warns once; it can be pickled for processes that Lightning spawns."""
     need("lightning")
-    found = outcomes(PROGRAM, tmp_path, "spawned", ranks=1)
-    found.ended_well()
+    found = outcomes(PROGRAM, tmp_path, "single", "spawned", ranks=1)
+    assert_warned_once(found, "single")
     assert found.of("spawned")[0]["steps"] == [5, 6]
-
-
-@pytest.mark.slow
-def test_a_single_process_warns_once(tmp_path: Path) -> None:
-    """In a single process the callback warns once, and the fit continues."""
-    need("lightning")
-    assert_warned_once(outcomes(PROGRAM, tmp_path, "single", ranks=1), "single")
 
 
 @pytest.mark.slow

@@ -51,7 +51,8 @@ def test_accumulated_batches_are_one_step(quick: Outcomes) -> None:
 def test_the_last_check_comes_before_the_last_evaluation(quick: Outcomes) -> None:
     """BatchNorm drift is found after the last step, before the evaluation that would hide it."""
     assert quick.steps("evaluated") == [12]
-    assert [rank["codes"] for rank in quick.of("evaluated")] == [["SYN201"]] * 2
+    found = [(rank["codes"], rank["names"]) for rank in quick.of("evaluated")]
+    assert found == [(["SYN201"], ["net.1.running_mean", "net.1.running_var"])] * 2
 
 
 def test_a_resumed_training_continues_counting(quick: Outcomes) -> None:
@@ -74,14 +75,6 @@ def test_a_desync_is_not_saved(quick: Outcomes) -> None:
     """The checkpoint after the step of a failed check is not written."""
     assert list((quick.folder / "weight.run").glob("checkpoint-*")) == []
     assert list((quick.folder / "saved.run").glob("checkpoint-*")) == [quick.folder / "saved.run" / "checkpoint-3"]
-
-
-@pytest.mark.slow
-def test_drift_of_batchnorm_stops_all_ranks(tmp_path: Path) -> None:
-    """Statistics that drift under DDP are found at the first check."""
-    need("transformers")
-    found = outcomes(PROGRAM, tmp_path, "drift")
-    assert_stopped_alike(found, "drift", "SYN201", ["net.1.running_mean", "net.1.running_var"], 3)
 
 
 @pytest.mark.slow

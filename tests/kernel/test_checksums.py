@@ -19,7 +19,7 @@ from syncheck.api import Options, compare
 from syncheck.diagnose import syn203_bn_count_mismatch
 from syncheck.errors import COMMAND_LINE, spelling
 from syncheck.kernel.blocks import Files
-from syncheck.kernel.checksums import compare_checksums
+from syncheck.kernel.digests import compare_checksums
 from syncheck.messages import Detail, Note, Undecided
 from syncheck.records import Reason
 from syncheck.report import failure, html, json_document, markdown, words

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +15,6 @@ from syncheck.kernel.clustering import cluster_replicas
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncheck.records import TensorDiff
-
 
 def write(folder: Path, arrays: list[np.ndarray[Any, Any]], ending: str = ".pth") -> list[Path]:
     """Write one file a replica, each with one tensor w."""
@@ -29,12 +26,6 @@ def clusters_of(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> tuple[tuple
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(folder, arrays)]
     with Files() as files:
         return cluster_replicas(tensors, files)
-
-
-def compared(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> TensorDiff | None:
-    """Compare replicas written from arrays; None where they are identical."""
-    (group,) = syncheck.compare(*write(folder, arrays)).groups
-    return group.tensors[0] if group.tensors else None
 
 
 A, B, C, D = (np.full(5, value, np.float32) for value in (1, 2, 3, 4))
@@ -56,49 +47,6 @@ A, B, C, D = (np.full(5, value, np.float32) for value in (1, 2, 3, 4))
 def test_clusters(tmp_path: Path, arrays: list[Any], expected: Any) -> None:
     """Clusters have equal bytes; the largest cluster comes first, and then the lowest rank."""
     assert clusters_of(tmp_path, arrays) == expected
-
-
-def test_majority_is_the_base_and_ties_have_none(tmp_path: Path) -> None:
-    """The minority contains the replicas outside the majority, including rank 0; with a tie it is empty."""
-    odd_first = compared(tmp_path / "a", [B, A, A])
-    assert odd_first is not None
-    assert odd_first.minority == (0,)
-    tie = compared(tmp_path / "b", [A, A, B, B])
-    assert tie is not None
-    assert tie.minority == ()
-    assert tie.clusters == ((0, 1), (2, 3))
-
-
-def test_numbers_are_against_the_majority_or_the_widest_pair(tmp_path: Path) -> None:
-    """Differences are measured against the majority, or between the lowest and highest value."""
-    with_majority = compared(tmp_path / "a", [A, A, B, -B])
-    assert with_majority is not None
-    assert with_majority.max_abs == 3.0
-    without = compared(tmp_path / "b", [A, B, -B])
-    assert without is not None
-    assert without.max_abs == 4.0
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_order_of_the_replicas_changes_only_their_labels(tmp_path: Path, seed: int) -> None:
-    """Permuting the files permutes the ranks in the answer and changes no number."""
-    rng = np.random.default_rng(seed)
-    pool = [rng.standard_normal(50).astype(np.float32) for _ in range(3)]
-    pool[1][:40] = pool[0][:40]
-    pool[2][7] = np.nan
-    arrays = [pool[rng.integers(3)] for _ in range(5)] + [pool[0], pool[2]]
-    order = list(range(7))
-    random.Random(seed).shuffle(order)
-    first = compared(tmp_path / "a", arrays)
-    second = compared(tmp_path / "b", [arrays[i] for i in order])
-    assert first is not None
-    assert second is not None
-    for field in ("status", "mismatched", "max_abs", "max_rel", "max_ulp", "index", "extent"):
-        assert getattr(first, field) == getattr(second, field), field
-    renamed = {frozenset(order[i] for i in found) for found in second.clusters}
-    assert renamed == {frozenset(found) for found in first.clusters}
-    assert {order[rank] for rank in second.minority} == set(first.minority)
-    assert {order[rank]: count for rank, count in second.nonfinite.items()} == first.nonfinite
 
 
 @pytest.mark.parametrize("ending", [".pth", ".safetensors"])
@@ -140,17 +88,6 @@ def test_memory_layouts_may_differ(tmp_path: Path) -> None:
     torch.save({"w": other}, tmp_path / "rank1.pth")
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
     assert (diff.index, diff.mismatched, diff.max_abs) == ((1199, 999), 1, 1.0)
-
-
-def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
-    """A file that becomes shorter while it is compared is malformed, not different."""
-    paths = write(tmp_path, [A, A])
-    tensors = [syncheck.read(str(path)).tensors["w"] for path in paths]
-    files = Files()
-    files.descriptor(tensors[1])
-    paths[1].write_bytes(paths[1].read_bytes()[: tensors[1].offset + 3])
-    with pytest.raises(syncheck.CheckpointError, match="ends before byte"), files:
-        cluster_replicas(tensors, files)
 
 
 def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:

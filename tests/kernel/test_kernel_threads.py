@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,10 +93,32 @@ def test_error_in_a_thread_is_raised_and_stops_the_others(tmp_path: Path) -> Non
     assert len(seen) <= 1
 
 
-def test_file_that_shrinks_under_threads(tmp_path: Path) -> None:
-    """A file that becomes shorter while several threads read it is malformed, as with one."""
+@pytest.mark.parametrize("starting", [0, 1, 2])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_thread_that_cannot_start(starting: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without more threads of the system all jobs are done; an interrupt is raised. No started thread remains."""
+    started: list[threading.Thread] = []
+    real, done = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == starting:
+            raise error("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+        shares.run_in_threads(lambda job, _: done.append(job), 4)
+    assert len(started) == starting
+    assert not any(thread.is_alive() for thread in started)
+    assert sorted(done) == (list(range(4)) if error is RuntimeError else list(range(1, starting + 1)))
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_file_that_shrinks(tmp_path: Path, jobs: int) -> None:
+    """A file that becomes shorter while one or several threads compare it is malformed, not different."""
     tensors = written(tmp_path, [[], []])
-    files = Files(jobs=3)
+    files = Files(jobs=jobs)
     for tensor in tensors:
         files.descriptor(tensor)
     os.truncate(tensors[1].path, ELEMENTS // 2)
@@ -111,26 +134,18 @@ def test_jobs_are_what_the_process_may_use() -> None:
         assert files.jobs == 7
 
 
-def test_more_replicas_than_the_system_lets_open(tmp_path: Path) -> None:
-    """With `ulimit -n 32`, 100 replicas are still compared, one of which differs."""
-    for i in range(100):
-        save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": np.full(3, i == 42, np.float32), "v": np.zeros(3)})
+@pytest.mark.parametrize("mapped", [False, True])
+def test_more_replicas_than_the_system_lets_open(tmp_path: Path, mapped: bool) -> None:
+    """With `ulimit -n 32`, 60 replicas are compared, one of which differs; transposed tensors are mapped."""
+    torch = pytest.importorskip("torch")
+    for i in range(60):
+        w = (torch.arange(6.0) + (i == 42)).view(2, 3)
+        torch.save({"w": w.t() if mapped else w}, tmp_path / f"rank{i}.pth")
     command = f"ulimit -n 32 && exec {sys.executable} -m syncheck compare --format json {tmp_path}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     (diff,) = json.loads(done.stdout)["groups"][0]["tensors"]
-    assert diff["clusters"] == [[rank for rank in range(100) if rank != 42], [42]]
-
-
-def test_more_mapped_replicas_than_the_system_lets_open(tmp_path: Path) -> None:
-    """With `ulimit -n 32`, 60 replicas of a transposed tensor, which is mapped, are still compared."""
-    torch = pytest.importorskip("torch")
-    for i in range(60):
-        torch.save({"w": (torch.arange(6.0) + (i == 42)).view(2, 3).t()}, tmp_path / f"rank{i}.pth")
-    command = f"ulimit -n 32 && exec {sys.executable} -m syncheck compare --format json {tmp_path}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout)["groups"][0]["tensors"][0]["clusters"][1] == [42]
+    assert diff["clusters"] == [[rank for rank in range(60) if rank != 42], [42]]
 
 
 def test_no_more_threads_than_pay(tmp_path: Path) -> None:

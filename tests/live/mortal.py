@@ -1,4 +1,4 @@
-"""Ranks that stop responding in the middle of `syncheck.live.check`: how do their peers end?
+"""Ranks that stop responding in the middle of `syncheck.live.check` or `resync`: how do their peers end?
 
     python mortal.py POINT...
 
@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from syncheck.errors import SyncheckError
-from syncheck.live import check
+from syncheck.live import check, resync
 from syncheck.live.exchange import comparison
+from syncheck.live.repair import state as repair_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +88,11 @@ def at_judging(end: Callable[[], None]) -> None:
     comparison.judge = judge
 
 
+def at_rows() -> None:
+    """Exit when bytes of a repair are due."""
+    repair_state._make_row = lambda *_: os._exit(1)
+
+
 # By point: the rank, its fault, and the timeout of the group.
 PLACES: dict[str, tuple[int, Callable[[], None], int]] = {
     "before the call": (1, die, TIMEOUT),
@@ -97,6 +103,7 @@ PLACES: dict[str, tuple[int, Callable[[], None], int]] = {
     "the leader between messages": (0, lambda: at_gather(2, die), TIMEOUT),
     "the leader before questions": (0, lambda: at_gather(4, die), TIMEOUT),
     "the leader before the last message": (0, lambda: at_gather(5, die), TIMEOUT),
+    "during a repair": (1, at_rows, TIMEOUT),
     "asked for bytes": (1, lambda: at_bytes(die), TIMEOUT),
     "judging": (0, lambda: at_judging(die), TIMEOUT),
     "stopped between messages": (1, lambda: at_gather(2, stop), SHORT),
@@ -113,13 +120,15 @@ def run_rank(rank: int, place: str, folder: Path) -> None:
         "gloo", f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=timeout)
     )
     state = {"same": torch.ones(3), "a": torch.full((1 << 22,), float(rank)), "b": torch.full((1 << 22,), float(rank))}
-    if rank == 2:
+    repairs = place == "during a repair"
+    if rank == 2 and not repairs:
         state["more"] = torch.ones(2)
     dist.barrier()
     if rank == silent:
         fall_silent()
     try:
-        told = f"returned {check(state).verdict}"
+        report = resync(state, source=0).after if repairs else check(state)
+        told = f"returned {report.verdict}"
     except SyncheckError as error:
         told = f"{type(error).__name__}: {error}"
     (folder / "part").with_suffix(f".{rank}").write_text(told)

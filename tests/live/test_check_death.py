@@ -63,7 +63,9 @@ def assert_raised(found: dict[str, str], place: str) -> None:
     left = [rank for rank in range(3) if rank != PLACES[place][0]]
     assert list(found) == [str(rank) for rank in left]
     for rank, text in found.items():
-        assert text.startswith(f"RankFailed: rank {rank} cannot communicate: ")
+        repair = "resync failed during the repair: " if place == "during a repair" else ""
+        assert text.startswith(f"RankFailed: {repair}rank {rank} cannot communicate: ")
+        assert ("Some tensors may be copied already; calling it again with source=0 is safe" in text) == bool(repair)
         assert "another rank has exited" in text
         assert "\n" not in text
         assert ".cc" not in text  # no source location of torch
@@ -72,7 +74,7 @@ def assert_raised(found: dict[str, str], place: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ENDING)
 def test_peers_of_a_killed_rank_raise(ended: Told, place: str) -> None:
-    """If a rank is killed at any point of a check, both other ranks raise a one-line RankFailed."""
+    """If a rank is killed at any point of a check or a repair, both other ranks raise a one-line RankFailed."""
     assert_raised(ended[place], place)
 
 

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from agreement import all_pass, each_rank, flip, needs_fsdp2
+from agreement import Net, all_pass, all_raise, each_rank, flip, needs_fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from syncheck.live import check
+from syncheck.messages import Detail
+from syncheck.testing import assert_in_sync
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
@@ -156,3 +158,44 @@ def test_plain_shards_are_compared_along_dp(syncheck_rank: Rank) -> None:
     [diff] = report.groups[0].tensors
     assert (report.verdict, diff.name, diff.clusters, diff.max_abs) == ("out_of_sync", "up.weight", ((0,), (2,)), 1.0)
     assert diff.replica_groups == ((0, 2), (1, 3))
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_dtensors_of_each_placement(syncheck_rank: Rank) -> None:
+    """A replicated DTensor is compared, and a flipped bit found; shards and partial sums count as not compared."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    local, shard = torch.arange(8.0), torch.full((4,), float(syncheck_rank.rank))
+    state = {
+        "replicated": DTensor.from_local(local, mesh, [Replicate()], run_check=False),
+        "sharded": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False),
+        "partial": DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False),
+    }
+    report = all_pass(each_rank(assert_in_sync, state))
+    assert (report.counts.identical, report.counts.not_compared) == (1, 2)
+    found = {diff.name: (diff.reason, diff.detail and diff.detail.code) for diff in report.groups[0].tensors}
+    assert found == dict.fromkeys(("sharded", "partial"), ("sharded", Detail.SHARDED))
+    if syncheck_rank.rank == 1:
+        flip(local)
+    assert all_raise(each_rank(assert_in_sync, state)).findings[0].tensors == ("replicated",)
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_flat_parameters_are_counted_as_sharded(syncheck_rank: Rank) -> None:
+    """Under FSDP1, parameters and their states count as sharded, and buffers are compared."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(0)
+    net = Net(norm=True)
+    model: Any = FullyShardedDataParallel(net, device_id=syncheck_rank.device, use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        model(torch.full((4, 4), 1.0)).sum().backward()
+        optimizer.step()
+    report = all_pass(each_rank(check, model, optimizer))
+    kinds = report.groups[0].kinds
+    assert report.verdict == "in_sync"
+    assert (kinds["parameter"].not_compared, kinds["optimizer"].not_compared) == (6, 6)
+    assert kinds["bn_mean"].identical == 1
+    assert {diff.reason for diff in report.groups[0].tensors} == {"sharded"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncheck.live.digest import COMMON, LANES, XXH3, digest_all
+from syncheck.live.digest import COMMON, KERNEL, LANES, XXH3, digest_all
 from syncheck.live.digest import lanes as digest_lanes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -27,10 +27,10 @@ def test_the_kernel_gives_the_digest_of_the_cpu() -> None:
     """One launch for all tensors gives the digests of the eager implementation, and uses the kernel."""
     here = some_tensors()
     there = [tensor.cuda() for tensor in here]
-    expected = digest_all(here, LANES)
-    assert digest_all(there) == expected
-    assert not digest_lanes.KERNEL.broken
-    assert digest_lanes.start_digests(there, digest_lanes.add_eagerly).read() == [value for _, value in expected]
+    expected = digest_lanes.start_digests(here, digest_lanes.add_eagerly).read()
+    assert digest_all(there) == [(LANES, value) for value in expected]
+    assert not KERNEL.broken
+    assert digest_lanes.start_digests(there, digest_lanes.add_eagerly).read() == expected
     for algorithm in (XXH3, COMMON):
         assert digest_all(there, algorithm) == digest_all(here, algorithm)
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncheck.live.digest import LANES, digest_all
+from syncheck.live.digest import KERNEL
 from syncheck.live.digest import kernel as digest_kernel
 from syncheck.live.digest import lanes as digest_lanes
 
@@ -53,7 +53,7 @@ def python_digest(data: bytes) -> bytes:
 
 
 def lanes(tensors: list[torch.Tensor]) -> list[bytes]:
-    return [value for _, value in digest_all(tensors, LANES)]
+    return digest_lanes.start_digests(tensors, digest_lanes.add_eagerly).read()
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_splitmix_is_splitmix() -> None:
     """The first lane over zeros sums the numbers of the published generator for seed 0."""
     published = [16294208416658607535, 7960286522194355700, 487617019471545679]
     assert [splitmix(i * 0x9E3779B97F4A7C15 % WORDS) for i in (1, 2, 3)] == published
-    sums = digest_lanes.start_digests([torch.zeros(3, dtype=torch.int64)]).sums
+    sums = digest_lanes.start_digests([torch.zeros(3, dtype=torch.int64)], digest_lanes.add_eagerly).sums
     assert int(sums[0, 0]) % WORDS == sum(published) % WORDS
 
 
@@ -123,6 +123,7 @@ def test_parts_are_summed_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 PROGRAM = """
 import sys
 import torch
+from syncheck.live.digest import KERNEL
 from syncheck.live.digest import kernel as digest_kernel
 from syncheck.live.digest import lanes as digest_lanes
 from syncheck.live.digest import parts as digest_parts
@@ -136,8 +137,8 @@ tensors += [torch.zeros(1000), torch.ones(64), -torch.ones(64), torch.randn(9, d
 digest_parts.iterate_parts.__defaults__ = (1000,)  # so that what is copied is copied in many parts
 digests = digest_lanes.start_digests(tensors, digest_kernel.add_rows).read()
 assert digests == digest_lanes.start_digests(tensors, digest_lanes.add_eagerly).read()
-assert digest_lanes.start_digests(tensors[:9], digest_lanes.KERNEL.add).read() == digests[:9]
-assert not digest_lanes.KERNEL.broken, digest_lanes.KERNEL.broken
+assert digest_lanes.start_digests(tensors[:9], KERNEL.add).read() == digests[:9]
+assert not KERNEL.broken, KERNEL.broken
 flipped = [base.clone() for _ in range(3)]
 for tensor, place in zip(flipped, (0, 100_000, 200_000)):
     tensor[place] ^= 1
@@ -207,13 +208,13 @@ def test_fallback_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             tried.append(1)
             raise error
 
-        kernel = type(digest_lanes.KERNEL)()
+        kernel = type(KERNEL)()
         monkeypatch.setattr(digest_kernel, "add_rows", fails)
         assert [digest_lanes.start_digests(some, kernel.add).read() for _ in range(3)] == [expected] * 3
         assert len(tried) == 1
         assert str(error) in kernel.broken
         assert kernel.fallback == kernel.broken
-    assert digest_lanes.KERNEL.broken == ""
+    assert KERNEL.broken == ""
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_the_kernel_is_retried_after_out_of_memory(error: Exception, monkeypatch
     """After one out-of-memory error, which uses the fallback, the next digest uses the kernel again."""
     some = [torch.randn(100), torch.randn(7, 3).t()]
     expected = lanes(some)
-    kernel, tried = type(digest_lanes.KERNEL)(), []
+    kernel, tried = type(KERNEL)(), []
 
     def add(rows: Any, sums: Any) -> None:
         tried.append(1)
@@ -245,8 +246,8 @@ def test_without_triton(tmp_path: Path) -> None:
         "import sys\n"
         "sys.modules['triton'] = None\n"
         "import torch\n"
-        "from syncheck.live.digest import lanes as digest_lanes\n"
-        "digest_lanes.start_digests([torch.ones(3)], digest_lanes.KERNEL.add).read()\n"
-        "print(digest_lanes.KERNEL.broken)\n"
+        "from syncheck.live.digest import KERNEL, lanes as digest_lanes\n"
+        "digest_lanes.start_digests([torch.ones(3)], KERNEL.add).read()\n"
+        "print(KERNEL.broken)\n"
     )
     assert "Triton is not installed" in run(program, tmp_path)

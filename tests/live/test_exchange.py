@@ -12,15 +12,9 @@ import torch
 import torch.distributed as dist
 from agreement import all_pass, all_raise, each_rank, flip, trained
 
-from syncheck.diagnose import (
-    syn101_missing_tensors,
-    syn201_bn_local_stats,
-    syn215_optimizer_state_not_restored,
-    syn220_bit_flip,
-)
-from syncheck.diagnose.case import Common
+from syncheck.diagnose import syn220_bit_flip
 from syncheck.live.exchange import fetching
-from syncheck.testing import assert_in_sync
+from syncheck.testing import assert_in_sync, compare
 
 if TYPE_CHECKING:
     from syncheck.records import Report
@@ -56,15 +50,6 @@ def test_ranks_in_sync_pass_and_send_digests_only(syncheck_rank: Any, monkeypatc
     assert sum(sent) < 2000  # the parameters alone are larger
 
 
-@pytest.mark.syncheck(ranks=2)
-def test_values_that_are_equal_in_other_bits_pass(syncheck_rank: Any) -> None:
-    """As between files, 0.0 equals -0.0, and NaNs with the same bits are equal."""
-    nan = float("nan")
-    state = {"w": torch.tensor([0.0 if syncheck_rank.rank else -0.0, nan]), "n": torch.tensor(nan)}
-    counts = all_pass(each_rank(assert_in_sync, state)).counts
-    assert (counts.equal, counts.identical) == (1, 1)
-
-
 # --- one rank differs ---
 
 
@@ -83,26 +68,6 @@ def test_a_flipped_bit_raises_on_all_ranks(syncheck_rank: Any) -> None:
     assert outcome.text.endswith("16 tensors: 15 identical, 0 close, 1 different, 0 not compared")
 
 
-@pytest.mark.syncheck(ranks=4)
-def test_the_odd_one_of_four_ranks_is_named(syncheck_rank: Any) -> None:
-    """With a majority of three the finding names only rank 2, on all four ranks."""
-    model, optimizer = trained()
-    if syncheck_rank.rank == 2:
-        flip(model.module.fc.weight, index=6)
-    outcome = all_raise(each_rank(assert_in_sync, model, optimizer))
-    assert outcome.findings[0].ranks == (2,)
-    assert {Common.AGREE(ranks=(0, 1, 3)), Common.DIFFERS(ranks=(2,))} <= set(outcome.findings[0].facts)
-
-
-@pytest.mark.syncheck(ranks=2)
-def test_batchnorm_under_plain_ddp_is_named() -> None:
-    """Running statistics that drift under plain DDP are SYN201, and DDP shows that it synchronizes buffers."""
-    outcome = all_raise(each_rank(assert_in_sync, *trained(norm=True)))
-    assert outcome.codes == ["SYN201"]
-    assert syn201_bn_local_stats.Text.SYNCHRONIZED() in outcome.findings[0].facts
-    assert {diff.kind for diff in outcome.report.groups[0].tensors} == {"bn_mean", "bn_var"}
-
-
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize(
     "excused",
@@ -112,51 +77,6 @@ def test_batchnorm_under_plain_ddp_is_named() -> None:
 def test_options_hold_across_ranks(excused: dict[str, Any]) -> None:
     """Options that tolerate BatchNorm drift between files tolerate it between ranks."""
     all_pass(each_rank(assert_in_sync, *trained(norm=True), **excused))
-
-
-@pytest.mark.syncheck(ranks=2)
-def test_a_missing_tensor_does_not_hang(syncheck_rank: Any) -> None:
-    """Ranks with different sets of tensors exchange the same messages, and all raise SYN101."""
-    state = {"w": torch.ones(3), "v": torch.ones(2)}
-    if syncheck_rank.rank == 1:
-        state |= {"extra": torch.ones(5), "more": torch.ones(1)}
-    outcome = all_raise(each_rank(assert_in_sync, state))
-    assert outcome.codes == ["SYN101"]
-    text = syn101_missing_tensors.Text
-    missing = text.MISSING(ranks=(0,), missing=text.TENSORS(tensors=2), names=("extra", "more"))
-    assert outcome.findings[0].facts == (missing,)
-    assert str(missing) in outcome.text
-
-
-@pytest.mark.syncheck(ranks=2)
-def test_another_dtype_is_named(syncheck_rank: Any) -> None:
-    """A rank with another precision is SYN102 on all ranks, and nothing is fetched in vain."""
-    model, _ = trained()
-    outcome = all_raise(each_rank(assert_in_sync, model.module.bfloat16() if syncheck_rank.rank == 1 else model.module))
-    assert outcome.codes == ["SYN102"]
-    assert "float32 on rank 0 and bfloat16 on rank 1" in outcome.text
-
-
-@pytest.mark.syncheck(ranks=2)
-def test_optimizer_state_on_one_rank_only_is_found(syncheck_rank: Any) -> None:
-    """Optimizer state on rank 0 only, as after loading on rank 0, is reported as not restored on rank 1."""
-    model, optimizer = trained()
-    if syncheck_rank.rank == 1:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    outcome = all_raise(each_rank(assert_in_sync, model, optimizer))
-    assert outcome.codes == ["SYN215"]
-    empty = syn215_optimizer_state_not_restored.Text.EMPTY(ranks=(1,), others=(0,), tensors=12)
-    assert outcome.findings[0].facts[0] == empty
-    assert str(empty) in outcome.text
-
-
-@pytest.mark.syncheck(ranks=2)
-def test_values_are_compared(syncheck_rank: Any) -> None:
-    """Another learning rate on one rank fails although all tensors agree."""
-    model, optimizer = trained()
-    optimizer.param_groups[0]["lr"] = 0.5 if syncheck_rank.rank else 0.25
-    outcome = all_raise(each_rank(assert_in_sync, model, optimizer))
-    assert "0.25 on rank 0, 0.5 on rank 1" in outcome.text
 
 
 @pytest.mark.syncheck(ranks=3)
@@ -197,3 +117,31 @@ def test_a_wrapper_on_one_rank_only_is_no_difference(syncheck_rank: Any, fault: 
         assert all_pass(outcomes).counts.identical == 4
     else:
         assert all_raise(outcomes).findings[0].tensors == ("head.bias",)
+
+
+@pytest.mark.syncheck(ranks=1)
+@pytest.mark.parametrize("chosen, says", [(None, "in a process group of one rank"), (True, "a single rank")])
+def test_a_group_of_one_rank_never_passes(chosen: bool | None, says: str) -> None:
+    """A group of one rank is an error and never passes."""
+    outcome = all_raise(each_rank(assert_in_sync, {"w": torch.ones(1)}, across_ranks=chosen), "UsageError")
+    assert says in outcome.text
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_across_ranks_false_in_a_group(syncheck_rank: Any) -> None:
+    """With across_ranks=False each rank compares alone: rank 0 passes while rank 1 raises."""
+    first, second = {"w": torch.ones(1)}, {"w": torch.full((1,), 1.0 + syncheck_rank.rank)}
+    outcomes = each_rank(assert_in_sync, first, second, across_ranks=False)
+    assert [outcome.error for outcome in outcomes] == ["", "OutOfSync"]
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("values", [(0, 3, 4), (1, 1, 1)], ids=["different", "equal"])
+def test_a_rank_is_the_reference(syncheck_rank: Any, values: tuple[int, ...]) -> None:
+    """All ranks have the same report against the chosen rank; an unknown rank is an error, even without differences."""
+    state = {"w": torch.full((2,), float(values[syncheck_rank.rank]))}
+    (group,) = all_pass(each_rank(compare, state, reference=1)).groups
+    assert [(diff.max_abs, diff.minority) for diff in group.tensors] == ([(3.0, (0, 2))] if values[0] == 0 else [])
+    assert [replica.rank for replica in group.replicas] == [0, 1, 2]
+    outcome = all_raise(each_rank(compare, state, reference=7), "UsageError")
+    assert "reference=7: no replica has this rank or path" in outcome.text

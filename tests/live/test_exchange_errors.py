@@ -13,9 +13,8 @@ from torch import nn
 from syncheck.errors import RankFailed
 from syncheck.live import check
 from syncheck.live.channel import Channel
-from syncheck.live.digest import digest_all, lanes
-from syncheck.live.exchange import comparison, manifest
-from syncheck.live.memory import tensor_bytes
+from syncheck.live.digest import KERNEL, digest_all
+from syncheck.live.exchange import manifest
 from syncheck.messages import Grouping
 from syncheck.testing import assert_in_sync
 
@@ -35,64 +34,25 @@ def test_a_failing_snapshot_raises_on_all_ranks(syncheck_rank: Any) -> None:
     assert all_raise(outcomes, "RankFailed").text == "rank 1: RuntimeError: the state was not\\nconsolidated"
 
 
-def unreadable(*_: Any) -> bytes:
-    """Replacement for reading bytes that fails."""
-    raise RuntimeError("device lost")
-
-
-def without_room(*_: Any, **__: Any) -> Any:
-    """Replacement for a comparison that runs out of memory."""
-    raise MemoryError("no room")
-
-
-@pytest.mark.syncheck(ranks=3)
-@pytest.mark.parametrize("in_judge, says", [(False, "RuntimeError: device lost"), (True, "MemoryError: no room")])
-def test_a_failure_in_the_middle_raises_on_all_ranks(
-    syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, in_judge: bool, says: str
-) -> None:
-    """If a rank fails while its peers wait for its bytes, or while it compares, all raise its error."""
-    if syncheck_rank.rank == 1 and in_judge:
-        monkeypatch.setattr(comparison, "judge", without_room)
-    elif syncheck_rank.rank == 1:
-        monkeypatch.setattr(tensor_bytes.TensorBytes, "__getitem__", unreadable)
-    # In the second case nothing differs, so no message follows the first.
-    value = 0.0 if in_judge else float(syncheck_rank.rank)
-    outcomes = each_rank(assert_in_sync, {"a": torch.full((3,), value), "b": torch.full((3,), value)})
-    assert all_raise(outcomes, "RankFailed").text == f"rank 1: {says}"
-
-
 STATE = {"w": torch.ones(1)}
-# The objects of rank 0, the objects of the other ranks, and the options of both.
+
+
+# By error: the objects of rank 0, the objects of the other ranks, and the options of both.
 MISUSES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
-    "a class": ((nn.Linear,), (STATE,), {}, {}),
-    "a path": ((STATE, "file.pth"), (STATE, "file.pth"), {}, {}),
-    "options": ((STATE,), (STATE,), {"only": "params"}, {"only": ()}),
-    "an option": ((STATE,), (STATE,), {"only": "weights"}, {"only": "weights"}),
-    "a limit": ((STATE,), (STATE,), {"limit": "x"}, {}),
-    "nothing": ((), (STATE,), {}, {}),
+    "across ranks, only objects in memory can be compared": ((STATE, "a.pth"), (STATE, "a.pth"), {}, {}),
+    "the options differ between ranks": ((STATE,), (STATE,), {"only": "params"}, {"only": ()}),
+    "rank 0: limit='x': must be": ((STATE,), (STATE,), {"limit": "x"}, {}),
+    "rank 0: nothing to compare": ((), (STATE,), {}, {}),
 }
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize(
-    "what, says",
-    [
-        ("a class", "rank 0: an object of class type cannot be compared"),
-        ("a path", "across ranks, only objects in memory can be compared"),
-        ("options", "the options differ between ranks"),
-        ("an option", "only='weights': must be one of"),
-        ("a limit", "rank 0: limit='x': must be"),
-        ("nothing", "rank 0: nothing to compare"),
-    ],
-)
-def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, what: str, says: str) -> None:
+@pytest.mark.parametrize("text", MISUSES)
+def test_wrong_usage_raises_on_all_ranks(syncheck_rank: Any, text: str) -> None:
     """An invalid call, even on one rank only, is a UsageError on all."""
-    first, others, firsts_options, others_options = MISUSES[what]
-    if syncheck_rank.rank == 0:
-        outcomes = each_rank(assert_in_sync, *first, **firsts_options)
-    else:
-        outcomes = each_rank(assert_in_sync, *others, **others_options)
-    assert all_raise(outcomes, "UsageError").text.startswith(says)
+    first, others, firsts_options, others_options = MISUSES[text]
+    things, options = (first, firsts_options) if syncheck_rank.rank == 0 else (others, others_options)
+    assert all_raise(each_rank(assert_in_sync, *things, **options), "UsageError").text.startswith(text)
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -160,7 +120,7 @@ def test_report_names_ranks_without_the_fused_kernel(syncheck_rank: Any, monkeyp
 
     def short(sources: Any, algorithm: Any = None) -> Any:
         if syncheck_rank.rank == 1 and algorithm is None:  # not if ranks agree on another algorithm
-            lanes.KERNEL.fallback = "OutOfMemoryError: CUDA out of memory"
+            KERNEL.fallback = "OutOfMemoryError: CUDA out of memory"
         return digest_all(sources, algorithm)
 
     monkeypatch.setattr(manifest, "digest_all", short)

@@ -16,7 +16,7 @@ import syncheck
 from syncheck.live import files
 from syncheck.live.channel import Channel
 from syncheck.live.digest import COMMON
-from syncheck.live.exchange import stored
+from syncheck.live.exchange import manifest
 from syncheck.live.files import compare_files
 from syncheck.messages import Grouping
 from syncheck.report import json_document
@@ -144,7 +144,7 @@ def test_folders_that_are_one_checkpoint(syncheck_rank: Any) -> None:
 def test_one_rank_without_xxhash(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, by: float) -> None:
     """If one rank lacks xxhash, ranks agree on an algorithm: equal files are in sync, different files are not."""
     if syncheck_rank.rank == 1:
-        monkeypatch.setattr(stored, "default_algorithm", lambda: COMMON)
+        monkeypatch.setattr(manifest, "default_algorithm", lambda: COMMON)
     mine = written(syncheck_rank, "rank_{}.pth", by=by * syncheck_rank.rank)
     report = all_pass(each_rank(collective, mine))
     assert (report.verdict, report.groups[0].counts.different) == (("in_sync", 0), ("out_of_sync", 5))[by > 0]
@@ -154,13 +154,13 @@ def test_one_rank_without_xxhash(syncheck_rank: Any, monkeypatch: pytest.MonkeyP
 def test_excluded_tensors_are_not_read(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors outside --include are counted by name, and their bytes are not read."""
     read: list[int] = []
-    real = stored.FileBytes.digest
+    real = manifest.FileBytes.digest
 
-    def digest(self: stored.FileBytes, algorithm: str | None) -> tuple[str, bytes]:
+    def digest(self: manifest.FileBytes, algorithm: str | None) -> tuple[str, bytes]:
         read.append(1)
         return real(self, algorithm)
 
-    monkeypatch.setattr(stored.FileBytes, "digest", digest)
+    monkeypatch.setattr(manifest.FileBytes, "digest", digest)
     mine = written(syncheck_rank, "rank_{}.pth", by=float(syncheck_rank.rank))
     report = all_pass(each_rank(collective, mine, include=("*.bias", "fc.weight")))
     assert len(read) == 4

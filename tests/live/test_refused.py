@@ -9,15 +9,31 @@ import torch
 from agreement import all_raise, each_rank
 from torch import nn
 
+from syncheck.live.memory import snapshot
+from syncheck.messages import Refusal
 from syncheck.testing import OutOfSync, assert_in_sync, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-ODD = ("sparse", "quantized", "nested", "meta", "lazy", "unknown dtype", "freed")
+# The refused tensors of `odd`, with the reason.
+ODD = {
+    "sparse": Refusal.SPARSE(),
+    "csr": Refusal.SPARSE(),
+    "quantized": Refusal.QUANTIZED(),
+    "nested": Refusal.NESTED(),
+    "jagged": Refusal.NESTED(),
+    "meta": Refusal.META(),
+    "lazy": Refusal.LAZY(),
+    "unknown dtype": Refusal.DTYPE(name="bits8"),
+    "freed": Refusal.FREED(),
+    "wrapper": Refusal.WRAPPER(),
+}
 GOOD = torch.ones(2)
 
 
 def odd(value: float = 1.0) -> dict[str, Any]:
     """Return refused tensors, each of three elements or rows."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
     dense = torch.full((3, 3), value)
     with torch.random.fork_rng():
         quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
@@ -26,18 +42,27 @@ def odd(value: float = 1.0) -> dict[str, Any]:
     return {
         "freed": freed,
         "sparse": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
         "quantized": quantized,
         "nested": torch.nested.nested_tensor([dense, dense]),
+        "jagged": torch.nested.nested_tensor([dense, dense], layout=torch.jagged),
         "meta": torch.empty(3, 3, device="meta"),
         "lazy": nn.LazyLinear(3).weight,
+        "wrapper": TwoTensor(dense, dense),
         "unknown dtype": torch.zeros(3, dtype=torch.uint8).view(torch.bits8),
     }
 
 
 @pytest.mark.parametrize("what", ODD)
 def test_uncompared_tensors_fail_an_assertion(what: str) -> None:
-    """A comparable tensor beside a refused one fails: the text names the refused tensor, and exclude= skips it."""
+    """A comparable tensor beside a refused one fails: the text names the refused tensor, and exclude= skips it.
+
+    A refused tensor alone is undecided.
+    """
     first, second = ({"good": GOOD, "odd": odd(value)[what]} for value in (1.0, 2.0))
+    assert snapshot(first).tensors["odd"].refused == ODD[what]
+    alone = compare(first, second, include="odd")
+    assert (alone.verdict, alone.counts.not_compared) == ("undecided", 1)
     assert compare(first, second).verdict == "in_sync"  # as on the command line, which counts it
     with pytest.raises(OutOfSync) as caught:
         assert_in_sync(first, second)

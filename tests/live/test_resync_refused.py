@@ -29,6 +29,7 @@ def test_no_majority_requires_a_source(syncheck_rank: Any) -> None:
     assert text == "no majority: fc.weight; choose the healthy rank with source=RANK"
     done = healed(model, optimizer, bad=(0,), source=1, named=True)
     assert done.copied == (("fc.weight", 1, (0,), 64),)
+    assert "from rank 1 (chosen by the caller)" in done.summary
 
 
 @pytest.mark.syncheck(ranks=3)

@@ -12,15 +12,15 @@ import hashlib
 import os
 import sys
 from collections import deque
-from contextlib import suppress
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError
+from syncheck.kernel.blocks import count_processors
+from syncheck.kernel.shares import run_in_threads
 from syncheck.live.digest import parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from threading import Event
 
 CHUNK = 4 << 20  # bytes; part of the algorithm: another value changes the digests
 XXH3 = "xxh3-128/4MiB"
@@ -65,21 +65,20 @@ def default_threads() -> int:
     """
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(local_ranks), 1) if local_ranks.isdecimal() else 1
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cpus // ranks, 1), MAX_THREADS)
+    return min(max(count_processors() // ranks, 1), MAX_THREADS)
 
 
 class Stream:
     """An incremental digest over blocks of any size, equal to the digest of a CPU tensor with the same bytes.
 
-    algorithm: XXH3 or COMMON; None for the default of `digest_all`. Raises UsageError if the algorithm is unavailable.
+    algorithm: XXH3 or COMMON.
     """
 
-    def __init__(self, algorithm: str | None = None) -> None:
-        self._new_hash = _get_hash_factory(algorithm or default_algorithm())
+    def __init__(self, algorithm: str) -> None:
+        self._new_hash = _get_hash(algorithm)
         self._chunk = self._new_hash()
         # COMMON has no chunks.
-        self._size = CHUNK if (algorithm or default_algorithm()) == XXH3 else sys.maxsize
+        self._size = CHUNK if algorithm == XXH3 else sys.maxsize
         self._room = self._size
         self._chunk_digests: list[bytes] = []
 
@@ -104,13 +103,12 @@ class Stream:
 
 
 def hash_on_cpu(sources: Sequence[Any], algorithm: str, threads: int | None = None) -> list[bytes]:
-    """Return the 16-byte digest of each source. Raises UsageError for an unavailable algorithm.
+    """Return the 16-byte digest of each source.
 
     sources: strided tensors on any device, or arrays. CPU memory in C order is read in place, everything else is copied
     part by part. threads: maximum number of threads; None for this rank's share of the CPUs.
     """
-    new = _get_hash_factory(algorithm)
-    hash_bytes = _get_hash_function(algorithm)
+    new_hash = _get_hash(algorithm)
     digests = [b""] * len(sources)
     chunk_digests: dict[int, list[bytes]] = {}
     todo: deque[tuple[int, int, Any]] = deque()
@@ -123,56 +121,42 @@ def hash_on_cpu(sources: Sequence[Any], algorithm: str, threads: int | None = No
                 todo.append((i, 0, source))
                 chunk_digests[i] = [b""]
             elif (size := view.nbytes) < SMALL:
-                digests[i] = hash_bytes(view)
+                digests[i] = new_hash(view).digest()
             else:
                 total += size
                 starts = range(0, size, CHUNK if algorithm == XXH3 else size)
                 chunk_digests[i] = [b""] * len(starts)
                 todo.extend((i, part, view[start : start + starts.step]) for part, start in enumerate(starts))
 
-    def work() -> None:
+    def work(_: int, failed: Event) -> None:
         with parts.as_plain_tensors():
-            while todo:
+            while todo and not failed.is_set():
                 try:
                     i, part, data = todo.popleft()
                 except IndexError:  # another thread took the last item
                     return
-                chunk_digests[i][part] = (
-                    hash_bytes(data) if isinstance(data, memoryview) else _hash_copies(data, algorithm)
-                )
+                is_view = isinstance(data, memoryview)
+                chunk_digests[i][part] = new_hash(data).digest() if is_view else _hash_copies(data, algorithm)
 
-    _run_in_threads(work, todo, 1 if total < LARGE else default_threads() if threads is None else threads)
+    most = 1 if total < LARGE else default_threads() if threads is None else threads
+    run_in_threads(work, max(min(most, len(todo)), 1))
     for i, values in chunk_digests.items():
-        digests[i] = _combine(values, new)
+        digests[i] = _combine(values, new_hash)
     return digests
 
 
-def _get_hash_factory(algorithm: str) -> Callable[[], Any]:
-    """Return a function that creates a hash object of the algorithm."""
+def _get_hash(algorithm: str) -> Callable[..., Any]:
+    """Return the function that creates a hash object of XXH3 or COMMON, optionally with its first bytes."""
     if algorithm == COMMON:
         return functools.partial(hashlib.blake2b, digest_size=WIDTH)
-    if algorithm != XXH3:
-        raise UsageError(f"digest algorithm {algorithm!r} is unavailable on the CPU; choose {XXH3} or {COMMON}")
-    if load_xxhash() is None:
-        raise UsageError(f"digest algorithm {XXH3} requires the package xxhash; pip install xxhash, or choose {COMMON}")
-    factory: Callable[[], Any] = load_xxhash().xxh3_128
+    factory: Callable[..., Any] = load_xxhash().xxh3_128
     return factory
 
 
-def _get_hash_function(algorithm: str) -> Callable[[Any], bytes]:
-    """Return the function from the bytes of at most one chunk to their digest."""
-    if algorithm == XXH3:
-        function: Callable[[Any], bytes] = load_xxhash().xxh3_128_digest
-        return function
-    return lambda data: hashlib.blake2b(data, digest_size=WIDTH).digest()
-
-
-def _combine(chunk_digests: Sequence[bytes], new: Callable[[], Any]) -> bytes:
+def _combine(chunk_digests: Sequence[bytes], new_hash: Callable[..., Any]) -> bytes:
     if len(chunk_digests) == 1:
         return chunk_digests[0]
-    combined = new()
-    combined.update(b"".join(chunk_digests))
-    digest: bytes = combined.digest()
+    digest: bytes = new_hash(b"".join(chunk_digests)).digest()
     return digest
 
 
@@ -199,30 +183,3 @@ def _hash_copies(tensor: Any, algorithm: str) -> bytes:
         for start in range(0, len(row), parts.MOST_COPIED):
             stream.update(row[start : start + parts.MOST_COPIED].cpu().numpy())
     return stream.digest()
-
-
-def _run_in_threads(work: Callable[[], None], todo: deque[Any], threads: int) -> None:
-    """Call `work` in this and other threads until the queue is empty. Raises the first error of any thread."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
-            errors.append(error)
-            todo.clear()
-
-    others = [Thread(target=guarded, daemon=True) for _ in range(min(threads, len(todo)) - 1)]
-    try:
-        with suppress(RuntimeError):  # with fewer threads than planned, the result is the same
-            for thread in others:
-                thread.start()
-        guarded()
-    finally:
-        todo.clear()
-        # The threads read memory that the caller may free.
-        for thread in others:
-            if thread.ident is not None:  # started
-                thread.join()
-    if errors:
-        raise errors[0]

@@ -9,13 +9,13 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from syncheck.live.digest.mixing import MIX_A, MIX_B, STEP_A, STEP_B
+from syncheck.live.digest.lanes import MIX_A, MIX_B, STEP_A, STEP_B
 from syncheck.live.digest.parts import WORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.live.digest.mixing import Row
+    from syncheck.live.digest.lanes import Row
 
 try:
     import triton  # type: ignore[import-untyped,unused-ignore]
@@ -71,7 +71,7 @@ def mix(
     factor_1: tl.constexpr,
     factor_2: tl.constexpr,
 ) -> tl.tensor:
-    """Mix a block of uint64 words, as in `mixing.Mix`. Unsigned, so that right shifts fill with zeros."""
+    """Mix a block of uint64 words, as in `lanes.Mix`. Unsigned, so that right shifts fill with zeros."""
     x = (x ^ (x >> shift_1)) * factor_1
     x = (x ^ (x >> shift_2)) * factor_2
     return x ^ (x >> shift_3)

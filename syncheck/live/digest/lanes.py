@@ -34,10 +34,9 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.digest import parts
-from syncheck.live.digest.mixing import MIX_A, MIX_B, STEP_A, STEP_B, Mix, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,31 +46,26 @@ LANES = "lanes-128"
 # Bytes per step of the eager implementation, which allocates four temporaries of this size.
 EAGER = 8 << 20
 
-
-class _Kernel:
-    """The fused kernel. broken: why it is disabled. fallback: why the eager implementation was last used."""
-
-    broken = fallback = ""
-
-    def add(self, rows: Sequence[Row], sums: Any) -> None:
-        """Add the words of rows to the sums, with the kernel or eagerly; the sums are the same."""
-        if not self.broken:
-            try:
-                from syncheck.live.digest import kernel as digest_kernel
-
-                digest_kernel.add_rows(rows, sums)
-            except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, an unsupported device, ...
-                self.fallback = f"{type(error).__name__}: {error}"
-                # Memory may be free at the next check; other errors are permanent.
-                if not (isinstance(error, MemoryError) or "out of memory" in str(error).lower()):
-                    self.broken = self.fallback
-            else:
-                return
-        self.fallback = self.fallback or self.broken
-        add_eagerly(rows, sums)
+STEP_A, STEP_B = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
 
-KERNEL = _Kernel()
+class Mix(NamedTuple):
+    """The steps x ^= x >> shift, with a multiplication after the first and the second step."""
+
+    shifts: tuple[int, int, int]
+    factors: tuple[int, int]
+
+
+MIX_A = Mix((30, 27, 31), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+MIX_B = Mix((33, 33, 33), (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53))
+
+
+class Row(NamedTuple):
+    """Contiguous, aligned bytes to add to the sums of a slot. first: the index of the first word."""
+
+    tensor: Any
+    first: int
+    slot: int
 
 
 @dataclass
@@ -83,31 +77,27 @@ class Pending:
 
     def read(self) -> list[bytes]:
         """Wait for the device and return the 16-byte digest of each tensor, with one copy from the device."""
-        import numpy as np
-
-        sums = self.sums.cpu().numpy().view(np.uint64)
-        ends = np.array(self.sizes, np.uint64) + np.uint64(1)
-        a = _mix_uint64(sums[:, 0] + ends * np.uint64(STEP_A), MIX_A)
-        b = _mix_uint64(sums[:, 1] ^ ends * np.uint64(STEP_B), MIX_B)
-        data = np.stack([a, b], axis=1).astype("<u8").tobytes()
+        torch = sys.modules["torch"]
+        sums = self.sums.cpu()
+        ends = torch.tensor(self.sizes, dtype=torch.int64, device="cpu") + 1
+        a = _mix_in_place(sums[:, 0] + ends * _to_signed(STEP_A), MIX_A)
+        b = _mix_in_place(sums[:, 1] ^ ends * _to_signed(STEP_B), MIX_B)
+        data = torch.stack([a, b], dim=1).numpy().astype("<i8").tobytes()
         return [data[start : start + 16] for start in range(0, len(data), 16)]
 
 
-def start_digests(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None] | None = None) -> Pending:
+def start_digests(tensors: Sequence[Any], add: Callable[[Sequence[Row], Any], None]) -> Pending:
     """Start to compute the digests of strided tensors of one device, without waiting for the device.
 
     Tensors in C order are read in place, other tensors are copied on the device part by part. add: adds rows to the
-    sums; None for the kernel on a GPU and the eager implementation elsewhere. Raises UsageError for a tensor without
-    storage.
+    sums, like `add_eagerly`. Raises UsageError for a tensor without storage.
     """
     import torch
 
-    device = tensors[0].device
-    add = add or (KERNEL.add if device.type == "cuda" else add_eagerly)
     with parts.as_plain_tensors():
         for i, tensor in enumerate(tensors):
             parts.require_storage(tensor, i)
-        sums = torch.zeros((len(tensors), 2), dtype=torch.int64, device=device)
+        sums = torch.zeros((len(tensors), 2), dtype=torch.int64, device=tensors[0].device)
         rows: list[Row] = []
         copied = 0
         for slot, tensor in enumerate(tensors):
@@ -157,17 +147,6 @@ def _mix_in_place(x: Any, mix: Mix) -> Any:
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor:
             x.mul_(_to_signed(factor))
-    return x
-
-
-def _mix_uint64(x: Any, mix: Mix) -> Any:
-    """Mix a uint64 array."""
-    import numpy as np
-
-    for shift, factor in itertools.zip_longest(mix.shifts, mix.factors):
-        x = x ^ (x >> np.uint64(shift))
-        if factor:
-            x = x * np.uint64(factor)
     return x
 
 

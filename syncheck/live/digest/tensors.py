@@ -17,18 +17,41 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError
 from syncheck.live.digest import host as digest_host
 from syncheck.live.digest import parts
-from syncheck.live.digest.host import COMMON, WIDTH, XXH3, Stream
-from syncheck.live.digest.lanes import LANES, start_digests
+from syncheck.live.digest.host import WIDTH
+from syncheck.live.digest.lanes import LANES, add_eagerly, start_digests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["COMMON", "LANES", "WIDTH", "XXH3", "Stream", "digest_all", "hash_digests"]
+    from syncheck.live.digest.lanes import Row
 
-ALGORITHMS = (XXH3, COMMON, LANES)
+
+class _Kernel:
+    """The fused kernel. broken: why it is disabled. fallback: why the eager implementation was last used."""
+
+    broken = fallback = ""
+
+    def add(self, rows: Sequence[Row], sums: Any) -> None:
+        """Add the words of rows to the sums, with the kernel or eagerly; the sums are the same."""
+        if not self.broken:
+            try:
+                from syncheck.live.digest import kernel as digest_kernel
+
+                digest_kernel.add_rows(rows, sums)
+            except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, an unsupported device, ...
+                self.fallback = f"{type(error).__name__}: {error}"
+                # Memory may be free at the next check; other errors are permanent.
+                if not (isinstance(error, MemoryError) or "out of memory" in str(error).lower()):
+                    self.broken = self.fallback
+            else:
+                return
+        self.fallback = self.fallback or self.broken
+        add_eagerly(rows, sums)
+
+
+KERNEL = _Kernel()
 
 
 def digest_all(
@@ -37,22 +60,23 @@ def digest_all(
     """Return the algorithm and the 16-byte digest of each source's bytes in C order.
 
     sources: strided torch tensors with values, on any device, or numpy arrays. They do not change, no random number is
-    drawn, and sources in another memory order are copied part by part. algorithm: one of ALGORITHMS for all sources;
-    None selects by device. Use COMMON if the algorithms of the ranks differ. threads: maximum number of CPU threads;
-    None for this rank's share of the CPUs. Raises UsageError for a tensor whose storage was freed and for an
-    unavailable algorithm.
+    drawn, and sources in another memory order are copied part by part. algorithm: XXH3 or COMMON for all sources; None
+    selects by device. Use COMMON if the algorithms of the ranks differ. threads: maximum number of CPU threads; None
+    for this rank's share of the CPUs. Raises UsageError for a tensor whose storage was freed.
     """
-    if algorithm not in (None, *ALGORITHMS):
-        raise UsageError(f"digest algorithm {algorithm!r} is unknown; choose from {', '.join(ALGORITHMS)}")
     digests: list[tuple[str, bytes]] = [("", b"")] * len(sources)
+    by_device: dict[Any, list[int]] = {}
     with parts.as_plain_tensors():
-        by_device, cpu_indices = _split_by_device(sources, algorithm)
-        # Devices compute while the CPU hashes. Then each device returns all of its digests at once.
-        pending = [(indices, start_digests(tensors)) for indices, tensors in by_device.values()]
-        on_cpu = algorithm if algorithm in (XXH3, COMMON) else digest_host.default_algorithm()
-        hashed = digest_host.hash_on_cpu([sources[i] for i in cpu_indices], on_cpu, threads)
-    for i, value in zip(cpu_indices, hashed, strict=True):
-        digests[i] = on_cpu, value
+        for i, source in enumerate(sources):
+            on_gpu = algorithm is None and parts.is_torch(source) and source.is_cuda
+            by_device.setdefault(source.device if on_gpu else None, []).append(i)
+    on_cpu = by_device.pop(None, [])
+    # Devices compute while the CPU hashes. Then each device returns all of its digests at once.
+    pending = [(indices, start_digests([sources[i] for i in indices], KERNEL.add)) for indices in by_device.values()]
+    algorithm = algorithm or digest_host.default_algorithm()
+    hashed = digest_host.hash_on_cpu([sources[i] for i in on_cpu], algorithm, threads)
+    for i, value in zip(on_cpu, hashed, strict=True):
+        digests[i] = algorithm, value
     for indices, result in pending:
         for i, value in zip(indices, result.read(), strict=True):
             digests[i] = LANES, value
@@ -64,28 +88,3 @@ def hash_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
     # Digests have a fixed width and names contain no zero byte, so the encoding is unique.
     encoded = b"".join(b"%s\0%s" % (algorithm.encode(), value) for algorithm, value in digests)
     return hashlib.blake2b(encoded, digest_size=WIDTH).digest()
-
-
-def _split_by_device(
-    sources: Sequence[Any], algorithm: str | None
-) -> tuple[dict[Any, tuple[list[int], list[Any]]], list[int]]:
-    """Return (indices, tensors) by the device that hashes them, and the indices of sources hashed on the CPU."""
-    by_device: dict[Any, tuple[list[int], list[Any]]] = {}
-    cpu_indices = []
-    for i, source in enumerate(sources):
-        own = algorithm is None and parts.is_torch(source) and source.is_cuda
-        if own or algorithm == LANES:
-            tensor = source if parts.is_torch(source) else _as_tensor(source)
-            indices, tensors = by_device.setdefault(tensor.device, ([], []))
-            indices.append(i)
-            tensors.append(tensor)
-        else:
-            cpu_indices.append(i)
-    return by_device, cpu_indices
-
-
-def _as_tensor(array: Any) -> Any:
-    import torch
-
-    # Copied, because torch warns about read-only arrays.
-    return torch.from_numpy(parts.array_bytes(array).copy())

@@ -9,14 +9,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import RankFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.live.channel import Channel
-    from syncheck.snapshots import Sliced, Tensor
+    from syncheck.snapshots import Sliced
 
 # Maximum bytes per message, and cached bytes of all ranks together.
 WINDOW = 16 << 20
@@ -42,11 +41,6 @@ class RemoteTensor(NamedTuple):
     digest: bytes
     rank: int
     size: int
-
-
-def size_of(tensor: Tensor) -> int:
-    """Return the number of bytes of a tensor."""
-    return tensor.numel * DTYPES[tensor.dtype].size
 
 
 def read_pieces(own: Mapping[Key, Sliced], pieces: Sequence[Piece]) -> list[bytes]:

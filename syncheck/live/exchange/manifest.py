@@ -10,10 +10,10 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.dtypes import DTYPES
-from syncheck.errors import UsageError, one_line
-from syncheck.live.digest import COMMON, WIDTH, digest_all, hash_digests
-from syncheck.live.digest.lanes import KERNEL
-from syncheck.live.exchange.stored import FileBytes
+from syncheck.errors import CheckpointError, RankFailed, UsageError, one_line
+from syncheck.kernel.blocks import ranges
+from syncheck.live.digest import COMMON, KERNEL, WIDTH, Stream, digest_all, hash_digests
+from syncheck.live.digest.host import default_algorithm
 from syncheck.live.memory import FORMAT, agree_on_buffers
 from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.names import normalize
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.api import Options
+    from syncheck.kernel.blocks import Files
     from syncheck.live.channel import Channel
 
     Key = tuple[bytes, bytes]
@@ -49,27 +50,22 @@ class Row(NamedTuple):
 class Manifest:
     """The tensors of one rank in order, and its plain values. Small, and equal on ranks with the same model.
 
-    shardings: the distinct shardings of DTensors. ties: groups of names of the same tensor in a file.
+    shardings: the distinct shardings of DTensors. snapshot: of the rank, without tensors, path and all fields that
+    differ between ranks by design.
     """
 
-    format: str
     rows: tuple[Row, ...]
     shardings: tuple[Sharding, ...]
-    values: Mapping[str, Any]
-    stubs: tuple[str, ...]
-    metadata: Metadata | None
-    notes: tuple[Message, ...]
-    ties: tuple[tuple[str, ...], ...]
+    snapshot: Snapshot
 
     def hash_layout(self) -> bytes:
         """Return 16 bytes that are equal if everything but the values is equal; only their names count."""
-        names = tuple(self.values)
-        rest = repr((self.format, names, self.stubs, self.metadata, self.notes, self.ties))
-        return _hash(_hash_rows(self.rows, self.shardings), rest)
+        rest = replace(self.snapshot, values=dict.fromkeys(self.snapshot.values))
+        return _hash(_hash_rows(self.rows, self.shardings), repr(rest))
 
     def digest(self) -> bytes:
         """Return 16 bytes that are equal for equal manifests."""
-        return _hash(self.hash_layout(), repr(self.values))
+        return _hash(self.hash_layout(), repr(self.snapshot.values))
 
     def normalized_names(self) -> dict[str, str]:
         """Return each tensor's name without wrapper prefixes, by name. Ranks are compared by normalized names."""
@@ -107,11 +103,11 @@ def _hash_rows(rows: tuple[Row, ...], shardings: tuple[Sharding, ...]) -> bytes:
     return _hash(b"", repr((rows, shardings)))
 
 
-def make_manifest(snapshot: Snapshot, algorithms: Sequence[str]) -> Manifest:
+def make_manifest(local: Snapshot, algorithms: Sequence[str]) -> Manifest:
     """Return the manifest of a rank's snapshot. algorithms: of the tensors' digests."""
     shardings: dict[Sharding, int] = {}
     rows = []
-    for tensor, algorithm in zip(snapshot.tensors.values(), algorithms, strict=True):
+    for tensor, algorithm in zip(local.tensors.values(), algorithms, strict=True):
         index = -1
         if tensor.sharding is not None:
             # Without the coordinate, which follows from the rank, ranks have equal manifests.
@@ -128,16 +124,9 @@ def make_manifest(snapshot: Snapshot, algorithms: Sequence[str]) -> Manifest:
                 tensor.crc32,
             )
         )
-    return Manifest(
-        snapshot.format,
-        tuple(rows),
-        tuple(shardings),
-        dict(snapshot.values),
-        snapshot.stubs,
-        snapshot.metadata,
-        snapshot.notes,
-        snapshot.ties,
-    )
+    metadata = local.metadata and replace(local.metadata, rank=None, host=None, mesh={})
+    shared = Snapshot("", local.format, 0, {}, dict(local.values), local.stubs, metadata, local.notes, local.ties)
+    return Manifest(tuple(rows), tuple(shardings), shared)
 
 
 def with_digest_only(tensor: Tensor) -> Tensor:
@@ -168,6 +157,11 @@ class Content:
 
     manifest: Manifest
     blob: bytes
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata, empty if the ranks have none."""
+        return self.manifest.snapshot.metadata or Metadata()
 
     @cached_property
     def normalized_names(self) -> Mapping[str, str]:
@@ -201,13 +195,13 @@ class GroupContents:
     @property
     def step(self) -> int | None:
         """The last step in the metadata of the files."""
-        metadata = (content.manifest.metadata for content in self.by_key.values())
-        return max((m.step for m in metadata if m is not None and m.step is not None), default=None)
+        steps = (content.metadata.step for content in self.by_key.values())
+        return max((step for step in steps if step is not None), default=None)
 
     @property
     def are_equal(self) -> bool:
         """Whether all ranks have equal contents, hold full replicas, and none is missing."""
-        worlds = {content.manifest.metadata.world_size for content in self.by_key.values() if content.manifest.metadata}
+        worlds = {content.metadata.world_size for content in self.by_key.values()}
         if not worlds <= {None, len(self.rank_infos)}:
             return False
         sharded = any(content.manifest.shardings for content in self.by_key.values())
@@ -218,26 +212,13 @@ class GroupContents:
         snapshots: dict[int, Snapshot] = {}
         for rank in ranks or self.rank_infos:
             info, content = self.rank_infos[rank], self.of_rank(rank)
-            manifest = content.manifest
-            metadata = manifest.metadata or Metadata()
-            metadata = replace(
-                metadata,
-                rank=rank,
-                # In a subgroup, ranks outside are not missing; ranks that saved a file and are absent are.
-                world_size=None if ranks else metadata.world_size or (len(self.rank_infos) if self.is_world else None),
-                host=info.host,
-                mesh=dict(info.mesh),
-            )
-            snapshots[rank] = Snapshot(
-                info.path,
-                manifest.format,
-                info.size,
-                content.tensors,
-                manifest.values,
-                manifest.stubs,
-                metadata,
-                manifest.notes,
-                manifest.ties,
+            # In a subgroup, ranks outside are not missing; ranks that saved a file and are absent are.
+            present = len(self.rank_infos) if self.is_world else None
+            world_size = None if ranks else content.metadata.world_size or present
+            metadata = replace(content.metadata, rank=rank, world_size=world_size, host=info.host, mesh=dict(info.mesh))
+            shared = content.manifest.snapshot
+            snapshots[rank] = replace(
+                shared, path=info.path, bytes=info.size, tensors=content.tensors, metadata=metadata
             )
         return dict(zip(snapshots, agree_on_buffers(snapshots.values()), strict=True))
 
@@ -249,15 +230,11 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     """
     digests = compute_digests(list(local.tensors.values()))
     own = make_manifest(local, [algorithm for algorithm, _ in digests])
-    mesh: tuple[tuple[str, int], ...] = ()
     host = os.uname().nodename
     path = f"{local.path} on {host}" if local.format == FORMAT else local.path
-    if own.metadata is not None:
-        host = own.metadata.host or host  # the file may have moved to another host since
-        mesh = tuple(own.metadata.mesh.items())
-        # Fields of this rank only would make manifests differ.
-        shared = replace(own.metadata, rank=None, host=None, mesh={})
-        own = replace(own, metadata=shared)
+    metadata = local.metadata or Metadata()
+    host = metadata.host or host  # the file may have moved to another host since
+    mesh = tuple(metadata.mesh.items())
     key = own.digest(), hash_digests(digests)
     options_hash = hashlib.sha256(repr(options).encode()).digest()[:16]
     fallback, KERNEL.fallback = one_line(KERNEL.fallback)[:200], ""
@@ -266,11 +243,14 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     if len({info.options for info in rank_infos.values()}) > 1:
         raise UsageError("the options differ between ranks; pass the same options on every rank")
     manifests = {key[0]: own}
-    structures = _find_first_ranks({rank: info.key[0] for rank, info in rank_infos.items()})
+    owners: dict[Key, int] = {}  # the first rank of each content
+    structures: dict[bytes, int] = {}  # and of each structure
+    for rank, info in rank_infos.items():
+        owners.setdefault(info.key, rank)
+        structures.setdefault(info.key[0], rank)
     if len(structures) > 1:
         sent = channel.share(lambda: own, structures.values(), "manifests")
         manifests = {structure: sent[rank] for structure, rank in structures.items()}
-    owners = _find_first_ranks({rank: info.key for rank, info in rank_infos.items()})
     blobs = {key: _join_digests(digests)}
     if len(owners) > 1:
         sent = channel.share(
@@ -280,6 +260,31 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     return GroupContents(
         rank_infos, {key: Content(manifests[key[0]], blob) for key, blob in blobs.items()}, channel.is_world
     )
+
+
+class FileBytes:
+    """The bytes of a tensor in a file, in C order and little-endian, read part by part."""
+
+    __slots__ = ("_files", "_tensor")
+
+    def __init__(self, tensor: Tensor, files: Files) -> None:
+        self._tensor, self._files = tensor, files
+
+    def __getitem__(self, part: Any) -> bytes:
+        size = DTYPES[self._tensor.dtype].size
+        try:
+            return bytes(self._files.read(self._tensor, part.start // size, (part.stop - part.start) // size, 0))
+        except CheckpointError as error:
+            # The comparing rank would treat a CheckpointError as one unreadable file among several, and continue.
+            raise RankFailed(str(error)) from error
+
+    def digest(self, algorithm: str | None) -> tuple[str, bytes]:
+        """Return algorithm and digest, like `live.digest.digest_all` for a tensor in memory."""
+        algorithm = algorithm or default_algorithm()
+        stream = Stream(algorithm)
+        for start, count in ranges([self._tensor]):
+            stream.update(self._files.read(self._tensor, start, count, 0))
+        return algorithm, stream.digest()
 
 
 def compute_digests(tensors: Sequence[Tensor], algorithm: str | None = None) -> list[tuple[str, bytes]]:
@@ -296,14 +301,6 @@ def compute_digests(tensors: Sequence[Tensor], algorithm: str | None = None) -> 
 
 def _join_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
     return b"".join(digest for _, digest in digests)
-
-
-def _find_first_ranks(keys: Mapping[int, Any]) -> dict[Any, int]:
-    """Return the first rank of each key. keys: by rank, in order."""
-    ranks: dict[Any, int] = {}
-    for rank, key in keys.items():
-        ranks.setdefault(key, rank)
-    return ranks
 
 
 def _agree_on_algorithms(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.comparison.values import is_membership
 from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
+from syncheck.live.memory.objects import class_title, is_readable
 from syncheck.live.memory.tensor_bytes import MemoryTensor
 from syncheck.live.memory.tree import Tree
-from syncheck.live.memory.type_checks import class_title, is_readable
 from syncheck.messages import Note, Refusal
 from syncheck.names import normalize
 from syncheck.readers.bookkeeping import remove_bookkeeping

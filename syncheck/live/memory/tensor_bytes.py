@@ -173,12 +173,9 @@ def _get_dtype(dtype: Any) -> DType | None:
 
 def holds_shard(value: Any) -> bool:
     """Whether this rank holds only a shard of a tensor."""
-    plain = not hasattr(value, "placements") and type(value).__name__ != "ShardedTensor"
-    return not plain and is_shard(describe_tensor(value))
-
-
-def is_shard(place: MemoryTensor) -> bool:
-    """Whether a rank holds only a shard of the tensor."""
+    if not hasattr(value, "placements") and type(value).__name__ != "ShardedTensor":
+        return False
+    place = describe_tensor(value)
     if place.refused is not None:
         return place.refused.code in SHARD_REFUSALS
     return place.sharding is not None and not is_whole(place.sharding)

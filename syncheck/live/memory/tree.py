@@ -14,25 +14,23 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live.memory.modules import (
+from syncheck.live.memory.objects import (
     EXTRA_STATE,
+    get_attributes,
     get_buffers_synced,
     get_custom_state,
+    get_referents,
     get_transient_buffers,
     has_extra_state,
-    is_fsdp1,
-    is_sharded,
-)
-from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
-from syncheck.live.memory.type_checks import (
-    get_attributes,
-    get_referents,
     has_tensor,
     is_bundle,
+    is_fsdp1,
     is_module,
     is_optimizer,
+    is_sharded,
     is_stateful,
 )
+from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
 from syncheck.messages import Refusal
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncheck.errors import UsageError
 from syncheck.kinds import BUFFERS, OPTIMIZER
 from syncheck.live.channel import group_ranks_by_value
-from syncheck.live.memory.modules import EXTRA_STATE
+from syncheck.live.memory.objects import EXTRA_STATE
 from syncheck.messages import names_text, ranks_text
 
 if TYPE_CHECKING:

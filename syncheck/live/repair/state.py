@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import UsageError
 from syncheck.live.digest.parts import as_bytes, as_plain_tensors, is_c_order, is_torch
 from syncheck.live.memory import snapshot
-from syncheck.live.memory.modules import EXTRA_STATE, has_extra_state
+from syncheck.live.memory.objects import EXTRA_STATE, has_extra_state, is_module, is_optimizer
 from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.live.memory.tree import Tree, get_local_optimizer, get_prefix, name_parts
-from syncheck.live.memory.type_checks import is_module, is_optimizer
 from syncheck.names import normalize
 
 if TYPE_CHECKING:

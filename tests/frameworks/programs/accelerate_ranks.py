@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 
-def main(folder: str, ending: str) -> None:
-    """Train four steps and save the state in node<rank>/. ending: of the weights' file."""
+def main(folder: str, *endings: str) -> None:
+    """Train four steps and save the state in ENDING/node<rank>/. endings: of the weights' file."""
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=True))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
@@ -24,7 +24,9 @@ def main(folder: str, ending: str) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    accelerator.save_state(f"{folder}/node{os.environ['RANK']}", safe_serialization=ending == "safetensors")
+    for ending in endings:
+        saved = f"{folder}/{ending}/node{os.environ['RANK']}"
+        accelerator.save_state(saved, safe_serialization=ending == "safetensors")
     accelerator.end_training()
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 
-def main(folder: str, run: str) -> None:
+def train(node: str) -> None:
     """Train four steps with a checkpoint every two, and save the model in shards too."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -17,7 +17,6 @@ def main(folder: str, run: str) -> None:
     )  # fmt: skip
     model = BertForSequenceClassification(config)
     data = [{"input_ids": torch.randint(0, 50, (8,)), "labels": torch.tensor(i % 2)} for i in range(16)]
-    node = f"{folder}/{run}"
     arguments = TrainingArguments(
         f"{node}/run", max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
         disable_tqdm=True, seed=0,
@@ -26,4 +25,5 @@ def main(folder: str, run: str) -> None:
     model.save_pretrained(f"{node}/sharded", max_shard_size="10KB")
 
 
-main(*sys.argv[1:])
+for run in sys.argv[2:]:
+    train(f"{sys.argv[1]}/{run}")

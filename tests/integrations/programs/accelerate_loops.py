@@ -62,7 +62,7 @@ def main(folder: str, *cases: str) -> None:
         elif case == "scaled":
             loop(folder, case, fault="scaler", every=4, on_desync="warn")
         elif case == "drift":
-            loop(folder, case, norm=torch.nn.BatchNorm1d, every=3)
+            loop(folder, case, norm=torch.nn.BatchNorm1d, every=3, on_desync="warn")
         elif case == "weight":
             loop(folder, case, fault="weight", every=5)
 

@@ -132,11 +132,9 @@ def main(folder: str, *cases: str) -> None:
         elif case == "accumulated":
             fit(folder, case, Net(), watched={"every": 2}, accumulate_grad_batches=3)
         elif case == "two_epochs":
-            fit(folder, case, Net(), watched={"every": 100}, max_epochs=2)
+            fit(folder, case, Net(batchnorm), watched={"every": 100, "on_desync": "warn"}, max_epochs=2)
         elif case == "max_steps":
             fit(folder, case, Net(batchnorm), watched={"every": 100, "on_desync": "warn"}, max_epochs=5, max_steps=8)
-        elif case == "drift":
-            fit(folder, case, Net(batchnorm), watched={"every": 100})
         elif case == "weight":
             save = [ModelCheckpoint(folder, "weight.{step}", every_n_train_steps=n, save_top_k=-1) for n in (4, 5)]
             fit(folder, case, Net(fault="weight"), watched={"every": 5}, enable_checkpointing=True, more=save)

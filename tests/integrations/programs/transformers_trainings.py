@@ -86,8 +86,6 @@ def main(folder: str, *cases: str) -> None:
         elif case == "resumed":
             train(folder, "saved", Net(), watched=None, max_steps=3, save_strategy="steps", save_steps=3)
             train(folder, case, Net(), watched={"every": 5}, resume=f"{folder}/saved.run/checkpoint-3")
-        elif case == "drift":
-            train(folder, case, Net(batchnorm), watched={"every": 3})
         elif case == "scaled":
             train(folder, case, Net(), watched={"every": 4, "on_desync": "warn"}, fault="scaler")
         elif case == "weight":

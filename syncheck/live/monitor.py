@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from syncheck.api import Options
 from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, brief
 from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
-from syncheck.live.checks import check, group_of, run_check
-from syncheck.live.exchange import ReportCache
-from syncheck.live.monitor.reporter import CheckRecord, Reporter
+from syncheck.live.checks import check, group_of, make_options, run_check
+from syncheck.live.reporter import CheckRecord, Reporter
 from syncheck.messages import ranks_text
 from syncheck.records import Report
 
@@ -132,17 +131,14 @@ class SyncMonitor:
         console: Any = None,
         **checking: Any,
     ) -> None:
-        # A string stands for a tuple with one element.
-        self._checking: dict[str, Any] = {
-            name: (value,) if isinstance(value, str) else value for name, value in checking.items()
-        }
-        _check_arguments(every, on_desync, start, writer, console, self._checking)
+        self._checking = checking
+        _check_arguments(every, on_desync, start, writer, console, checking)
         self.checks = 0
         """The number of checks so far."""
         self.last: Report | None = None
         """The report of the last check."""
         self._objects = (model, optimizer, scaler)
-        self._cache = ReportCache()
+        self._cache: dict[Any, Report] = {}
         self._every, self._on_desync, self._group = every, on_desync, group
         self._start = self._step = start
         self._pending = False
@@ -196,7 +192,7 @@ class SyncMonitor:
         if channel is None or len(channel.ranks) < 2:
             self._warn_once(_NO_GROUP if channel is None else _ALONE)
         else:
-            self._report_check(report, seconds, len(channel.ranks))
+            self._report_check(report, seconds)
         if report.verdict == "out_of_sync":
             self._handle_desync(report)
         return report
@@ -247,7 +243,7 @@ class SyncMonitor:
             self._warned.add(text)
             self._reporter.print_text(f"warning: step {self._step}: could not tell: {text}", "yellow")
 
-    def _report_check(self, report: Report, seconds: float, ranks: int) -> None:
+    def _report_check(self, report: Report, seconds: float) -> None:
         new = self._state.update(self._step, report)
         if report.verdict == "undecided":
             from syncheck.report.words import verdict_line
@@ -255,7 +251,7 @@ class SyncMonitor:
             self._warn_once(verdict_line(report).partition(": ")[2])
         if self._is_leader:
             good, since = self._state.last_good, self._state.since
-            checked = CheckRecord(self._step, report, ranks, seconds, self.overhead, good, since, new)
+            checked = CheckRecord(self._step, report, seconds, self.overhead, good, since, new)
             # The text of OutOfSync has the details.
             self._reporter.report_check(checked, details=self._on_desync != "raise")
 
@@ -284,7 +280,7 @@ class SyncMonitor:
                 )
         except UsageError as error:
             text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
-            if isinstance(error, NoMajority):
+            if isinstance(error.__cause__, NoMajority):  # of this rank; all ranks raise a UsageError with its text
                 text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
             raise UsageError(text) from error
         self._state = DesyncState(last_good=self._step)
@@ -316,8 +312,7 @@ def _check_arguments(
     if unknown:
         raise UsageError(f"{unknown[0]}=: no such option; syncheck.live.check takes {', '.join(known)}")
     # Now, and not at the first check, hours later.
-    shared: dict[str, Any] = {name: value for name, value in checking.items() if name in Options.__dataclass_fields__}
-    Options(**shared)
+    make_options(**{name: value for name, value in checking.items() if name in Options.__dataclass_fields__})
 
 
 def _whole(value: Any, name: str, *, least: int) -> int:

@@ -33,14 +33,13 @@ _SENTENCE = 600  # characters
 class CheckRecord:
     """One check to report.
 
-    step: optimizer steps so far. ranks: number of ranks. seconds: duration, including waiting for other ranks.
-    overhead: fraction of the wall time in checks so far. last_good: the last earlier step in sync, or None. since: the
-    first step out of sync, None while in sync. new: findings absent from the previous check.
+    step: optimizer steps so far. seconds: duration, including waiting for other ranks. overhead: fraction of the wall
+    time in checks so far. last_good: the last earlier step in sync, or None. since: the first step out of sync, None
+    while in sync. new: findings absent from the previous check.
     """
 
     step: int
     report: Report
-    ranks: int
     seconds: float
     overhead: float
     last_good: int | None
@@ -48,10 +47,9 @@ class CheckRecord:
     new: tuple[Finding, ...]
 
     @property
-    def codes(self) -> str:
-        """The codes and ranks of the failing findings, in one line."""
-        failing = [finding for group in self.report.groups for finding in group.findings if finding.fails]
-        return "; ".join(f"{f.code} {f.slug} on {words.ranks_label(f.ranks)}" for f in failing)
+    def findings(self) -> list[Finding]:
+        """The findings of the report."""
+        return [finding for group in self.report.groups for finding in group.findings]
 
 
 class Reporter:
@@ -105,7 +103,7 @@ class Reporter:
             compared=report.counts.compared,
             seconds=round(record.seconds, 6),
             overhead=round(record.overhead, 6),
-            findings=_make_rows(finding for group in report.groups for finding in group.findings),
+            findings=_make_rows(record.findings),
         )
         if record.new:
             self.write_event("desync", step=record.step, in_sync_at=record.last_good, findings=_make_rows(record.new))
@@ -184,18 +182,19 @@ def _make_line(*spans: Span) -> Line:
 def _render_check(record: CheckRecord, details: bool) -> list[Part]:
     """Render a check: one line, and below it the new findings."""
     report = record.report
-    counts = report.counts
+    counts, ranks = report.counts, len(report.groups[0].ranks)
     cost = f"{record.seconds * 1e3:.3g} ms, overhead {record.overhead:.2%}"
     verdict, more = words.VERDICTS[report.verdict].lower(), ""
     if report.verdict == "out_of_sync":
         verdict = words.VERDICTS[report.verdict]
-        more = f" ({_format_time(record)}): {record.codes}"
+        codes = [f"{f.code} {f.slug} on {words.ranks_label(f.ranks)}" for f in record.findings if f.fails]
+        more = f" ({_format_time(record)}): {'; '.join(codes)}"
     elif report.verdict == "in_sync":
         verdict = words.verdict_line(report).replace(words.VERDICTS["in_sync"], verdict)
     first = _make_line(
         Span(f"step {record.step}: "),
         Span(verdict, _STYLES[report.verdict]),
-        Span(one_line(f"{more}; {counts.compared} of {counts.tensors} tensors compared on {record.ranks} ranks")),
+        Span(one_line(f"{more}; {counts.compared} of {counts.tensors} tensors compared on {ranks} ranks")),
         Span(f", {cost}", "dim"),
     )
     parts: list[Part] = [first]
