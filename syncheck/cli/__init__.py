@@ -13,11 +13,11 @@ CLOSED = 141  # what a shell reports for SIGPIPE
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code: 0 in sync, 1 out of sync, 2 could not tell, 3 a crash of ours."""
-    # numpy's matrix routines are not used here; not to start their threads saves a tenth of the whole run.
+    # Starting the threads of numpy's matrix routines, which syncheck does not use, takes a tenth of a run.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Records of 200,000 tensors hold no cycles; to search them for some every 700 takes a fifth of the whole run.
+    # Records of 200,000 tensors contain no cycles; a search after every 700 objects takes a fifth of a run.
     gc.set_threshold(100_000)
-    # What is imported takes most of a short run, so Ctrl-C comes there too.
+    # Imports take most of a short run, so Ctrl-C must work during them.
     try:
         from syncheck.cli import streams
 
@@ -49,10 +49,10 @@ def _run(argv: list[str]) -> int:
         output.tell(f"error: {text}")
         return error.exit_code
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough; Python must not complain at exit when it flushes.
+        # The reader, such as `| head`, closed the pipe. Python would report an error when it flushes at exit.
         streams.silence(sys.stdout)
         return CLOSED
-    except Exception as error:  # noqa: BLE001 - whatever it is, exit 1 would claim that replicas differ
+    except Exception as error:  # noqa: BLE001 - Python's exit code 1 would mean that replicas differ
         lacking = _lacking(error)
         if not lacking:
             _report_crash(argv)
@@ -69,7 +69,7 @@ def _carried_out(argv: list[str]) -> int:
     with streams.printing():
         try:
             arguments = build().parse_args(argv)
-        except SystemExit:  # after help, and after an error that was told
+        except SystemExit:  # after help, and after an error was printed
             sys.stdout.flush()
             raise
     code: int = arguments.run(arguments)
@@ -77,11 +77,11 @@ def _carried_out(argv: list[str]) -> int:
 
 
 def _lacking(error: Exception) -> str:
-    """Say what the machine would not give, if that is what ended a run, and what to do about it; empty where not."""
+    """Describe the exhausted resource that ended a run, and the next step; empty for any other error."""
     import errno
 
     number = error.errno if isinstance(error, OSError) else None
-    # A library that cannot be mapped is told of as one that cannot be imported.
+    # Without memory to map a library, the error is an ImportError.
     unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
     if isinstance(error, MemoryError) or unmapped or number == errno.ENOMEM:
         return "out of memory; raise its limit (ulimit -v), or compare fewer files at once, with --jobs 1"
