@@ -1,4 +1,4 @@
-"""What the machine, the shell and the terminal may lack: the answer stays, or a line says what is missing."""
+"""Exhausted resources, odd shells and terminals: the same result, or one line with the missing resource."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GONE = "the current folder was removed; change to an existing folder"
 
 
 def is_told(found: tuple[int, str, str]) -> None:
-    """Assert that a run found the two ranks out of sync and had nothing to complain of."""
+    """Assert that a run found the two ranks out of sync and printed no error."""
     assert (found[0], found[2]) == (1, "")
     assert found[1].splitlines()[-1] == LAST
 
@@ -68,14 +68,14 @@ print(codes)
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ODD)
 def test_odd_environments(shell: Shell, what: str) -> None:
-    """The answer is the same whatever the environment lacks."""
+    """The result does not depend on the environment."""
     is_told(shell(ODD[what]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python", RUN_BY)
 def test_odd_interpreters(shell: Shell, tmp_path: Path, python: str) -> None:
-    """Answer, reports and fingerprint are the same whatever Python was told to leave out or to complain of."""
+    """Results, reports and fingerprints do not depend on the options of Python."""
     is_told(shell(f"{COMPARE} -o out.html -o out.json -o out.md -o out.txt -o out.xml", python))
     lines = ("fingerprint run_rank0.pth -o made.json", "compare run_rank0.pth run_rank1.pth nothing.pth")
     command = [sys.executable, *python.split(), "-c", SEVERAL, *lines, "show run_rank0.pth", "--help"]
@@ -87,7 +87,7 @@ def test_odd_interpreters(shell: Shell, tmp_path: Path, python: str) -> None:
 
 
 def test_explain_without_docstrings(shell: Shell) -> None:
-    """`explain` prints docstrings; under -OO, where Python leaves them out, it says so."""
+    """`explain` prints docstrings; without them, under -OO, it ends with one line and exit code 2."""
     for command in ("syncheck explain", "syncheck explain SYN201"):
         code, out, err = shell(command, "-OO")
         assert (code, out) == (2, "")
@@ -96,7 +96,7 @@ def test_explain_without_docstrings(shell: Shell) -> None:
 
 
 def test_a_folder_that_was_removed(shell: Shell, tmp_path: Path) -> None:
-    """From a folder that is gone, whole paths are compared, and all else is one line."""
+    """In a removed folder, absolute paths are compared; anything else is a one-line error."""
     gone = "mkdir -p gone; cd gone; rmdir ../gone; "
     here = f"{tmp_path}/run_rank"
     is_told(shell(f"{gone}syncheck compare {here}0.pth {here}1.pth"))
@@ -110,7 +110,7 @@ def test_a_folder_that_was_removed(shell: Shell, tmp_path: Path) -> None:
     ["report", "show a", "demo", "compare '*.pth'", "compare {0} {1} -o a.json", "compare a b", "fingerprint a -o b"],
 )
 def test_other_commands_in_a_removed_folder(shell: Shell, tmp_path: Path, command: str) -> None:
-    """No command crashes there."""
+    """In a removed folder no command crashes."""
     command = command.replace("{0}", f"{tmp_path}/run_rank0.pth").replace("{1}", f"{tmp_path}/run_rank1.pth")
     code, out, err = shell(f"mkdir -p gone; cd gone; rmdir ../gone; syncheck {command}")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -118,19 +118,19 @@ def test_other_commands_in_a_removed_folder(shell: Shell, tmp_path: Path, comman
 
 
 def test_too_few_files(shell: Shell) -> None:
-    """With too few files for Python itself to go on, a line says what to raise: 2, no crash."""
+    """If Python itself cannot open enough files, the error is one line with exit code 2."""
     code, out, err = shell(f"ulimit -n 5; {COMPARE} -o out.html")
     assert (code, out, err) == (2, "", f"syncheck: error: {FILES}\n")
 
 
 @pytest.mark.slow
 def test_files_and_memory_from_next_to_none(shell: Shell, tmp_path: Path) -> None:
-    """Whatever the limit, a run of two ranks in sync either tells or ends with one of these lines."""
+    """Under any limit, two ranks in sync give exit code 0 or one of these errors."""
     save_pth(tmp_path / "run_rank1.pth", network())
     seen = set()
     for kilobytes in range(20_000, 260_000, 20_000):
         code, out, err = shell(f"ulimit -v {kilobytes}; {COMPARE} -o out.html")
-        # Where numpy's library for matrices finds no room it ends the program itself, with 1.
+        # Without memory, numpy's matrix library ends the program itself with exit code 1.
         if "OpenBLAS error" not in err and "python" not in err.lower():
             assert (code, err) in ((0, ""), (2, f"syncheck: error: {MEMORY}\n")), kilobytes
         seen.add((code, bool(out)))
@@ -143,7 +143,7 @@ def test_files_and_memory_from_next_to_none(shell: Shell, tmp_path: Path) -> Non
 
 
 def test_threads_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no thread can be started, or no second one, the calling one does their work, with the same result."""
+    """If no thread, or only one, can be started, the calling thread does the work with the same result."""
     for rank, last in enumerate((0, 1, 0)):
         array = np.zeros(9_000_000, np.uint8)
         array[-1] = last
@@ -169,7 +169,7 @@ def test_threads_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_no_room_for_a_thread(shell: Shell, tmp_path: Path) -> None:
-    """A limit that leaves no room for the stack of a second thread changes nothing of the answer."""
+    """A limit without memory for the stack of a second thread does not change the result."""
     for rank in range(2):
         save_safetensors(tmp_path / f"large_rank{rank}.safetensors", {"w": np.full(8 << 20, rank, np.float32)})
     command = "syncheck compare large_rank0.safetensors large_rank1.safetensors --jobs 4"
@@ -179,7 +179,7 @@ def test_no_room_for_a_thread(shell: Shell, tmp_path: Path) -> None:
 
 
 def seen_on(columns: str, shell: Shell, command: str, **environment: str) -> str:
-    """Return what a command prints on a terminal, without colours."""
+    """Return the output of a command on a terminal, without colours."""
     script = f"script -qec 'stty cols {columns} 2>/dev/null; {command}' /dev/null"
     _, out, _ = shell(script, **({"TERM": "xterm-256color"} | environment))
     assert re.findall(r"[^\x20-\x7e\r\n\x80-\U0010ffff]", re.sub(r"\x1b\[[0-9;]*m", "", out)) == []
@@ -189,7 +189,7 @@ def seen_on(columns: str, shell: Shell, command: str, **environment: str) -> str
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", ["1", "3", "20", "80", "200", "5000"])
 def test_terminals_of_all_widths(shell: Shell, columns: str) -> None:
-    """On a terminal of any width nothing is lost, and from 80 columns on no line is wider than it."""
+    """No text is lost at any width, and from 80 columns on no line is wider than the terminal."""
     text = seen_on(columns, shell, COMPARE)
     assert max(map(len, text.splitlines())) <= max(int(columns), 79)
     assert "OUTOFSYNC" in re.sub(r"\s", "", text)
@@ -203,7 +203,7 @@ def test_terminals_of_all_widths(shell: Shell, columns: str) -> None:
     ids=str,
 )
 def test_terminals_that_say_nonsense(shell: Shell, environment: dict[str, str]) -> None:
-    """A terminal of no known kind or width is drawn for as one of 80 columns, or as a pipe."""
+    """A terminal of unknown kind or width counts as one of 80 columns, or as a pipe."""
     text = seen_on("80", shell, COMPARE, **environment)
     assert text.splitlines()[-1] == LAST
 

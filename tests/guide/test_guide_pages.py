@@ -1,4 +1,4 @@
-"""Each page of docs/guide runs as it stands there: its files, its commands, and what it says that they print."""
+"""The files and commands of each page of docs/guide run, and print the output on the page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGES = sorted(GUIDE.glob("[0-9]*.md"))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_runs(path: Path, tmp_path: Path) -> None:
-    """What a reader saves and types from the top of a page to its end prints and ends as the page says."""
+    """The commands of a page, typed in order, print its output and end with its exit codes."""
     for name in ("train", "syncheck", "fixtures", "pyproject.toml"):  # as in a clone
         (tmp_path / name).symlink_to(ROOT / name)
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
         "NO_COLOR": "1", "COLUMNS": "100", "PYTHONWARNINGS": "ignore",
-        # What torchrun logs is not on the pages: its agents race at the end, when the one with the store leaves first.
+        # torchrun's agents log an error at the end of a good run if the agent with the store leaves first.
         "TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL",
     }  # fmt: skip
     for step in read(path).steps:
@@ -47,13 +47,13 @@ def test_a_page_runs(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_is_whole(path: Path) -> None:
-    """No code of it is left out of the test that runs it, and it leads to what to read in train/."""
+    """The test that runs a page uses all of its code, and the page links to code in train/."""
     assert read(path).others == []
     assert "](../../train/" in path.read_text(encoding="utf-8")
 
 
-def test_what_is_printed_has_to_be_what_stands_there() -> None:
-    """`...` stands for any lines or characters, and nothing else is forgiven."""
+def test_output_must_equal_the_page() -> None:
+    """`...` stands for any lines or characters; any other difference fails."""
     (command,) = commands("$ echo one \\\n    two  # exit code 3\nloss 0.5 after ...s\n...\nlast\n")
     assert (command.typed, command.code) == ("echo one two  # exit code 3", 3)
     assert agrees(command.printed, "loss 0.5 after 12.3s\nanything\nat all\nlast\n")

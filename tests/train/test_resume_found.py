@@ -1,4 +1,4 @@
-"""Which state --resume takes, which it passes over, and when it refuses."""
+"""The state that --resume loads, the states that it skips, and its errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cut(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Flip one bit of a weight: torch.load would take it for the weight."""
+    """Flip one bit of a weight, which torch.load does not notice."""
     data = bytearray(path.read_bytes())
     weight = torch.load(path, weights_only=True)["model"]["conv1.weight"].numpy().tobytes()
     data[data.index(weight)] ^= 1
@@ -48,12 +48,12 @@ def flip(path: Path) -> None:
 
 
 def foreign(path: Path) -> None:
-    """Put a checkpoint of something else there."""
+    """Replace the file by a checkpoint of another program."""
     torch.save({"model": {"weight": torch.zeros(2)}}, path)
 
 
 def hostile(path: Path) -> None:
-    """Put a pickle there that would run a program."""
+    """Replace the file by a pickle with code to execute."""
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -63,7 +63,7 @@ def hostile(path: Path) -> None:
 
 
 def moved(path: Path) -> None:
-    """Put the file of another step there."""
+    """Replace the file by the file of another step."""
     shutil.copy(path.parent.parent / "step_2" / path.name, path)
 
 
@@ -79,7 +79,7 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_spoiled_states_are_passed_over(stopped: Path, capsys: pytest.CaptureFixture[str], how: str) -> None:
-    """One line names the file and the run goes on from the step before; nothing in a file is executed."""
+    """One line names the file, and the run resumes from the previous state; no code in a file is executed."""
     spoil, said = SPOILED[how]
     path = state_path(stopped, 3, 0)
     spoil(path)
@@ -92,7 +92,7 @@ def test_spoiled_states_are_passed_over(stopped: Path, capsys: pytest.CaptureFix
 
 
 def test_no_usable_state_is_refused(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run whose states are all damaged does not start at step 0 in silence."""
+    """If all states are damaged, the run ends with an error instead of starting at step 0."""
     for step in (2, 3):
         cut(state_path(stopped, step, 0))
     with pytest.raises(UserError, match=r"no state in .* is usable"):
@@ -101,7 +101,7 @@ def test_no_usable_state_is_refused(stopped: Path, capsys: pytest.CaptureFixture
 
 
 def test_without_a_state_it_starts_at_the_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that is queued again types the same line each time, the first time too."""
+    """The first run and all later ones may use the same command."""
     _, notes = resume(ME, replace(ALONE, out=tmp_path))
     assert notes.steps == list(range(1, 9))
     assert (
@@ -110,7 +110,7 @@ def test_without_a_state_it_starts_at_the_beginning(tmp_path: Path, capsys: pyte
 
 
 def test_two_states_are_kept(stopped: Path) -> None:
-    """Of the steps so far the newest two stay; a user's own file beside them too."""
+    """The newest two states remain, and so does a user's own file."""
     assert sorted(path.name for path in stopped.iterdir()) == ["step_2", "step_3"]
     (stopped / "step_2" / "notes.txt").write_text("mine")
     resume(ME, replace(ALONE, out=stopped.parents[1]))
@@ -122,7 +122,7 @@ def test_two_states_are_kept(stopped: Path) -> None:
 
 
 def test_a_new_run_replaces_the_states_of_an_older_one(stopped: Path) -> None:
-    """Without --resume the first state of a run is the only one: an older run's later steps must not win."""
+    """Without --resume, the first save removes all states of an older run, even of later steps."""
     interrupt(ME, replace(ALONE, out=stopped.parents[1]), 1)
     assert [path.name for path in stopped.iterdir()] == ["step_1"]
 
@@ -139,13 +139,13 @@ def test_a_new_run_replaces_the_states_of_an_older_one(stopped: Path) -> None:
     ids=str,
 )
 def test_another_run_is_refused(stopped: Path, change: dict[str, Any], said: str) -> None:
-    """An option that decides what is trained must be that of then; the message names it, with both values."""
+    """Options that change the training must be those of the saved run; the error names both values."""
     with pytest.raises(UserError, match=said):
         resume(ME, replace(ALONE, out=stopped.parents[1], **change))
 
 
 def test_a_longer_run_is_allowed(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--epochs may change, and what that does to the schedule is said."""
+    """--epochs may change; a message describes the effect on the schedule."""
     result, _ = resume(ME, replace(ALONE, out=stopped.parents[1], epochs=3))
     assert (result.steps, result.epochs) == (12, 3)
     told = capsys.readouterr().err.splitlines()[1]
@@ -153,7 +153,7 @@ def test_a_longer_run_is_allowed(stopped: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_replicas_of_dp_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Threads of one process are no ranks, but as many of them round otherwise, which is said."""
+    """The number of dp's replicas may change; a message warns that rounding changes with it."""
     settings = replace(ALONE, method="dp", out=tmp_path)
     interrupt(ME, settings, 3)
     assert resume(ME, replace(settings, replicas=4))[1].steps == [4, 5, 6, 7, 8]
@@ -162,7 +162,7 @@ def test_replicas_of_dp_may_change(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_run_that_had_ended_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is trained, and the scores are those of the end; final files that were not asked for then are written."""
+    """A finished run is evaluated without training, and newly requested final files are written."""
     settings = replace(ALONE, out=tmp_path)
     result, notes = whole(ME, settings)
     again, later = resume(ME, replace(settings, save_per_rank=True))
@@ -176,7 +176,7 @@ def test_a_run_that_had_ended_is_evaluated(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_final_file_that_was_removed_is_written_again(tmp_path: Path) -> None:
-    """The summary of a run that had ended names no file that is not there."""
+    """The summary of a finished run names only existing files."""
     settings = replace(ALONE, save_per_rank=True, out=tmp_path)
     whole(ME, settings)
     (tmp_path / "single_rank0.pth").unlink()
@@ -184,8 +184,8 @@ def test_a_final_file_that_was_removed_is_written_again(tmp_path: Path) -> None:
 
 
 def test_best_of_another_format_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of the best epoch that the new ones do not overwrite go with them: no mixture of two epochs is left."""
-    monkeypatch.setattr("train.metrics.Best.update", lambda *_: True)
+    """Old files of the best epoch are removed with new ones, so that two epochs are never mixed."""
+    monkeypatch.setattr("train.scoring.Best.take", lambda *_: True)
     settings = replace(ALONE, save_best=True, save_per_rank=True, out=tmp_path)
     interrupt(ME, settings, 5)
     best = tmp_path / "best" / "single"
@@ -198,13 +198,13 @@ def test_best_of_another_format_is_replaced(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_states_that_are_not_saved_are_told(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that is resumed without --checkpoint-every says that it saves no more states."""
+    """A run resumed without --checkpoint-every warns: it saves no more states."""
     resume(ME, replace(ALONE, out=stopped.parents[1], checkpoint_every=None))
     assert "resumed: without --checkpoint-every N, " in capsys.readouterr().err
 
 
 def test_other_tensors_are_refused(stopped: Path) -> None:
-    """A state of a program whose model was another is refused with the tensor, before anything is restored."""
+    """A state of another model is refused before anything is restored; the error names the tensor."""
     path = state_path(stopped, 3, 0)
     state = torch.load(path, weights_only=True)
     state["model"]["fc.bias"] = torch.zeros(11)
@@ -217,7 +217,7 @@ def test_other_tensors_are_refused(stopped: Path) -> None:
 def test_a_state_counts_if_all_ranks_have_it(
     ctx: RankContext, syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each rank has a folder of its own; what rank 1 lacks or cannot read, rank 0 does not take either."""
+    """With a folder per rank, rank 0 skips a state that rank 1 does not have or cannot read."""
     settings = replace(ALONE, method="ddp", out=syncheck_rank.shared / f"node{ctx.rank}")
     interrupt(ctx, settings, 3)
     mine = state_path(states_folder(settings.out, "ddp"), 3, ctx.rank)
@@ -239,7 +239,7 @@ def test_a_state_counts_if_all_ranks_have_it(
 def test_a_first_save_cut_short_starts_over(
     ctx: RankContext, syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where rank 1 was killed before it wrote its part of the very first state, there never was one."""
+    """If rank 1 was killed before it wrote its part of the first state, there is no state."""
     settings = replace(ALONE, method="ddp", out=syncheck_rank.shared)
     interrupt(ctx, settings, 1)
     if ctx.rank == 1:
@@ -254,7 +254,7 @@ def test_a_first_save_cut_short_starts_over(
 def test_a_failed_save_leaves_the_older_state(
     ctx: RankContext, syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Where rank 1 cannot write, one line says which file and why, and the state before can still be resumed."""
+    """If rank 1 cannot write, one line names file and reason, and the previous state remains usable."""
     settings = replace(ALONE, method="ddp", out=syncheck_rank.shared)
     folder = states_folder(settings.out, "ddp")
     (folder / "step_3" / "rank_1.pth").mkdir(parents=True, exist_ok=True)  # no file can take its place
