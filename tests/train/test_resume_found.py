@@ -185,7 +185,7 @@ def test_a_final_file_that_was_removed_is_written_again(tmp_path: Path) -> None:
 
 def test_best_of_another_format_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old files of the best epoch are removed with new ones, so that two epochs are never mixed."""
-    monkeypatch.setattr("train.scoring.Best.take", lambda *_: True)
+    monkeypatch.setattr("train.metrics.Best.update", lambda *_: True)
     settings = replace(ALONE, save_best=True, save_per_rank=True, out=tmp_path)
     interrupt(ME, settings, 5)
     best = tmp_path / "best" / "single"
