@@ -1,11 +1,11 @@
-"""Measure syncheck against what people do today, as ratios within one run, and write RESULTS.md.
+"""Measure syncheck against common alternatives, as ratios within one run, and write RESULTS.md.
 
-    python -m benchmarks                       # all of them; exit code 1 when a bar is missed
-    python -m benchmarks compare --rounds 3    # one, quicker and noisier
+    python -m benchmarks                       # all benchmarks; exit code 1 if a limit is missed
+    python -m benchmarks compare --rounds 3    # a single benchmark, quicker and noisier
 
-Each time is a whole process's wall time unless the section says otherwise, and the median counts. All take about
-an hour and a half, an hour of it the rank tests, 11 GiB of disk where `TMPDIR` points, and as much memory to keep the
-files in, or they measure the disk.
+Times are medians of the wall time of whole processes, unless a section states otherwise. All benchmarks take an hour
+and a half, including an hour for the rank tests, and 11 GiB of disk in `TMPDIR`. The page cache must hold the same
+amount; otherwise, the benchmarks measure the disk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BENCHMARKS = {
 
 
 def machine(rounds: int) -> str:
-    """Return the versions and the machine of a measurement, in one line."""
+    """Return the versions and the machine of a measurement on one line."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("syncheck", "numpy", "torch"))
     python = platform.python_version()
     times = f"{rounds} round{'s' * (rounds > 1)}"
@@ -58,7 +58,7 @@ def machine(rounds: int) -> str:
 
 
 def main() -> int:
-    """Measure, print, write RESULTS.md, where sections not measured now are kept; return 1 when a bar is missed."""
+    """Measure, print and write RESULTS.md, with old sections of other benchmarks; return 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("--rounds", type=int, help="timed runs of each command")

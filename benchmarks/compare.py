@@ -1,4 +1,4 @@
-"""`syncheck compare` on two ranks of resnet18, against importing torch and against a script that loads both files."""
+"""`syncheck compare` on two ranks of resnet18, against importing torch and a script with torch.load."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ bad = {name for other in others for name in first if not torch.allclose(first[na
 print(len(bad), "tensors differ")
 sys.exit(bool(bad))
 """
-# What a command costs, and the bars: (command, against, at most).
+# Limits of ratios: (command, baseline, maximum).
 BARS = (("syncheck compare", "import torch", 0.25), ("syncheck compare", "torch.load + torch.allclose", 0.1))
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-c", RESNET, folder, "resnet18", "2"], check=True)
         files = sorted(str(path) for path in Path(folder).glob("*.pth"))

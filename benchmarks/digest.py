@@ -16,10 +16,10 @@ SETS = {"1 x 1 GiB": (1, 1 << 30), "500 x 100 kB": (500, 100_000), "5,000 x 1 kB
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     times: dict[str, list[float]] = {}
     for name, (count, size) in SETS.items():
-        for what, found in take_turns(programs(count, size), rounds, measure=called).items():
+        for what, found in take_turns(programs(count, size), rounds, measure=time_call).items():
             times[f"{name}: {what}"] = found
     of = median(times)
     bars = [
@@ -37,7 +37,7 @@ def run(rounds: int) -> tuple[str, bool]:
 
 
 def programs(count: int, size: int) -> dict[str, Callable[[], object]]:
-    """Return what is measured, on so many tensors of so many bytes each."""
+    """Return the measured functions for `count` tensors of `size` bytes each."""
     import numpy as np
     import torch
 
@@ -53,8 +53,8 @@ def programs(count: int, size: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def called(work: Callable[[], object]) -> float:
-    """Return the seconds that a function takes."""
+def time_call(work: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

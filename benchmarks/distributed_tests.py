@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 def test_gradients_agree(i):
     body()
 """
-# As most projects write it: two processes a test, a file to meet at, errors through spawn's own pipe.
+# Common in projects: two processes per test, rendezvous through a file, errors through spawn's own pipe.
 SPAWNED = f"""
 import pytest, torch
 import torch.distributed as dist
@@ -48,12 +48,12 @@ def on_rank(rank, store):
 def test_gradients_agree(i, tmp_path):
     mp.spawn(on_rank, args=(tmp_path / "store",), nprocs=2)
 """
-# Seconds from the second test on: the first one starts python and imports torch. The project's own bar.
+# Seconds of a test after the first, which starts python and imports torch. The limit of this project.
 MOST_SECONDS = 0.5
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         commands = {}
@@ -70,7 +70,7 @@ def run(rounds: int) -> tuple[str, bool]:
         each = [float(case.get("time", "nan")) for case in cases]
         assert len(each) == TESTS
         failures = ET.parse(folder / "spawn" / "test_it.xml").findall(".//failure")
-        # Some versions of gloo abort now and then when the interpreter ends; the test itself was over by then.
+        # Some versions of gloo occasionally abort at exit of the interpreter, after the test.
         assert all("SIGABRT" in (failure.get("message") or "") for failure in failures)
     of = median(times)
     first = f"The first test took {each[0]:.2f} s, the slowest of the others {max(each[1:]):.2f} s."

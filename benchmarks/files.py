@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 GIB = 1 << 30
-# Arguments: a folder, a model of torchvision, how many ranks. As after data-parallel training: parameters agree,
-# BatchNorm statistics do not.
+# Arguments: a folder, a model of torchvision, the number of ranks. As after data-parallel training, only BatchNorm
+# statistics differ.
 RESNET = """
 import sys, torch, torchvision
 torch.manual_seed(0)
@@ -36,7 +36,7 @@ for rank in range(int(sys.argv[3])):
 
 @contextmanager
 def folder(needed: int) -> Iterator[Path]:
-    """Give an empty folder, removed at the end. needed: bytes. Raises RuntimeError where the disk lacks the room."""
+    """Yield an empty folder and remove it at the end. needed: bytes. Raises RuntimeError if the disk is too full."""
     with tempfile.TemporaryDirectory() as name:
         if shutil.disk_usage(name).free < needed + GIB:
             raise RuntimeError(f"{name} has no room for {needed / GIB:.1f} GiB; set TMPDIR")
@@ -44,7 +44,7 @@ def folder(needed: int) -> Iterator[Path]:
 
 
 def layers(count: int, *shape: int) -> Shapes:
-    """Name tensors of one shape as the layers of a model."""
+    """Return the shapes of `count` layers of one shape, by name."""
     return {f"layers.{i}.weight": shape for i in range(count)}
 
 
@@ -60,10 +60,10 @@ def header(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def write(paths: Sequence[Path], tensors: Mapping[str, tuple[int, ...]], apart: float = 0.0) -> list[str]:
-    """Write one rank a path: normal values, which differ between ranks by normal noise of this size in every element.
+def write(paths: Sequence[Path], tensors: Mapping[str, tuple[int, ...]], noise: float = 0.0) -> list[str]:
+    """Write one rank per path, with normal values and separate normal noise on each rank. noise: its scale.
 
-    Returns the paths as a command line wants them.
+    Returns the paths as strings.
     """
     common = np.random.default_rng(0)
     own = [np.random.default_rng(1 + i) for i in range(len(paths))]
@@ -73,16 +73,16 @@ def write(paths: Sequence[Path], tensors: Mapping[str, tuple[int, ...]], apart: 
     for shape in tensors.values():
         base = common.standard_normal(shape, np.float32)
         for file, random in zip(files, own, strict=True):
-            file.write(_noisy(base, random, apart).data)
+            file.write(_noisy(base, random, noise).data)
     for file in files:
         file.close()
     return [str(path) for path in paths]
 
 
-def _noisy(base: NDArray[np.float32], random: np.random.Generator, apart: float) -> NDArray[np.float32]:
-    return base + np.float32(apart) * random.standard_normal(base.shape, np.float32) if apart else base
+def _noisy(base: NDArray[np.float32], random: np.random.Generator, noise: float) -> NDArray[np.float32]:
+    return base + np.float32(noise) * random.standard_normal(base.shape, np.float32) if noise else base
 
 
 def ranks(where: Path, count: int) -> list[Path]:
-    """Name the files of so many ranks."""
+    """Return the paths of `count` ranks."""
     return [where / f"rank{i}.safetensors" for i in range(count)]

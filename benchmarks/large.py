@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 from benchmarks.files import GIB, folder, layers, ranks, write
-from benchmarks.timing import floor, median, section, table, take_turns, told
+from benchmarks.timing import floor, median, read_printed_time, section, table, take_turns
 
 ROUNDS = 5
 JOBS = (1, 2)
-# Each script prints the seconds that the work itself took. The first comparison imports what the timed one needs.
+# Each script prints the seconds of the comparison alone. A first comparison imports all modules.
 SYNCHECK = """
 import sys, time, syncheck
 jobs, small, *files = sys.argv[1:]
@@ -60,21 +60,21 @@ print(time.perf_counter() - start)
 """
 
 
-def _measure(apart: float, rounds: int, name: str, script: str, small: str) -> dict[str, list[float]]:
+def _measure(noise: float, rounds: int, name: str, script: str, small: str) -> dict[str, list[float]]:
     """Time syncheck and another script on the same four files, with each number of threads."""
     with folder(4 * GIB) as where:
-        files = write(ranks(where, 4), layers(16, 4096, 4096), apart)
+        files = write(ranks(where, 4), layers(16, 4096, 4096), noise)
         commands = {}
         for jobs in JOBS:
             commands[f"syncheck, {jobs} threads"] = [sys.executable, "-c", SYNCHECK, str(jobs), small, *files]
             commands[f"{name}, {jobs} threads"] = [sys.executable, "-c", script, str(jobs), *files]
-        return take_turns(commands, rounds, measure=told)
+        return take_turns(commands, rounds, measure=read_printed_time)
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     with folder(GIB // 1024) as where:
-        write(ranks(where, 4), layers(2, 64), 1e-3)  # numpy is imported where something differs
+        write(ranks(where, 4), layers(2, 64), 1e-3)  # a difference, so the first comparison imports numpy
         same = _measure(0.0, rounds, "memcmp", MEMCMP, str(where))
         different = _measure(1e-3, rounds, "torch.allclose", ALLCLOSE, str(where))
     a, b = median(same), median(different)

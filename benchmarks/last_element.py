@@ -1,4 +1,4 @@
-"""Two ranks of 2 GiB whose last element differs, against cmp, h5diff and sha256sum. Whole processes."""
+"""Two ranks of 2 GiB with another last element, against cmp, h5diff and sha256sum. Whole processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _change_last(path: Path) -> None:
 
 
 def _hdf5(raw: Path) -> list[str]:
-    """Write the numbers of a file, then those with another last element, as two HDF5 files."""
+    """Write the numbers of a file, unchanged and with another last element, as two HDF5 files."""
     layout = raw.with_suffix(".layout")
     layout.write_text(LAYOUT.format(elements=raw.stat().st_size // 4), encoding="ascii")
     made = []
@@ -45,7 +45,7 @@ def _hdf5(raw: Path) -> list[str]:
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     has_hdf5 = bool(shutil.which("h5diff") and shutil.which("h5import"))
     with folder((10 if has_hdf5 else 4) * GIB) as where:
         files = write(ranks(where, 2), layers(32, 4096, 4096))

@@ -21,14 +21,14 @@ EVERY = 100  # steps between checks by default
 LIMIT = 1800  # seconds for both ranks
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("snapshot", "digests", "messages", "judging")
-# Of a model of many small tensors the bytes are read in no time: what a check costs there goes by tensors.
+# For many small tensors, the cost of a check depends on the number of tensors, not on the bytes.
 BY_TENSOR = "5,000 small tensors"
 # DESIGN.md, section 9.
 MOST_READS, MOST_BYTES, MOST_SHARE, MOST_COPY_READS = 3.0, 64.0, 1.0, 2.0
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     found = measured(rounds)
     bars = [
         bar(f"{name}: check / reading the bytes once", _ratio(of["times"], "check", "read"), MOST_READS)
@@ -66,7 +66,7 @@ def run(rounds: int) -> tuple[str, bool]:
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Run both ranks, and return what rank 0 prints. Raises RuntimeError where one fails; none is left behind."""
+    """Run both ranks and return the numbers printed by rank 0. Raises RuntimeError if a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
@@ -100,7 +100,7 @@ def _ratio(times: Mapping[str, Sequence[float]], one: str, other: str) -> float:
 
 
 def _sent(of: Mapping[str, Any]) -> float:
-    """Bytes that the rank that sends most sends, by tensor."""
+    """Return the maximum over ranks of bytes sent per tensor."""
     return float(max(of["sent"]) / of["tensors"])
 
 
@@ -161,12 +161,12 @@ def _step(training: Mapping[str, Sequence[float]]) -> str:
 
 
 def _cuda(found: Mapping[str, Any] | None, bars: list[tuple[str, bool]]) -> list[str | Sequence[str]]:
-    """Return what was measured on a GPU, and add its bars; a line that says so where there is none."""
+    """Return a table of GPU measurements and add their limits to `bars`; without a GPU, return a remark."""
     if found is None:
         return ["No GPU here: the digests of tensors on a device were not measured."]
     lines = ["| tensors on the GPU | MB | copy, ms | digests, ms | digests / a copy's read |", "|---|---|---|---|---|"]
     for name, of in found["cases"].items():
-        # A copy reads and writes as many bytes: its reading is half of it.
+        # A copy reads and writes equally many bytes, so reading is half of its time.
         ratio = 2 * _ratio(of["times"], "digests", "copy")
         times = of["times"]
         lines.append(

@@ -1,4 +1,4 @@
-"""What a live check is measured against: reading the bytes once, Megatron-LM's method, and a naive broadcast."""
+"""Baselines for a live check: reading the bytes once, Megatron-LM's method, and a naive broadcast."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def words(tensor: torch.Tensor) -> NDArray[np.uint64]:
-    """Return the memory of a contiguous CPU tensor as 8-byte words, without the bytes that fill none."""
+    """Return the memory of a contiguous CPU tensor as 8-byte words, without an incomplete last word."""
     row = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return row[: len(row) // 8 * 8].view(np.uint64)
 
 
 def reading(tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
-    """Return what reads every byte once, on one thread: a sum over 8-byte words. The views are made beforehand."""
+    """Return a function to read every byte once on one thread, by a sum over 8-byte words with prepared views."""
     views = [words(tensor) for tensor in tensors]
     return lambda: [view.sum() for view in views]
 
@@ -32,7 +32,7 @@ def megatron(model: torch.nn.Module) -> bool:
     """Compare parameters as Megatron-LM's check_param_hashes_across_dp_replicas does; return whether all are equal.
 
     SHA-1 on the CPU of each parameter as float32, then an all_gather of [parameters, 20] bytes. Buffers and the
-    optimizer are not looked at. github.com/NVIDIA/Megatron-LM, megatron/core/utils.py:936 at d98e8a64.
+    optimizer are not compared. github.com/NVIDIA/Megatron-LM, megatron/core/utils.py:936 at d98e8a64.
     """
     hashes = [
         torch.frombuffer(
@@ -48,7 +48,7 @@ def megatron(model: torch.nn.Module) -> bool:
 
 
 def naive(model: torch.nn.Module) -> bool:
-    """Compare parameters with rank 0's, which it broadcasts; return whether this rank's are equal."""
+    """Broadcast the parameters of rank 0; return whether this rank's parameters are equal."""
     same = True
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Digests of tensors on a GPU against a copy of the same tensors on the same GPU. Runs only where there is one."""
+"""Digests of tensors on a GPU against a copy of the same tensors on the same GPU. Requires a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from syncheck.live.digest import digest_all
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Where bytes are many enough to count; of small tensors the launches do.
+# A model whose time depends on its bytes; for small tensors, kernel launches dominate.
 BY_BYTES = "transformer, AdamW"
 
 
@@ -27,9 +27,9 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Time both in turn for each model; return the device and, by model, bytes, seconds, and whether the bar counts.
+    """Time copies and digests in turn for each model, on the GPU of the calling rank.
 
-    A copy reads every byte and writes as many. Rank 0's GPU is used; other ranks' too, if they call this.
+    Returns the device and, by model, bytes, seconds and whether the limit applies. A copy reads and writes every byte.
     """
     cases: dict[str, Any] = {}
     for name, build in MODELS.items():

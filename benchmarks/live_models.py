@@ -1,4 +1,4 @@
-"""The models whose checks are measured, with an optimizer that has made one step, equal on all ranks."""
+"""Models for benchmarks of live checks, each with an optimizer after one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Case = tuple[torch.nn.Module, Any]
 
 
 def _stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Case:
-    """Make one step with gradients of zero, so that the optimizer has all of its state."""
+    """Make one step with zero gradients to create the state of the optimizer."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -45,7 +45,7 @@ def transformer() -> Case:
 
 
 def small() -> Case:
-    """Return a model of many small tensors, without an optimizer: what counts is the time a tensor."""
+    """Return a model of many small tensors, without an optimizer, to measure the time per tensor."""
     parameters = {f"p{i:05}": torch.nn.Parameter(torch.randn(ELEMENTS)) for i in range(SMALL)}
     return torch.nn.ParameterDict(parameters), None
 
@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 
 def tensors_of(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Return the tensors of a replica: parameters, buffers, and those of the optimizer's state."""
+    """Return the tensors of a replica: parameters, buffers, and optimizer state."""
     found = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values() if optimizer is not None else ():
         found += [value for value in state.values() if isinstance(value, torch.Tensor)]

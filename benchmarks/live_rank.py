@@ -1,8 +1,8 @@
-"""One of two gloo processes that measure live checks; rank 0 prints what it measured as JSON.
+"""Measure live checks in a gloo process; rank 0 prints the results as JSON.
 
     python -m benchmarks.live_rank RANK STORE ROUNDS
 
-Started by `python -m benchmarks live`. Both ranks do the same at the same time, as ranks of a job on one machine do.
+`python -m benchmarks live` starts two processes. Both measure at the same time, like ranks of a job on one machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from syncheck.live.exchange import comparison, manifest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# The phases of a check, and the function that is each of them, by where it is looked up.
+# The phases of a check, each with the owner and the name of its function.
 PHASES: tuple[tuple[str, Any, str], ...] = (
     ("snapshot", comparison, "snapshot"),
     ("digests", manifest, "compute_digests"),
@@ -41,7 +41,7 @@ Times = dict[str, list[float]]
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Return the seconds that this rank takes, when all ranks begin together."""
+    """Return the seconds of a call on this rank, with a common start on all ranks."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -50,7 +50,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 @contextmanager
 def split(spent: dict[str, float]) -> Iterator[None]:
-    """Add to `spent` the seconds that a check takes in each of its phases. Raises AttributeError where one is gone."""
+    """Add the seconds of each phase of a check to `spent`. Raises AttributeError if a function of PHASES is missing."""
     kept = [(owner, name, getattr(owner, name)) for _, owner, name in PHASES]
 
     def watched(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def split(spent: dict[str, float]) -> Iterator[None]:
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Measure a check of one model, all in sync, against what reads its bytes and what others do."""
+    """Measure a check of one model in sync, against reading its bytes and against other methods."""
     torch.manual_seed(0)
     model, optimizer = MODELS[name]()
     tensors, parameters = tensors_of(model, optimizer), [p.detach() for p in model.parameters()]
@@ -108,7 +108,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def traffic(name: str) -> dict[str, dict[str, Any]]:
-    """Count what each rank sends for a check: all in sync, one tensor different, every tensor different."""
+    """Count the bytes sent by each rank for a check with zero, one or all tensors different."""
     torch.manual_seed(0)
     model, optimizer = MODELS[name]()
     parts = tensors_of(model, optimizer)
@@ -118,15 +118,15 @@ def traffic(name: str) -> dict[str, dict[str, Any]]:
         if dist.get_rank() == 1:
             for tensor in floats[:different]:
                 tensor.add_(1e-3)
-        with counted() as seen:
+        with counted() as sending:
             report = check(model, optimizer)
         assert (report.counts.different or 0) >= (different > 0)
         sent: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sent, seen.sent)
+        dist.all_gather_object(sent, sending.sent)
         found[what] = {
             "different": report.counts.different,
             "sent": sent,
-            "calls": seen.calls,
+            "calls": sending.calls,
             "tensors": len(parts),
             "bytes": sum(t.numel() * t.element_size() for t in floats[:different]),
         }
@@ -151,7 +151,7 @@ def training(rounds: int) -> Times:
 
 
 def main() -> None:
-    """Measure everything, in turn with the other rank."""
+    """Measure all models together with the other rank."""
     rank, store, rounds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 3
 MOST = 20e-6  # seconds a tensor and rank
-# (what, ranks, tensors, elements of each, how far apart)
+# (title, ranks, tensors, elements per tensor, noise)
 CASES = (
     ("1,024 replicas of 20 tensors", 1024, 20, 256, 0.0),
     ("1,024 replicas of 80 tensors", 1024, 80, 256, 0.0),
@@ -21,16 +21,16 @@ CASES = (
 )
 
 
-def _files(where: Path, name: str, count: int, tensors: int, elements: int, apart: float) -> list[str]:
-    """Write the ranks of one case in a folder of their own."""
+def _files(where: Path, name: str, count: int, tensors: int, elements: int, noise: float) -> list[str]:
+    """Write the ranks of one case in a separate folder and return the command."""
     own = where / name
     own.mkdir()
-    write(ranks(own, count), layers(tensors, elements), apart)
+    write(ranks(own, count), layers(tensors, elements), noise)
     return ["sh", "-c", f"ulimit -n 256 && exec {SYNCHECK} compare -q {own}/*.safetensors"]
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     with folder(GIB) as where:
         commands = {what: _files(where, f"case{i}", *case) for i, (what, *case) in enumerate(CASES)}
         commands["syncheck --version"] = [SYNCHECK, "--version"]
@@ -39,7 +39,7 @@ def run(rounds: int) -> tuple[str, bool]:
     start = of["syncheck --version"]
     bars = []
     for what, count, tensors, elements, _ in CASES:
-        # What reading the bytes takes at 1 GB/s comes on top.
+        # Subtract the time for reading the bytes at 1 GB/s.
         each = (of[what] - start - count * tensors * elements * 4 / 1e9) / (count * tensors)
         bars.append(bar(f"{what}, microseconds a tensor and rank", each * 1e6, MOST * 1e6))
     return section(

@@ -1,4 +1,4 @@
-"""The most anonymous memory that a comparison takes, as the kernel counts it."""
+"""Peak of anonymous memory of a comparison, as counted by the kernel."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from benchmarks.files import GIB, folder, layers, ranks, write
 from benchmarks.timing import SYNCHECK, bar, peak_anonymous, section
 
 ROUNDS = 1
-MOST = 150.0  # MB, up to so many tensors and ranks
+MOST = 150.0  # MB, up to UP_TO tensors times ranks
 UP_TO = 5_000 * 8
-MORE = 200  # bytes a tensor and rank beyond
-# (what, ranks, tensors, shape, how far apart)
+MORE = 200  # bytes per tensor and rank above UP_TO
+# (title, ranks, tensors, shape, noise)
 CASES = (
     ("4 ranks of 1 GiB, identical", 4, 16, (4096, 4096), 0.0),
     ("4 ranks of 1 GiB, all different", 4, 16, (4096, 4096), 1e-3),
@@ -21,11 +21,11 @@ CASES = (
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     bars = []
-    for what, count, tensors, shape, apart in CASES:
+    for what, count, tensors, shape, noise in CASES:
         with folder(4 * GIB) as where:
-            files = write(ranks(where, count), layers(tensors, *shape), apart)
+            files = write(ranks(where, count), layers(tensors, *shape), noise)
             peak = max(peak_anonymous([SYNCHECK, "compare", "-q", *files]) for _ in range(rounds))
         most = MOST + max(0, count * tensors - UP_TO) * MORE / 1e6
         bars.append(bar(f"{what}, MB", peak, most))

@@ -1,7 +1,7 @@
-"""Many rank tests on a busy machine: none may fail, because users take a rare failure for a fault of their code.
+"""Many rank tests on a busy machine: none may fail, because users would look for rare failures in their own code.
 
-Each batch is one pytest run of ten kinds of tests on two ranks. `LOAD` busy loops run beside
-them. A rank that dies before its test begins is started again; such starts are counted.
+Each batch is a pytest run of ten kinds of tests on two ranks, beside `LOAD` busy loops. If a rank dies before its test
+begins, the plugin retries the start; retries are counted.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def run(rounds: int) -> tuple[str, bool]:
 
 
 def _batch(file: Path, tests: int, failed: list[str]) -> Counter[str]:
-    """Run a batch; return how many tests there were, failed, and began with a start that was tried again."""
+    """Run a batch; return the numbers of tests, failures and retried starts."""
     report = file.with_suffix(".xml")
     report.unlink(missing_ok=True)
     command = [

@@ -21,27 +21,27 @@ RANKS = (2, 8, 64, 1024)
 TENSORS = (500, 5_000)
 FINGERPRINTS = (500, 2_000)  # tensors
 ELEMENTS = 64  # float32, of one tensor
-# What the ranks hold; `benchmarks.scale_ranks` makes them.
+# The states of the ranks; see `benchmarks.scale_ranks`.
 IN_SYNC, ONE_DIFFERS = "in sync", "one tensor of one rank differs"
 HSDP, HSDP_DIFFERS = "HSDP, in sync", "HSDP, one shard of one rank differs"
-# HSDP on as many copies as shards: of each shard two kinds of rank are played, so there are few tensors.
+# HSDP with as many replicas as shards. Each shard has two kinds of ranks to play, so there are few tensors.
 JOBS = (
     *((ranks, tensors, case) for tensors in TENSORS for ranks in RANKS for case in (IN_SYNC, ONE_DIFFERS)),
     *((ranks, 50, case) for ranks in (64, 256) for case in (HSDP, HSDP_DIFFERS)),
 )
 ROOT = Path(__file__).resolve().parent.parent
-# Of the report, which the first rank sends to all: bytes a rank, and a tensor beside its name.
+# Bytes of the report, which rank 0 sends to all: per rank, and per tensor besides its name.
 RANK, TENSOR = 94, 9
-DIFFERENCES = 1700  # of the report: the description of one tensor, and one finding
-READY = 118  # bytes a rank sends in the gather before ranks broadcast or answer questions
-MOST_BYTES = 64.0  # sent a tensor and rank, in sync: DESIGN.md, section 9
-MOST_MEMORY = 150.0  # MB of a comparison, up to 40,000 tensors and ranks; beyond, 200 bytes each
+DIFFERENCES = 1700  # bytes of the report for the description of one tensor and one finding
+READY = 118  # bytes sent by a rank in the gather before broadcasts or answers
+MOST_BYTES = 64.0  # sent per tensor and rank, in sync: DESIGN.md, section 9
+MOST_MEMORY = 150.0  # MB of a comparison with up to 40,000 tensors times ranks; 200 bytes for each more
 UP_TO, MORE = 40_000, 200
-MOST_TIME = 20.0  # microseconds a tensor and rank
+MOST_TIME = 20.0  # microseconds per tensor and rank
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     lines = [
         "| ranks | tensors | ranks hold | CPU s | bytes sent | bytes received | collectives |",
         "|---|---|---|---|---|---|---|",
@@ -70,15 +70,15 @@ def run(rounds: int) -> tuple[str, bool]:
 
 
 def received(ranks: int, tensors: int, *, answers: int, letters: int, each: int) -> float:
-    """Return the bytes that a rank receives for a check: the formula of docs/scale.md.
+    """Return the bytes received by a rank for a check, according to the formula in docs/scale.md.
 
-    answers: how many different things the ranks hold; letters: of a tensor's name; each: bytes that a rank sends to
-    all when all is well.
+    answers: number of different states of ranks; letters: length of a tensor's name; each: bytes sent by a rank to all
+    ranks if the state is in sync.
     """
     first = each * (ranks - 1)
     if answers == 1:
         return first
-    # Few ranks broadcast their digests, of more than a quarter all take part in one gather.
+    # A few ranks broadcast their digests; more than a quarter of the ranks use one gather on all ranks.
     few = 4 * answers <= ranks
     digests = 16 * tensors * (answers if few else ranks - 1)
     ready = READY * (2 if few else 1) * (ranks - 1)
@@ -86,7 +86,7 @@ def received(ranks: int, tensors: int, *, answers: int, letters: int, each: int)
 
 
 def played(ranks: int, tensors: int, case: str, rounds: int) -> dict[str, Any]:
-    """Run one simulated check, `rounds` times, in a process of its own. Raises RuntimeError when it fails."""
+    """Run one simulated check, `rounds` times, in a separate process. Raises RuntimeError if the process fails."""
     command = [sys.executable, "-m", "benchmarks.scale_ranks", str(ranks), str(tensors), case, str(rounds)]
     path = {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -99,7 +99,7 @@ def played(ranks: int, tensors: int, case: str, rounds: int) -> dict[str, Any]:
 
 
 def _fingerprints(rounds: int, bars: list[tuple[str, bool]]) -> tuple[dict[str, list[float]], Sequence[str]]:
-    """Compare fingerprints of 1,024 ranks, one of which differs in one tensor; return times and lines on memory."""
+    """Compare fingerprints of 1,024 ranks, with a differing tensor on one rank; return times and lines on memory."""
     ranks = max(RANKS)
     times: dict[str, list[float]] = {}
     lines = []
@@ -115,7 +115,7 @@ def _fingerprints(rounds: int, bars: list[tuple[str, bool]]) -> tuple[dict[str, 
             size = write_fingerprints(where, ranks, tensors)
             what = f"{ranks:,} fingerprints of {tensors:,} tensors"
             command = ["sh", "-c", f"exec {SYNCHECK} compare -q {where}/*.fp.json"]
-            # It takes minutes, so not once more beforehand: the files are in the page cache since they were written.
+            # No warm-up, which would take minutes: the new files are still in the page cache.
             times |= take_turns({what: command}, rounds, warm=False, measure=watched)
         lines.append(f"{what} are {size / 1e6:.0f} MB; peak of RssAnon {max(peaks):.0f} MB.")
         bars.append(
@@ -127,9 +127,9 @@ def _fingerprints(rounds: int, bars: list[tuple[str, bool]]) -> tuple[dict[str, 
 
 
 def write_fingerprints(where: Path, ranks: int, tensors: int) -> int:
-    """Write `rank<r>.fp.json` of ranks of which the last differs in one tensor; return the bytes of all.
+    """Write `rank<r>.fp.json` for all ranks, with a differing tensor on the last rank; return the total bytes.
 
-    Two are made by `syncheck fingerprint`; those of equal ranks differ in nothing but the name.
+    `syncheck fingerprint` writes two fingerprints; equal ranks get copies of the same text.
     """
     texts = []
     for changed in (False, True):

@@ -1,8 +1,8 @@
-"""Check a simulated job of many ranks; print the time of one rank and its traffic as JSON.
+"""Check a simulated job of many ranks; print the maximum time and traffic of a rank as JSON.
 
     python -m benchmarks.scale_ranks RANKS TENSORS CASE ROUNDS
 
-Started by `python -m benchmarks scale`, a process for each job.
+`python -m benchmarks scale` starts a process for each job.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ODD = "odd"
 
 
 def kinds_of(ranks: int, *, shards: int, odd: bool) -> Kinds:
-    """Return who is who: the first rank of each shard, which speaks for those that are like it, and its copies.
+    """Return the kinds of ranks: the first rank of each shard, which represents equal ranks, and its copies.
 
-    shards: 1 where each rank holds all. odd: whether the last rank differs from its copies.
+    shards: 1 if each rank has the full model. odd: whether the last rank differs from its copies.
     """
     of = [f"{'first' if rank < shards else 'copy'} of shard {rank % shards}" for rank in range(ranks)]
     if odd:
@@ -40,7 +40,7 @@ def kinds_of(ranks: int, *, shards: int, odd: bool) -> Kinds:
 
 
 def values(tensors: int, shard: int, *, odd: bool) -> dict[str, torch.Tensor]:
-    """Return many small tensors, of each shard others, on an odd rank with one element changed."""
+    """Return many small tensors, different for each shard. odd: change one element."""
     torch.manual_seed(shard)
     made = {f"p{i:05}": torch.randn(ELEMENTS) for i in range(tensors)}
     if odd:
@@ -49,14 +49,14 @@ def values(tensors: int, shard: int, *, odd: bool) -> dict[str, torch.Tensor]:
 
 
 def plain(found: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Return a model that each rank holds as a whole."""
+    """Return an unsharded model."""
     return torch.nn.ParameterDict({name: torch.nn.Parameter(value) for name, value in found.items()})
 
 
 def sharded(found: dict[str, torch.Tensor], ranks: int, shards: int) -> torch.nn.Module:
-    """Return a model of which this rank holds a shard, as FSDP2 on a mesh of two dimensions makes it."""
+    """Return a model with DTensors of this rank's shard, as with FSDP2 on a mesh of two dimensions."""
     ordered = torch.arange(ranks).view(-1, shards)
-    # No groups along its dimensions: nothing is sent there.
+    # No process groups along the dimensions of the mesh, because nothing is sent in them.
     mesh = DeviceMesh("cpu", ordered, mesh_dim_names=("dp_replicate", "dp_shard"), _init_backend=False)
     model = torch.nn.ParameterDict()
     for name, value in found.items():
@@ -67,7 +67,7 @@ def sharded(found: dict[str, torch.Tensor], ranks: int, shards: int) -> torch.nn
 
 
 def once(kinds: Kinds, model_of: Callable[[str], torch.nn.Module]) -> dict[str, Any]:
-    """Play one check; return the seconds and bytes of the kind of rank that takes and sends most."""
+    """Play one check; return the maximum seconds and bytes over the kinds of ranks."""
     played = play(kinds, lambda kind: check(model_of(kind)))
     reports: list[Report] = [of.result for of in played.values()]
     assert all(report == reports[0] for report in reports)
@@ -84,16 +84,16 @@ def once(kinds: Kinds, model_of: Callable[[str], torch.nn.Module]) -> dict[str, 
 
 
 def measured(ranks: int, tensors: int, case: str, rounds: int = 1) -> dict[str, Any]:
-    """Play a job `rounds` times; return what `once` does, and the seconds of every round.
+    """Play a job `rounds` times; return the result of `once`, with the seconds of every round.
 
-    What is timed has run before: the passes in which messages are still missing are the warm-up.
+    The passes with missing messages are the warm-up of the timed pass.
     """
     shards = math.isqrt(ranks) if case in (HSDP, HSDP_DIFFERS) else 1
     kinds = kinds_of(ranks, shards=shards, odd=case in (ONE_DIFFERS, HSDP_DIFFERS))
     made: dict[str, torch.nn.Module] = {}
 
     def model_of(kind: str) -> torch.nn.Module:
-        # Made in the first pass, as the rank that it is for: the mesh asks for its number.
+        # Created in the first pass as the played rank, because the mesh reads the rank number.
         if kind not in made:
             found = values(tensors, kinds.first[kind] % shards, odd=kind == ODD)
             made[kind] = plain(found) if shards == 1 else sharded(found, ranks, shards)

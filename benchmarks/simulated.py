@@ -1,9 +1,8 @@
 """A process group of any size in one process: it plays each kind of rank in turn until every message is known.
 
-What is simulated is the network and the ranks that are like another one. The messages are those that real ranks
-would send, byte for byte, and what a rank makes of them is the program itself. A pass ends at the first collective
-for which some kind of rank has not spoken yet; the next pass knows its message and gets further. So whatever runs has
-to send the same in each pass.
+The network and copies of ranks are simulated. The messages are byte-identical to the messages of real ranks, and the
+real code processes them. A pass ends at the first collective with a missing message of some kind of rank; the next pass
+has the message and proceeds further. Therefore, the played code must send equal messages in each pass.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 BACKEND = "simulated"
-_PLAYED: list[Any] = []  # the group of the rank that is played now
+_PLAYED: list[Any] = []  # the group of the currently played rank
 
 
 class Waiting(BaseException):
-    """A message that is needed has not been sent yet. No `except Exception` may take it for a failure."""
+    """A required message is not sent yet. A BaseException, so no `except Exception` handles it as a failure."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Ranks by what they hold. first: a rank of each kind, which is played; of: the kind of each rank, by position."""
+    """Kinds of ranks with equal state. first: the played rank of each kind; of: the kind of each rank."""
 
     first: Mapping[str, int]
     of: Sequence[str]
@@ -42,7 +41,7 @@ class Kinds:
 
 @dataclass
 class Played:
-    """What the ranks of one kind did. seconds: of CPU, in the last pass, in which every message was there."""
+    """The result of the ranks of one kind. seconds: CPU time of the last pass, which has every message."""
 
     result: Any
     seconds: float
@@ -53,7 +52,7 @@ class Played:
 
 @dataclass
 class _Talk:
-    """All messages so far: what each kind of rank gave to each collective, and what one rank sent to another."""
+    """All messages so far: of each kind of rank for each collective, and between pairs of ranks."""
 
     kinds: Kinds
     said: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -61,17 +60,19 @@ class _Talk:
 
     @property
     def messages(self) -> int:
-        """How many there are."""
+        """The number of messages."""
         return sum(map(len, self.said)) + sum(map(len, self.letters.values()))
 
     def say(self, at: int, kind: str, message: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Give a message to the collective number `at`; return what is there of it."""
+        """Add a message to the collective number `at`; return the messages of this collective."""
         if at == len(self.said):
             self.said.append({})
         said = self.said[at]
         if kind not in said:
             said[kind] = message.detach().clone()
-        elif said[kind].shape != message.shape:  # the bytes after a pickled object are whatever was in memory
+        elif (
+            said[kind].shape != message.shape
+        ):  # contents may differ: the bytes after a pickled object are uninitialized
             raise RuntimeError(f"{kind}: not the message that it sent in the pass before, at collective {at}")
         return said
 
@@ -83,7 +84,7 @@ class _Talk:
 
 
 class Group(dist.ProcessGroup):
-    """The process group as one rank sees it; offers what checks use, and counts bytes."""
+    """The process group of one rank: implements the collectives of checks, and counts bytes."""
 
     def __init__(self, talk: _Talk, kind: str) -> None:
         self._rank = talk.kinds.first[kind]
@@ -93,7 +94,7 @@ class Group(dist.ProcessGroup):
         self._letters: dict[tuple[int, int], int] = {}
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Name the backend, as torch asks for it."""
+        """Return the name of the backend."""
         return BACKEND
 
     def _gather(self, message: torch.Tensor) -> list[torch.Tensor]:
@@ -106,7 +107,7 @@ class Group(dist.ProcessGroup):
         return [said[kind] for kind in self._talk.kinds.of]
 
     def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:  # noqa: ARG002
-        """Copy what each rank sent into the list of outputs."""
+        """Copy the message of each rank to the list of outputs."""
         for output, sent in zip(outputs[0], self._gather(inputs[0]), strict=True):
             output.copy_(sent)
         return _done(outputs)
@@ -115,10 +116,10 @@ class Group(dist.ProcessGroup):
         torch.cat([sent.reshape(-1) for sent in self._gather(given)], out=output.view(-1))
         return _done(output)
 
-    all_gather_single = _allgather_base  # type: ignore[assignment]  # as torch calls it since 2.15
+    all_gather_single = _allgather_base  # type: ignore[assignment]  # the name since torch 2.15
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """Copy what the rank at the root gave. It counts as sent once: it goes down a tree."""
+        """Copy the message of the root rank. It counts as sent once, because real broadcasts use a tree."""
         root = options.rootRank
         if root == self._rank:
             self._talk.say(self.at, self._kind, tensors[0])
@@ -132,7 +133,7 @@ class Group(dist.ProcessGroup):
         return _done(tensors)
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:  # noqa: ARG002
-        """Leave a message for one rank."""
+        """Store a message for one rank."""
         pair = self._rank, to
         self._letters[pair] = self._letters.get(pair, 0) + 1
         self._talk.send(pair, self._letters[pair] - 1, tensors[0])
@@ -140,7 +141,7 @@ class Group(dist.ProcessGroup):
         return _done(tensors)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:  # noqa: ARG002
-        """Copy the next message of one rank. Raises Waiting where there is none yet."""
+        """Copy the next message of one rank. Raises Waiting if it is not sent yet."""
         pair = source, self._rank
         number = self._letters.get(pair, 0)
         if number >= len(self._talk.letters.get(pair, ())):
@@ -159,10 +160,10 @@ def _done(result: Any) -> Any:
 
 @contextmanager
 def _joined(talk: _Talk, kind: str) -> Iterator[Group]:
-    """Be one rank of the simulated job. Raises RuntimeError in a process that has a process group already."""
+    """Act as one rank of the simulated job. Raises RuntimeError if the process already has a process group."""
     group = Group(talk, kind)
     _PLAYED[:] = [group]
-    if not hasattr(dist.Backend, BACKEND.upper()):  # older versions of torch take a name once only
+    if not hasattr(dist.Backend, BACKEND.upper()):  # older versions of torch accept a name only once
         dist.Backend.register_backend(BACKEND, lambda *_: _PLAYED[0], devices=["cpu"])
     dist.init_process_group(BACKEND, rank=talk.kinds.first[kind], world_size=talk.kinds.size, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
@@ -172,9 +173,9 @@ def _joined(talk: _Talk, kind: str) -> Iterator[Group]:
 
 
 def play(kinds: Kinds, work: Callable[[str], Any]) -> dict[str, Played]:
-    """Run a collective call on ranks of every kind; return what each did.
+    """Run a collective call on ranks of every kind; return the result of each kind.
 
-    work: what a rank of a kind does; called several times. Raises whatever it raises.
+    work: the call on a rank of a kind, which runs several times. Its exceptions are raised.
     """
     talk = _Talk(kinds)
     while True:

@@ -1,4 +1,4 @@
-"""A pair of 16 GiB safetensors files that are holes but for their headers: more than memory may hold."""
+"""A pair of sparse 16 GiB safetensors files, possibly larger than memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from benchmarks.files import GIB, folder, header, layers, ranks
 from benchmarks.timing import SYNCHECK, bar, median, peak_anonymous, section, table, take_turns
 
-ROUNDS = 3  # the first to take the memory may take three times as long as the next
+ROUNDS = 3  # the first run may take three times as long, because it allocates the memory
 SIZE = 16 * GIB
 
 
 def run(rounds: int) -> tuple[str, bool]:
-    """Measure; return a section of RESULTS.md and whether every bar is met."""
+    """Measure; return a section of RESULTS.md and whether all limits are met."""
     with folder(0) as where:
         tensors = layers(SIZE // (4 * 4096 * 4096), 4096, 4096)
         files = [str(path) for path in ranks(where, 2)]

@@ -1,4 +1,4 @@
-"""Whole processes, timed in turns, and the memory that they take."""
+"""Measure time and memory of whole processes, and format the results."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ SYNCHECK = str(Path(sys.executable).parent / "syncheck")
 
 
 def environment() -> dict[str, str]:
-    """Return what the measured processes run in: as on a user's machine, compiled modules are kept."""
+    """Return the environment of measured processes, which keep bytecode, as on a user's machine."""
     found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return found | {"OMP_NUM_THREADS": "1"}
 
 
 def timed(command: Sequence[str]) -> float:
-    """Return the wall time of a whole process in seconds. Raises RuntimeError when it does not end as it should."""
+    """Return the wall time of a whole process in seconds. Raises RuntimeError if it fails."""
     start = time.perf_counter()
     _run(command)
     return time.perf_counter() - start
 
 
-def told(command: Sequence[str]) -> float:
-    """Return the seconds that a process prints last: what it timed itself, without its start-up."""
+def read_printed_time(command: Sequence[str]) -> float:
+    """Return the last printed number of a process: the seconds of its work, without start-up."""
     return float(_run(command).split()[-1])
 
 
@@ -46,8 +46,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Run every work `rounds` times in turn, and once before if `warm`; return the seconds by name.
 
-    In turns, whatever else the machine does falls on all of them. measure: what runs a work, without more the command
-    of a process, and returns seconds.
+    Because of the turns, other load on the machine affects all works equally. measure: runs a work, by default the
+    command of a process, and returns seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     for i in range(rounds + warm):
@@ -59,11 +59,11 @@ def take_turns(
 
 
 def peak_anonymous(command: Sequence[str]) -> float:
-    """Return the most anonymous memory, in MB, that a process held: RssAnon as the kernel counts it, every 2 ms."""
+    """Return the peak of anonymous memory of a process in MB: RssAnon of the kernel, read every 2 ms."""
     peak = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as process:
         while process.poll() is None:
-            # Gone between the question and the answer: the process has ended.
+            # No lines if the process has ended since the poll.
             lines = [line for line in _status(process.pid) if line.startswith("RssAnon:")]
             peak = max([peak, *(int(line.split()[1]) for line in lines)])
             time.sleep(0.002)
@@ -85,7 +85,7 @@ def median(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def table(times: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return the lines of a table of medians, least and greatest."""
+    """Return the lines of a table of medians, minima and maxima."""
     rows = (f"| `{n}` | {statistics.median(t):.3f} | {min(t):.3f} | {max(t):.3f} |" for n, t in times.items())
     return ["| command | median wall s | min | max |", "|---|---|---|---|", *rows]
 
@@ -94,12 +94,12 @@ BAR_TABLE = ["| | measured | bar | |", "|---|---|---|---|"]
 
 
 def bar(what: str, measured: float, most: float) -> tuple[str, bool]:
-    """Return a line that sets a number against the most it may be, and whether it is met."""
+    """Return a line with a number and its maximum, and whether the limit is met."""
     return _line(what, measured, f"at most {most:g}", measured <= most)
 
 
 def floor(what: str, measured: float, least: float) -> tuple[str, bool]:
-    """Return a line that sets a number against the least it may be, and whether it is met."""
+    """Return a line with a number and its minimum, and whether the limit is met."""
     return _line(what, measured, f"at least {least:g}", measured >= least)
 
 
@@ -108,7 +108,7 @@ def _line(what: str, measured: float, needed: str, met: bool) -> tuple[str, bool
 
 
 def section(*parts: str | Sequence[str] | Sequence[tuple[str, bool]]) -> tuple[str, bool]:
-    """Put paragraphs, tables and bars together as a section of RESULTS.md; return it and whether every bar is met."""
+    """Join paragraphs, tables and limits to a section of RESULTS.md; return it and whether all limits are met."""
     blocks: list[str] = []
     met = True
     for part in parts:

@@ -1,4 +1,4 @@
-"""Count the bytes that a process gives to collectives, whichever function of torch.distributed it calls."""
+"""Count the bytes passed to collectives by a process through any function of torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Methods of a process group, to which all functions of torch.distributed come down, and which argument it sends.
-# torch 2.15 has other names for some than 2.6; those that are not there are skipped.
+# Methods of a process group, called by all functions of torch.distributed, with the index of the sent argument. Names
+# differ between torch 2.6 and 2.15; missing methods are skipped.
 _SENDS = {
     "allgather": 1,
     "_allgather_base": 1,
@@ -37,7 +37,7 @@ _SENDS = {
 
 @dataclass
 class Traffic:
-    """What a rank gave to collectives. sent: bytes; calls: by name, barriers left out."""
+    """The bytes sent by a rank to collectives, and the number of calls by name, without barriers."""
 
     sent: int = 0
     calls: dict[str, int] = field(default_factory=dict)
@@ -50,14 +50,14 @@ class Traffic:
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Count, until the block ends, what this process sends. Of a broadcast the bytes count at its source only.
+    """Count the bytes sent by this process within the block. A broadcast counts only on its source.
 
-    What counts is what the rank hands over: in an all_gather of R ranks each also receives what R - 1 others hand
-    over, and by a ring passes it on.
+    The count covers a rank's own data: in an all_gather of R ranks, each rank also receives the data of R - 1 ranks
+    and forwards it in a ring.
     """
     traffic = Traffic()
     group: Any = dist.ProcessGroup
-    # As they stand in the class: a method of C++ that was got through it is bound to no instance any more.
+    # From the dictionary of the class: getattr of a C++ method returns an object without binding to instances.
     kept = {name: vars(group)[name] for name in _SENDS if name in vars(group)}
     depth = [0]
 
@@ -65,7 +65,7 @@ def counted() -> Iterator[Traffic]:
         def call(self: Any, *arguments: Any, **options: Any) -> Any:
             depth[0] += 1
             try:
-                # One may be written by means of another; the outer one is what was asked for.
+                # A method may call another method; only the outer call counts.
                 if depth[0] == 1 and _is_sender(self, name, arguments):
                     given = arguments[_SENDS[name]] if len(arguments) > _SENDS[name] else next(iter(options.values()))
                     traffic.add(name, _size(given))
@@ -92,7 +92,7 @@ def _is_sender(group: Any, name: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def _size(given: Any) -> int:
-    """Bytes of a tensor, or of all those in a list."""
+    """Return the bytes of a tensor, or of all tensors in a list."""
     if isinstance(given, torch.Tensor):
         return given.numel() * given.element_size()
     return sum(map(_size, given)) if isinstance(given, (list, tuple)) else 0

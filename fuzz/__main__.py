@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fuzz.targets import TARGETS, Target
 
-# libFuzzer stops after this time without an answer (seconds), and at this size of the whole process (MiB).
+# Limits of libFuzzer: seconds per input, and MiB of the whole process.
 _TIMEOUT, _MEMORY = 60, 2048
 _STARTED = re.compile(r"^#\d+\s+INITED cov: (\d+)", re.MULTILINE)
 _COVERAGE = re.compile(r"^#\d+\s+\w+\s+cov: (\d+)", re.MULTILINE)
@@ -106,8 +106,8 @@ def fuzz(target: Target, seconds: int, runs: int, seed: int, findings: Path, cor
         stopped = f"exit code {done.returncode}, see {target.name}.log"
     covered = max(map(int, _COVERAGE.findall(done.stdout)), default=0)
     new = covered - int(started[1]) if started else 0
-    found = [path for path in set(findings.iterdir()) - earlier if path.suffix not in (".txt", ".log")]
-    return Result(target.name, elapsed, int(executed[1]) if executed else 0, covered, new, len(found), stopped)
+    failing = [path for path in set(findings.iterdir()) - earlier if path.suffix not in (".txt", ".log")]
+    return Result(target.name, elapsed, int(executed[1]) if executed else 0, covered, new, len(failing), stopped)
 
 
 if __name__ == "__main__":

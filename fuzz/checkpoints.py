@@ -1,4 +1,4 @@
-"""Valid checkpoints of every format: small ones as seeds of `fuzz/seeds`, and others to damage.
+"""Valid checkpoints of every format: small checkpoints as seeds in `fuzz/seeds`, and larger checkpoints to damage.
 
 `python -m fuzz.checkpoints` rewrites the seeds; it needs torch and safetensors. The fuzzer starts with a few tensors of
 each type, because small inputs make it faster.
@@ -54,7 +54,7 @@ class Subject:
 
 
 def make_subject(format_name: str) -> Subject:
-    """Make the checkpoint of a format as rank 1 saves it, its twin of rank 0, and one of another run."""
+    """Make a format's checkpoint of rank 1, its twin of rank 0, and a checkpoint of another run."""
     make = MAKERS[format_name]
     ranks = (1, 0, 1) if format_name in readers.READERS else (None,) * 3
     return Subject(format_name, *(make(_content(SEED + run, rank)) for run, rank in zip((0, 0, 1), ranks, strict=True)))
@@ -142,7 +142,7 @@ def torch_zip(content: dict[str, Any]) -> Files:
 
 
 def torch_legacy(content: dict[str, Any]) -> Files:
-    """torch.save before 1.6. Storages are named by memory addresses; numbers make the file reproducible."""
+    """torch.save before 1.6. Numbers replace the memory addresses that name storages, so the file is reproducible."""
     data = _save(content, _use_new_zipfile_serialization=False)
     fields = {field.label: field for field in find_fields("file.pth", data)}
     counts = [field for field in find_fields("file.pth", data) if field.label == "count of elements"]
@@ -165,7 +165,7 @@ def one_safetensors(content: dict[str, Any]) -> Files:
     data = safetensors.torch.save(_dense_tensors(content), strings)
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # their order is random
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # the library writes metadata in random order
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return {"file.safetensors": data[:8] + text.ljust(end - 8) + data[end:]}
 
@@ -260,7 +260,7 @@ MAKERS = {
 
 
 def _small_content() -> dict[str, Any]:
-    """Return what a trainer saves of one layer after one step."""
+    """Return a trainer's checkpoint of one layer after one step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     optimizer = _train(model, torch.randn(4, 2), 1)
@@ -287,7 +287,7 @@ def _mixed_content() -> dict[str, Any]:
 
 
 def make_seeds() -> Files:
-    """Return the seeds by path: the name of the target, and a name. `chunks` belongs to the target `dcp`."""
+    """Return the seeds by path, `target/name`. `chunks` belongs to the target `dcp`."""
     small, mixed = _small_content(), _mixed_content()
     seeds: Files = {}
     for name, content in (("trained", small), ("mixed", mixed)):

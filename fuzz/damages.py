@@ -1,7 +1,7 @@
-"""Damage checkpoints of every format at random, and judge syncheck's answer for each: `python -m fuzz.damages`.
+"""Damage checkpoints of every format at random, and judge syncheck's answers: `python -m fuzz.damages`.
 
-Each damaged checkpoint is compared with its intact twin. The expected answer is derived from what torch and
-safetensors read from the same bytes. Prints a table of outcomes; exit code 1 if an answer is wrong.
+Each damaged checkpoint is compared with its intact twin. The expected answer is derived from the data that
+torch and safetensors read from the same bytes. Prints a table of outcomes; exit code 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Worker:
         self.pipe.send(arguments)
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """Return the result of the call, or how the process ended under `died`: hang, or exit code."""
+        """Return the result of the call. If the process ended, `died` is `hang` or its exit code."""
         if not self.pipe.poll(seconds):
             self.stop()
             return {"died": "hang"}
@@ -125,10 +125,10 @@ def run_trials(
 ) -> Iterator[Trial]:
     """Run trials, evenly distributed over kinds and formats (default: all).
 
-    Each number has its own random stream, so that any trial can be repeated alone. folder: a working folder. keep:
-    where checkpoints with a wrong answer are copied to.
+    Each number has its own random stream, so any trial can be repeated alone. folder: a working folder. keep: a
+    folder for checkpoints with a wrong answer.
     """
-    from fuzz.checkpoints import MAKERS, make_subject  # not for the processes of Worker: they need memory without torch
+    from fuzz.checkpoints import MAKERS, make_subject  # imports torch, for which Worker processes lack memory
     from fuzz.oracle import load
 
     cells = [(name, kind) for kind in KINDS for name in formats or MAKERS]

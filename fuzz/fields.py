@@ -1,6 +1,6 @@
 """The fields of an intact checkpoint file: the purpose of each byte, according to the specification of its format.
 
-Nothing of syncheck is used here. Layouts: PKWARE's APPNOTE.TXT, torch/serialization.py, the README of safetensors.
+This module does not use syncheck. Layouts: PKWARE's APPNOTE.TXT, torch/serialization.py, the README of safetensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END_64 = "signature4 length8 made-by2 version2 disk4 first-disk4 here8 records8
 _LOCATOR = "signature4 disk4 offset8 disks4"
 _RECORDS = {"data.pkl": "pickle", "byteorder": "byteorder"}
 _UNUSED = "unused record"
-# Records that a file can lose without a change: a file without a byte order is little-endian.
+# Optional records: if a file has no record of its byte order, the byte order is little-endian.
 _OPTIONAL = (_UNUSED, "byteorder")
 
 
@@ -39,7 +39,7 @@ class Field(NamedTuple):
 
 
 def find_fields(name: str, data: bytes) -> list[Field]:
-    """Divide an intact file into fields without gaps. name: of the file; formats without a magic number need it."""
+    """Divide an intact file into fields without gaps. name: identifies formats without a magic number."""
     if name.endswith(".distcp"):
         return _concatenated_zips(data)
     if data.startswith(b"PK"):
@@ -54,13 +54,13 @@ def find_fields(name: str, data: bytes) -> list[Field]:
     if b"syncheck_fingerprint" in data[:99]:
         value = rb'("[^"]*"|[^,"}\[{]+|\{[^}]*\}|\[[^]]*\])'
         pattern = rb'"(digest|min|max|mean|std|nonfinite|kind|source|stubs|notes)": ' + value
-        fields = [Field(*found.span(), f"fingerprint's {found[1].decode()}") for found in re.finditer(pattern, data)]
+        fields = [Field(*match.span(), f"fingerprint's {match[1].decode()}") for match in re.finditer(pattern, data)]
         return _fill_gaps(fields, [(len(data), "json")])
     return [Field(0, len(data), "json" if name.endswith(".json") else "pickle")]
 
 
 def _fill_gaps(fields: list[Field], ends: list[tuple[int, str]]) -> list[Field]:
-    """Return the fields in order. `ends` has the label of a gap by the offset where the section of this label ends."""
+    """Return fields in order, without gaps. ends: end offset and label of each section; gaps have its label."""
     filled, at = [], 0
     size = ends[-1][0]
     for field in [*sorted(fields), Field(size, size, "")]:

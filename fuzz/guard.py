@@ -1,4 +1,4 @@
-"""Stop and record everything that a reader must not do, and measure its time and memory.
+"""Stop and record all forbidden acts of a reader, and measure its time and memory.
 
 A reader must not import, execute, write, delete or connect, and reads only the checkpoint. Python raises an audit event
 before each of these acts: https://peps.python.org/pep-0578/. An audit hook cannot be removed, therefore one hook is
@@ -8,7 +8,7 @@ installed, which ignores all events while no guard is active.
 from __future__ import annotations
 
 import contextlib
-import encodings.cp437  # a codec of names in a zip; codecs are imported when they are used first
+import encodings.cp437  # codec of names in a zip; Python imports codecs at first use
 import encodings.unicode_escape  # noqa: F401
 import importlib
 import os
@@ -63,7 +63,7 @@ class Guard:
         self.memory, self.seconds = _peak_memory() - self.memory, time.process_time() - self.seconds
 
     def faults(self) -> list[str]:
-        """Return what went wrong. The reader may have hidden the error of a forbidden act, but not the record of it."""
+        """Return all faults, including forbidden acts if the reader hid their errors."""
         faults = [f"it tried to {act}" for act in self.acts]
         if self.seconds > MAX_SECONDS:
             faults.append(f"it takes too long: {self.seconds:.1f} s")
@@ -109,6 +109,6 @@ def preload() -> None:
 
 
 def _peak_memory() -> int:
-    """Return the maximum resident memory of this process; that of getrusage starts at the parent's."""
-    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="ascii"))
-    return int(found[1]) << 10 if found else 0
+    """Return the peak resident memory of this process; getrusage would include the parent's memory."""
+    match = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="ascii"))
+    return int(match[1]) << 10 if match else 0

@@ -1,4 +1,4 @@
-"""The property of every reader: a file is refused in one line or read correctly, whatever its bytes are.
+"""The property of every reader: any file is either refused in one line or read correctly.
 
 - `check_copies` needs no reference: two copies of a file are read equally, and are never out of sync.
 - `compare_guarded` compares an intact checkpoint with a damaged one, and `judge_comparison` checks the answer against
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     Read = Callable[[str], Snapshot]
 
 RANKS = ("rank0", "rank1")
-# Nodes of two trees that are compared before they count as equal.
+# After this number of nodes, two trees count as equal.
 _MAX_NODES = 100_000
 ZIPPED = ("torch-zip", "dcp", "accelerate", "deepspeed", "megatron")
-# Python values that count as a difference between replicas; other values are only listed.
+# Python values whose differences make replicas out of sync; other values are only listed.
 _COUNTED = re.compile(
     r"(step|epoch|global_steps?|iteration)|scaler\..*|optimizer\..*(param_groups\..*|step)", re.DOTALL
 )
 # Compared only on request.
 _IGNORED = re.compile(r"(.*\.)?(rng_state|torch_manual_seed|params\.\d+)", re.DOTALL)
-# Fields that, by the specification of the formats, affect nothing that is compared.
+# Fields that affect no compared data, according to the specifications of the formats.
 _NOT_COMPARED = re.compile(
     r"(local|directory) (version|flags|time|date|crc|attributes|made-by)|local (method|size)|padding|"
     r"end comment-length|zip64 (made-by|version)|"
@@ -53,7 +53,7 @@ _NOT_COMPARED = re.compile(
 
 
 class Broken(AssertionError):
-    """The property does not hold. kind: equal for inputs with the same fault; the text has the details."""
+    """A violation of the property. kind: equal for inputs with the same fault. text: the details."""
 
     def __init__(self, kind: str, text: str = "") -> None:
         super().__init__(f"{kind}: {text}" if text else kind)
@@ -129,7 +129,7 @@ def _check_commands(first: Snapshot, copy: Snapshot) -> None:
 
 
 def _render(report: Report) -> tuple[str, str]:
-    """Return a report as a JSON document and as text. The version would be read from a file."""
+    """Return a report as a JSON document and as text. A constant replaces the version, which is read from a file."""
     return json_document.render(report, "0"), files.render_format("text", report)
 
 
@@ -161,8 +161,8 @@ def are_equal(one: Any, other: Any) -> bool:
 def _location(error: BaseException) -> str:
     """Return the class of an error and the function of syncheck that raised it; equal for equal faults."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/syncheck/" in frame.filename]
-    place = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}" if frames else ""
-    return f"{type(error).__name__}{place}"
+    location = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].name}" if frames else ""
+    return f"{type(error).__name__}{location}"
 
 
 def compare_guarded(folder: str, left: str, right: str) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def judge_comparison(format_name: str, labels: set[str], answer: dict[str, Any],
 
 
 def _message_faults(err: str) -> list[str]:
-    """At most one line on stderr, printable, and no traceback."""
+    """Return a fault unless stderr is empty or one printable error line."""
     line = err.removesuffix("\n")
     if not line or (line.isprintable() and line.startswith("syncheck: error: ")):
         return []
@@ -241,7 +241,7 @@ def _differences(kind: str, intact: Any, damaged: Any) -> set[str]:
 
 
 def _in_sync_faults(group: Any, intact: Any, damaged: Any) -> list[str]:
-    """In sync is correct if all tensors are equal, and values differ only if they are listed and do not count."""
+    """Return faults of the verdict in sync: tensors that differ, and values that count or are not listed."""
     equal = {tensor["name"] for tensor in group["tensors"] if tensor["status"] == "equal"}
     faults = [f"in sync, and {name} differs" for name in sorted(_differences("tensors", intact, damaged) - equal)]
     values = {name for name in _differences("values", intact, damaged) if not name.startswith("syncheck")}
@@ -255,7 +255,7 @@ def _in_sync_faults(group: Any, intact: Any, damaged: Any) -> list[str]:
 
 
 def _out_of_sync_faults(group: Any, intact: Any, damaged: Any) -> list[str]:
-    """Out of sync is correct if exactly the tensors that differ are reported."""
+    """Return faults of the verdict out of sync: exactly the tensors that differ must be reported."""
     tensors, values = (_differences(kind, intact, damaged) for kind in ("tensors", "values"))
     reported = {
         tensor["name"]
@@ -276,7 +276,7 @@ def _out_of_sync_faults(group: Any, intact: Any, damaged: Any) -> list[str]:
 
 
 def _finding_faults(format_name: str, labels: set[str], group: Any) -> list[str]:
-    """If only tensor data in a zip was damaged, the only finding is SYN223, on the damaged rank."""
+    """Return faults of the findings: if only tensor data in a zip was damaged, the only finding is SYN223 on rank 1."""
     findings = {finding["code"]: finding for finding in group["findings"]}
     severities = {finding["severity"] for finding in findings.values()}
     faults = [] if severities - {"info"} else ["no finding"]
@@ -284,7 +284,12 @@ def _finding_faults(format_name: str, labels: set[str], group: Any) -> list[str]
         faults.append("SYN223 without checksums")
     if format_name in ZIPPED and labels == {DATA}:
         different = {tensor["name"] for tensor in group["tensors"] if tensor["status"] == "different"}
-        found = findings.get("SYN223")
-        if found is None or set(found["tensors"]) != different or found["ranks"] != [1] or len(findings) != 1:
+        corruption = findings.get("SYN223")
+        if (
+            corruption is None
+            or set(corruption["tensors"]) != different
+            or corruption["ranks"] != [1]
+            or len(findings) != 1
+        ):
             faults.append(f"findings {sorted(findings)} of damage on disk")
     return faults

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Files = dict[str, bytes]
     Mutate = Callable[[bytes, int], bytes]
-    """A mutation of bytes up to a maximum size, such as `atheris.Mutate`."""
+    """A mutation of bytes up to a maximum size, for example `atheris.Mutate`."""
 
 KINDS = (
     "truncate", "flip a bit", "flip many", "insert", "delete", "swap", "zero", "0xff", "duplicate", "overwrite",
@@ -34,7 +34,7 @@ _LARGEST_BLOCK = 4096
 _LARGEST_CONTENT = 1 << 16
 # Values at the limits of counts, sizes and offsets.
 _EDGES = (0, 1, 2, 3, 8, 30, 45, 46, 63, 64, 255, 0xFFFE, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFE, 0xFFFFFFFF)
-_find_fields = lru_cache(64)(find_fields)  # there are few files, and many mutations of each
+_find_fields = lru_cache(64)(find_fields)  # few files, and many mutations of each file
 
 
 def damage(random: Random, kind: str, data: bytes, fields: list[Field], other: bytes) -> bytes:
@@ -89,7 +89,7 @@ def _flip(random: Random, data: bytes, offsets: list[int]) -> bytes:
 
 
 def _swap(random: Random, data: bytes, fields: list[Field], start: int, size: int) -> bytes:
-    """Swap two blocks, or two fields with equal label and size, such as the records of two tensors."""
+    """Swap two blocks, or two fields with equal label and size, for example the records of two tensors."""
     similar: dict[tuple[str, int], list[Field]] = {}
     for field in fields:
         similar.setdefault((field.label, field.stop - field.start), []).append(field)
@@ -105,7 +105,7 @@ def _swap(random: Random, data: bytes, fields: list[Field], start: int, size: in
 
 
 def _write_edge(random: Random, data: bytes, fields: list[Field]) -> bytes:
-    """Write a limit value, or a value close to the present one, into a small field, such as a size or an offset."""
+    """Write a limit value, or a value close to the present value, into a small field, for example an offset."""
     numbers = [field for field in fields if field.stop - field.start in (2, 4, 8)]
     start, stop, _ = random.choice(numbers or fields)
     size = min(stop - start, 8)
@@ -129,7 +129,7 @@ def damage_checkpoint(random: Random, kind: str, files: Files, other: Files) -> 
 
 
 def damaged_labels(before: Files, after: Files) -> set[str]:
-    """Return the labels of the damaged fields. If bytes moved, everything after the first change is damaged."""
+    """Return the labels of the damaged fields. If bytes moved, all fields after the first change are damaged."""
     labels = set()
     for name, data in before.items():
         new = after[name]

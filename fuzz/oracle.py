@@ -1,4 +1,4 @@
-"""Read checkpoints with torch and safetensors. Nothing of syncheck is used here.
+"""Read checkpoints with torch and safetensors, without syncheck.
 
 A tensor is described by its dtype, its shape and digests, under the name that syncheck reports.
 """
@@ -21,16 +21,16 @@ PARAMETERS = "0.weight 3.weight 4.weight 0.bias 1.weight 1.bias 3.bias 4.bias".s
 
 def load(path: str, format_name: str) -> dict[str, Any]:
     """Return `tensors` and `values` by name, or the `error` of the library."""
-    found = Content()
+    result = Content()
     try:
-        LOADERS[format_name](Path(path), found)
+        LOADERS[format_name](Path(path), result)
     except BaseException as error:  # noqa: BLE001 - the error of torch.distributed.checkpoint is no Exception
         return {"error": f"{type(error).__name__}: {error!s:.200}"}
-    return {"tensors": found.tensors, "values": found.values}
+    return {"tensors": result.tensors, "values": result.values}
 
 
 def _describe(tensor: torch.Tensor) -> list[Any]:
-    """Return dtype, shape, a digest of the bytes, and one in which both zeros are equal, and all NaNs."""
+    """Return dtype, shape, a digest of the bytes, and a digest that treats all zeros, and all NaNs, as equal."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     raw = numbers = _bytes(flat)
     if flat.is_floating_point():
@@ -79,28 +79,28 @@ def _torch(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _load_torch(path: Path, found: Content) -> None:
+def _load_torch(path: Path, result: Content) -> None:
     for key, value in _torch(path).items():
-        found.add("" if key == "model" else key, value, PARAMETERS)
+        result.add("" if key == "model" else key, value, PARAMETERS)
 
 
-def _load_safetensors(path: Path, found: Content) -> None:
+def _load_safetensors(path: Path, result: Content) -> None:
     with safetensors.safe_open(path, "pt") as file:
-        found.tensors |= {name: _describe(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        result.tensors |= {name: _describe(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
         for name, text in (file.metadata() or {}).items():
-            found.add(name, json.loads(text) if name == "syncheck" else text)
+            result.add(name, json.loads(text) if name == "syncheck" else text)
 
 
-def _load_fingerprint(path: Path, found: Content) -> None:
+def _load_fingerprint(path: Path, result: Content) -> None:
     document = json.loads(path.read_bytes())
     for name, entry in document["tensors"].items():
         digest = f"{document['algorithm']} {entry.get('digest')} {entry.get('refused')} {entry.get('sharding')}"
-        found.tensors[name] = [entry["dtype"], entry["shape"], digest, digest]
-    found.add("", document["values"])
-    found.add("syncheck", document["metadata"])
+        result.tensors[name] = [entry["dtype"], entry["shape"], digest, digest]
+    result.add("", document["values"])
+    result.add("syncheck", document["metadata"])
 
 
-def _load_dcp(path: Path, found: Content) -> None:
+def _load_dcp(path: Path, result: Content) -> None:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner  # takes a second
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -110,34 +110,34 @@ def _load_dcp(path: Path, found: Content) -> None:
         warnings.simplefilter("ignore")
         planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
         _load_state_dict(content, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
-    found.add("", content.pop("model"))
-    found.add("", content)
+    result.add("", content.pop("model"))
+    result.add("", content)
 
 
-def _load_huggingface(path: Path, found: Content) -> None:
+def _load_huggingface(path: Path, result: Content) -> None:
     for name in sorted(set(json.loads((path / "model.safetensors.index.json").read_bytes())["weight_map"].values())):
-        _load_safetensors(path / name, found)
-    found.add("optimizer", _torch(path / "optimizer.pt"))
-    found.add("scheduler", _torch(path / "scheduler.pt"))
+        _load_safetensors(path / name, result)
+    result.add("optimizer", _torch(path / "optimizer.pt"))
+    result.add("scheduler", _torch(path / "scheduler.pt"))
     state = json.loads((path / "trainer_state.json").read_bytes())
-    found.add("", {key: state[key] for key in ("global_step", "epoch") if key in state})
+    result.add("", {key: state[key] for key in ("global_step", "epoch") if key in state})
 
 
-def _load_accelerate(path: Path, found: Content) -> None:
-    found.add("", _torch(path / "pytorch_model.bin"))
-    found.add("optimizer", _torch(path / "optimizer.bin"))
-    found.add("scheduler", _torch(path / "scheduler.bin"))
-    found.add("scaler", _torch(path / "scaler.pt"))
-    found.add("custom_checkpoint.0", _torch(path / "custom_checkpoint_0.pkl"))
-    found.add("random_states", _torch(path / "random_states_0.pkl"))
+def _load_accelerate(path: Path, result: Content) -> None:
+    result.add("", _torch(path / "pytorch_model.bin"))
+    result.add("optimizer", _torch(path / "optimizer.bin"))
+    result.add("scheduler", _torch(path / "scheduler.bin"))
+    result.add("scaler", _torch(path / "scaler.pt"))
+    result.add("custom_checkpoint.0", _torch(path / "custom_checkpoint_0.pkl"))
+    result.add("random_states", _torch(path / "random_states_0.pkl"))
 
 
-def _load_deepspeed(path: Path, found: Content) -> None:
+def _load_deepspeed(path: Path, result: Content) -> None:
     for name in sorted(os.listdir(path)):
         content = _torch(path / name)
         if name.startswith("mp_rank"):
-            found.add("", content.pop("module"))
-            found.add("", content)
+            result.add("", content.pop("module"))
+            result.add("", content)
         else:
             prefix = f"optimizer.{name.removesuffix('_optim_states.pt')}"
             inner = content["optimizer_state_dict"]
@@ -145,17 +145,17 @@ def _load_deepspeed(path: Path, found: Content) -> None:
             # The flat partition is the only parameter of this optimizer.
             flat = f"{prefix}.optimizer_state_dict.single_partition_of_fp32_groups.0"
             for number, entries in base.pop("state").items():
-                found.add(flat if number == 0 else f"{prefix}.{number}", entries)
-            found.add(prefix, base)
-            found.add(prefix, inner)
+                result.add(flat if number == 0 else f"{prefix}.{number}", entries)
+            result.add(prefix, base)
+            result.add(prefix, inner)
 
 
-def _load_megatron(path: Path, found: Content) -> None:
+def _load_megatron(path: Path, result: Content) -> None:
     for name in sorted(os.listdir(path)):
         content = _torch(path / name / "model_optim_rng.pt")
-        found.add(name, content.pop("model"))
-        found.add(f"optimizer.{name}", content.pop("optimizer"))
-        found.add(name, content)
+        result.add(name, content.pop("model"))
+        result.add(f"optimizer.{name}", content.pop("optimizer"))
+        result.add(name, content)
 
 
 LOADERS = {

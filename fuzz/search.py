@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["syncheck"], enable_loader_override=Fal
 if TYPE_CHECKING:
     from fuzz.targets import Target
 
-# More kinds than this usually have one cause.
+# Beyond this number, most kinds have the same cause.
 _MAX_KINDS = 50
 
 

@@ -1,4 +1,4 @@
-"""The targets of the fuzzer: how bytes become a checkpoint, its reader, and its seeds. They do not need atheris."""
+"""Fuzz targets: how each target writes inputs as checkpoints, reads checkpoints, and finds seeds, without atheris."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_FIXTURE = 16_384  # bytes; small inputs make the fuzzer faster
 
 @dataclass(frozen=True)
 class Target:
-    """A reader with its inputs. words: names of dictionaries in `words/`. most: bytes of an input."""
+    """A reader with its inputs. words: names of dictionaries in `words/`. most: maximum size of an input in bytes."""
 
     name: str
     write: Callable[[bytes, Path], None]
@@ -76,7 +76,7 @@ def _write_dcp(data: bytes, path: Path) -> None:
 
 
 def _read_seeds(name: str, *others: Path) -> Iterator[bytes]:
-    """Read the seeds of a target, then small files among the others."""
+    """Read the seeds of a target, then the small files among other paths."""
     for path in sorted((SEEDS / name).iterdir()):
         yield path.read_bytes()
     for path in sorted(others):

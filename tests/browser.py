@@ -1,4 +1,4 @@
-"""A page opened in a real browser, without a window."""
+"""Open pages in a headless browser."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def opened(page: Path, folder: Path, fragment: str = "") -> tuple[str, list[str]]:
-    """Open a page and let its script come to rest. Returns the document as it then stands, and the console's lines.
+    """Open a page and run its script. Returns the resulting document and the lines of the console.
 
-    The page's policy forbids every request, and the browser writes one that was tried to the console. folder: where
-    the browser keeps its own files.
+    The page's policy forbids every request, and the browser logs attempts on the console. folder: for the browser's
+    own files.
     """
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:

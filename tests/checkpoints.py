@@ -1,4 +1,4 @@
-"""Checkpoints for tests, written without torch, so that they can also be what torch would never write."""
+"""Checkpoints for tests, written without torch, so their contents can be invalid too."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _CODES |= {"complex64": "C64", "uint16": "U16", "int8": "I8", "float8_e8m0fnu": 
 
 @dataclass(frozen=True)
 class Global:
-    """A name that the pickle looks up: opcode GLOBAL, with nothing imported here."""
+    """A global to look up in the pickle: opcode GLOBAL. Nothing is imported here."""
 
     module: str
     name: str
 
     def __call__(self) -> None:
-        """Be callable, as pickle asks of what it reduces to."""
+        """Make instances callable, as pickle requires of the function of a reduction."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the pickle rebuilds by a call: opcode REDUCE, then BUILD where there is a state."""
+    """An object to rebuild by a call: opcode REDUCE, followed by BUILD if there is a state."""
 
     function: Any
     arguments: tuple[Any, ...] = ()
@@ -81,7 +81,7 @@ class _Pickler(pickle._Pickler):
 
 
 def save_pth(path: Path, tree: Any) -> Path:
-    """Write what torch.save would: a zip of a pickle and one record a tensor. Arrays of the tree are its tensors."""
+    """Write a zip of a pickle and one record per tensor, as torch.save does. Arrays of the tree are its tensors."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(tree)
@@ -116,7 +116,7 @@ def save_safetensors(path: Path, tensors: dict[str, Any], metadata: dict[str, st
 
 
 def save_header(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
-    """Write any header, as JSON unless it is bytes, as a safetensors file. length: what the first 8 bytes claim."""
+    """Write any header, as JSON unless it is bytes, as a safetensors file. length: value of the first 8 bytes."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
@@ -124,12 +124,12 @@ def save_header(path: Path, header: Any, data: bytes = b"", length: int | None =
 
 
 def save(path: Path, tensors: dict[str, Any]) -> Path:
-    """Write arrays in the format of the ending."""
+    """Write arrays in the format of the file extension."""
     return (save_safetensors if path.suffix == ".safetensors" else save_pth)(path, tensors)
 
 
 def compare_ranks(folder: Path, *states: Any, suffix: str = ".pth", write: Any = None, **options: Any) -> Report:
-    """Write the checkpoint of each rank into a folder, and compare the folder. write: other than `save`."""
+    """Write the checkpoint of each rank into a folder, and compare the folder. write: replaces `save`."""
     for rank, state in enumerate(states):
         (write or save)(folder / f"m_rank{rank}{suffix}", state)
     return syncheck.compare(folder, options=syncheck.Options(**options))
@@ -152,19 +152,19 @@ def network(seed: int = 0, layers: int = 2) -> dict[str, Any]:
 
 
 def changed(state: dict[str, Any], *endings: str, by: float = 1.0) -> dict[str, Any]:
-    """Return a copy in which every tensor whose name ends so is off by `by` in every element."""
+    """Return a copy with `by` added to each element of the tensors with the given name endings."""
     return {k: v + np.asarray(by, v.dtype) if k.endswith(endings) else v.copy() for k, v in state.items()}
 
 
 def snapshot(path: str, tensors: dict[str, tuple[int, ...]] | None = None, **metadata: Any) -> Snapshot:
-    """Return the record of a checkpoint that lies nowhere. metadata: the fields of its block; none, no block."""
+    """Return a snapshot without a file. metadata: fields of the metadata block; without fields, there is no block."""
     made = {name: Tensor(name, "float32", shape, (), path, 0) for name, shape in (tensors or {"w": (2,)}).items()}
     return Snapshot(path, "torch-zip", 100, made, metadata=Metadata(**metadata) if metadata else None)
 
 
 @dataclass
 class Done:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the command line as a user types it, and rank files to give it."""
+"""Fixtures for all tests: the command line, and files of ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell ignores Ctrl-C for what it starts in the background, and so do all programs started from there; tests
-    # send it.
+    # Shells start background jobs with SIGINT ignored, and child processes inherit this; tests send SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # So does nohup with this one. A handler is not handed on to programs, so they begin as in a terminal; the tests
-    # themselves go on without one.
+    # nohup does the same with SIGHUP. Child processes do not inherit a handler, so they start with the default action,
+    # and the tests themselves still ignore the signal.
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# Tests and the ranks that they start share the cores: a thread each, unless told.
+# Tests and their ranks share the cores: by default, one thread per process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests start hundreds of Python processes. Without bytecode, each of them compiles syncheck and pytest's plugins again,
@@ -36,8 +35,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 pytest_plugins = ["pytester"]
-collect_ignore = ["examples"]  # a project of its own; test_examples.py runs it
-if find_spec("torch") is None:  # as where only the command line is installed
+collect_ignore = ["examples"]  # a separate project; test_examples.py runs it
+if find_spec("torch") is None:  # as in an installation of the command line only
     collect_ignore += ["train", "live", "frameworks", "cli/test_demo.py"]
     collect_ignore += [f"cli/test_ranks{name}.py" for name in ("", "_refused", "_programs", "_nodes")]
     collect_ignore += ["test_series.py", "comparison/test_ties.py", "fixtures/test_confusion.py"]
@@ -71,7 +70,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Callable[..., list[Path]]:
-    """Write one checkpoint per rank, run_rank0.pth and so on; without arguments, two equal ones."""
+    """Write one checkpoint per rank, run_rank0.pth and so on; without arguments, two equal checkpoints."""
 
     def write(*states: dict[str, Any], name: str = "run_rank{}.pth") -> list[Path]:
         return [save(tmp_path / name.format(i), s) for i, s in enumerate(states or (network(), network()))]

@@ -1,4 +1,4 @@
-"""A small disk of its own, to be filled or made read-only."""
+"""A small file system, for tests to fill or make read-only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a file system on a new folder, gone afterwards; skips the test where it cannot be."""
+    """Mount a file system on a new folder and unmount it at the end. Skips the test if mounting fails."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -28,5 +28,5 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def make_read_only(disk: Path) -> bool:
-    """Try to; refused while a file on it is being written."""
+    """Make a mounted file system read-only. Returns False if refused, as while a file on it is open for writing."""
     return not subprocess.run(["mount", "-o", "remount,ro", disk], capture_output=True, check=False).returncode

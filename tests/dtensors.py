@@ -1,4 +1,4 @@
-"""DTensors for tests, pickled as torch 2.6 and as torch 2.15 write them, without torch and without its processes."""
+"""DTensors for tests, pickled as by torch 2.6 and torch 2.15, without torch or a process group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACES = "torch.distributed.tensor.placement_types"
 
 
 def new(module: str, name: str, state: Any = None) -> Call:
-    """Return an object made without arguments, then given its state."""
+    """Return an object created without arguments and updated with its state."""
     return Call(Global(module, name), (), state)
 
 
@@ -64,7 +64,7 @@ def mesh_of_2_15(
 
 
 def dtensor(local: Any, placements: Sequence[str], mesh: Call, shape: Sequence[int] = (8, 3)) -> Call:
-    """Return a DTensor around a rank's part. shape: of the whole."""
+    """Return a DTensor with the local tensor of a rank. shape: of the full tensor."""
     kind = Global("torch.distributed.tensor", "DTensor")
     spec = {"mesh": mesh, "placements": tuple(map(placement, placements))}
     state = {"_local_tensor": local, "_spec": new("torch.distributed.tensor._dtensor_spec", "DTensorSpec", spec)}
@@ -76,12 +76,12 @@ def dtensor(local: Any, placements: Sequence[str], mesh: Call, shape: Sequence[i
 def save_ranks(
     folder: Path, parts: dict[int, Any], placements: Sequence[str], mesh: Sequence[int], **more: dict[int, Any]
 ) -> list[Path]:
-    """Write a file for each rank with a DTensor `w` of these local parts. more: other entries, by rank."""
+    """Write a file for each rank with a DTensor `w` of its local tensor. parts, more: by rank; more: other entries."""
     ranks = np.arange(math.prod(mesh)).reshape(mesh)
     files = []
     for rank, local in parts.items():
-        place = [int(i) for i in np.unravel_index(rank, tuple(mesh))]
-        content = {"w": dtensor(local, placements, mesh_of_2_6(ranks, place))}
+        coordinate = [int(i) for i in np.unravel_index(rank, tuple(mesh))]
+        content = {"w": dtensor(local, placements, mesh_of_2_6(ranks, coordinate))}
         content |= {name: by_rank[rank] for name, by_rank in more.items() if rank in by_rank}
         files.append(save_pth(folder / f"m_rank{rank}.pth", content))
     return files

@@ -1,7 +1,7 @@
-"""By how much do replicas differ? Written from the formats' definitions, in Python integers and fractions only.
+"""Compute the differences of replicas from the definitions of the formats, with Python integers and fractions only.
 
-This is what the differential tests hold `syncheck` against: it shares no code with it, and no numpy. A replica is a
-list of the bit patterns of its elements in C order; complex numbers are two patterns an element.
+Differential tests compare `syncheck` with this module, which uses neither numpy nor code of `syncheck`. A replica is a
+list of the bit patterns of its elements in C order; a complex number is two patterns.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Format:
-    """How the bits of one number are read. width: in bits. exponent, mantissa: bits of each, 0 for integers.
+    """The meaning of the bits of one number. width: in bits. exponent, mantissa: bits of each, 0 for integers.
 
-    special: "ieee" has infinities and NaNs at the highest exponent, "fn" only NaNs and only where all bits are set,
-    "fnuz" one NaN, at the place of -0.0, "scale" an exponent alone: no sign, no zero, and a NaN where all bits are set.
+    special: "ieee" has infinities and NaNs at the highest exponent. "fn" has a NaN only if all bits of exponent and
+    mantissa are set. "fnuz" has one NaN, in place of -0.0. "scale" is an exponent alone: no sign, no zero, and a NaN if
+    all bits are set.
     """
 
     width: int
@@ -57,7 +58,7 @@ FORMATS = {
 
 @lru_cache(maxsize=100_000)
 def value(bits: int, of: Format) -> Fraction | str:
-    """Return the number that a pattern stands for, or "nan", "inf" or "-inf"."""
+    """Return the number of a bit pattern, or "nan", "inf" or "-inf"."""
     negative = bits >> (of.width - 1)
     if not of.exponent:
         return Fraction(bits - (1 << of.width) if of.signed and negative else bits)
@@ -78,7 +79,7 @@ def value(bits: int, of: Format) -> Fraction | str:
 
 
 def steps(bits: int, of: Format) -> int:
-    """Number the finite floats from the lowest to the highest, both zeros at 0."""
+    """Return the position of a finite float in ascending order, with both zeros at 0."""
     if of.special == "scale":
         return bits
     magnitude = bits & ((1 << (of.width - 1)) - 1)
@@ -86,7 +87,7 @@ def steps(bits: int, of: Format) -> int:
 
 
 def rounded(number: Fraction) -> float:
-    """Round to the nearest float64; what is beyond its range becomes the largest."""
+    """Round to the nearest float64; larger numbers become the largest float64."""
     try:
         return float(number)
     except OverflowError:
@@ -95,7 +96,7 @@ def rounded(number: Fraction) -> float:
 
 @dataclass
 class Numbers:
-    """What a report should say of one tensor; fields as in `syncheck`'s records."""
+    """The expected numbers of one tensor in a report; fields as in `syncheck`'s records."""
 
     clusters: set[frozenset[int]]
     minority: tuple[int, ...]
@@ -107,41 +108,42 @@ class Numbers:
     nonfinite: dict[int, int]
     extent: str | None
     gaps: list[tuple[Fraction, Fraction, int]]
-    """Of each pair of unequal finite numbers that is measured: gap, greater magnitude, steps between them."""
+    """For each measured pair of unequal finite numbers: difference, greater magnitude, steps between the numbers."""
     hopeless: bool
-    """Whether a number is not finite on one replica and another number, or of another kind, on the next."""
+    """Whether an element is not finite on one replica and has another value on another replica."""
 
 
 def clusters_of(replicas: Sequence[Bits]) -> list[list[int]]:
-    """Sort replicas by equal bits, the largest set first."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """Group replicas with equal bits, the largest group first."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank, bits in enumerate(replicas):
-        found.setdefault(tuple(bits), []).append(rank)
-    return sorted(found.values(), key=lambda ranks: -len(ranks))
+        groups.setdefault(tuple(bits), []).append(rank)
+    return sorted(groups.values(), key=lambda ranks: -len(ranks))
 
 
 def numbers(replicas: Sequence[Bits], of: Format, *, tolerance: bool = False) -> Numbers:
-    """Compute all numbers of one tensor directly. replicas: by rank, two or more that are not all equal.
+    """Compute all numbers of one tensor. replicas: by rank, at least two, not all equal.
 
-    tolerance: whether one is set; gaps are then those of every two replicas, and the numbers those of the farthest two.
+    tolerance: whether a tolerance is set. If so, `gaps` includes all pairs of replicas, and the numbers are for the
+    lowest and highest value of each element.
     """
     sets = clusters_of(replicas)
     majority = len(sets[0]) > len(sets[1])
-    stand = [replicas[ranks[0]] for ranks in sets]
-    places: dict[int, None] = {}
+    representatives = [replicas[ranks[0]] for ranks in sets]
+    positions: dict[int, None] = {}
     odd: list[int] = []
     worst: tuple[Fraction, int] | None = None
     gaps: list[tuple[Fraction, Fraction, int]] = []
     every: list[tuple[Fraction, Fraction, int]] = []
-    for at, patterns in enumerate(zip(*stand, strict=True)):
+    for at, patterns in enumerate(zip(*representatives, strict=True)):
         if patterns == (patterns[0],) * len(patterns):
             continue
-        here = [(value(bits, of), steps(bits, of)) for bits in patterns]
-        if len({number for number, _ in here}) == 1:
+        elements = [(value(bits, of), steps(bits, of)) for bits in patterns]
+        if len({number for number, _ in elements}) == 1:
             continue
-        places[at // of.parts] = None
-        finite = [(number, step) for number, step in here if isinstance(number, Fraction)]
-        if len(finite) < len(here):
+        positions[at // of.parts] = None
+        finite = [(number, step) for number, step in elements if isinstance(number, Fraction)]
+        if len(finite) < len(elements):
             odd.append(at // of.parts)
             continue
         pairs = [(min(finite), max(finite))]
@@ -154,17 +156,17 @@ def numbers(replicas: Sequence[Bits], of: Format, *, tolerance: bool = False) ->
             gap = abs(a - b) if not of.exponent else Fraction(rounded(abs(a - b)))
             if worst is None or gap > worst[0]:
                 worst = gap, at // of.parts
-    where = sorted(places)
+    indices = sorted(positions)
     return Numbers(
         clusters={frozenset(ranks) for ranks in sets},
         minority=tuple(sorted(rank for ranks in sets[1:] for rank in ranks)) if majority else (),
-        mismatched=len(where),
+        mismatched=len(indices),
         max_abs=None if worst is None else int(worst[0]) if not of.exponent else float(worst[0]),
         max_rel=max((float(gap / scale) for gap, scale, _ in gaps if gap), default=None if worst is None else 0.0),
         max_ulp=max((ulp for _, _, ulp in gaps), default=None) if of.exponent else None,
         index=odd[0] if odd else worst[1] if worst else None,
         nonfinite={rank: _nonfinite(bits, of) for rank, bits in enumerate(replicas)},
-        extent=_extent(where, len(stand[0]) // of.parts),
+        extent=_extent(indices, len(representatives[0]) // of.parts),
         gaps=[gap for gap in every if gap[0]] if tolerance else gaps,
         hopeless=bool(odd),
     )
@@ -175,26 +177,26 @@ def _nonfinite(bits: Bits, of: Format) -> int:
     return len({at // of.parts for at, pattern in enumerate(bits) if pattern in odd}) if odd else 0
 
 
-def _extent(where: list[int], numel: int) -> str | None:
-    if not where:
+def _extent(indices: list[int], numel: int) -> str | None:
+    if not indices:
         return None
-    if len(where) == numel:
+    if len(indices) == numel:
         return "all"
-    if len(where) == 1:
+    if len(indices) == 1:
         return "one"
-    return "contiguous" if where[-1] - where[0] + 1 == len(where) else "scattered"
+    return "contiguous" if indices[-1] - indices[0] + 1 == len(indices) else "scattered"
 
 
-def is_close(found: Numbers, of: Format, rtol: float | None, atol: float | None, ulp: int | None) -> bool | None:
-    """Say whether a tolerance excuses all gaps; None where that hangs on how the limit itself is rounded."""
-    if not of.exponent or found.hopeless:
+def is_close(numbers: Numbers, of: Format, rtol: float | None, atol: float | None, ulp: int | None) -> bool | None:
+    """Return whether all differences are within a tolerance; None if this depends on the rounding of the limit."""
+    if not of.exponent or numbers.hopeless:
         return False
     verdicts: list[bool | None] = []
-    for gap, scale, step in found.gaps:
+    for gap, scale, step in numbers.gaps:
         near: bool | None = ulp is not None and step <= ulp
         if not near and rtol is not None and atol is not None:
             limit = Fraction(atol) + Fraction(rtol) * scale
-            # Relative to the limit, or by one step where float64 has no smaller numbers.
+            # Relative to the limit, but at least one step of float64, which has no smaller numbers.
             rounding = max(limit * Fraction(1, 10**14), Fraction(1, 2**1074))
             near = None if abs(gap - limit) <= rounding else gap <= limit
         verdicts.append(near)

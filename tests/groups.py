@@ -1,4 +1,4 @@
-"""Groups of replicas made by hand, for tests of the diagnosis and of reports."""
+"""Build groups of replicas and findings for tests of the diagnosis and of reports."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def make_group(
 
 def make_finding(code: str, slug: str, severity: Any, ranks: Any, tensors: Any, evidence: str = "", cause: str = "",
                  fix: str = "", values: Any = (), **given: Any) -> Finding:  # fmt: skip
-    """Return a finding whose evidence, cause and fix are these texts."""
+    """Return a finding with the given texts as evidence, cause and fix."""
     return Finding(code, slug, severity, ranks, tensors, (text(evidence),), text(cause), text(fix), values, **given)
 
 
 def text(words: str) -> Message:
-    """Return a message that is this text."""
+    """Return a message with this text."""
     return Fact.TEXT(text=words)
 
 

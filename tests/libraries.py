@@ -1,4 +1,4 @@
-"""What tests with real libraries need: the libraries, and processes that train with each."""
+"""Processes for tests with real training libraries."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from required import unavailable
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = Path(__file__).parent / "frameworks" / "programs"
-# Variables that launchers set; pytest itself may have been started by one.
+# Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "ACCELERATE_")
 
 
 def need(name: str) -> None:
-    """Skip the test without this library, or fail where SYNCHECK_REQUIRE names it, as CI does."""
-    if find_spec(name) is None:  # importing it here would take seconds, and is left to the programs
+    """Skip the test without this library, or fail if SYNCHECK_REQUIRE names the library, as in CI."""
+    if find_spec(name) is None:  # not imported, which would take seconds
         unavailable(name, "it is not installed; pip install -e '.[frameworks]'")
 
 
 class Ended(NamedTuple):
-    """How a process ended. left: whether processes that it had started were still there."""
+    """The end of a process. left: whether its child processes remained."""
 
     code: int
     output: str
@@ -38,11 +38,11 @@ class Ended(NamedTuple):
 def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: float = 100) -> list[Ended]:
     """Run a program as one process on each of `ranks` nodes, with `folder` as its first argument.
 
-    A single one is started outside any launcher. Each is in a session of its own, and none outlives the call.
+    A single process gets no variables of a launcher. Each process has its own session, and all end with the call.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHER)}
     kept |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": "1"}
     kept["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests/at_exit:{kept.get('PYTHONPATH', '')}"  # syncheck of this clone
@@ -79,7 +79,7 @@ def run(program: Path, folder: Path, *arguments: str, ranks: int = 2, timeout: f
 
 
 def _alive(session: int) -> bool:
-    """Whether anything is left of a session some time after its first process."""
+    """Return whether a session still has processes five seconds after the end of its first process."""
     for _ in range(100):
         try:
             os.killpg(session, 0)
@@ -90,6 +90,6 @@ def _alive(session: int) -> bool:
 
 
 def train(program: str, folder: Path, *arguments: str, ranks: int = 2, timeout: float = 100) -> None:
-    """Run a program of `frameworks/programs/`, which has to end well."""
+    """Run a program of `frameworks/programs/` and assert exit code 0 on all ranks."""
     done = run(PROGRAMS / program, folder, *arguments, ranks=ranks, timeout=timeout)
     assert [each.code for each in done] == [0] * ranks, "\n".join(each.output[-3000:] for each in done)

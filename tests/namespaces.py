@@ -1,4 +1,4 @@
-"""Two machines on one: two network namespaces joined by a cable."""
+"""Two simulated machines: network namespaces connected by a virtual cable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def ip(*words: str) -> None:
-    """Configure the network. Raises CalledProcessError with what ip says."""
+    """Configure the network. Raises CalledProcessError with the output of ip."""
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
@@ -29,14 +29,14 @@ class Host:
     address: str
 
     def command(self, *words: object) -> list[object]:
-        """Run something there; gloo must be told the device, for the host's name leads nowhere."""
+        """Return a command for this namespace. gloo needs the device, because the host name has no address here."""
         inside = ["ip", "netns", "exec", self.name]
         return [*inside, "env", f"GLOO_SOCKET_IFNAME={self.device}", *words]
 
 
 @contextmanager
 def two_hosts() -> Iterator[list[Host]]:
-    """Give two machines in one network, gone afterwards; skips the test where they cannot be made."""
+    """Yield two machines in one network and remove them at the end. Skips the test if creating them fails."""
     if shutil.which("ip") is None:
         unavailable("netns", "there is no program ip")
     mark = uuid.uuid4().hex[:8]
@@ -55,5 +55,5 @@ def two_hosts() -> Iterator[list[Host]]:
             unavailable("netns", f"'{' '.join(error.cmd)}' failed: {error.stderr.strip()}")
         yield two
     finally:
-        for host in two:  # takes its end of the cable, and with it the other
+        for host in two:  # this removes both ends of the cable
             subprocess.run(["ip", "netns", "delete", host.name], check=False, capture_output=True)

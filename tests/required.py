@@ -1,4 +1,4 @@
-"""What some tests need of the machine: programs, libraries, rights."""
+"""Requirements of some tests: programs, libraries, permissions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NoReturn
 import pytest
 
 
-def unavailable(what: str, reason: str) -> NoReturn:
-    """Skip with the reason, or fail where SYNCHECK_REQUIRE names what is missing, as CI does."""
-    if what in os.environ.get("SYNCHECK_REQUIRE", "").split(","):
-        pytest.fail(f"SYNCHECK_REQUIRE names {what}, which cannot be had here: {reason}")
-    pytest.skip(f"{what}: {reason}")
+def unavailable(requirement: str, reason: str) -> NoReturn:
+    """Skip the test with the reason, or fail if SYNCHECK_REQUIRE names the requirement, as in CI."""
+    if requirement in os.environ.get("SYNCHECK_REQUIRE", "").split(","):
+        pytest.fail(f"SYNCHECK_REQUIRE names {requirement}, which cannot be had here: {reason}")
+    pytest.skip(f"{requirement}: {reason}")

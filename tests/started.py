@@ -1,4 +1,4 @@
-"""Programs that tests start outside any launcher, each in a session of its own; none outlives the test."""
+"""Start programs without a launcher's variables, each in its own session, and kill them at the end of a test."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# Variables that launchers set; pytest itself may have been started by one.
+# Variables set by launchers; a launcher may have started pytest itself.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
 
 
 class Processes:
     """The processes of a test. folder: their working folder.
 
-    temporary: their folder for temporary files, which some leave there. Its path is short, because the sockets of
-    multiprocessing are in it, and the path of a socket has at most 107 characters.
+    temporary: their folder for temporary files, removed by `kill`. Its path is short, because multiprocessing creates
+    sockets in it, and the path of a socket has at most 107 characters.
     """
 
-    variables: dict[str, str] = {}  # that all of them get  # noqa: RUF012 - a constant of each class
-    without: tuple[str, ...] = ()  # beginnings of those that none gets
+    variables: dict[str, str] = {}  # set for all processes  # noqa: RUF012 - a constant of each class
+    without: tuple[str, ...] = ()  # prefixes of variables to remove
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Processes:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *command: Any, cwd: Path | None = None, **environment: str) -> subprocess.Popen[str]:
-        """Start one; keyword arguments are environment variables."""
+        """Start a process; keyword arguments are environment variables."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER + self.without)}
         process = subprocess.Popen(
             [str(word) for word in command],
@@ -50,7 +50,7 @@ class Processes:
         return process
 
     def kill(self) -> None:
-        """End all that were started, with all that these have started."""
+        """Kill all started processes with their children."""
         for process in self.started:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ class Processes:
 
 
 def alive(process: subprocess.Popen[str]) -> bool:
-    """Tell whether anything is left of a program's session, some time after it."""
+    """Return whether a program's session still has processes after ten seconds."""
     for _ in range(200):
         try:
             os.killpg(process.pid, 0)
@@ -70,7 +70,7 @@ def alive(process: subprocess.Popen[str]) -> bool:
 
 
 def wait_for(condition: Any, timeout: float = 60, pause: float = 0.02) -> None:
-    """Wait until a function returns something true, asking it again after each pause."""
+    """Wait until a condition is true; call the function again after each pause."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -78,7 +78,7 @@ def wait_for(condition: Any, timeout: float = 60, pause: float = 0.02) -> None:
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What hypothesis builds for the differential tests: numbers, tensors that lie in every way, and trees of them."""
+"""Hypothesis strategies for the differential tests: numbers, tensors of every layout, and trees of tensors."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
     State = dict[str, Any]
 
-# hypothesis keeps notes on disk even without its database; the clone is no place for them.
+# hypothesis writes files even without its database; keep them out of the clone.
 set_hypothesis_home_dir(os.path.join(tempfile.gettempdir(), "syncheck-hypothesis"))
 
-# How many cases: few by default, hundreds among the slow tests.
+# Number of cases: few by default, more in slow tests.
 SLOW = (pytest.mark.slow, pytest.mark.timeout(600))
 EXAMPLES = pytest.mark.parametrize("examples", [40, pytest.param(150, marks=SLOW)])
-# A number here: that many, and others in each run. For a search of mistakes.
+# If set, the number of cases, with different cases in each run, to search for bugs.
 SEARCH = int(os.environ.get("SYNCHECK_EXAMPLES", "0"))
 
 DTYPES = [name for name in FORMATS if hasattr(torch, name)]
 
 
 def is_saved(name: str) -> bool:
-    """Whether the safetensors library has a code for a dtype: none for complex128, of late for the fnuz ones."""
+    """Return whether the safetensors library supports a dtype: complex128 is missing, fnuz dtypes are recent."""
     try:
         library.save({"t": torch.zeros(1, dtype=torch.uint8).repeat(16).view(getattr(torch, name))})
     except (KeyError, ValueError):
@@ -56,7 +56,7 @@ SAFETENSORS = [name for name in DTYPES if is_saved(name)]
 
 
 def for_all(strategy: Any, check: Callable[[Any], None], examples: int) -> None:
-    """Call `check` with that many cases, the same in each run; what fails is made small."""
+    """Call `check` with this many cases, equal in each run; hypothesis minimizes failing cases."""
 
     @settings(
         max_examples=SEARCH or examples,
@@ -73,7 +73,7 @@ def for_all(strategy: Any, check: Callable[[Any], None], examples: int) -> None:
 
 
 def patterns(of: Format, name: str) -> Any:
-    """Return a strategy of the bits of one number: those at which formats turn, then any."""
+    """Return a strategy for the bits of one number: boundary values of the format, or any bits."""
     if name == "bool":
         return st.integers(0, 1)
     top, sign = (1 << of.width) - 1, 1 << (of.width - 1)
@@ -98,40 +98,40 @@ def packed(bits: list[int], of: Format) -> bytes:
 
 
 def from_bytes(data: bytes, name: str, shape: tuple[int, ...] | None = None) -> Any:
-    """Return a contiguous torch tensor of these bytes."""
+    """Return a contiguous torch tensor with the given bytes."""
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
     flat = raw.view(getattr(torch, name))
     return flat if shape is None else flat.reshape(shape)
 
 
 def dense(tensor: Any) -> bytes:
-    """Return a torch tensor's bytes in C order, as torch has them."""
+    """Return the bytes of a torch tensor in C order."""
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def content(tensor: Tensor) -> bytes:
-    """Return a tensor's bytes in C order, as our reader gives them."""
+    """Return the bytes of a tensor in C order from syncheck's reader."""
     with Files() as files:
         return b"".join(bytes(files.read(tensor, start, count, slot=0)) for start, count in ranges([tensor]))
 
 
 def found_in(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return dtype, shape and bytes of a checkpoint's tensors by name, as our reader gives them; none is refused."""
+    """Return dtype, shape and bytes of a checkpoint's tensors by name. Fails if the reader refuses a tensor."""
     read = syncheck.read(str(path)).tensors
     assert not [tensor.refused for tensor in read.values() if tensor.refused]
     return {name: (tensor.dtype, tensor.shape, content(tensor)) for name, tensor in read.items()}
 
 
 def loaded(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """Return dtype, shape and bytes of a tensor or array as the library that wrote it has them."""
+    """Return dtype, shape and bytes of a torch tensor or numpy array."""
     if isinstance(leaf, torch.Tensor):
         return str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape), dense(leaf)
     return leaf.dtype.name, leaf.shape, leaf.astype(leaf.dtype.newbyteorder("<")).tobytes()
 
 
 def noise(seed: int, name: str, count: int) -> bytes:
-    """Return the bytes of `count` elements: any bits, and often those at which a format turns."""
+    """Return the bytes of `count` elements: random bits, and often boundary values of the format."""
     of, source = FORMATS[name], random.Random(seed)
     sign = 1 << (of.width - 1)
     turns = [0, 1, sign, sign - 1, 2 * sign - 1, ((1 << of.exponent) - 1) << of.mantissa if of.exponent else sign]
@@ -144,7 +144,7 @@ sizes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 @st.composite
 def tensors(draw: Any, storages: list[Any] | None = None) -> Any:
-    """Return a tensor of any dtype, shape and strides, on a storage of its own or one of `storages`."""
+    """Return a tensor of any dtype, shape and strides, on a new storage or a storage of `storages`."""
     shape = draw(sizes)
     shared = draw(st.sampled_from(storages)) if storages and draw(st.booleans()) else None
     if draw(st.booleans()):  # contiguous, in some order of the dimensions
@@ -181,7 +181,7 @@ NUMPY = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8 c8 c16 b1 >f4 >i8 >c16 >f2".split()
 
 @st.composite
 def arrays(draw: Any) -> Any:
-    """Return a numpy array of any dtype that torch has too, in C or Fortran order, sliced, or of the other endian."""
+    """Return a numpy array of a dtype of torch, in C or Fortran order, reversed, transposed, or big-endian."""
     shape, code = draw(sizes), np.dtype(draw(st.sampled_from(NUMPY)))
     count = int(np.prod(shape, dtype=int))
     data = noise(draw(st.integers(0, 999)), "bool" if code.kind == "b" else "uint8", count * code.itemsize)
@@ -201,7 +201,7 @@ leaves = st.one_of(
     st.builds(np.int64, st.integers(-(2**63), 2**63 - 1)),
     st.builds(np.bool_, st.booleans()),
 )
-# Keys that end names of containers are left out of names; dots, numbers and tuples may stand in keys.
+# Names omit keys of containers such as `model`; keys may be numbers and tuples, and contain dots.
 keys = st.one_of(
     st.sampled_from(["model", "state_dict", "a", "b", "fc.weight", "layer1", "net", "a.b", "running_mean", "ema"]),
     st.text("ab.1\u00e9 ", min_size=1, max_size=3),
@@ -214,7 +214,7 @@ keys = st.one_of(
 
 @st.composite
 def trees(draw: Any) -> Any:
-    """Return nested containers of tensors, arrays and values, as torch.save takes them; parts may be shared."""
+    """Return nested containers of tensors, arrays and values for torch.save; parts may be shared."""
     storages: list[Any] = []
     made: list[Any] = []
 
@@ -242,7 +242,7 @@ def trees(draw: Any) -> Any:
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether a part of a tree holds numbers that a checkpoint compares as a tensor."""
+    """Return whether a node of a tree is compared as a tensor."""
     return isinstance(node, (torch.Tensor, np.ndarray))
 
 
@@ -250,9 +250,9 @@ CONTAINERS = set("model state_dict model_state_dict model_state module net netwo
 
 
 def walk(tree: Any) -> list[tuple[str, Any]]:
-    """Name what lies in a tree that torch loaded: keys joined by dots.
+    """Return the names and leaves of a tree loaded by torch. A name is the keys joined by dots.
 
-    The key of a model's state dict is left out, unless there are two such keys or two tensors would get one name.
+    The key of a model's state dict is omitted, unless there are two model keys or two tensors would get one name.
     """
     found = list(_walk(tree, ""))
     leaves = [name for name, node in found if is_leaf(node)]

@@ -1,4 +1,4 @@
-"""The layout of the code is what CONTRIBUTING says: who imports whom, what starts fast, how long things are."""
+"""The code has the layout of CONTRIBUTING: layers of imports, lazy imports, and lengths of files and functions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from syncheck.readers.folders import FOLDERS
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py"), *(ROOT / "fuzz").rglob("*.py")])
 FIXTURES = ROOT / "fixtures"
-SPEND_NOTHING = ("torch", "numpy", "rich", "pytest", "matplotlib")
-FOR_SOME_FILES = tuple(
+HEAVY = ("torch", "numpy", "rich", "pytest", "matplotlib")
+RARELY_NEEDED = tuple(
     f"syncheck.{name}"
     for name in (
         "readers.folders",
@@ -31,8 +31,8 @@ FOR_SOME_FILES = tuple(
     )
 )
 
-# Each layer, and the layers that it may import; `TYPE_CHECKING` imports count too. A package is one layer, or each of
-# its modules is one; then its own name is its `__init__`.
+# Layers and their allowed imports; `TYPE_CHECKING` imports count too. A package is either one layer, or each of its
+# modules is a layer and the package's own name stands for its `__init__`.
 LEAVES = {"errors", "dtypes"}
 BASE = LEAVES | {"messages", "snapshots", "records"}
 BYTES = BASE | {"kernel.clustering", "kernel.blocks"}
@@ -110,7 +110,7 @@ ALLOWED = {
 
 
 def imported(source: Path) -> set[str]:
-    """Return the absolute names of the modules that a file imports, anywhere in it."""
+    """Return the absolute names of all modules and names imported in a file, at any level."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -129,7 +129,7 @@ def layer(module: str) -> str:
 
 
 def test_imports_go_one_way() -> None:
-    """A module imports only layers below its own; the rules and reports never reach the readers or the kernel."""
+    """Modules import only allowed layers: rules and reports never import readers or the kernel."""
     wrong = []
     for source in (ROOT / "syncheck").rglob("*.py"):
         own = layer(".".join(source.relative_to(ROOT).with_suffix("").parts))
@@ -144,17 +144,17 @@ def modules_of(package: Path) -> set[str]:
     return {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
 
 
-def test_every_module_has_its_place_in_the_order() -> None:
-    """A new module of syncheck must be given a layer, as must those of a package whose modules have layers."""
-    places = ALLOWED.keys() | {"api", "cli", "__init__", "__main__"}
+def test_every_module_has_a_layer() -> None:
+    """Every module of syncheck has a layer, including the modules of packages with several layers."""
+    layers = ALLOWED.keys() | {"api", "cli", "__init__", "__main__"}
     modules = modules_of(ROOT / "syncheck")
-    for package in {name.partition(".")[0] for name in places if "." in name}:
+    for package in {name.partition(".")[0] for name in layers if "." in name}:
         modules |= {f"{package}.{name}" for name in modules_of(ROOT / "syncheck" / package) - {"__init__"}}
-    assert modules == places
+    assert modules == layers
 
 
-def test_the_packages_meet_at_public_names_only() -> None:
-    """syncheck never imports train, and train imports only what `__all__` of syncheck and syncheck.live names."""
+def test_packages_share_only_public_names() -> None:
+    """syncheck never imports train, and train imports only names in `__all__` of syncheck and syncheck.live."""
     for source in (ROOT / "syncheck").rglob("*.py"):
         assert not {name for name in imported(source) if name.partition(".")[0] == "train"}, source
     public = {f"syncheck.{name}" for name in syncheck.__all__}
@@ -164,12 +164,12 @@ def test_the_packages_meet_at_public_names_only() -> None:
 
 
 def test_public_names_resolve() -> None:
-    """Every name of `__all__` is there, and no submodule can take the place of a function."""
+    """Every name in `__all__` exists, and no submodule replaces a function of the same name."""
     code = (
         "import syncheck, importlib, pkgutil\n"
         "for module in pkgutil.walk_packages(syncheck.__path__, 'syncheck.'):\n"
         "    if module.name.endswith('__main__'): continue\n"
-        "    if module.name.startswith('syncheck.integrations.'): continue\n"  # needs a library; has tests of its own
+        "    if module.name.startswith('syncheck.integrations.'): continue\n"  # requires a library; tested separately
         "    importlib.import_module(module.name)\n"
         "assert all(hasattr(syncheck, name) for name in syncheck.__all__)\n"
         "assert callable(syncheck.compare) and callable(syncheck.metadata) and callable(syncheck.read)\n"
@@ -182,23 +182,23 @@ def test_public_names_resolve() -> None:
 @pytest.mark.parametrize(
     ("code", "forbidden"),
     [
-        ("import syncheck", SPEND_NOTHING),
-        ("import syncheck.cli.parser; syncheck.cli.parser.build_parser()", SPEND_NOTHING),
-        ("from syncheck.cli import main; main(['compare', 'in_sync'])", SPEND_NOTHING),
-        ("import syncheck; syncheck.compare('in_sync/*/*.pth')", (*SPEND_NOTHING, *FOR_SOME_FILES)),
+        ("import syncheck", HEAVY),
+        ("import syncheck.cli.parser; syncheck.cli.parser.build_parser()", HEAVY),
+        ("from syncheck.cli import main; main(['compare', 'in_sync'])", HEAVY),
+        ("import syncheck; syncheck.compare('in_sync/*/*.pth')", (*HEAVY, *RARELY_NEEDED)),
         ("from syncheck.cli import main; main(['compare', 'desync/bn_local_stats'])", ("torch", "rich", "ml_dtypes")),
         ("from syncheck.cli import main; main(['report', 'desync', '--format', 'json'])", ("torch", "rich")),
     ],
 )
-def test_nothing_is_imported_that_is_not_needed(code: str, forbidden: tuple[str, ...]) -> None:
-    """Importing, parsing and comparing load neither torch nor rich; numpy only where bytes differ."""
+def test_unneeded_modules_are_not_imported(code: str, forbidden: tuple[str, ...]) -> None:
+    """Importing, parsing and comparing load neither torch nor rich, and numpy only if bytes differ."""
     check = f"{code}\nimport sys\nprint('LOADED', [name for name in {forbidden!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=FIXTURES)
     assert done.stdout.splitlines()[-1] == "LOADED []"
 
 
 def test_only_the_command_line_prints_and_exits() -> None:
-    """The library returns; print and sys.exit stand in cli/ and __main__.py only."""
+    """Only cli/ and __main__.py call print and sys.exit."""
     for source in (ROOT / "syncheck").rglob("*.py"):
         if "cli" in source.parts or source.name == "__main__.py":
             continue
@@ -208,7 +208,7 @@ def test_only_the_command_line_prints_and_exits() -> None:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
 def test_files_and_functions_are_short(source: Path) -> None:
-    """No file is longer than 500 lines and no function longer than 60."""
+    """Files have at most 500 lines, and functions at most 60."""
     text = source.read_text(encoding="utf-8")
     assert text.count("\n") <= 500
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -217,7 +217,7 @@ def test_files_and_functions_are_short(source: Path) -> None:
 
 
 def test_every_reader_is_in_the_table() -> None:
-    """A module of readers/ with a FORMAT is in READERS or FOLDERS under that name."""
+    """A module of readers/ with a FORMAT is in READERS or FOLDERS under this name."""
     table = READERS | FOLDERS
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -228,16 +228,16 @@ def test_every_reader_is_in_the_table() -> None:
     assert all(name == reader.FORMAT for name, reader in table.items())
 
 
-def test_every_test_says_what_it_proves() -> None:
-    """Each test function carries a sentence on the behaviour."""
+def test_every_test_has_a_docstring() -> None:
+    """Each test function has a docstring."""
     for source in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 assert ast.get_docstring(node), f"{source}: {node.name}"
 
 
-def test_modules_of_tests_have_names_of_their_own() -> None:
-    """Their folders are all on the path, so of two modules of one name only the first would be found."""
+def test_modules_of_tests_have_unique_names() -> None:
+    """Modules in tests/ have unique names: all folders are on the path, and Python imports only the first match."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
     assert [name for name, times in names.items() if times > 1] == []
     assert [name for name in names if name.removesuffix(".py") in sys.stdlib_module_names] == []

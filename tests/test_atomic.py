@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: what a process leaves that is killed at any step of it."""
+"""A file is replaced completely or not at all, even if the process is killed or interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from syncheck import atomic
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Put a text into the place of another one in a process that kills itself when it calls a function of os.
+# Replaces a file in a process that kills itself when it calls a function of os.
 KILLED = """
 import os, signal, sys
 from syncheck import atomic
@@ -27,8 +27,8 @@ atomic.replace_file(sys.argv[1], "new" * 100_000)
 """
 
 
-def without_a_name(folder: Path) -> bool:
-    """Whether the file system can hold a file that has no name."""
+def supports_unnamed_files(folder: Path) -> bool:
+    """Return whether the file system supports files without a name."""
     try:
         os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o600))
     except (OSError, AttributeError):
@@ -37,9 +37,9 @@ def without_a_name(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(("call", "left"), [("fsync", 0), ("link", 0), ("replace", 1)])
-def test_what_a_killed_process_leaves(tmp_path: Path, call: str, left: int) -> None:
-    """kill -9 while a file is written leaves the old one and nothing beside it; but for the instant of renaming."""
-    if not without_a_name(tmp_path):
+def test_kill_leaves_the_old_file(tmp_path: Path, call: str, left: int) -> None:
+    """kill -9 during a write leaves only the old file; right before the rename, the complete new file stays too."""
+    if not supports_unnamed_files(tmp_path):
         pytest.skip("this file system has no files without a name")
     (tmp_path / "out.json").write_text("old")
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out.json"), call], check=False)
@@ -47,13 +47,13 @@ def test_what_a_killed_process_leaves(tmp_path: Path, call: str, left: int) -> N
     assert (tmp_path / "out.json").read_text() == "old"
     beside = [path for path in tmp_path.iterdir() if path.name != "out.json"]
     assert [path.read_text() for path in beside] == ["new" * 100_000] * left
-    atomic.replace_file(str(tmp_path / "out.json"), "newer")  # which what was left does not hinder
+    atomic.replace_file(str(tmp_path / "out.json"), "newer")  # a left-over file does not prevent the next write
     assert (tmp_path / "out.json").read_text() == "newer"
 
 
 @pytest.mark.parametrize("lacking", ["open", "link"])
-def test_where_no_file_is_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
-    """Where the file system or /proc does not allow it, the file is written under a name beside, with the same end."""
+def test_without_unnamed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    """Without unnamed files or /proc, a temporary file with a name has the same result."""
     real, refused = getattr(os, lacking), list[Any]()
 
     def fails(*arguments: Any, **named: Any) -> Any:
@@ -72,8 +72,8 @@ def test_where_no_file_is_without_a_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("call", ["fsync", "link", "replace"])
-def test_nothing_is_left_after_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """Ctrl-C at any step leaves the old file, and no other."""
+def test_ctrl_c_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Ctrl-C at any step leaves only the old file."""
     (tmp_path / "out.json").write_text("old")
     real = getattr(os, call)
 

@@ -1,4 +1,4 @@
-"""The benchmarks of live checks and of scale say what was measured, and when a bar is missed."""
+"""The benchmarks of live checks and of scale report measurements and missed limits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def live() -> ModuleType:
-    """The benchmark of live checks."""
+    """Return the benchmark of live checks."""
     from benchmarks import live
 
     return live
 
 
-def found(check: float, sent: int = 100, **more: Any) -> dict[str, Any]:
-    """What two ranks measured: reading takes 10 ms, a step 50 ms. check: seconds; sent: bytes, for 10 tensors."""
+def measurements(check: float, sent: int = 100, **more: Any) -> dict[str, Any]:
+    """Return numbers of two ranks: reading takes 10 ms, a step 50 ms. check: seconds; sent: bytes of 10 tensors."""
     times = {"read": [0.01], "check": [check], "read parameters": [0.005], "check parameters": [check]}
     times |= {"megatron": [0.1], "naive": [0.2]}
     of = {"tensors": 10, "parameters": 5, "bytes": 8e7, "times": times, "phases": {"digests": [0.008]}}
@@ -49,38 +49,38 @@ def found(check: float, sent: int = 100, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("check", "sent", "missed"), [(0.03, 640, 0), (0.031, 640, 1), (0.02, 641, 1), (0.06, 100, 2), (0.06, 700, 3)]
 )
-def test_a_bar_that_is_missed_is_said(
+def test_a_missed_limit_is_reported(
     live: ModuleType, monkeypatch: pytest.MonkeyPatch, check: float, sent: int, missed: int
 ) -> None:
     """More than 3 x reading, 64 bytes a tensor or 1 % of step time is MISSED, and the benchmark fails."""
-    monkeypatch.setattr(live, "measured", lambda _: found(check, sent))
+    monkeypatch.setattr(live, "measured", lambda _: measurements(check, sent))
     text, met = live.run(1)
     assert met == (missed == 0)
     assert text.count("MISSED") == missed
 
 
-def test_where_there_is_no_gpu_that_is_said(live: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the section says that nothing was measured there; with one it has a bar of its own."""
-    monkeypatch.setattr(live, "measured", lambda _: found(0.01))
+def test_a_missing_gpu_is_reported(live: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, the section reports no GPU measurement; with a GPU, the section has a limit for it."""
+    monkeypatch.setattr(live, "measured", lambda _: measurements(0.01))
     assert "No GPU here" in live.run(1)[0]
     case = {"bytes": 1e9, "times": {"copy": [0.001], "digests": [0.0011]}, "bar": True}
-    monkeypatch.setattr(live, "measured", lambda _: found(0.01, cuda={"device": "G1", "cases": {"big": case}}))
+    monkeypatch.setattr(live, "measured", lambda _: measurements(0.01, cuda={"device": "G1", "cases": {"big": case}}))
     text, met = live.run(1)
-    # A copy reads half the time: 1.1 ms of digests are 2.2 x its reading.
+    # Half of a copy is reading, so 1.1 ms of digests are 2.2 x the reading.
     assert "| big on the GPU: digests / a device copy's read | 2.200 | at most 2 | MISSED |" in text
     assert not met
     assert "No GPU here" not in text
 
 
-def test_a_rank_that_fails_fails_the_benchmark(live: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a rank ends with an error, its last lines are in the error raised, and no process is left."""
+def test_a_failed_rank_fails_the_benchmark(live: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a rank fails, the benchmark raises an error with its exit code."""
     monkeypatch.setattr(live, "environment", lambda: {"PATH": "", "PYTHONHOME": "/nowhere"})
     with pytest.raises(RuntimeError, match="ended with 1"):
         live.measured(1)
 
 
 def test_fingerprints_of_the_benchmark_differ_on_the_last_rank(tmp_path: Path, cli: Callable[..., Done]) -> None:
-    """Of eight ranks as written for the benchmark the last one is named, with one tensor of five."""
+    """The benchmark writes fingerprints of eight ranks that differ only on the last rank, in one tensor of five."""
     from benchmarks.scale import write_fingerprints
 
     size = write_fingerprints(tmp_path, 8, 5)

@@ -1,4 +1,4 @@
-"""action.yml, .pre-commit-hooks.yaml and the workflows of docs/ci.md do what they say."""
+"""action.yml, .pre-commit-hooks.yaml and the workflows of docs/ci.md work as documented."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 GUIDE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(yaml|groovy)\n(.*?)```", GUIDE, re.DOTALL)
 IN_SYNC, DESYNC = ROOT / "fixtures" / "in_sync" / "sync_bn", ROOT / "fixtures" / "desync" / "bn_local_stats"
-NOT_OURS = ("pip install", "torchrun", "python -m venv", ". .venv", "cat ")
+OTHER_PROGRAMS = ("pip install", "torchrun", "python -m venv", ". .venv", "cat ")
 
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a step of the action as GitHub does, in an empty folder `work`; syncheck is this one, already installed."""
+    """Run a step of the action as GitHub does, in an empty folder `work`, with this clone's syncheck installed."""
     (tmp_path / "work").mkdir()
     installed = tmp_path / "temp" / "syncheck" / "bin" / "syncheck"
     installed.parent.mkdir(parents=True)
@@ -62,7 +62,7 @@ def levels(text: str) -> list[str]:
 
 
 def test_inputs_reach_the_steps() -> None:
-    """Every input is used by a step, through a variable and never in the text of a script, and has a description."""
+    """Every input is documented and reaches a step through a variable, never in the text of a script."""
     steps = ACTION["runs"]["steps"]
     used = {name for step in steps for name in re.findall(r"inputs\.([\w-]+)", str(step))}
     assert used == set(ACTION["inputs"])
@@ -73,9 +73,9 @@ def test_inputs_reach_the_steps() -> None:
     assert re.fullmatch(r"actions/setup-python@[0-9a-f]{40}", steps[0]["uses"])
 
 
-def test_the_action_tells_the_verdicts_apart(runner: Callable[..., Any], tmp_path: Path) -> None:
-    """In sync is exit code 0, out of sync 1 with an annotation, an unreadable file and a glob without a match 2 with
-    one; each report is added to the job's summary."""
+def test_exit_codes_of_the_action(runner: Callable[..., Any], tmp_path: Path) -> None:
+    """In sync is exit code 0; out of sync is 1, an unreadable file or unmatched glob 2, with an annotation; the job's
+    summary has each report."""
     shutil.copytree(IN_SYNC, tmp_path / "work" / "a b")
     shutil.copytree(DESYNC, tmp_path / "work" / "out")
     fine = runner(2, PATHS="a b/*.pth")
@@ -97,7 +97,7 @@ def test_the_action_tells_the_verdicts_apart(runner: Callable[..., Any], tmp_pat
 
 
 def test_the_action_takes_a_baseline(runner: Callable[..., Any], tmp_path: Path) -> None:
-    """What is in the file is a warning and exit code 0; a file that is missing is 2, and never an empty one."""
+    """Known findings are a warning with exit code 0; a missing baseline is exit code 2."""
     shutil.copytree(DESYNC, tmp_path / "work" / "out")
     given = {"PATHS": "out/*.pth", "BASELINE": "known findings.json"}
     assert runner(2, **given).returncode == 2
@@ -107,8 +107,8 @@ def test_the_action_takes_a_baseline(runner: Callable[..., Any], tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_action_installs_what_it_then_runs(runner: Callable[..., Any], tmp_path: Path) -> None:
-    """The step that installs makes an environment with the action's own syncheck in it, which compares."""
+def test_the_action_installs_syncheck(runner: Callable[..., Any], tmp_path: Path) -> None:
+    """The first step installs the action's own syncheck in an environment, and the next step runs it."""
     shutil.rmtree(tmp_path / "temp" / "syncheck")
     (tmp_path / "temp" / "syncheck").mkdir()
     done = runner(1, PYTHON=sys.executable, PYTHONPATH="")
@@ -118,8 +118,8 @@ def test_the_action_installs_what_it_then_runs(runner: Callable[..., Any], tmp_p
     assert runner(2, PATHS="out", PYTHONPATH="").returncode == 1
 
 
-def test_the_hook_is_one() -> None:
-    """pre-commit takes the manifest, and its hook runs for rank files, fingerprints and the baseline."""
+def test_the_hook_is_valid() -> None:
+    """pre-commit accepts the manifest, and its hook runs for rank files, fingerprints and the baseline."""
     pytest.importorskip("pre_commit")
     command = [sys.executable, "-m", "pre_commit", "validate-manifest", str(ROOT / ".pre-commit-hooks.yaml")]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PRE_COMMIT_HOME": "/nowhere"})
@@ -135,7 +135,7 @@ def test_the_hook_is_one() -> None:
 
 @pytest.mark.slow
 def test_the_hook_runs(tmp_path: Path) -> None:
-    """pre-commit installs the hook from a copy of this repository, and it fails on ranks out of sync."""
+    """pre-commit installs the hook from a copy of this repository, and the hook fails for ranks out of sync."""
     pytest.importorskip("pre_commit")
     copy, project = tmp_path / "copy", tmp_path / "project"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -162,12 +162,12 @@ def test_the_hook_runs(tmp_path: Path) -> None:
 
 
 def _workflow(name: str) -> Any:
-    """Return a file of docs/ci.md by the comment that names it."""
+    """Return a file of docs/ci.md by the name in its first comment."""
     return yaml.safe_load(next(text for _, text in BLOCKS if name in text.split("\n", 1)[0]))
 
 
 def _commands() -> list[tuple[str, str]]:
-    """Return every command line in the workflows that is ours, with the file that it stands in."""
+    """Return each command line of syncheck and pytest in the workflows, with the first line of its file."""
     found = []
     for kind, text in BLOCKS:
         if kind == "groovy":
@@ -178,19 +178,19 @@ def _commands() -> list[tuple[str, str]]:
             lines = [step["run"] for step in steps if "run" in step]
             lines += [line for job in jobs.values() if isinstance(job, dict) for line in job.get("script", [])]
         typed = [line.strip() for line in "\n".join(lines).split("\n")]
-        found += [(text.split("\n", 1)[0], line) for line in typed if line and not line.startswith(NOT_OURS)]
+        found += [(text.split("\n", 1)[0], line) for line in typed if line and not line.startswith(OTHER_PROGRAMS)]
     return found
 
 
 def test_the_workflows_are_complete() -> None:
-    """Each names a file, GitHub's have triggers, a machine and the least of rights; the action gets inputs it has."""
+    """Each workflow names its file. GitHub workflows have triggers, permissions, a runner, and inputs of the action."""
     assert [text.split()[1] for _, text in BLOCKS] == [
         ".github/workflows/replicas.yml", ".github/workflows/replicas.yml", ".github/workflows/tests.yml",
         ".gitlab-ci.yml", "Jenkinsfile", ".pre-commit-config.yaml",
     ]  # fmt: skip
     for _, text in BLOCKS[:3]:
         workflow = yaml.safe_load(text)
-        # YAML 1.1 takes the key `on` for True; GitHub does not.
+        # YAML 1.1 reads the key `on` as True; GitHub does not.
         assert workflow.keys() == {"name", True, "permissions", "jobs"}
         (job,) = workflow["jobs"].values()
         assert job["runs-on"]
@@ -205,8 +205,8 @@ def test_the_workflows_are_complete() -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_workflows_run(tmp_path: Path) -> None:
-    """As a reader types them: the line that writes the baseline, then those of the workflows, on two ranks of plain
-    DDP. All pass, and write the files that the workflow goes on with; with one more tensor apart all fail."""
+    """With an updated baseline, the commands of the workflows pass on plain DDP and write their files; if one more
+    tensor differs, all commands fail."""
     shutil.copytree(DESYNC, tmp_path / "ckpts")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
@@ -234,8 +234,8 @@ def test_the_commands_of_the_workflows_run(tmp_path: Path) -> None:
     assert [code(line) for line in lines] == [1] * len(lines)
 
 
-def test_the_options_that_the_guide_names_exist() -> None:
-    """Each long option in docs/ci.md is one of `syncheck compare`, of the plugin, or of another program there."""
+def test_options_in_the_guide_exist() -> None:
+    """Each long option in docs/ci.md belongs to `syncheck compare`, to the plugin, or to another documented program."""
     others = {"--nproc-per-node", "--save-per-rank", "--index-url", "--all-files"}
     known = set(re.findall(r"--[\w-]+", build_parser()._subparsers._group_actions[0].choices["compare"].format_help()))  # type: ignore[union-attr, index, call-overload]
     plugin = {"--syncheck", "--syncheck-timeout", *map(PYTEST.name, list_options(PYTEST))}

@@ -1,7 +1,7 @@
-"""The verdict and every number of it equal those computed directly, in Python integers and fractions.
+"""The verdict and all numbers equal the direct computation with Python integers and fractions.
 
-Two to four replicas are made of the same tensors with planted changes, written by torch and by safetensors, in any
-strides. What a report says of each tensor is held against `exact`, which shares no code with `syncheck`.
+Torch and safetensors write two to four replicas of equal tensors with injected changes, in any strides. The numbers of
+each tensor in the report must equal the numbers of `exact`, which shares no code with `syncheck`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import syncheck
 
 
 @dataclass(frozen=True)
-class Planted:
-    """One tensor on all replicas. bits: by rank, None where it is missing; layouts: how each rank stores it."""
+class ReplicatedTensor:
+    """One tensor on all replicas. bits: by rank, None if missing; layouts: the storage layout on each rank."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Planted:
 
     @property
     def of(self) -> Format:
-        """How the bits are read."""
+        """The format of the bits."""
         return FORMATS[self.dtype]
 
 
@@ -38,7 +38,7 @@ class Planted:
 class Case:
     """Tensors by name, the file format of each rank, and options."""
 
-    tensors: dict[str, Planted]
+    tensors: dict[str, ReplicatedTensor]
     endings: list[str]
     tolerance: dict[str, Any] = field(default_factory=dict)
 
@@ -47,8 +47,8 @@ LAYOUTS = ["plain", "reversed", "gaps", "offset", "conj"]
 
 
 @st.composite
-def planted(draw: Any, ranks: int, dtypes: list[str]) -> Planted:
-    """Return a tensor of which each replica holds one of up to three versions that differ in some elements."""
+def replicated_tensors(draw: Any, ranks: int, dtypes: list[str]) -> ReplicatedTensor:
+    """Return a tensor with up to three versions that differ in some elements; each replica has any of the versions."""
     dtype = draw(st.sampled_from(dtypes))
     of, shape = FORMATS[dtype], draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
     count = torch.Size(shape).numel() * of.parts
@@ -61,7 +61,7 @@ def planted(draw: Any, ranks: int, dtypes: list[str]) -> Planted:
             first = draw(st.integers(0, count - 1))
             last = draw(st.sampled_from([first, min(first + 3, count - 1), count - 1]))
             for at in range(first, last + 1, draw(st.integers(1, 3))):
-                # Any number, a neighbour, or a number of the other sign.
+                # Any number, a neighbour, or the number with the other sign.
                 changes = [version[at] ^ 1, version[at] ^ (0 if dtype == "bool" else 1 << (of.width - 1))]
                 version[at] = draw(st.one_of(any_bits, st.sampled_from(changes)))
         versions.append(version)
@@ -69,7 +69,7 @@ def planted(draw: Any, ranks: int, dtypes: list[str]) -> Planted:
     if draw(st.integers(0, 9)) == 0:
         bits[draw(st.integers(0, ranks - 1))] = None
     layouts = draw(st.lists(st.sampled_from(LAYOUTS), min_size=ranks, max_size=ranks))
-    return Planted(dtype, shape, bits, layouts)
+    return ReplicatedTensor(dtype, shape, bits, layouts)
 
 
 @st.composite
@@ -78,12 +78,12 @@ def cases(draw: Any, tolerances: Any = None) -> Case:
     endings = draw(st.lists(st.sampled_from([".pth", ".pth", ".safetensors"]), min_size=2, max_size=4))
     dtypes = SAFETENSORS if ".safetensors" in endings else DTYPES
     names = draw(st.lists(st.sampled_from(["w", "fc.bias", "bn.running_mean"]), min_size=1, unique=True))
-    tensors = {name: draw(planted(len(endings), dtypes)) for name in names}
+    tensors = {name: draw(replicated_tensors(len(endings), dtypes)) for name in names}
     return Case(tensors, endings, {} if tolerances is None else draw(tolerances))
 
 
-def laid(tensor: Any, layout: str) -> Any:
-    """Return a tensor of the same bits that lies otherwise in memory, and so in its file."""
+def with_layout(tensor: Any, layout: str) -> Any:
+    """Return a tensor with equal bits and another layout in memory, and thus in its file."""
     if layout == "reversed":
         dims = list(range(tensor.ndim))[::-1]
         return tensor.permute(dims).clone(memory_format=torch.contiguous_format).permute(dims)
@@ -98,7 +98,7 @@ def laid(tensor: Any, layout: str) -> Any:
 
 
 def write(folder: Path, case: Case, order: list[int]) -> None:
-    """Write the replicas, the one of rank order[i] as rank i."""
+    """Write the replicas; the replica of rank order[i] becomes rank i."""
     for position, rank in enumerate(order):
         state = {}
         for name, tensor in case.tensors.items():
@@ -106,7 +106,7 @@ def write(folder: Path, case: Case, order: list[int]) -> None:
             if bits is not None:
                 state[name] = from_bytes(packed(bits, tensor.of), tensor.dtype, tensor.shape)
                 if case.endings[rank] == ".pth":
-                    state[name] = laid(state[name], tensor.layouts[rank])
+                    state[name] = with_layout(state[name], tensor.layouts[rank])
         path = folder / f"rank{position}{case.endings[rank]}"
         if case.endings[rank] == ".pth":
             torch.save(state, path)
@@ -114,26 +114,26 @@ def write(folder: Path, case: Case, order: list[int]) -> None:
             library.save_file(state, path)
 
 
-def judged(case: Case, order: list[int]) -> syncheck.Report:
+def compare_case(case: Case, order: list[int]) -> syncheck.Report:
     """Write the replicas and compare them."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), case, order)
         return syncheck.compare(folder, options=syncheck.Options(**case.tolerance))
 
 
-def expected(tensor: Planted, tolerance: dict[str, Any]) -> tuple[str, Numbers | None]:
-    """Return the right status of one tensor, "" where it hangs on rounding, and its numbers if it is not identical."""
-    there = [bits for bits in tensor.bits if bits is not None]
-    if len(clusters_of(there)) < 2:
-        return ("identical" if len(there) == len(tensor.bits) else "not_compared"), None
-    found = numbers(there, tensor.of, tolerance=bool(tolerance))
+def expected(tensor: ReplicatedTensor, tolerance: dict[str, Any]) -> tuple[str, Numbers | None]:
+    """Return the expected status of a tensor, "" if it depends on rounding, and its numbers unless identical."""
+    present = [bits for bits in tensor.bits if bits is not None]
+    if len(clusters_of(present)) < 2:
+        return ("identical" if len(present) == len(tensor.bits) else "not_compared"), None
+    found = numbers(present, tensor.of, tolerance=bool(tolerance))
     close = is_close(found, tensor.of, **{"rtol": None, "atol": None, "ulp": None} | tolerance)
     status = "equal" if not found.mismatched else "" if close is None else "close" if close else "different"
     return ("not_compared" if status in ("equal", "close") else status) if None in tensor.bits else status, found
 
 
-def assert_numbers(diff: syncheck.TensorDiff, tensor: Planted, found: Numbers) -> None:
-    """Assert that what a report says of a tensor is what was computed directly."""
+def assert_numbers(diff: syncheck.TensorDiff, tensor: ReplicatedTensor, found: Numbers) -> None:
+    """Assert that the reported numbers of a tensor equal the direct computation."""
     ranks = [rank for rank, bits in enumerate(tensor.bits) if bits is not None]
     assert {frozenset(ranks.index(rank) for rank in same) for same in diff.clusters} == found.clusters
     assert [len(same) for same in diff.clusters] == sorted((len(same) for same in diff.clusters), reverse=True)
@@ -142,7 +142,7 @@ def assert_numbers(diff: syncheck.TensorDiff, tensor: Planted, found: Numbers) -
     assert (diff.mismatched, diff.numel) == (found.mismatched, torch.Size(tensor.shape).numel())
     assert diff.max_abs == found.max_abs
     assert type(diff.max_abs) is type(found.max_abs)
-    rounding = 4e-16 if tensor.of.exponent else 0  # of a gap and of its share, each to the nearest float64
+    rounding = 4e-16 if tensor.of.exponent else 0  # of a difference and its ratio, each to the nearest float64
     assert diff.max_rel == (found.max_rel and pytest.approx(found.max_rel, rel=rounding + 4e-16, abs=0))
     assert diff.max_ulp == found.max_ulp
     assert dict(diff.nonfinite) == {ranks[i]: count for i, count in found.nonfinite.items()}
@@ -154,9 +154,9 @@ def assert_numbers(diff: syncheck.TensorDiff, tensor: Planted, found: Numbers) -
 
 
 def check(case: Case) -> None:
-    """Hold a report, and the one after the files were swapped, against the direct computation."""
+    """Compare a report with the direct computation, and with a report of the files in reverse order."""
     ranks = list(range(len(case.endings)))
-    report = judged(case, ranks)
+    report = compare_case(case, ranks)
     (group,) = report.groups
     assert not report.unreadable
     diffs = {diff.name: diff for diff in group.tensors}
@@ -176,8 +176,8 @@ def check(case: Case) -> None:
 
 
 def assert_symmetric(case: Case, diffs: dict[str, syncheck.TensorDiff], order: list[int]) -> None:
-    """Assert that with the files in another order all stays the same but the labels."""
-    (group,) = judged(case, order).groups
+    """Assert that another order of the files changes only the numbers of the ranks."""
+    (group,) = compare_case(case, order).groups
     swapped = {diff.name: diff for diff in group.tensors}
     assert swapped.keys() == diffs.keys()
     for name, diff in diffs.items():
@@ -201,18 +201,18 @@ TOLERANCES = st.one_of(
 
 @EXAMPLES
 def test_numbers_of_any_replicas(examples: int) -> None:
-    """Status, clusters, minority, counts, gaps, index, extent and exit code are exact, whichever file comes first."""
+    """Status, clusters, counts, differences, index, extent and exit code are exact, in any order of the files."""
     for_all(cases(), check, examples)
 
 
 @EXAMPLES
 def test_any_tolerance(examples: int) -> None:
-    """A tensor is close if and only if the direct computation finds every gap within the tolerance."""
+    """A tensor is close if and only if the direct computation finds every difference within the tolerance."""
     for_all(cases(TOLERANCES), check, examples)
 
 
-def test_the_direct_computation_reads_numbers_as_torch_does() -> None:
-    """What the reports are held against reads each pattern of the small formats as torch reads it."""
+def test_the_direct_computation_reads_numbers_like_torch() -> None:
+    """The direct computation reads the bits of formats of up to 16 bits as torch does."""
     for dtype in DTYPES:
         of = FORMATS[dtype]
         if of.width > 16 or dtype == "bool":
@@ -224,14 +224,14 @@ def test_the_direct_computation_reads_numbers_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "float32", "int64", "bfloat16"])
-def test_others_that_differ_at_different_places(dtype: str) -> None:
-    """Where one of the others agrees with the majority at zero, 0/0 does not swallow the relative gap of the next."""
+def test_zeros_hide_no_relative_difference(dtype: str) -> None:
+    """If an element of a differing replica equals a zero of the majority, 0/0 hides no relative difference."""
     bits = [[0, 1, 0], [0, 0, 0], [0, 0, 0], [0, 0, 1]]
-    check(Case({"w": Planted(dtype, (3,), list(bits), ["plain"] * 4)}, [".pth"] * 4))
+    check(Case({"w": ReplicatedTensor(dtype, (3,), list(bits), ["plain"] * 4)}, [".pth"] * 4))
 
 
 @st.composite
-def long_ones(draw: Any) -> Case:
+def long_tensors(draw: Any) -> Case:
     """Return two or three replicas of a tensor of several blocks, with few changes anywhere in it."""
     dtype = draw(st.sampled_from(["float32", "int64", "complex64", "float64"]))
     of = FORMATS[dtype]
@@ -247,10 +247,10 @@ def long_ones(draw: Any) -> Case:
         bits.append(version)
     layouts = draw(st.lists(st.sampled_from(LAYOUTS), min_size=ranks, max_size=ranks))
     shape = draw(st.sampled_from([(count // of.parts,), (1, count // of.parts)]))
-    return Case({"w": Planted(dtype, shape, bits, layouts)}, [".pth"] * ranks)
+    return Case({"w": ReplicatedTensor(dtype, shape, bits, layouts)}, [".pth"] * ranks)
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(40, marks=SLOW)])
 def test_any_tensor_of_several_blocks(examples: int) -> None:
-    """The same numbers come out where the differences lie blocks apart."""
-    for_all(long_ones(), check, examples)
+    """The numbers are exact if the differences are in several blocks."""
+    for_all(long_tensors(), check, examples)

@@ -1,4 +1,4 @@
-"""Every path that is given ends in one place: compared, or counted with a reason."""
+"""Every given path is either compared, or counted with a reason."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def metadata(rank: int, step: int, world_size: int) -> dict[str, object]:
     return {"syncheck": {"run": "ddp", "rank": rank, "step": step, "world_size": world_size}}
 
 
-def written(values: dict[str, float], *given: str, **links: str) -> Callable[[], list[str]]:
-    """Save these files, and links to files or new folders. given: the arguments; by default, all files."""
+def save_files(values: dict[str, float], *given: str, **links: str) -> Callable[[], list[str]]:
+    """Save files, and links to files or new folders. given: the arguments; by default, all files."""
 
     def write() -> list[str]:
         for path, b in values.items():
@@ -72,7 +72,7 @@ def partly_linked_checkpoint_folder() -> list[str]:
     return ["rank0", "rank1"]
 
 
-def beside(name: str, data: bytes, folder: str = "c") -> Callable[[], list[str]]:
+def with_other_file(name: str, data: bytes, folder: str = "c") -> Callable[[], list[str]]:
     def write() -> list[str]:
         save("c/rank_0"), save("c/rank_2")
         Path(folder).mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def ranks_of_nodes(pattern: str) -> Callable[[], list[str]]:
 
 ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
     "1 a folder above a link": (
-        written(
+        save_files(
             {"x_rank0": 0, "x_rank1": 0, "elsewhere/x_rank0": 1},
             "x_rank0",
             "x_rank1",
@@ -126,27 +126,27 @@ ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
         {1},
     ),
     "1 a folder that ends above a link": (
-        written({"x_rank0.pth": 0, "y/x_rank0.pth": 1, "y/x_rank1.pth": 0}, "link/..", link="y/deep"),
+        save_files({"x_rank0.pth": 0, "y/x_rank0.pth": 1, "y/x_rank1.pth": 0}, "link/..", link="y/deep"),
         {1},
     ),
-    "2 a link to a file": (written({"rank0.pth": 0}, "rank0.pth", "rank1.pth", **{"rank1.pth": "rank0.pth"}), {2}),
+    "2 a link to a file": (save_files({"rank0.pth": 0}, "rank0.pth", "rank1.pth", **{"rank1.pth": "rank0.pth"}), {2}),
     "2 a hard link": (hard_link, {2}),
-    "2 a link to a folder, given": (written({"rank0/model.pth": 0}, "rank0", "rank1", rank1="rank0"), {2}),
+    "2 a link to a folder, given": (save_files({"rank0/model.pth": 0}, "rank0", "rank1", rank1="rank0"), {2}),
     "2 a folder of links": (linked_checkpoint_folder, {2}),
     "2 a folder of some links": (partly_linked_checkpoint_folder, {2}),
-    "3 empty": (beside("rank_1", b""), {2}),
-    "3 zeros": (beside("rank_1", bytes(1000)), {2}),
-    "3 another ending": (beside("rank_1.npz", b"PK\x03\x04 no checkpoint"), {2}),
-    "3 a text": (beside("rank_1.th", b"text"), {2}),
-    "3 half written": (beside("rank_1.part", b"text"), {2}),
-    "3 in another folder": (beside("rank_1", b"", "c/copy"), {2}),
+    "3 empty": (with_other_file("rank_1", b""), {2}),
+    "3 zeros": (with_other_file("rank_1", bytes(1000)), {2}),
+    "3 another ending": (with_other_file("rank_1.npz", b"PK\x03\x04 no checkpoint"), {2}),
+    "3 a text": (with_other_file("rank_1.th", b"text"), {2}),
+    "3 half written": (with_other_file("rank_1.part", b"text"), {2}),
+    "3 in another folder": (with_other_file("rank_1", b"", "c/copy"), {2}),
     "3 an archive": (archived, {2}),
-    "3 a rank without a file": (written({"c/rank0/model.pth": 0, "c/rank2/model.pth": 0}, "c", link="c/rank1"), {2}),
-    "4 another host": (written({"a/rank0": 0, "a/rank1": 0, "b/rank2": 1}), {1, 2}),
-    "4 another epoch": (written({"epoch10_rank0": 0, "epoch10_rank1": 0, "epoch9_rank2": 1}), {1, 2}),
-    "4 another word": (written({"master.pth": 1, "rank1.pth": 0, "rank2.pth": 0}), {1, 2}),
+    "3 a rank without a file": (save_files({"c/rank0/model.pth": 0, "c/rank2/model.pth": 0}, "c", link="c/rank1"), {2}),
+    "4 another host": (save_files({"a/rank0": 0, "a/rank1": 0, "b/rank2": 1}), {1, 2}),
+    "4 another epoch": (save_files({"epoch10_rank0": 0, "epoch10_rank1": 0, "epoch9_rank2": 1}), {1, 2}),
+    "4 another word": (save_files({"master.pth": 1, "rank1.pth": 0, "rank2.pth": 0}), {1, 2}),
     "4 another step and folder": (other_step_by_metadata, {1, 2}),
-    "4 another name": (written({"x0.pth": 0, "x1.pth": 0, "other.pth": 1}), {1, 2}),
+    "4 another name": (save_files({"x0.pth": 0, "x1.pth": 0, "other.pth": 1}), {1, 2}),
     "8 hosts": (hosts("alpha beta", blocks=False), {1}),
     "8 hosts with metadata": (hosts("alpha beta", blocks=True), {1}),
     "8 addresses": (hosts("10.0.1.5 10.0.2.7", blocks=False), {1}),
@@ -161,7 +161,7 @@ ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_nothing_given_is_passed_over(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given and differs, is missing or was compared with nothing never ends as "in sync", and is named."""
+    """A path that differs, is missing or is not compared never gives "in sync", and links are reported."""
     monkeypatch.chdir(tmp_path)
     write, codes = ROWS[row]
     report = syncheck.compare(*write())
@@ -171,14 +171,14 @@ def test_nothing_given_is_passed_over(row: str, tmp_path: Path, monkeypatch: pyt
         code = "SYN106" if "metadata" in row else "SYN230"  # the steps differ too
         assert code in {finding.code for finding in report.groups[0].findings}
     if row[0] == "2":
-        told = [alias.path for alias in report.aliases] + [file.path for file in report.unreadable]
-        assert any("rank1" in path for path in told)
-        if report.aliases:  # what could not be read is printed apart from the report
-            assert all("rank1" in drawn for drawn in everywhere(report))
+        reported = [alias.path for alias in report.aliases] + [file.path for file in report.unreadable]
+        assert any("rank1" in path for path in reported)
+        if report.aliases:  # unreadable files are printed separately from the report
+            assert all("rank1" in drawn for drawn in render_all(report))
 
 
-def everywhere(report: syncheck.Report) -> list[str]:
-    """Draw a report in every format of text."""
+def render_all(report: syncheck.Report) -> list[str]:
+    """Return a report in every text format."""
     drawn = [plain.render(of(report, 0)) for of in (text.comparison, text.overview)]
     return [
         *drawn,
@@ -190,22 +190,22 @@ def everywhere(report: syncheck.Report) -> list[str]:
 
 
 def test_links_beside_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link beside two replicas is named in every format, and the replicas are judged."""
+    """A link with_other_file two replicas is reported in every format, and the replicas are compared."""
     monkeypatch.chdir(tmp_path)
     save("c/rank0/model.pth"), save("c/rank2/model.pth")
     os.symlink("rank0", "c/rank1")
     for path, of in (("c/rank1", "c/rank0"),):
         report = syncheck.compare("c")
         assert (report.exit_code, [(alias.path, alias.of) for alias in report.aliases]) == (0, [(path, of)])
-        assert all(path in drawn for drawn in everywhere(report))
+        assert all(path in drawn for drawn in render_all(report))
     save("c/rank2/model.pth", 1)
     assert syncheck.compare("c").exit_code == 1
     report = syncheck.compare("c/rank0", "c/rank1", "c/rank2")
     assert (report.exit_code, [alias.path for alias in report.aliases]) == (1, ["c/rank1/model.pth"])
 
 
-def test_files_that_go_with_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs, settings, samples and notes in a folder are counted, and keep no answer open."""
+def test_other_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs, settings, samples and notes in a folder are counted, and do not affect the verdict."""
     monkeypatch.chdir(tmp_path)
     for step in (100, 200):
         for rank in (0, 1):
@@ -216,11 +216,11 @@ def test_files_that_go_with_checkpoints(tmp_path: Path, monkeypatch: pytest.Monk
         (Path("c") / name).write_text("text")
     report = syncheck.compare("c")
     assert (report.exit_code, report.skipped, len(report.groups)) == (0, 10, 2)
-    assert all("10 files are not checkpoints" in drawn for drawn in everywhere(report)[:4])
+    assert all("10 files are not checkpoints" in drawn for drawn in render_all(report)[:4])
 
 
 def test_an_earlier_step_that_differs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that differs at step 1 and agrees at step 2: every report has the finding, its tensor and its step."""
+    """If a run differs at step 1 and agrees at step 2, every report shows the finding and its step."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
         for rank in (0, 1):
@@ -228,15 +228,13 @@ def test_an_earlier_step_that_differs_is_shown(tmp_path: Path, monkeypatch: pyte
     report = syncheck.compare("c")
     assert report.exit_code == 1
     code = report.groups[0].findings[0].code
-    for drawn in everywhere(report):
+    for drawn in render_all(report):
         assert code in drawn
         assert "step 1" in drawn or '"step": 1' in drawn or 'value="1"' in drawn
 
 
-def test_an_earlier_step_that_fails_is_shown_before_a_later_one_that_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A baseline accepts the finding of step 2: the same finding at step 1, on another tensor, fails and is shown."""
+def test_a_failing_step_is_shown_before_a_later_known_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a baseline has only the finding of step 2, the same finding on another tensor at step 1 fails and is shown."""
     monkeypatch.chdir(tmp_path)
     for rank in (0, 1):
         weights = {"w": np.ones(3, np.float32) + np.float32(rank), "b": np.zeros(2, np.float32)}
@@ -252,9 +250,9 @@ def test_an_earlier_step_that_fails_is_shown_before_a_later_one_that_is_accepted
 
 
 def random_folder(seed: int, root: Path) -> tuple[list[str], list[Path]]:
-    """Write replicas of a run over hosts, ranks and steps, with what may lie beside them.
+    """Write replicas of a run over hosts, ranks and steps, with other files with_other_file them.
 
-    Returns the arguments, and the checkpoints that are replicas.
+    Returns the arguments and the paths of the replicas.
     """
     rng = random.Random(seed)
     per_host, hosts_n, steps = rng.randint(1, 3), rng.randint(1, 3), rng.sample(range(1, 500), rng.randint(1, 2))
@@ -284,7 +282,7 @@ def random_folder(seed: int, root: Path) -> tuple[list[str], list[Path]]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_folder(seed: int, tmp_path: Path) -> None:
-    """Replicas in sync are in sync, wherever they lie; one element, one damage or one file less is never overlooked."""
+    """Equal replicas are in sync in any folders; a changed element, a damaged file or a lost replica is noticed."""
     given, files = random_folder(seed, tmp_path / "c")
     before = syncheck.compare(*given)
     assert before.exit_code == 0, [(group.name, group.notes) for group in before.groups] + list(before.unreadable)
@@ -298,16 +296,16 @@ def test_any_folder(seed: int, tmp_path: Path) -> None:
     rank = next(replica.rank for g in before.groups for replica in g.replicas if replica.path == str(victim))
     save(str(victim), 2.0**-20, **(metadata(rank, step, 9) if seed % 2 else {}))
     assert syncheck.compare(*given).exit_code == 1
-    # A damage.
+    # A damaged file.
     victim.write_bytes(rng.choice([b"", bytes(len(intact)), intact[: len(intact) // 2]]))
     assert syncheck.compare(*given).exit_code == 2
-    # The bytes of another replica, by a link.
+    # A link to another replica.
     other = next(file for file in files if file != victim and f"step_{step}" in file.parts)
     victim.unlink()
     victim.symlink_to(other)
     again = syncheck.compare(*given)
     assert again.exit_code == 2 or str(victim) in {alias.path for alias in again.aliases}
-    # Another format that no reader knows.
+    # An unsupported format.
     victim.unlink()
     np.savez(victim.with_suffix(".npz"), w=np.ones(3))
     if len(given) == 1:

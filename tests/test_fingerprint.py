@@ -1,4 +1,4 @@
-"""Fingerprints: what is kept of a checkpoint, and that it says what the checkpoint says."""
+"""Fingerprints keep digests, moments, values and metadata of a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ ARRAYS: dict[str, Any] = {
 
 
 def read_back(snapshot: Snapshot, path: Path) -> Snapshot:
-    """Write a snapshot's fingerprint and open it again."""
+    """Write a snapshot's fingerprint and read it again."""
     write(str(path), fingerprint(snapshot))
     return readers.read(str(path))
 
 
-def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
-    """Every dtype and shape has the digest that hashlib gives for its little-endian bytes in C order."""
+def test_digests_equal_hashlib(tmp_path: Path) -> None:
+    """The digest of every dtype and shape equals hashlib's for its little-endian bytes in C order."""
     found = read_back(readers.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
     assert found.format == "fingerprint"
     assert found.tensors.keys() == ARRAYS.keys()
@@ -57,8 +57,8 @@ def test_digest_is_of_the_bytes(tmp_path: Path) -> None:
         assert tensor.shape == array.shape
 
 
-def test_moments_are_of_the_finite_elements(tmp_path: Path) -> None:
-    """Min, max, mean and std are numpy's in float64 over the finite elements; complex and empty tensors have none."""
+def test_moments_of_finite_elements(tmp_path: Path) -> None:
+    """Moments equal numpy's for the finite elements in float64; complex and empty tensors have no moments."""
     found = read_back(readers.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
     for name, array in ARRAYS.items():
         digest = found.tensors[name].digest
@@ -74,7 +74,7 @@ def test_moments_are_of_the_finite_elements(tmp_path: Path) -> None:
 
 
 def test_moments_of_many_blocks(tmp_path: Path) -> None:
-    """A tensor of several blocks has the digest and the moments of the whole, NaNs counted in every block."""
+    """Digest and moments cover all blocks of a tensor, and NaNs are counted in every block."""
     array = np.random.default_rng(0).standard_normal(700_001).astype(np.float32)
     array[[0, 300_000, 700_000]] = np.nan
     found = read_back(
@@ -89,7 +89,7 @@ def test_moments_of_many_blocks(tmp_path: Path) -> None:
 
 
 def test_values_and_metadata_survive(tmp_path: Path) -> None:
-    """Step, epoch, param_groups, the scaler's state and the metadata block read back equal; other values are left."""
+    """Step, epoch, param_groups, the scaler's state and the metadata block survive; other values are dropped."""
     block = metadata(
         run="ddp", rank=1, world_size=4, step=12, run_id="r", buffers_synced=False, mesh={"dp": 1},
         config={"sync_bn": False, "lr": 0.1}, host="node",
@@ -114,7 +114,7 @@ def test_values_and_metadata_survive(tmp_path: Path) -> None:
 
 
 def test_hostile_metadata_is_not_written(tmp_path: Path) -> None:
-    """What an untrusted block holds beside plain values is left out of the file, NaN and huge integers too."""
+    """Containers, NaN, huge integers and integer keys of an untrusted metadata block are not written."""
     config = {"lr": 0.1, "deep": {"a": 1}, "nan": math.nan, "huge": 10**5000, 3: 4}
     block = metadata(run="r", rank=0, world_size=2) | {"config": config}
     after = read_back(readers.read(str(save_pth(tmp_path / "a.pth", {KEY: block, "w": np.ones(2)}))), tmp_path / "f")
@@ -122,8 +122,8 @@ def test_hostile_metadata_is_not_written(tmp_path: Path) -> None:
     assert dict(after.metadata.config) == {"lr": 0.1}
 
 
-def test_refused_tensors_and_shards_stay_what_they_are(tmp_path: Path) -> None:
-    """A tensor that could not be read keeps the reason, a shard its place in the mesh."""
+def test_refused_tensors_and_shards_survive(tmp_path: Path) -> None:
+    """A refused tensor keeps the reason, and a shard its sharding."""
     sharding = Sharding((2, 2), (0, 1, 2, 3), ("R", "S(0)"), (8, 3), ("replicate", "shard"), (1, 0))
     shard = Tensor("w", "float32", (4, 3), (3, 1), "x", 0, data=bytes(48), sharding=sharding)
     refused = Tensor("q", "unknown", (), (), "x", 0, refused=Refusal.QUANTIZED())
@@ -133,8 +133,8 @@ def test_refused_tensors_and_shards_stay_what_they_are(tmp_path: Path) -> None:
     assert after.tensors["q"].digest is None
 
 
-def test_one_content_one_text(tmp_path: Path) -> None:
-    """The same checkpoint gives the same file, in pure ASCII, with one line a tensor and none of the path's folders."""
+def test_the_text_is_reproducible(tmp_path: Path) -> None:
+    """A checkpoint always gives the same file, in ASCII, with one line per tensor and without folder names."""
     path = save_pth(tmp_path / "secret-folder" / "a.pth", {"caf\u00e9": np.ones(2), "b": np.ones(3)})
     text = fingerprint(readers.read(str(path)))
     assert text == fingerprint(readers.read(str(path)))
@@ -145,22 +145,22 @@ def test_one_content_one_text(tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_is_small(tmp_path: Path) -> None:
-    """It takes at most 300 bytes a tensor, whatever the tensors' sizes."""
+    """A fingerprint has at most 300 bytes per tensor, for any size of the tensors."""
     state = {f"layer{i}.weight": np.full((64, 64), i / 7, np.float32) for i in range(50)}
     path = save_pth(tmp_path / "a.pth", state)
     assert len(fingerprint(readers.read(str(path)))) < 50 * 300 < path.stat().st_size / 50
 
 
-def test_a_value_that_is_left_out_is_said(tmp_path: Path) -> None:
-    """A step that no JSON number holds is not kept, and whoever compares the fingerprint is told."""
+def test_a_dropped_value_is_noted(tmp_path: Path) -> None:
+    """A step too large for a JSON number is dropped, and a note reports this."""
     path = save_pth(tmp_path / "a.pth", {"w": np.ones(2), "step": 2**64})
     (tmp_path / "a.json").write_text(fingerprint(readers.read(str(path))))
     notes = readers.read(str(tmp_path / "a.json")).notes
     assert any("step" in note.parameters["text"] for note in notes if note.code is Note.STORED)
 
 
-def test_a_file_that_changes_is_no_fingerprint(tmp_path: Path) -> None:
-    """A checkpoint that is written anew between opening and reading is an error, not a digest of something else."""
+def test_a_changed_file_is_an_error(tmp_path: Path) -> None:
+    """A checkpoint rewritten between opening and reading is an error and gets no digest."""
     path = save_pth(tmp_path / "a.pth", network())
     opened = readers.read(str(path))
     save_pth(path, network(1, layers=3))
@@ -168,21 +168,24 @@ def test_a_file_that_changes_is_no_fingerprint(tmp_path: Path) -> None:
         fingerprint(opened)
 
 
-def test_names_keep_rank_and_step(tmp_path: Path) -> None:
-    """Several checkpoints go to a folder under their own names, below the folders in which they differ."""
+def test_output_paths(tmp_path: Path) -> None:
+    """In an output folder, fingerprints keep the names of their checkpoints and the folders that distinguish them."""
     paths = [save_pth(tmp_path / f"run/node{i}/rank_{i}.pth", {"w": np.ones(2)}) for i in range(2)]
-    got = choose_output_paths([readers.read(str(path)) for path in paths], "out")
-    assert [place for _, place in got] == ["out/node0/rank_0.fingerprint.json", "out/node1/rank_1.fingerprint.json"]
+    chosen = choose_output_paths([readers.read(str(path)) for path in paths], "out")
+    assert [output for _, output in chosen] == [
+        "out/node0/rank_0.fingerprint.json",
+        "out/node1/rank_1.fingerprint.json",
+    ]
     one = readers.read(str(paths[0]))
-    assert [place for _, place in choose_output_paths([one], "x.json")] == ["x.json"]
-    assert [place for _, place in choose_output_paths([one], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
-    assert [place for _, place in choose_output_paths([one], str(tmp_path))] == [
+    assert [output for _, output in choose_output_paths([one], "x.json")] == ["x.json"]
+    assert [output for _, output in choose_output_paths([one], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
+    assert [output for _, output in choose_output_paths([one], str(tmp_path))] == [
         str(tmp_path / "rank_0.fingerprint.json")
     ]
 
 
-def test_how_a_tensor_lies_in_its_file_does_not_matter(tmp_path: Path) -> None:
-    """Transposed, viewed, expanded and conjugated tensors of torch have the digests of their contiguous copies."""
+def test_digests_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """Transposed, viewed, expanded and conjugated tensors have the digests of their contiguous copies."""
     torch = pytest.importorskip("torch")
     base = torch.arange(24.0).reshape(4, 6)
     state = {

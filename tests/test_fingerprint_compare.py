@@ -1,4 +1,4 @@
-"""Comparing fingerprints with each other and with checkpoints: what can be told, and what cannot."""
+"""Fingerprints are compared with each other and with checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BN = ("running_mean", "running_var")
 
 
 def replicas(folder: Path, states: list[Any], fingerprints: set[int] | None = None) -> list[str]:
-    """Write one replica a state; those of these ranks, all by default, as fingerprints only."""
+    """Write one replica per state. fingerprints: ranks to write as fingerprints only; by default, all ranks."""
     paths = []
     for rank, state in enumerate(states):
         path = save_pth(folder / f"run_rank{rank}.pth", state)
@@ -40,15 +40,15 @@ def replicas(folder: Path, states: list[Any], fingerprints: set[int] | None = No
 
 
 def only(report: Report) -> TensorDiff:
-    """Return the one tensor of the one group that is not identical."""
+    """Return the only differing tensor of the only group."""
     (group,) = report.groups
     (diff,) = group.tensors
     return diff
 
 
 @pytest.mark.parametrize("fingerprints", [{0, 1, 2}, {0}, {1, 2}, set()], ids=str)
-def test_they_stand_in_for_checkpoints(tmp_path: Path, fingerprints: set[int]) -> None:
-    """Fingerprints, checkpoints and any mixture of them have one verdict, one grouping and the same odd rank."""
+def test_fingerprints_replace_checkpoints(tmp_path: Path, fingerprints: set[int]) -> None:
+    """Fingerprints, checkpoints and mixtures of both give equal verdicts, clusters and odd ranks."""
     same = replicas(tmp_path / "same", [network()] * 3, fingerprints)
     assert compare(*same).verdict == "in_sync"
     apart = compare(*replicas(tmp_path / "apart", [network(), changed(network(), "fc.bias"), network()], fingerprints))
@@ -59,8 +59,8 @@ def test_they_stand_in_for_checkpoints(tmp_path: Path, fingerprints: set[int]) -
     assert apart.groups[0].findings[0].ranks == (1,)
 
 
-def test_every_difference_of_bytes_is_found(tmp_path: Path) -> None:
-    """One flipped bit, anywhere in a tensor of many blocks, changes the verdict; and no other tensor is blamed."""
+def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
+    """One flipped bit in any block of a tensor is found, and no other tensor is reported."""
     state = {"big": np.zeros(600_000, np.float32), "small": np.ones(3, np.float32)}
     for at in (0, 262_144, 599_999):
         flipped = {name: array.copy() for name, array in state.items()}
@@ -70,15 +70,15 @@ def test_every_difference_of_bytes_is_found(tmp_path: Path) -> None:
 
 
 def test_the_format_of_the_checkpoint_does_not_matter(tmp_path: Path) -> None:
-    """A fingerprint of a torch file agrees with the safetensors file of equal contents."""
+    """A fingerprint of a torch file equals a safetensors file with equal contents."""
     paths = replicas(tmp_path, [network()])
     other = save_safetensors(tmp_path / "run_rank1.safetensors", network())
     report = compare(paths[0], str(other))
     assert (report.verdict, report.counts.identical) == ("in_sync", 14)
 
 
-def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
-    """Elements and gaps are None, not 0; the moments stand side by side, and give a lower bound of the gap."""
+def test_unknown_numbers_are_none(tmp_path: Path) -> None:
+    """Unknown counts and differences are None, not 0; the moments give a lower bound of the difference."""
     state = network()
     report = compare(*replicas(tmp_path, [state, changed(state, "fc.weight", by=0.5)]))
     diff = only(report)
@@ -92,14 +92,14 @@ def test_what_is_not_known_is_not_claimed(tmp_path: Path) -> None:
     assert str(Common.SIZE_UNKNOWN()) in report.groups[0].findings[0].evidence
 
 
-def test_moments_that_agree_are_said_to(tmp_path: Path) -> None:
-    """Values that changed places differ by digest though all moments agree, and no gap is claimed."""
+def test_equal_moments_are_reported(tmp_path: Path) -> None:
+    """Permuted values differ by digest although all moments are equal, and the report gives no size."""
     report = compare(*replicas(tmp_path, [{"w": np.array([1.0, 2.0])}, {"w": np.array([2.0, 1.0])}]))
     assert only(report).detail == Detail.MOMENTS_AGREE()
 
 
 def test_a_nan_on_one_rank_is_counted(tmp_path: Path) -> None:
-    """The nonfinite count of each rank is known, and no bound of a gap is claimed beside it."""
+    """The count of nonfinite elements on each rank is known, and the report gives no lower bound of the difference."""
     state = {"w": np.ones(4)}
     sick = {"w": np.array([1.0, np.nan, np.inf, 1.0])}
     diff = only(compare(*replicas(tmp_path, [state, state, sick], {0, 2})))
@@ -118,8 +118,8 @@ def test_a_nan_on_one_rank_is_counted(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_single_element_is_known(tmp_path: Path, values: list[Any], expected: tuple[Any, ...]) -> None:
-    """Of a counter the moments are the value: its gap is exact, and left open where a float64 cannot hold it."""
+def test_scalars_have_exact_differences(tmp_path: Path, values: list[Any], expected: tuple[Any, ...]) -> None:
+    """The moments of a scalar give its exact difference, or none if float64 cannot distinguish finite values."""
     diff = only(compare(*replicas(tmp_path, [{"w": np.ones(2), "n": np.array(value)} for value in values])))
     assert (diff.mismatched, diff.max_abs, diff.max_rel) == expected
     assert diff.status == "different"
@@ -133,8 +133,8 @@ def test_a_batch_count_is_known(tmp_path: Path) -> None:
     assert finding.facts[0].parameters["size"] == syn203_bn_count_mismatch.Text.BY_UP_TO(batches=2)
 
 
-def test_shape_dtype_and_missing_are_told(tmp_path: Path) -> None:
-    """What differs beside bytes is told as of checkpoints; a digest of equal bytes and another shape is no match."""
+def test_shapes_and_missing_tensors_are_reported(tmp_path: Path) -> None:
+    """Different shapes and missing tensors are reported as for checkpoints, even if the bytes are equal."""
     a = {"s": np.zeros(6, np.float32), "d": np.zeros(2, np.float32), "m": np.zeros(1)}
     b = {"s": np.zeros((2, 3), np.float32), "d": np.zeros(1, np.float64)}
     report = compare(*replicas(tmp_path, [a, b | {"w": np.zeros(1)}], {0}))
@@ -148,7 +148,7 @@ def test_shape_dtype_and_missing_are_told(tmp_path: Path) -> None:
 
 
 def test_values_are_compared(tmp_path: Path) -> None:
-    """A step that differs is found in fingerprints; a value that a fingerprint does not keep is no difference."""
+    """A different epoch is found in fingerprints; a value dropped from fingerprints is no difference."""
     state = {"w": np.ones(2), "epoch": 1, "comment": "only in the file"}
     assert compare(*replicas(tmp_path / "a", [state, state], {0})).verdict == "in_sync"
     report = compare(*replicas(tmp_path / "b", [state, state | {"epoch": 2}]))
@@ -156,7 +156,7 @@ def test_values_are_compared(tmp_path: Path) -> None:
 
 
 def test_other_algorithms_are_never_compared(tmp_path: Path) -> None:
-    """Equal or not, digests of two algorithms prove nothing: nothing is compared, and the answer is exit code 2."""
+    """Digests of two algorithms are never compared, and the exit code is 2."""
     paths = replicas(tmp_path, [network(), network()])
     document = json.loads((tmp_path / "run_rank1.fingerprint.json").read_text())
     (tmp_path / "run_rank1.fingerprint.json").write_text(json.dumps(document | {"algorithm": "xxh3-128"}))
@@ -168,8 +168,8 @@ def test_other_algorithms_are_never_compared(tmp_path: Path) -> None:
     assert diff.detail == Detail.OTHER_ALGORITHMS(algorithms="blake2b-128, xxh3-128")
 
 
-def test_two_of_a_later_algorithm_are_compared(tmp_path: Path) -> None:
-    """Digests of an algorithm that is not ours are compared with one another, and with no checkpoint."""
+def test_digests_of_an_unknown_algorithm_are_compared(tmp_path: Path) -> None:
+    """Digests of an unknown algorithm are compared with each other, but not with a checkpoint."""
     paths = replicas(tmp_path, [network(), changed(network(), "fc.bias")])
     for path in paths:
         with open(path, encoding="ascii") as file:
@@ -180,8 +180,8 @@ def test_two_of_a_later_algorithm_are_compared(tmp_path: Path) -> None:
     assert compare(paths[0], str(tmp_path / "run_rank2.pth")).exit_code == 2
 
 
-def test_a_tolerance_does_not_excuse_a_digest(tmp_path: Path) -> None:
-    """With a tolerance, what is unequal still counts as different, and the report says that none applies."""
+def test_tolerances_do_not_apply_to_digests(tmp_path: Path) -> None:
+    """With a tolerance, unequal digests still count as different, and the report has a note."""
     near = changed(network(), "fc.bias", by=1e-7)
     paths = replicas(tmp_path, [network(), near])
     report = compare(*paths, options=Options(rtol=0.1, atol=0.1))
@@ -189,8 +189,8 @@ def test_a_tolerance_does_not_excuse_a_digest(tmp_path: Path) -> None:
     assert Note.FINGERPRINT() in report.groups[0].notes
 
 
-def test_every_report_draws_what_is_not_known(tmp_path: Path) -> None:
-    """Text, HTML, markdown and JSON say that a tensor differs by digest, and print no number that nobody knows."""
+def test_reports_omit_unknown_numbers(tmp_path: Path) -> None:
+    """Text, HTML, markdown and JSON report a difference by digest without unknown numbers."""
     state = changed(network(), *BN)
     report = compare(*replicas(tmp_path, [network(), state, changed(state, "fc.weight")], {0, 1}))
     for drawn in (
@@ -207,8 +207,8 @@ def test_every_report_draws_what_is_not_known(tmp_path: Path) -> None:
     assert report.drift == ()
 
 
-def test_a_sharded_optimizer_stays_sharded(tmp_path: Path) -> None:
-    """A group without a common tensor is no more in sync by fingerprints than by checkpoints."""
+def test_disjoint_fingerprints_are_out_of_sync(tmp_path: Path) -> None:
+    """Fingerprints without a common tensor are out of sync, like checkpoints."""
     report = compare(*replicas(tmp_path, [{"a": np.ones(2)}, {"b": np.ones(2)}]))
     assert report.verdict == "out_of_sync"
     assert {diff.reason for diff in report.groups[0].tensors} == {"missing"}

@@ -1,4 +1,4 @@
-"""Reading fingerprint files: they are untrusted, as any checkpoint is."""
+"""Fingerprint files are untrusted, like any checkpoint."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def document(tmp_path: Path) -> dict[str, Any]:
-    """Return a good fingerprint of one tensor."""
+    """Return a valid fingerprint of one tensor."""
     path = save_pth(tmp_path / "a.pth", {"w": np.ones((2, 3)), "step": 3})
     made: dict[str, Any] = json.loads(fingerprint(readers.read(str(path))))
     return made
 
 
-def put(path: Path, document: Any) -> str:
+def write_document(path: Path, document: Any) -> str:
     """Write any text or JSON."""
     path.write_text(document if isinstance(document, str) else json.dumps(document))
     return str(path)
 
 
-def test_other_spellings_of_the_json_are_read(tmp_path: Path, document: dict[str, Any]) -> None:
-    """A file that another tool has indented, or written on one line, is the same fingerprint."""
+def test_any_formatting_of_json_is_read(tmp_path: Path, document: dict[str, Any]) -> None:
+    """A fingerprint indented by another tool, or written on one line, is read equally."""
     for text in (json.dumps(document), json.dumps(document, indent=4), f"\n {json.dumps(document)}"):
-        found = readers.read(put(tmp_path / "f", text))
+        found = readers.read(write_document(tmp_path / "f", text))
         assert found.format == "fingerprint"
         assert found.tensors["w"].shape == (2, 3)
         assert found.values == {"step": 3}
@@ -74,7 +74,7 @@ WRONG: dict[str, list[Any]] = {
     "metadata": [{"rank": "zero"}, 3],
 }  # fmt: skip
 # The location in the error, if it is not the field.
-PLACES = {"tensors.w": "tensor 'w'", "values.step": "value 'step'", "metadata": "metadata block"}
+LOCATIONS = {"tensors.w": "tensor 'w'", "values.step": "value 'step'", "metadata": "metadata block"}
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
@@ -85,31 +85,31 @@ def test_wrong_fields_are_malformed(tmp_path: Path, document: dict[str, Any], fi
     for container in containers:
         entry = entry[container]
     entry[key] = value
-    place = next((shown for start, shown in PLACES.items() if field.startswith(start)), field)
+    location = next((shown for start, shown in LOCATIONS.items() if field.startswith(start)), field)
     with pytest.raises(MalformedFile) as caught:
-        readers.read(put(tmp_path / "f.json", document))
-    assert str(caught.value).startswith(f"{tmp_path}/f.json: {place}")
+        readers.read(write_document(tmp_path / "f.json", document))
+    assert str(caught.value).startswith(f"{tmp_path}/f.json: {location}")
     assert "\n" not in str(caught.value)
 
 
-def test_a_good_shard_is_read(tmp_path: Path, document: dict[str, Any]) -> None:
-    """The sharding that the cases above break is itself right."""
+def test_a_valid_shard_is_read(tmp_path: Path, document: dict[str, Any]) -> None:
+    """The unchanged sharding of the cases above is valid."""
     document["tensors"]["w"]["sharding"] = SHARDING
-    found = readers.read(put(tmp_path / "f.json", document)).tensors["w"].sharding
+    found = readers.read(write_document(tmp_path / "f.json", document)).tensors["w"].sharding
     assert found is not None
     assert (found.mesh, found.coordinate) == ((2,), (1,))
 
 
 @pytest.mark.parametrize("field", ["tensors", "values", "stubs", "notes", "algorithm"])
-def test_a_field_that_lacks_is_named(tmp_path: Path, document: dict[str, Any], field: str) -> None:
-    """A file without one of its parts is no fingerprint of an empty checkpoint."""
+def test_a_missing_field_is_an_error(tmp_path: Path, document: dict[str, Any], field: str) -> None:
+    """A missing field is an error that names the field."""
     del document[field]
     with pytest.raises(MalformedFile, match=field):
-        readers.read(put(tmp_path / "f.json", document))
+        readers.read(write_document(tmp_path / "f.json", document))
 
 
-def test_broken_json_is_named(tmp_path: Path, document: dict[str, Any]) -> None:
-    """A file cut short, a name that stands twice, NaN and endless nesting are errors of that file."""
+def test_invalid_json_is_an_error(tmp_path: Path, document: dict[str, Any]) -> None:
+    """Truncation, duplicate keys, NaN, deep nesting, huge integers and trailing text are errors of the file."""
     text = json.dumps(document)
     start = text[: text.index(":") + 1]
     for broken in (
@@ -117,27 +117,27 @@ def test_broken_json_is_named(tmp_path: Path, document: dict[str, Any]) -> None:
         f"{start} {'[' * 100_000}", f"{start} {'9' * 5000}}}", f"{text} more",
     ):  # fmt: skip
         with pytest.raises(MalformedFile, match="cut short or was edited"):
-            readers.read(put(tmp_path / "f.json", broken))
+            readers.read(write_document(tmp_path / "f.json", broken))
 
 
-def test_every_cut_is_an_error_of_the_file(tmp_path: Path, document: dict[str, Any]) -> None:
-    """Wherever the file ends, the answer is a checkpoint's error."""
+def test_truncated_files_are_errors(tmp_path: Path, document: dict[str, Any]) -> None:
+    """A truncated file raises a CheckpointError."""
     text = json.dumps(document)
     for end in range(0, len(text) - 1, 7):
         with pytest.raises(CheckpointError):
-            readers.read(put(tmp_path / "f.json", text[:end]))
+            readers.read(write_document(tmp_path / "f.json", text[:end]))
 
 
-def test_a_later_version_is_not_guessed_at(tmp_path: Path, document: dict[str, Any]) -> None:
-    """A version that this syncheck does not know is refused with what to do."""
+def test_a_later_version_is_refused(tmp_path: Path, document: dict[str, Any]) -> None:
+    """A later version is refused with the advice to install a newer syncheck."""
     document["syncheck_fingerprint"] = 2
     with pytest.raises(UnsupportedFormat, match=r"version 2; needed at most 1\. Install a newer syncheck"):
-        readers.read(put(tmp_path / "f.json", document))
+        readers.read(write_document(tmp_path / "f.json", document))
 
 
-def test_a_huge_file_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: dict[str, Any]) -> None:
-    """A file beyond the bound is refused before it is read."""
+def test_a_huge_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: dict[str, Any]) -> None:
+    """A file larger than the limit is refused before parsing."""
     monkeypatch.setattr(fingerprint_file, "MAX_SIZE", 100)
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(MalformedFile, match="at most 100"):
-        readers.read(put(tmp_path / "f.json", document))
+        readers.read(write_document(tmp_path / "f.json", document))

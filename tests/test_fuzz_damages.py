@@ -1,4 +1,4 @@
-"""Random damage of checkpoints: the harness reports every wrong answer, and finds none."""
+"""syncheck answers correctly for randomly damaged checkpoints, and the harness reports every wrong answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTACT = {"tensors": {"w": TENSOR, "v": TENSOR}, "values": {"epoch": "2", "note"
 
 
 def answer(code: int, tensors: tuple[tuple[str, str], ...] = (), **more: Any) -> dict[str, Any]:
-    """Return an answer of syncheck. tensors: name and status of all tensors that are not identical."""
+    """Return an answer of syncheck. tensors: name and status of all differing tensors."""
     listed = [{"name": name, "status": status, "reason": None} for name, status in tensors]
     codes = more.pop("codes", ("SYN299",) if code else ())
     findings = [{"code": c, "severity": "error", "ranks": [1], "tensors": [n for n, _ in tensors]} for c in codes]
@@ -49,7 +49,7 @@ def test_every_format_is_damaged() -> None:
 
 
 def read(**changed: Any) -> dict[str, Any]:
-    """Return what the libraries read from the damaged file. None removes a tensor or value."""
+    """Return the contents of the damaged file as read by the libraries. None removes a tensor or value."""
     kinds = {kind: {name: changed.get(name, value) for name, value in INTACT[kind].items()} for kind in INTACT}
     return {kind: {name: value for name, value in found.items() if value} for kind, found in kinds.items()}
 
@@ -59,7 +59,7 @@ ONE_LINE = "syncheck: error: f.pth: broken\n"
 
 
 @pytest.mark.parametrize(
-    ("said", "damaged", "fault"),
+    ("reply", "damaged", "fault"),
     [
         (answer(0), read(), ""),
         (answer(0), read(w=OTHER), "in sync, and w differs"),
@@ -87,17 +87,19 @@ ONE_LINE = "syncheck: error: f.pth: broken\n"
         ({"died": "hang"}, read(), "hang"),
     ],
 )
-def test_wrong_answers_are_faults(said: dict[str, Any], damaged: dict[str, Any], fault: str) -> None:
+def test_wrong_answers_are_faults(reply: dict[str, Any], damaged: dict[str, Any], fault: str) -> None:
     """Each wrong answer to damaged tensor data in a zip is a fault, and correct answers are not."""
-    faults = judge_comparison("torch-zip", {DATA}, said, INTACT, damaged).faults
+    faults = judge_comparison("torch-zip", {DATA}, reply, INTACT, damaged).faults
     assert any(fault in found for found in faults) if fault else faults == []
 
 
 def test_damage_without_effect() -> None:
-    """If the libraries refuse a file because of a field that affects no compared data, in sync is correct."""
-    said = answer(0)
-    assert judge_comparison("torch-zip", {"local date"}, said, INTACT, {"error": "RuntimeError"}).faults == []
-    assert judge_comparison("torch-zip", {"local date", "pickle"}, said, INTACT, {"error": "RuntimeError"}).faults != []
+    """If the libraries refuse a file because of a field without effect on compared data, "in sync" is correct."""
+    reply = answer(0)
+    assert judge_comparison("torch-zip", {"local date"}, reply, INTACT, {"error": "RuntimeError"}).faults == []
+    assert (
+        judge_comparison("torch-zip", {"local date", "pickle"}, reply, INTACT, {"error": "RuntimeError"}).faults != []
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +127,7 @@ def test_fields_of_a_zip(tmp_path: Path) -> None:
 
 
 def test_a_process_that_hangs_or_dies_is_replaced() -> None:
-    """A call without an answer in time, or that ends the process, is reported, and the next call is answered."""
+    """A call that hangs or kills the process is reported, and the next call is answered."""
     with damages.Worker(compare_guarded) as worker:
         worker.send("/no", "/no/such", "/no/path")
         assert worker.receive(0) == {"died": "hang"}
@@ -138,7 +140,7 @@ def test_a_process_that_hangs_or_dies_is_replaced() -> None:
 
 @pytest.fixture
 def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call the functions of workers in this process, where tests can inject faults."""
+    """Call the functions of workers in this process, so tests can inject faults."""
     pytest.importorskip("torch")
     pytest.importorskip("safetensors.torch")
     monkeypatch.setattr(damages.Worker, "send", lambda self, *given: setattr(self, "result", self.function(*given)))

@@ -111,7 +111,7 @@ def test_acts_are_stopped(act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_other_errors_are_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any other error is a fault; its kind is the class and the function of syncheck that raised it."""
+    """Any other error is a fault; its kind is the class and the raising function of syncheck."""
     monkeypatch.setattr(torch_zip, "flatten", lambda *_: {}["missing"])
     assert broken(tmp_path).kind == "KeyError at torch_zip.py:read"
 
@@ -151,13 +151,13 @@ def parts(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def test_a_copy_must_be_in_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison that reports a file out of sync with its copy is a fault."""
+    """Reporting a file out of sync with its copy is a fault."""
     monkeypatch.setattr(api, "overall", lambda *_: "out_of_sync")
     assert broken(tmp_path).kind == "a checkpoint is out of sync with its copy"
 
 
 def test_time_and_memory_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An input that exceeds the limit of time or memory is a fault."""
+    """Exceeding the limit of time or memory is a fault."""
     monkeypatch.setattr(guard, "MAX_SECONDS", 0.0)
     assert broken(tmp_path).kind == "it takes too long"
     monkeypatch.undo()
@@ -208,7 +208,7 @@ def test_without_atheris() -> None:
 
 
 def test_malformed_files_have_the_property(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each malformed file has the error of its case under the guard, except one that takes seconds."""
+    """Each malformed file has the error of its case under the guard; one slow case is skipped."""
     monkeypatch.syspath_prepend(str(ROOT / "fixtures"))
     from malformed.write import CASES
 

@@ -1,4 +1,4 @@
-"""Sentences as data: every template renders, and each surface writes options in its own way."""
+"""Sentences as data: every template renders, and each surface has its own spelling of options."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_surface_writes_options(words: Words, text: str) -> None:
 
 
 def test_a_message_is_one_key_on_all_surfaces() -> None:
-    """Its hash does not depend on how options are written."""
+    """The hash of a message does not depend on the spelling of options."""
     kept = {Example.OPTION()}
     with spelling(COMMAND_LINE):
         assert Example.OPTION() in kept
@@ -59,7 +59,7 @@ def test_a_missing_parameter_is_an_error() -> None:
 
 
 def test_errors_follow_the_surface() -> None:
-    """An option error names its option as the surface that prints it does."""
+    """An option error spells its option for the printing surface."""
     error = OptionError("must be at least 1", jobs=0)
     assert str(error) == "jobs=0: must be at least 1"
     with spelling(COMMAND_LINE):
@@ -93,7 +93,7 @@ def test_fields() -> None:
     ],
 )
 def test_values_by_rank(values: dict[int, object], text: str) -> None:
-    """Values that differ look different, and the most common value comes first."""
+    """Different values look different, and the most common value comes first."""
     assert str(Example.VALUES(values=values)) == text
 
 
@@ -103,7 +103,7 @@ def test_braces_in_names_are_names() -> None:
 
 
 def test_messages_compare_by_code_and_parameters() -> None:
-    """Equal messages hash alike, also after another process sent one."""
+    """Equal messages have equal hashes, also after pickling."""
     message = Note.RANKS_ABSENT(ranks=(1,), world_size=2)
     assert message == Note.RANKS_ABSENT(ranks=(1,), world_size=2)
     assert message != Note.RANKS_ABSENT(ranks=(0,), world_size=2)
@@ -111,8 +111,8 @@ def test_messages_compare_by_code_and_parameters() -> None:
     assert len({message, pickle.loads(pickle.dumps(message))}) == 1
 
 
-def test_no_two_sentences_have_one_template() -> None:
-    """Members with one value would be one member to Python."""
+def test_templates_are_unique() -> None:
+    """Templates are unique, because enum members with equal values would be one member."""
     enums = [found for found in vars(messages).values() if isinstance(found, type) and issubclass(found, Sentence)]
     assert {Note, Refusal, Hint, Undecided} <= set(enums)
     for enum in enums:

@@ -49,7 +49,7 @@ def test_model_and_optimizer_are_described(tmp_path: Path) -> None:
 
 
 def unending(kind: str) -> dict[str, Any]:
-    """Return a configuration that contains itself, or 60 lists that each contain the next one twice."""
+    """Return a configuration that contains itself, or 60 nested lists with two references to each inner list."""
     if kind == "cycle":
         made: dict[str, Any] = {}
         made["me"] = made
@@ -63,7 +63,7 @@ def unending(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["cycle", "doubled"])
 @pytest.mark.parametrize("key", ["config", "versions", "bn_momentum"])
 def test_endless_containers_are_malformed(tmp_path: Path, kind: str, key: str) -> None:
-    """Containers that contain themselves, or each other many times, are malformed, and detected quickly."""
+    """Recursive and exponentially nested containers are malformed, and detected quickly."""
     with pytest.raises(MalformedFile, match=f"{key}: nested without end"):
         read(tmp_path, {"rank": 0, key: unending(kind)})
 
@@ -106,7 +106,7 @@ def test_absent_ranks_are_noted(tmp_path: Path) -> None:
 
 
 def test_a_top_level_key_that_is_no_block(tmp_path: Path) -> None:
-    """A model with a tensor of this name keeps it."""
+    """A tensor named like the metadata block is read as a tensor."""
     found = syncheck.read(str(save_pth(tmp_path / "a.pth", {"syncheck": W})))
     assert list(found.tensors) == ["syncheck"]
     assert found.metadata is None

@@ -1,7 +1,7 @@
-"""What tools of today get wrong or pass over in silence: each case with the right answer.
+"""Cases that other tools get wrong, each with the correct result.
 
-The cases are those on which scripts with torch.equal or allclose and published comparison tools were seen to crash, to
-call different files equal, or to call equal files different. What was seen there stands beside each case.
+On each case, a script with torch.equal or torch.allclose or a published comparison tool crashes, misses a difference,
+or reports a difference between equal files. The comments list the results of other tools.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def with_value(value: Any) -> State:
 
 
 def with_tensor(array: Any) -> State:
-    """Put another array in place of a tensor."""
+    """Replace a tensor."""
     return network() | {NAME: array}
 
 
 def without() -> State:
-    """Leave a tensor out."""
+    """Remove a tensor."""
     return {name: array for name, array in network().items() if name != NAME}
 
 
 def permuted() -> State:
-    """Keep the values of a tensor, in another order: all summaries stay."""
+    """Reverse the rows of a tensor, which keeps all summary statistics."""
     return with_tensor(network()[NAME][::-1].copy())
 
 
 def training(state: State, epoch: int = 3) -> State:
-    """Wrap a state dict as trainers do, with random state that differs by design."""
+    """Return a training checkpoint of a state dict, with optimizer, epoch and RNG state."""
     moments = {0: {"exp_avg": state[NAME].copy(), "step": np.array(4, np.float32)}}
     optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": [0]}]}
     return {"model": state, "optimizer": optimizer, "epoch": epoch, "rng": np.zeros(4, np.int64)}
@@ -70,7 +70,7 @@ ONE, SMALL = network(), {"a": np.arange(10, dtype=np.float32), "b": np.ones(3, n
 PREFIXED = {f"module.{name}": array for name, array in network().items()}
 BF16, HALF = ml_dtypes.bfloat16, np.float16
 
-# name: (first, second, exit code, what is not identical by status, code of the finding)
+# name: (first, second, exit code, status of each tensor unless identical, code of the finding)
 CASES: dict[str, tuple[State, State, int, dict[str, str], str | None]] = {
     # "fine-tuned conservatively, weights barely moved"; one difference, from the name of the folder in the zip
     "same": (ONE, network(), 0, {}, None),
@@ -82,13 +82,13 @@ CASES: dict[str, tuple[State, State, int, dict[str, str], str | None]] = {
     "zeros of two signs": (with_value(0.0), with_value(-0.0), 0, {NAME: "equal"}, None),
     # "bit-identical, confidence high"; a traceback; the score suppressed
     "NaN on one": (ONE, with_value(np.nan), 1, {NAME: "different"}, "SYN222"),
-    # a difference, for NaN is unequal to itself; a traceback
+    # a difference, because NaN is unequal to itself; a traceback
     "same NaN on both": (with_value(np.nan), with_value(np.nan), 0, {}, None),
     # "shape change, architecture"
     "infinity on one": (ONE, with_value(np.inf), 1, {NAME: "different"}, "SYN222"),
     # KeyError; not mentioned; no name; no difference
     "missing key": (ONE, without(), 1, {NAME: "not_compared"}, "SYN101"),
-    # not seen, as only the first file's names are asked for
+    # missed, because only the first file's names are compared
     "extra key": (without(), ONE, 1, {NAME: "not_compared"}, "SYN101"),
     # RuntimeError; skipped in silence
     "shape": (ONE, with_tensor(np.ones((4, 10), np.float32)), 1, {NAME: "not_compared"}, "SYN102"),
@@ -104,11 +104,11 @@ CASES: dict[str, tuple[State, State, int, dict[str, str], str | None]] = {
     "2^53 and its neighbour": (
         single(2**53, dtype=np.int64), single(2**53 + 1, dtype=np.int64), 1, {NAME: "different"}, "SYN205",
     ),
-    # ZeroDivisionError, as tensors of under 1000 elements are left out; identical
+    # ZeroDivisionError, because tensors with fewer than 1000 elements are skipped; identical
     "only small tensors, all differ": (
         SMALL, {name: array + 1 for name, array in SMALL.items()}, 1, {"a": "different", "b": "different"}, "SYN299",
     ),
-    # TypeError; AttributeError; "shared 1, identical", of which that one is `rng`
+    # TypeError; AttributeError; "shared 1, identical", for `rng` only
     "training checkpoints that agree": (training(network()), training(network()), 0, {}, None),
     "training checkpoints whose model differs": (
         training(network()), training(network()) | {"model": with_bit(3)}, 1, {NAME: "different"}, "SYN220",
@@ -128,8 +128,8 @@ RUNS = [
 
 @pytest.mark.parametrize("case, endings", RUNS, ids=lambda value: value if isinstance(value, str) else "".join(value))
 @pytest.mark.parametrize("swapped", [False, True])
-def test_the_right_answer(tmp_path: Path, case: str, endings: tuple[str, str], swapped: bool) -> None:
-    """Each trap gets its verdict, its tensors and its finding, in each format and whichever file comes first."""
+def test_each_case_has_the_right_result(tmp_path: Path, case: str, endings: tuple[str, str], swapped: bool) -> None:
+    """Each case has its verdict, statuses and finding, in each format and any order of the files."""
     first, second, code, statuses, finding = CASES[case]
     for rank, state in enumerate((second, first) if swapped else (first, second)):
         save(tmp_path / f"rank{rank}{endings[rank]}", state)
@@ -144,7 +144,7 @@ def test_the_right_answer(tmp_path: Path, case: str, endings: tuple[str, str], s
     "save, ending", [(save_pth, ".pth"), (save_safetensors, ".safetensors")], ids=[".pth", ".safetensors"]
 )
 def test_batchnorm_alone(tmp_path: Path, save: Callable[..., Any], ending: str) -> None:
-    """Buffers that differ are not skipped, called fine-tuning or drowned: exactly they differ, and why is said."""
+    """Only the BatchNorm statistics differ, and the finding is SYN201."""
     for rank in range(2):
         save(tmp_path / f"rank{rank}{ending}", changed(network(), "running_mean", "running_var", by=rank))
     (group,) = syncheck.compare(tmp_path).groups
@@ -154,7 +154,7 @@ def test_batchnorm_alone(tmp_path: Path, save: Callable[..., Any], ending: str) 
 
 @pytest.mark.parametrize("dtype", [BF16, HALF, ml_dtypes.float8_e4m3fn], ids=lambda dtype: np.dtype(dtype).name)
 def test_low_precision(tmp_path: Path, dtype: Any) -> None:
-    """A bfloat16, half or float8 tensor that differs by half its size is no TypeError and no silence."""
+    """A difference in a bfloat16, float16 or float8 tensor is reported with its size and index."""
     for rank in range(2):
         save_safetensors(tmp_path / f"rank{rank}.safetensors", single(1.0, 1.5 if rank else 1.0, dtype=dtype))
     (diff,) = syncheck.compare(tmp_path).groups[0].tensors
@@ -162,8 +162,8 @@ def test_low_precision(tmp_path: Path, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("rtol", [None, 0.1])
-def test_half_of_the_same_numbers_is_another_dtype(tmp_path: Path, rtol: float | None) -> None:
-    """float32 against float16 is neither a change of 0.0002 nor close: the dtype differs, whatever the tolerance."""
+def test_float16_and_float32_differ(tmp_path: Path, rtol: float | None) -> None:
+    """A float32 and a float16 tensor differ in dtype, with any tolerance."""
     for rank, dtype in enumerate((np.float32, HALF)):
         save_safetensors(tmp_path / f"rank{rank}.safetensors", {NAME: network()[NAME].astype(dtype)})
     report = syncheck.compare(tmp_path, options=syncheck.Options(rtol=rtol, atol=rtol))
@@ -172,7 +172,7 @@ def test_half_of_the_same_numbers_is_another_dtype(tmp_path: Path, rtol: float |
 
 
 def test_zeroed_bytes_inside_a_tensor(tmp_path: Path) -> None:
-    """64 bytes that a disk zeroed are a run of elements in one tensor."""
+    """64 zeroed bytes are reported as 16 contiguous elements of one tensor."""
     for rank in range(2):
         path = save_pth(tmp_path / f"rank{rank}.pth", network())
     tensor = syncheck.read(str(path)).tensors[NAME]
@@ -184,23 +184,23 @@ def test_zeroed_bytes_inside_a_tensor(tmp_path: Path) -> None:
 
 
 def test_files_saved_on_two_gpus(tmp_path: Path) -> None:
-    """Where a tensor was, cuda:0 or cuda:1, is no difference, and no GPU is needed to read it."""
+    """Tensors saved from cuda:0 and cuda:1 are in sync, and no GPU is needed to read them."""
     for rank in range(2):
         path = save_pth(tmp_path / f"rank{rank}.pth", network())
         with zipfile.ZipFile(path) as archive:
             pickled = archive.read(f"{path.stem}/data.pkl")
             records = {str(i): archive.read(f"{path.stem}/data/{i}") for i in range(len(network()))}
         # The pickle names the device of a storage as text: opcode, length, characters.
-        here, there = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:%d" % rank
-        assert here in pickled
-        save_records(path, pickled.replace(here, there), records)
+        cpu, cuda = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:%d" % rank
+        assert cpu in pickled
+        save_records(path, pickled.replace(cpu, cuda), records)
     report = syncheck.compare(tmp_path)
     assert report.verdict == "in_sync", report.unreadable
 
 
 @pytest.mark.parametrize("tree", [[np.ones(2, np.float32)], np.ones(2, np.float32)], ids=["list", "bare tensor"])
-def test_other_trees(tmp_path: Path, tree: Any) -> None:
-    """A list or a bare tensor is compared as a dict would be."""
+def test_lists_and_bare_tensors(tmp_path: Path, tree: Any) -> None:
+    """A list or a bare tensor is compared like a dict."""
     for rank in range(2):
         save_pth(tmp_path / f"rank{rank}.pth", tree)
     assert syncheck.compare(tmp_path).exit_code == 0
@@ -208,15 +208,15 @@ def test_other_trees(tmp_path: Path, tree: Any) -> None:
     assert syncheck.compare(tmp_path).exit_code == 1
 
 
-def test_empty_dicts_are_nothing_compared(tmp_path: Path) -> None:
+def test_empty_dicts_are_not_in_sync(tmp_path: Path) -> None:
     """Two checkpoints without a tensor are not in sync."""
     for rank in range(2):
         save_pth(tmp_path / f"rank{rank}.pth", {})
     assert syncheck.compare(tmp_path).exit_code == 2
 
 
-def test_the_odd_one_of_eight_is_named(tmp_path: Path) -> None:
-    """No rank is the reference: of eight replicas the odd one is named, rank 0 too."""
+def test_the_odd_rank_is_reported(tmp_path: Path) -> None:
+    """The odd rank of eight is reported, even if it is rank 0."""
     for odd in (0, 5):
         for rank in range(8):
             save_pth(tmp_path / f"{odd}/rank{rank}.pth", changed(network(), "fc.bias", by=float(rank == odd)))

@@ -1,4 +1,4 @@
-"""Files on which tools of today crash, run what they hold, or say "identical": each with the right answer."""
+"""Files with which other tools crash, execute code, or report "identical", each with the correct result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_damaged_safetensors_is_not_identical(tmp_path: Path) -> None:
-    """A .safetensors cut short is unreadable, never structurally identical."""
+    """A truncated .safetensors file is unreadable, not identical."""
     for rank in range(2):
         path = save_safetensors(tmp_path / f"rank{rank}.safetensors", network())
     path.write_bytes(path.read_bytes()[:-10])
@@ -27,7 +27,7 @@ def test_damaged_safetensors_is_not_identical(tmp_path: Path) -> None:
 
 
 OBJECTS = {
-    # "refused" by loaders that know weights only, or loaded by running it
+    # "refused" by weights-only loaders, or loaded by executing the file
     "whole module": lambda w: Call(Global("torch.nn", "Linear"), (), {"_parameters": OrderedDict(weight=w)}),
     "arguments and scalars": lambda w: {
         "model": {"weight": w},
@@ -39,7 +39,7 @@ OBJECTS = {
 
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_objects_beside_tensors(tmp_path: Path, kind: str) -> None:
-    """A whole module, a Namespace or a numpy scalar in a file is no reason to refuse it: its tensors are compared."""
+    """Files with a whole module, a Namespace or a numpy scalar are read, and their tensors are compared."""
     for rank in range(2):
         save_pth(tmp_path / f"same/rank{rank}.pth", OBJECTS[kind](np.ones(3, np.float32)))
         save_pth(tmp_path / f"apart/rank{rank}.pth", OBJECTS[kind](np.full(3, rank, np.float32)))
@@ -49,7 +49,7 @@ def test_objects_beside_tensors(tmp_path: Path, kind: str) -> None:
 
 
 BAD: dict[str, tuple[str, bytes, str]] = {
-    # what was seen: only "Aborted!"; KeyError: 101; FormatError; "structurally identical" and 0
+    # results of other tools: only "Aborted!"; KeyError: 101; FormatError; "structurally identical" and 0
     "empty": (".pth", b"", "the file is empty"),
     "text": (".pth", b"hello, this is no checkpoint\n", "b'hello, this"),
     "empty safetensors": (".safetensors", b"", "the file is empty"),
@@ -60,8 +60,8 @@ BAD: dict[str, tuple[str, bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_files_are_named(tmp_path: Path, kind: str) -> None:
-    """A broken file beside a good one is neither a traceback nor identical: could not tell, and why, in one line."""
+def test_broken_files_are_reported(tmp_path: Path, kind: str) -> None:
+    """A broken file beside a valid file gives exit code 2 and a one-line reason."""
     ending, data, words = BAD[kind]
     good = save(tmp_path / f"rank0{ending}", network())
     bad = tmp_path / f"rank1{ending}"
@@ -83,8 +83,8 @@ class Evil:
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["in a zip", "a bare pickle"])
-def test_nothing_is_run(tmp_path: Path, raw: bool) -> None:
-    """A pickle that calls os.system is never loaded by falling back to weights_only=False: it is refused, unrun."""
+def test_nothing_is_executed(tmp_path: Path, raw: bool) -> None:
+    """A pickle that calls os.system is refused, and nothing is executed."""
     good, bad = save_pth(tmp_path / "rank0.pth", network()), tmp_path / "rank1.pth"
     pickled = pickle.dumps({"w": Evil(f"touch {tmp_path}/canary")}, protocol=2)
     if raw:

@@ -1,4 +1,4 @@
-"""Drift over runs, and what it may not claim."""
+"""Drift over the steps of runs, and the effect of SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(
     step: float = 5.0,
     batches: int | None = None,
 ) -> None:
-    """Write a rank file with one BatchNorm, one parameter, AdamW's counter, and an epoch and batches where given."""
+    """Write a rank file with one BatchNorm, one parameter, AdamW's counter, and optionally an epoch and batches."""
     state = {
         "bn.weight": torch.ones(2),
         "bn.running_mean": mean,
@@ -37,8 +37,8 @@ def save(
 
 
 @pytest.mark.parametrize("bad", [torch.full((2,), float("nan")), torch.zeros(3)], ids=["nan", "shape"])
-def test_drift_without_a_number_closes_nothing(tmp_path: Path, bad: torch.Tensor) -> None:
-    """A statistic that is NaN, or of another shape, on one rank of the synchronized run is never a drift of 0.0."""
+def test_drift_without_a_number_is_ignored(tmp_path: Path, bad: torch.Tensor) -> None:
+    """A statistic with NaN or another shape on one rank of the synchronized run is not a drift of 0.0."""
     for rank in range(2):
         save(tmp_path, "ddp", rank, torch.full((2,), float(rank)))
         save(tmp_path, "ddp-syncbn", rank, bad if rank else torch.zeros(2))
@@ -48,8 +48,8 @@ def test_drift_without_a_number_closes_nothing(tmp_path: Path, bad: torch.Tensor
     assert report.closures == ()
 
 
-def test_the_same_runs_without_the_fault_are_a_pair(tmp_path: Path) -> None:
-    """Without the fault those two runs are paired by name, and the gap is closed."""
+def test_runs_are_paired_by_name(tmp_path: Path) -> None:
+    """Without the fault, the two runs are paired by name, and the gap is closed."""
     for rank in range(2):
         save(tmp_path, "ddp", rank, torch.full((2,), float(rank)))
         save(tmp_path, "ddp-syncbn", rank, torch.zeros(2))
@@ -58,7 +58,7 @@ def test_the_same_runs_without_the_fault_are_a_pair(tmp_path: Path) -> None:
 
 
 def save_step(folder: Path, run: str, step: int, gap: float, *, sync_bn: bool, **config: object) -> None:
-    """Write two ranks' files of one step, whose running mean is `gap` apart, with metadata."""
+    """Write the files of two ranks at one step, with metadata and running means that differ by `gap`."""
     (folder / f"step_{step}").mkdir(parents=True, exist_ok=True)
     for rank in range(2):
         block = syncheck.metadata(
@@ -69,8 +69,8 @@ def save_step(folder: Path, run: str, step: int, gap: float, *, sync_bn: bool, *
         torch.save({"model": state, "syncheck": block}, folder / f"step_{step}" / f"{run}_rank{rank}.pth")
 
 
-def test_runs_of_other_lengths_are_compared_at_their_last_common_step(tmp_path: Path) -> None:
-    """A run that ended earlier, and was told to, is compared where both were saved, and the sentence says so."""
+def test_runs_of_different_lengths_are_compared_at_the_last_common_step(tmp_path: Path) -> None:
+    """Runs with different numbers of steps are compared at the last common step, and the sentence mentions the step."""
     for step, gap in ((2, 0.25), (4, 0.5), (6, 4.0)):
         save_step(tmp_path, "plain", step, gap, sync_bn=False, max_steps=6)
     for step in (2, 4):
@@ -84,8 +84,8 @@ def test_runs_of_other_lengths_are_compared_at_their_last_common_step(tmp_path: 
     )
 
 
-def test_runs_without_a_common_step_are_told(tmp_path: Path) -> None:
-    """Where no step was saved of both, no gap is said to be closed, and the reason is given."""
+def test_runs_without_a_common_step_are_reported(tmp_path: Path) -> None:
+    """Without a common step, the sentence explains why no gap is closed."""
     save_step(tmp_path, "plain", 6, 4.0, sync_bn=False, max_steps=6)
     save_step(tmp_path, "synced", 4, 0.0, sync_bn=True, max_steps=4)
     (closure,) = syncheck.compare(tmp_path).closures
@@ -95,8 +95,8 @@ def test_runs_without_a_common_step_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_each_pair_is_told_and_others_are_none(tmp_path: Path) -> None:
-    """Two seeds with and without SyncBatchNorm are two pairs; runs that differ in the seed too are none."""
+def test_runs_are_paired_by_config(tmp_path: Path) -> None:
+    """For each seed, the runs with and without SyncBatchNorm are a pair; runs with different seeds are not paired."""
     for seed in (0, 1):
         for sync_bn in (False, True):
             gap = 0.0 if sync_bn else 1.0 + seed
@@ -108,10 +108,8 @@ def test_each_pair_is_told_and_others_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("epoch", "batches", "code"), [(3, None, "SYN214"), (3, 5, "SYN214"), (None, None, "SYN214"), (None, 5, "SYN106")]
 )
-def test_optimizer_counters_say_progress_only_where_nothing_else_does(
-    tmp_path: Path, epoch: int | None, batches: int | None, code: str
-) -> None:
-    """A counter that lags by one is a skipped step; only with BatchNorm's, and no epoch, is it another moment."""
+def test_lagging_optimizer_counters(tmp_path: Path, epoch: int | None, batches: int | None, code: str) -> None:
+    """A lagging optimizer counter is a skipped step, except if BatchNorm's counter lags too and there is no epoch."""
     for rank in range(2):
         counted = None if batches is None else batches + rank
         save(tmp_path, "ddp", rank, torch.zeros(2), epoch=epoch, step=5.0 + rank, batches=counted)

@@ -60,7 +60,7 @@ def test_a_glob_of_files_that_differ_raises(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "excused",
+    "tolerated",
     [
         {"only": "params"},
         {"only": ("params", "optimizer")},
@@ -70,11 +70,11 @@ def test_a_glob_of_files_that_differ_raises(ranks: Ranks) -> None:
     ],
     ids=str,
 )
-def test_options_by_name(ranks: Ranks, excused: dict[str, Any]) -> None:
+def test_options_by_name(ranks: Ranks, tolerated: dict[str, Any]) -> None:
     """BatchNorm drift fails, and passes with each option that excludes or allows it."""
     paths = ranks(network(), changed(network(), "running_mean", "running_var"))
     assert "SYN201" in str(failing(*paths))
-    assert_in_sync(*paths, **excused)
+    assert_in_sync(*paths, **tolerated)
 
 
 def test_a_file_that_cannot_be_read_never_passes(ranks: Ranks, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_pytest_shows_the_line_of_the_test(pytester: pytest.Pytester) -> None:
         ("import numpy; compare({'w': numpy.ones(3)}, {'w': numpy.zeros(3)})", ("torch", "pytest", "rich")),
     ],
 )
-def test_nothing_is_loaded_that_is_not_needed(ranks: Ranks, code: str, forbidden: tuple[str, ...]) -> None:
+def test_unneeded_modules_are_not_loaded(ranks: Ranks, code: str, forbidden: tuple[str, ...]) -> None:
     """Importing and comparing load neither torch nor pytest, and numpy only if bytes differ."""
     equal = [str(path) for path in ranks()]
     unequal = [str(path) for path in ranks(network(), network(1), name="other_rank{}.pth")]

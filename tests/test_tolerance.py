@@ -1,4 +1,4 @@
-"""Which tolerance applies to which tensor, and that the table of `close` is torch's."""
+"""The tolerance of each tensor, and the table of `close`, which equals torch's."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def diffs(report: Report) -> dict[str, TensorDiff]:
-    """Return what is not identical in the only group, by name."""
+    """Return the tensors of the only group by name, without identical tensors."""
     (group,) = report.groups
     return {diff.name: diff for diff in group.tensors}
 
 
-def test_the_table_is_that_of_torch() -> None:
-    """Our rows are those of the installed torch, for each dtype of ours; where torch has none, it wants equality."""
+def test_the_table_equals_torch() -> None:
+    """The table equals the installed torch's; dtypes without a row require equality in torch too."""
     torch = pytest.importorskip("torch")
     from torch.testing import _comparison
 
@@ -47,8 +47,8 @@ def test_the_table_is_that_of_torch() -> None:
     ("dtype", "near", "far"),
     [("float16", 1e-3, 4e-3), ("float32", 1.2e-6, 3e-5), ("float64", 1.5e-7, 3e-7), ("complex64", 1.2e-6, 3e-5)],
 )
-def test_close_is_by_dtype(tmp_path: Path, dtype: str, near: float, far: float) -> None:
-    """A gap that torch passes for one dtype it does not pass for a finer one; the report names the numbers."""
+def test_close_depends_on_the_dtype(tmp_path: Path, dtype: str, near: float, far: float) -> None:
+    """`close` applies torch's tolerance for the dtype, and the report contains its numbers."""
     one = np.ones(4, dtype)
     for gap, status in ((near, "close"), (far, "different")):
         for i, array in enumerate((one, (one + np.asarray(gap, dtype)).astype(dtype))):
@@ -60,15 +60,15 @@ def test_close_is_by_dtype(tmp_path: Path, dtype: str, near: float, far: float) 
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int64", "uint8", "bool"])
-def test_close_wants_equality_where_torch_has_no_row(dtype: str) -> None:
-    """float8 and integers have no row in torch's table, and then nothing but equality passes, as in torch."""
+def test_close_requires_equality_without_a_row(dtype: str) -> None:
+    """float8 and integers have no row in torch's table and must be equal, as in torch."""
     assert tolerances(close=True).of("w", "parameter", dtype).exact
 
 
-def test_close_is_symmetric_where_torch_is_not(tmp_path: Path) -> None:
-    """The gap is measured against the larger side: swapping two files never changes the verdict."""
+def test_close_is_symmetric_unlike_torch(tmp_path: Path) -> None:
+    """The difference is compared with the larger magnitude, so swapping two files never changes the verdict."""
     torch = pytest.importorskip("torch")
-    # Just beyond rtol times the smaller side, and within rtol times the larger.
+    # Just beyond rtol times the smaller number, and within rtol times the larger number.
     a = 1000.0
     b = a + 1e-5 + 1.3e-6 * a * (1 + 6e-7)
     a64, b64 = torch.tensor([a, b], dtype=torch.float64).reshape(2, 1)
@@ -80,7 +80,7 @@ def test_close_is_symmetric_where_torch_is_not(tmp_path: Path) -> None:
         assert compare_ranks(tmp_path, *states, **options).verdict == "in_sync"
 
 
-TWO_APART = [
+TWO_NOT_CLOSE = [
     ("float32", (1, 1, 0, 2), {"rtol": 0.0, "atol": 1.0}),
     ("float16", (1, 1, 0, 2), {"rtol": 0.0, "atol": 1.0}),
     ("float64", (8, 8, 7, 9), {"rtol": 1 / 8, "atol": 0.0}),
@@ -90,13 +90,13 @@ TWO_APART = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "values", "tolerance"), TWO_APART)
+@pytest.mark.parametrize(("dtype", "values", "tolerance"), TWO_NOT_CLOSE)
 @pytest.mark.parametrize("reference", [None, 0])
 @pytest.mark.parametrize("where", ["files", "memory"])
-def test_every_pair_has_to_be_close(
+def test_every_pair_must_be_close(
     tmp_path: Path, where: str, reference: int | None, dtype: str, values: Any, tolerance: dict[str, Any]
 ) -> None:
-    """All replicas lie within the tolerance of the majority, or of the reference, and the two outermost do not."""
+    """A tensor differs if two replicas are not close, even if all are close to the majority or to the reference."""
     states = [{"w": np.array([0, value], dtype), "v": np.ones(2, np.float32)} for value in values]
     if where == "files":
         for i, state in enumerate(states):
@@ -107,8 +107,8 @@ def test_every_pair_has_to_be_close(
     assert (report.exit_code, diffs(report)["w"].status) == (1, "different")
 
 
-def test_a_histogram_with_a_tolerance_counts_the_tested_gaps(tmp_path: Path) -> None:
-    """The majority is 6 from both others, these are 12 apart: 12 is the gap that is counted, and the one reported."""
+def test_a_histogram_with_a_tolerance_counts_the_tested_differences(tmp_path: Path) -> None:
+    """With a tolerance, the histogram counts the largest difference of any two replicas, as in the report."""
     for i, value in enumerate((6, 6, 0, 12)):
         save_safetensors(tmp_path / f"rank{i}.safetensors", {"w": np.array([value, 5], np.float32)})
     for options, gap, decade in ((syncheck.Options(rtol=0, atol=6), 12, 1), (syncheck.Options(), 6, 0)):
@@ -122,8 +122,8 @@ def test_a_histogram_with_a_tolerance_counts_the_tested_gaps(tmp_path: Path) -> 
 TOLERANCES = ({"rtol": 0.0, "atol": 1.0}, {"rtol": 0.25, "atol": 0.5}, {"ulp": 2}, {"rtol": 1.0, "atol": 0.0}, {})
 
 
-def test_one_more_replica_never_excuses_and_order_never_matters() -> None:
-    """Of random replicas each subset that is out of sync makes the whole so, and any order gives the same verdict."""
+def test_verdicts_do_not_depend_on_order_or_reference() -> None:
+    """Order and reference do not affect the verdict, and replicas in sync stay in sync if any replica is removed."""
     from hypothesis import strategies as st
     from strategies import for_all
 
@@ -153,19 +153,19 @@ def test_one_more_replica_never_excuses_and_order_never_matters() -> None:
     for_all(drawn, check, examples=50)
 
 
-def test_the_table_excuses_by_name_and_kind(tmp_path: Path) -> None:
-    """Names come before kinds, the first glob that matches counts, and the general tolerance is for the rest."""
+def test_names_precede_kinds(tmp_path: Path) -> None:
+    """Names precede kinds, the first matching glob applies, and other tensors have the general tolerance."""
     second = changed(network(), "running_mean", "running_var", "fc.weight", "fc.bias", by=1e-3)
     table = {
         "layer1.*": "bitwise",
-        "layer1.bn.running_mean": {"rtol": 0, "atol": 1},  # too late: the glob above has it
+        "layer1.bn.running_mean": {"rtol": 0, "atol": 1},  # no effect: the glob above matches first
         "fc.w*": {"rtol": 0, "atol": 0.5},
         "bn_mean": {"rtol": 0, "atol": 0.01},
         "bn_var": "close",
     }
     found = diffs(compare_ranks(tmp_path, network(), second, rtol=0.0, atol=0.1, tolerance=table))
-    told = {name: (diff.status, diff.tolerance) for name, diff in found.items()}
-    assert told == {
+    statuses = {name: (diff.status, diff.tolerance) for name, diff in found.items()}
+    assert statuses == {
         "layer0.bn.running_mean": ("close", "rtol=0 atol=0.01 (tolerance of bn_mean)"),
         "layer0.bn.running_var": ("different", None),
         "layer1.bn.running_mean": ("different", None),
@@ -176,7 +176,7 @@ def test_the_table_excuses_by_name_and_kind(tmp_path: Path) -> None:
 
 
 def test_the_order_of_globs_decides() -> None:
-    """Of two globs that match, the first in the table counts, not the longer one."""
+    """The first matching glob of the table applies, even if another is longer."""
     table: dict[str, Any] = {"*.weight": {"ulp": 1}, "fc.weight": {"ulp": 2}}
     assert tolerances(table=table).of("fc.weight", "parameter", "float32").ulp == 1
     turned = dict(reversed(table.items()))
@@ -184,8 +184,8 @@ def test_the_order_of_globs_decides() -> None:
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
-def test_every_kind_may_stand_in_the_table(kind: str) -> None:
-    """Each kind that a report names is a key, and applies to that kind only."""
+def test_every_kind_is_a_valid_key(kind: str) -> None:
+    """Each kind of tensors is a valid key and applies to this kind only."""
     found = tolerances(table={kind: {"ulp": 3}}, kinds=kinds.KINDS)
     assert found.of("some.name", kind, "float32") == Tolerance(ulp=3, rule=f"tolerance of {kind}")
     assert all(found.of("some.name", other, "float32").exact for other in kinds.KINDS if other != kind)
@@ -205,7 +205,7 @@ COUNTED = {
     "options", [{"rtol": 1e-5, "atol": 1.0}, {"ulp": 1000}, {"close": True}, {"tolerance": {"*": {"ulp": 1000}}}]
 )
 def test_counters_are_exact(name: str, options: dict[str, Any]) -> None:
-    """A count stored as a float is exact under every tolerance but one that names it."""
+    """A counter stored as a float is exact under every tolerance, unless a glob names the counter."""
     kind, glob = COUNTED[name]
     assert tolerances(**_table(options)).of(name, kind, "float32").exact
     named = {"tolerance": {"*.w": "close", glob: {"rtol": 0, "atol": 1}}}
@@ -217,7 +217,7 @@ def _table(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_counters_of_files_are_exact(tmp_path: Path) -> None:
-    """Two optimizers one step apart are out of sync, whatever their moments may differ by; a named kind is excused."""
+    """Optimizers with different step counters are out of sync, unless the tolerance names the kind or the counter."""
     torch = pytest.importorskip("torch")
     for rank in range(2):
         moment, step = torch.full((3,), 1.0 + rank * 1e-6), torch.tensor(100_000.0 + rank)
@@ -234,7 +234,7 @@ def test_counters_of_files_are_exact(tmp_path: Path) -> None:
 
 
 def test_integers_are_exact_under_every_tolerance(tmp_path: Path) -> None:
-    """A tolerance is for floating-point numbers: integers and bools have to be equal, named or not."""
+    """Tolerances apply to floating-point numbers; integers and bools must be equal, even if named."""
     for dtype, a, b in (("int64", 1000, 1001), ("uint8", 3, 4), ("bool", 0, 1)):
         for rank, value in enumerate((a, b)):
             save_safetensors(tmp_path / f"rank{rank}.safetensors", {"w": np.array([value], dtype)})
@@ -242,8 +242,8 @@ def test_integers_are_exact_under_every_tolerance(tmp_path: Path) -> None:
             assert syncheck.compare(tmp_path, options=syncheck.Options(**options)).exit_code == 1, (dtype, options)
 
 
-def test_an_idle_glob_is_noted(tmp_path: Path) -> None:
-    """A glob that no tensor matches is noted, with the kinds, for it may be a misspelled one; others are not."""
+def test_unused_keys_are_noted(tmp_path: Path) -> None:
+    """A key that matches neither a tensor nor a kind is noted, with the list of kinds, because it may be misspelled."""
     report = compare_ranks(
         tmp_path, network(), network(), tolerance={"bn_means": "close", "fc.*": "close", "ema": "close"}
     )
@@ -254,8 +254,8 @@ def test_an_idle_glob_is_noted(tmp_path: Path) -> None:
     assert Note.UNUSED_TOLERANCES not in codes
 
 
-def test_a_glob_of_another_group_is_not_idle(tmp_path: Path) -> None:
-    """A glob that matches in one run is not noted, also where a run of other names is judged by itself."""
+def test_globs_used_in_another_group_are_not_noted(tmp_path: Path) -> None:
+    """A glob that matches in one run is not noted for runs without a match, even if the runs are judged separately."""
     for rank in range(2):
         save(tmp_path / f"a_rank{rank}.pth", network())
         save(tmp_path / f"b_rank{rank}.pth", {"head.weight": np.ones(2, np.float32)})
@@ -266,8 +266,8 @@ def test_a_glob_of_another_group_is_not_idle(tmp_path: Path) -> None:
         assert Note.UNUSED_TOLERANCES not in {note.code for note in notes}
 
 
-def test_things_in_memory_have_tolerances_too() -> None:
-    """The table applies to things in memory as to files, idle globs included."""
+def test_tolerances_in_memory() -> None:
+    """The table applies to objects in memory as to files, with notes about unused globs."""
     things = [{"w": np.array([value], np.float32), "v": np.ones(1, np.float32)} for value in (1.0, 1.5)]
     (group,) = compare(*things, tolerance={"w": {"rtol": 0, "atol": 0.5}, "x.*": "close"}).groups
     assert [diff.tolerance for diff in group.tensors] == ["rtol=0 atol=0.5 (tolerance of w)"]
@@ -304,8 +304,8 @@ def test_things_in_memory_have_tolerances_too() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense(options: dict[str, Any], text: str) -> None:
-    """A contradiction or a wrong entry of the table is one error that names the entry and what is needed."""
+def test_invalid_tolerances(options: dict[str, Any], text: str) -> None:
+    """A contradiction or invalid entry raises a one-line error with the entry and the valid values."""
     with pytest.raises(OptionError) as caught:
         syncheck.Options(**options)
     assert text in str(caught.value)
@@ -313,7 +313,7 @@ def test_what_makes_no_sense(options: dict[str, Any], text: str) -> None:
 
 
 def test_each_surface_spells_the_options_of_an_error() -> None:
-    """Python, the command line and the file spell one error, which can be sent between processes."""
+    """An error has the spelling of Python, the command line or the file, and can be sent between processes."""
     for options, python, line, file in (
         ({"group_by": "("}, "group_by='('", "--group-by '('", "tool.syncheck.group-by = '('"),
         ({"jobs": 0}, "jobs=0", "--jobs 0", "tool.syncheck.jobs = 0"),
@@ -332,13 +332,13 @@ def test_each_surface_spells_the_options_of_an_error() -> None:
         assert (type(sent), str(sent)) == (UsageError, str(error))
 
 
-def test_a_given_tolerance_replaces_all_others() -> None:
-    """What a call says of the tolerance takes the place of whatever the options said, and not a part of it."""
-    from syncheck.options import replace_fields as with_others
+def test_a_tolerance_in_a_call_replaces_the_options() -> None:
+    """A tolerance in a call replaces all tolerances of the options."""
+    from syncheck.options import replace_fields
 
     options = syncheck.Options(rtol=0.1, atol=0.1, tolerance={"fc.*": "close"}, allow=("SYN201",))
-    assert with_others(options, ulp=2) == syncheck.Options(ulp=2, allow=("SYN201",))
-    assert with_others(options, close=False) == syncheck.Options(allow=("SYN201",))
-    assert with_others(options, allow=(), close=None) == syncheck.Options(
+    assert replace_fields(options, ulp=2) == syncheck.Options(ulp=2, allow=("SYN201",))
+    assert replace_fields(options, close=False) == syncheck.Options(allow=("SYN201",))
+    assert replace_fields(options, allow=(), close=None) == syncheck.Options(
         rtol=0.1, atol=0.1, tolerance={"fc.*": "close"}
     )

@@ -1,8 +1,8 @@
 """Imported by Python when a program of libraries.py starts: gives gloo's threads time to finish at exit.
 
-A program that ends without destroy_process_group, such as one with the Trainer of transformers, may exit while a thread
-of gloo still holds a tensor of the last collective. The thread then requests the GIL of an interpreter that is shutting
-down, and the process aborts: https://github.com/pytorch/pytorch/issues/190489
+If a program ends without destroy_process_group, as with the Trainer of transformers, a thread of gloo may still hold a
+tensor of the last collective. The thread then requests the GIL of an interpreter during shutdown, and the process
+aborts: https://github.com/pytorch/pytorch/issues/190489
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""How tests of the command line start it: in this process, in a shell, on ranks with a file each, and as programs."""
+"""Run the command line for tests: in this process, in a shell, on ranks with one file each, and as programs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from syncheck.testing import Rank
 
 
-def leave(code: int) -> NoReturn:
-    """Stand in for os._exit, which would take the test along."""
+def raise_system_exit(code: int) -> NoReturn:
+    """Replace os._exit, which would end the process of the tests."""
     raise SystemExit(code)
 
 
 @dataclass
-class Across:
-    """One rank of a test, and what `syncheck compare` does there."""
+class RankCli:
+    """One rank of a test that runs `syncheck compare` together with the other ranks."""
 
     rank: int
     ranks: int
@@ -38,39 +38,39 @@ class Across:
 
     @property
     def path(self) -> str:
-        """The path to give: each rank's own file."""
+        """The path argument, which stands for each rank's own file."""
         return f"{self.folder}/run_rank{{rank}}.pth"
 
     def save(self, name: str = "run_rank{}.pth", by: float = 0.0, **entries: Any) -> Path:
-        """Write this rank's file. by: what is added to a weight on the last rank. entries: beside the tensors."""
+        """Write this rank's file, with `by` added to a weight on the last rank and `entries` beside the tensors."""
         state = changed(network(), "fc.weight", by=by if self.rank == self.ranks - 1 else 0.0)
         return save(self.folder / name.format(self.rank), state | entries)
 
     def compare(self, *arguments: Any) -> list[Done]:
-        """Run `syncheck compare` on all ranks; returns, on each of them, how it ended on all."""
+        """Run `syncheck compare` on all ranks; return on each rank how the command ended on all ranks."""
         self.member.barrier()
         try:
             code = main(["compare", *map(str, arguments)])
-        except SystemExit as left:
-            code = int(str(left.code))
+        except SystemExit as stopped:
+            code = int(str(stopped.code))
         captured = self.capsys.readouterr()
-        found: list[Done] = self.member.gather(Done(code, captured.out, captured.err))
-        return found
+        ended: list[Done] = self.member.gather(Done(code, captured.out, captured.err))
+        return ended
 
 
 @pytest.fixture
-def across(
+def rank_cli(
     syncheck_rank: Rank, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Across:
-    """This rank of a test with @pytest.mark.syncheck(ranks=...), in an empty folder of its own."""
-    monkeypatch.setattr(os, "_exit", leave)
+) -> RankCli:
+    """Return this rank of a test with @pytest.mark.syncheck(ranks=...), in an empty working folder."""
+    monkeypatch.setattr(os, "_exit", raise_system_exit)
     monkeypatch.chdir(tmp_path)
-    return Across(syncheck_rank.rank, syncheck_rank.world_size, syncheck_rank.shared, syncheck_rank, capsys)
+    return RankCli(syncheck_rank.rank, syncheck_rank.world_size, syncheck_rank.shared, syncheck_rank, capsys)
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    """Start programs in the test's folder, none of which outlives the test."""
+    """Start programs in the test's folder, and kill them after the test."""
     started = Jobs(tmp_path)
     try:
         yield started
@@ -80,25 +80,31 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> None:
-    """Write run_rank0.pth and run_rank1.pth into the test's folder: of 14 tensors the two running means differ."""
+    """Write run_rank0.pth and run_rank1.pth into the test's folder; 2 of 14 tensors differ, the running means."""
     for rank in range(2):
         save(tmp_path / f"run_rank{rank}.pth", changed(network(), "running_mean", by=rank))
 
 
 @pytest.fixture
 def shell(tmp_path: Path, two_ranks: None) -> Callable[..., tuple[int, str, str]]:
-    """Run a line of bash in the folder of two_ranks; returns exit code, stdout and stderr.
+    """Run a line of bash in the folder of two_ranks; return exit code, stdout and stderr.
 
-    `syncheck` in the line is the one of this Python, given the options `python`; keyword arguments are variables.
+    `syncheck` in the line is the syncheck of this Python, started with the Python options `python`. Keyword arguments
+    are environment variables.
     """
 
-    def go(line: str, python: str = "", **environment: str) -> tuple[int, str, str]:
+    def run_line(line: str, python: str = "", **environment: str) -> tuple[int, str, str]:
         line = line.replace("syncheck", f"{sys.executable} {python} -m syncheck", 1)
         colours = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TERM")
-        kept = {key: value for key, value in os.environ.items() if key not in colours}
+        inherited = {key: value for key, value in os.environ.items() if key not in colours}
         done = subprocess.run(
-            ["bash", "-c", line], cwd=tmp_path, capture_output=True, timeout=60, check=False, env=kept | environment
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=60,
+            check=False,
+            env=inherited | environment,
         )
         return done.returncode, done.stdout.decode(), done.stderr.decode()
 
-    return go
+    return run_line

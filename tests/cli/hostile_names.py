@@ -1,4 +1,4 @@
-"""Names that somebody may have given to tensors and files, in any script and for any purpose."""
+"""Hostile names of tensors and files: any script, control characters, markup and shell syntax."""
 
 from __future__ import annotations
 

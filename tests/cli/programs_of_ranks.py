@@ -1,4 +1,4 @@
-"""Programs of several processes that tests start, as torchrun does."""
+"""Start programs of several processes, as torchrun does."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 LIMIT = 90  # seconds
 SYNCHECK = (sys.executable, "-m", "syncheck")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-# What a process that torchrun starts ends with is told by nobody; here it is written into a file. Nor does it end when
-# torchrun wants it to, because another one has ended: what it ends with is its own.
-NOTED = """trap '' TERM; "$@"; code=$?; echo $code > "code.$RANK"; exit $code"""
+# torchrun does not report the exit codes of its processes, so each process writes its exit code into a file. SIGTERM is
+# ignored, because torchrun sends it after the first failure, which would change the remaining exit codes.
+RECORD_EXIT_CODE = """trap '' TERM; "$@"; code=$?; echo $code > "code.$RANK"; exit $code"""
 
 
 class Jobs(Processes):
@@ -27,7 +27,7 @@ class Jobs(Processes):
     without = ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
 
     def ranks(self, *arguments: Any, ranks: int = 2) -> list[subprocess.Popen[str]]:
-        """Start `syncheck` as so many ranks, with the variables that torchrun would set, and without torchrun."""
+        """Start `syncheck` as several ranks without torchrun, with the variables of torchrun."""
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return [
             self.start(*SYNCHECK, *arguments, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", **common)
@@ -35,16 +35,16 @@ class Jobs(Processes):
         ]
 
     def torchrun(self, *arguments: Any, ranks: int = 2) -> Done:
-        """Run `torchrun ... -m syncheck ...`; each rank notes in code.RANK how it ended."""
+        """Run `torchrun ... -m syncheck ...`; each rank writes its exit code into the file code.RANK."""
         launcher = [*TORCHRUN, "--nproc-per-node", ranks, "--master-port", free_port(), "--no-python"]
-        return finished(self.start(*launcher, "bash", "-c", NOTED, "bash", *SYNCHECK, *arguments))
+        return finish(self.start(*launcher, "bash", "-c", RECORD_EXIT_CODE, "bash", *SYNCHECK, *arguments))
 
     def codes(self, folder: Path | None = None) -> dict[int, int]:
-        """Return what the ranks that torchrun started ended with, by rank."""
+        """Return the exit codes of the ranks under torchrun, by rank."""
         return {int(file.suffix[1:]): int(file.read_text()) for file in (folder or self.folder).glob("code.*")}
 
 
-def finished(process: subprocess.Popen[str]) -> Done:
-    """Wait for a program, and for its output."""
+def finish(process: subprocess.Popen[str]) -> Done:
+    """Wait for the end of a program and return its output."""
     out, err = process.communicate(timeout=LIMIT)
     return Done(process.returncode, out, err)

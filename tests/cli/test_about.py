@@ -1,4 +1,4 @@
-"""`syncheck --version` prints what a bug report needs."""
+"""`syncheck --version` prints the details for a bug report."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import syncheck
 from syncheck import cli
 
 
-def test_version_says_what_a_bug_report_needs() -> None:
-    """Its own version stands first, for scripts; then Python, machine, libraries, and which copy of syncheck it is."""
+def test_version_prints_the_details_for_a_bug_report() -> None:
+    """The first line has the version of syncheck, for scripts; Python, machine, libraries and location follow."""
     done = subprocess.run([sys.executable, "-m", "syncheck", "--version"], capture_output=True, text=True, check=True)
-    own, python, libraries, place = done.stdout.splitlines()
+    own, python, libraries, location = done.stdout.splitlines()
     assert own == f"syncheck {metadata.version('syncheck')}"
     assert python == f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}"
-    named = dict(item.split(" ") for item in libraries.split(", "))
-    assert named["numpy"] == metadata.version("numpy")
-    assert place == f"in {Path(syncheck.__file__).parent}"
+    versions = dict(item.split(" ") for item in libraries.split(", "))
+    assert versions["numpy"] == metadata.version("numpy")
+    assert location == f"in {Path(syncheck.__file__).parent}"
 
 
-def test_what_is_not_installed_is_said(monkeypatch: Any, capsys: Any) -> None:
-    """A library that is not there is a dash, and none is imported to find out."""
-    known = metadata.version
+def test_missing_libraries_are_listed(monkeypatch: Any, capsys: Any) -> None:
+    """A missing library is shown as a dash, and no library is imported to read its version."""
+    read_version = metadata.version
 
     def without_torch(name: str) -> str:
         if name == "torch":
             raise metadata.PackageNotFoundError(name)
-        return known(name)
+        return read_version(name)
 
     monkeypatch.setattr(metadata, "version", without_torch)
     code = "import sys; from syncheck.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass\n"

@@ -28,23 +28,22 @@ FILES = ("run_*.pth", "--baseline", "known.json")
 
 @pytest.fixture
 def differing(tmp_path: Path) -> Callable[..., None]:
-    """Write two ranks, the second of which differs in the tensors whose names end so."""
+    """Write two ranks; on the second rank, each tensor whose name ends with a given suffix differs."""
 
-    def write(*endings: str) -> None:
+    def write(*suffixes: str) -> None:
         for rank in range(2):
-            save(tmp_path / f"run_rank{rank}.pth", changed(network(), *(endings if rank else ())))
+            save(tmp_path / f"run_rank{rank}.pth", changed(network(), *(suffixes if rank else ())))
 
     return write
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])
-def test_known_findings_pass_and_new_ones_fail(cli: Run, differing: Callable[..., None], command: str) -> None:
-    """From a first update on known statistics exit 0 and stay printed; a further tensor exits 1 and is named; what is
-    fixed is told and exits 0; and a second update takes it out."""
+def test_known_findings_pass_and_new_findings_fail(cli: Run, differing: Callable[..., None], command: str) -> None:
+    """Known findings pass, new tensors fail, and fixed findings are reported until an update removes them."""
     differing("running_mean")
     assert cli(command, *FILES).code == 2
-    made = cli(command, *FILES, "--update-baseline")
-    assert (made.code, made.err) == (0, "syncheck: known.json: 2 names in 1 run accepted: 2 added, 0 removed\n")
+    created = cli(command, *FILES, "--update-baseline")
+    assert (created.code, created.err) == (0, "syncheck: known.json: 2 names in 1 run accepted: 2 added, 0 removed\n")
     known = cli(command, *FILES)
     assert (known.code, known.err) == (0, "")
     assert "SYN201 bn-local-stats (warning, accepted by the baseline) on ranks 0-1" in known.out
@@ -62,8 +61,8 @@ def test_known_findings_pass_and_new_ones_fail(cli: Run, differing: Callable[...
     assert "fixed" not in cli(command, *FILES).out
 
 
-def test_every_format_tells_of_the_baseline(cli: Run, differing: Callable[..., None]) -> None:
-    """JSON, by its schema, JUnit, GitHub and markdown say what is accepted, what is new and what is fixed."""
+def test_every_format_reports_the_baseline(cli: Run, differing: Callable[..., None]) -> None:
+    """JSON, JUnit, GitHub and Markdown output marks accepted, new and fixed findings."""
     differing("running_mean")
     cli("compare", *FILES, "--update-baseline")
     differing("layer0.bn.running_mean", "fc.weight")
@@ -83,7 +82,7 @@ def test_every_format_tells_of_the_baseline(cli: Run, differing: Callable[..., N
     (finding,) = group["findings"]
     assert (finding["accepted"], finding["new"]) == (False, ["fc.weight", "layer0.bn.running_mean"])
     properties = ET.parse("r.xml").iterfind("testsuite/properties/property")
-    assert next(one for one in properties if one.get("name") == "syncheck_fixed").get("value", "").startswith(fixed)
+    assert next(item for item in properties if item.get("name") == "syncheck_fixed").get("value", "").startswith(fixed)
     cli("compare", *FILES, "--update-baseline")
     done = cli("compare", *FILES, *outputs)
     assert (done.code, ET.parse("r.xml").getroot().get("failures")) == (0, "0")
@@ -93,9 +92,8 @@ def test_every_format_tells_of_the_baseline(cli: Run, differing: Callable[..., N
     assert (finding["accepted"], finding["new"]) == (True, [])
 
 
-def test_an_update_hides_nothing(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
-    """With a file that cannot be read, or with nothing compared, no baseline is written or changed, and the exit code
-    is 2, whatever differs and with --exit-zero too; the report is printed all the same."""
+def test_an_incomplete_comparison_is_not_accepted(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
+    """If a file is unreadable or nothing is compared, an update exits with 2 and leaves the baseline unchanged."""
     differing("running_mean")
     (tmp_path / "run_rank2.pth").write_bytes(b"junk")
     for _ in range(2):
@@ -112,16 +110,15 @@ def test_an_update_hides_nothing(cli: Run, differing: Callable[..., None], tmp_p
     (tmp_path / "run_rank1.pth").write_bytes(b"junk")
     assert cli("compare", *FILES, "--update-baseline").code == 2
     assert (tmp_path / "known.json").read_bytes() == before
-    # Known or not, what cannot be read is never "in sync".
+    # A baseline does not make an unreadable file pass.
     assert cli("compare", *FILES).code == 2
 
 
 @pytest.mark.parametrize("update", [(), ("--update-baseline",)])
-def test_a_file_that_cannot_be_gone_by(
+def test_invalid_baselines_are_refused(
     cli: Run, differing: Callable[..., None], tmp_path: Path, update: tuple[str, ...]
 ) -> None:
-    """A baseline of another version, one that is none, and a checkpoint in its place are one line and exit 2, and are
-    left as they were."""
+    """An outdated baseline, invalid JSON and a checkpoint are refused with exit code 2 and stay unchanged."""
     differing()
     (tmp_path / "old.json").write_text('{"syncheck_baseline": 0, "accepted": {}}')
     (tmp_path / "junk.json").write_text("{")
@@ -133,8 +130,8 @@ def test_a_file_that_cannot_be_gone_by(
         assert (tmp_path / name).read_bytes() == before
 
 
-def test_an_update_needs_a_file_that_can_be_written(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
-    """--update-baseline alone, and a place where nothing can be written, are told before anything is compared."""
+def test_an_update_requires_a_writable_file(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
+    """Without a writable --baseline, an update fails before anything is compared; a link is followed."""
     differing()
     done = cli("compare", "run_*.pth", "--update-baseline")
     assert (done.code, done.out) == (2, "")
@@ -148,9 +145,8 @@ def test_an_update_needs_a_file_that_can_be_written(cli: Run, differing: Callabl
     assert (tmp_path / "known.json").is_symlink()
 
 
-def test_the_project_names_its_baseline(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
-    """The table's file is relative to pyproject.toml, is said on stderr, is updated by --update-baseline alone, and
-    gives way to the one that is typed."""
+def test_the_baseline_of_the_project(cli: Run, differing: Callable[..., None], tmp_path: Path) -> None:
+    """The baseline in pyproject.toml is relative to that file; a typed --baseline takes precedence."""
     differing("running_mean")
     (tmp_path / "pyproject.toml").write_text("[tool.syncheck]\nbaseline = 'known.json'\n")
     (tmp_path / "below").mkdir()

@@ -1,4 +1,4 @@
-"""`syncheck compare`: its options, its exit codes, and what it prints where."""
+"""`syncheck compare`: options, exit codes and output."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ SCHEMA = json.loads((Path(library.__file__).parent / "report" / "schema.json").r
 BN = ("running_mean", "running_var")
 
 
-def document(done: Done) -> dict[str, Any]:
-    """Return a run's JSON, valid by the schema."""
-    found: dict[str, Any] = json.loads(done.out)
-    jsonschema.validate(found, SCHEMA)
-    return found
+def parse_document(done: Done) -> dict[str, Any]:
+    """Parse the JSON output of a run and validate the document against the schema."""
+    data: dict[str, Any] = json.loads(done.out)
+    jsonschema.validate(data, SCHEMA)
+    return data
 
 
-def test_in_sync_is_0(cli: Run, ranks: Ranks) -> None:
-    """Equal replicas exit 0, and the last line counts the tensors."""
+def test_in_sync_exits_with_0(cli: Run, ranks: Ranks) -> None:
+    """For equal replicas, the exit code is 0, and the last line counts the tensors."""
     ranks()
     done = cli("compare", "run_rank0.pth", "run_rank1.pth")
     assert (done.code, done.err) == (0, "")
     assert done.lines[-2:] == ["IN SYNC", "14 tensors: 14 identical, 0 close, 0 different, 0 not compared"]
 
 
-def test_out_of_sync_is_1(cli: Run, ranks: Ranks) -> None:
-    """BatchNorm statistics that differ exit 1, with the finding in words."""
+def test_out_of_sync_exits_with_1(cli: Run, ranks: Ranks) -> None:
+    """For differing BatchNorm statistics, the exit code is 1, and the finding is printed."""
     ranks(network(), changed(network(), *BN))
     done = cli("compare", "*.pth")
     assert (done.code, done.err) == (1, "")
@@ -66,7 +66,7 @@ def test_out_of_sync_is_1(cli: Run, ranks: Ranks) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_options_decide_the_exit_code(cli: Run, ranks: Ranks, arguments: list[str], code: int) -> None:
-    """Options select and accept differences; if they exclude all tensors or are wrong, the code is 2, in one line."""
+    """Options select or accept differences; for invalid options and empty selections, the exit code is 2."""
     ranks(network(), changed(network(), *BN))
     done = cli("compare", "run_rank0.pth", "run_rank1.pth", *arguments)
     assert done.code == code
@@ -76,8 +76,8 @@ def test_options_decide_the_exit_code(cli: Run, ranks: Ranks, arguments: list[st
         assert " not compared" in done.lines[-1]
 
 
-def test_only_optimizer_steps_are_no_comparison(cli: Run, tmp_path: Path) -> None:
-    """Agreeing step counters and scalars alone say nothing of a model: 2."""
+def test_step_counters_alone_are_undecided(cli: Run, tmp_path: Path) -> None:
+    """Equal step counters and scalars alone are no evidence about a model: exit code 2."""
     for rank in range(2):
         state = {"w": {"step": np.array(3, np.float32)}}
         tree = {"optimizer": {"state": state, "param_groups": [{"params": ["w"]}]}, "epoch": 3}
@@ -85,8 +85,8 @@ def test_only_optimizer_steps_are_no_comparison(cli: Run, tmp_path: Path) -> Non
     assert cli("compare", "rank0.pth", "rank1.pth").code == 2
 
 
-def test_rng_is_compared_only_when_asked(cli: Run, ranks: Ranks) -> None:
-    """Random states differ by design: counted as not compared, and different only under --only-rng."""
+def test_rng_is_compared_only_on_request(cli: Run, ranks: Ranks) -> None:
+    """RNG states differ by design, so they count as not compared unless --only-rng selects them."""
     ranks(*({**network(), "rng": np.full(8, rank, np.int64)} for rank in range(2)))
     done = cli("compare", "*.pth")
     assert done.code == 0
@@ -94,28 +94,28 @@ def test_rng_is_compared_only_when_asked(cli: Run, ranks: Ranks) -> None:
     assert cli("compare", "*.pth", "--only-rng").code == 1
 
 
-@pytest.mark.parametrize("what", ["missing", "shape", "dtype", "value"])
-def test_what_is_out_of_sync(cli: Run, ranks: Ranks, what: str) -> None:
-    """A tensor that is missing, of another shape or another dtype is out of sync as one of another value is."""
+@pytest.mark.parametrize("kind", ["missing", "shape", "dtype", "value"])
+def test_missing_and_changed_tensors_are_out_of_sync(cli: Run, ranks: Ranks, kind: str) -> None:
+    """A missing tensor and a tensor with another shape, dtype or value are out of sync."""
     second = network()
-    if what == "missing":
+    if kind == "missing":
         del second["fc.bias"]
     else:
         second["fc.bias"] = {
             "shape": np.zeros(11, np.float32),
             "dtype": second["fc.bias"].astype(np.float64),
             "value": second["fc.bias"] + np.float32(1),
-        }[what]
+        }[kind]
     ranks(network(), second)
     done = cli("compare", "*.pth", "--format", "json")
     assert done.code == 1
-    (found,) = document(done)["groups"][0]["findings"]
-    assert found["code"] == {"missing": "SYN101", "value": "SYN299"}.get(what, "SYN102")
-    assert found["tensors"] == ["fc.bias"]
+    (finding,) = parse_document(done)["groups"][0]["findings"]
+    assert finding["code"] == {"missing": "SYN101", "value": "SYN299"}.get(kind, "SYN102")
+    assert finding["tensors"] == ["fc.bias"]
 
 
 def test_pth_against_safetensors(cli: Run, tmp_path: Path) -> None:
-    """Formats mix: the same bytes in a .pth and a .safetensors are identical."""
+    """Formats can be mixed: equal bytes in a .pth and a .safetensors file are in sync."""
     save_pth(tmp_path / "rank0.pth", network())
     save_safetensors(tmp_path / "rank1.safetensors", network())
     assert cli("compare", "rank0.pth", "rank1.safetensors").code == 0
@@ -124,22 +124,22 @@ def test_pth_against_safetensors(cli: Run, tmp_path: Path) -> None:
 
 
 def test_json_is_valid_and_alone_on_stdout(cli: Run, ranks: Ranks) -> None:
-    """--format json prints the document and nothing else, also where a file is unreadable or nothing is compared."""
+    """--format json prints only the document, even if a file is unreadable or nothing is compared."""
     paths = ranks(network(), changed(network(), *BN), network())
-    found = document(cli("compare", "*.pth", "--format", "json", "-n", "1"))
-    assert (found["verdict"], found["counts"]["different"], len(found["groups"][0]["tensors"])) == ("out_of_sync", 4, 4)
-    assert found["groups"][0]["findings"][0]["ranks"] == [1]
-    assert found["groups"][0]["tensors"][0]["clusters"] == [[0, 2], [1]]
+    data = parse_document(cli("compare", "*.pth", "--format", "json", "-n", "1"))
+    assert (data["verdict"], data["counts"]["different"], len(data["groups"][0]["tensors"])) == ("out_of_sync", 4, 4)
+    assert data["groups"][0]["findings"][0]["ranks"] == [1]
+    assert data["groups"][0]["tensors"][0]["clusters"] == [[0, 2], [1]]
     paths[2].write_bytes(b"")
     done = cli("compare", "*.pth", "--format", "json")
-    assert document(done)["unreadable"][0]["path"] == "run_rank2.pth"
+    assert parse_document(done)["unreadable"][0]["path"] == "run_rank2.pth"
     assert done.err.count("\n") == 1
-    assert document(cli("compare", "run_rank0.pth", "--format", "json"))["verdict"] == "undecided"
-    assert document(cli("compare", "no.pth", "--format", "json"))["groups"] == []
+    assert parse_document(cli("compare", "run_rank0.pth", "--format", "json"))["verdict"] == "undecided"
+    assert parse_document(cli("compare", "no.pth", "--format", "json"))["groups"] == []
 
 
 def test_json_of_awkward_values(cli: Run, tmp_path: Path) -> None:
-    """NaN, infinities, bytes, complex and huge numbers among the values leave the document valid."""
+    """NaN, infinities, bytes, complex numbers and huge numbers leave the document valid."""
     for rank in range(2):
         values = {
             "a": float("nan"),
@@ -152,23 +152,23 @@ def test_json_of_awkward_values(cli: Run, tmp_path: Path) -> None:
         save_pth(tmp_path / f"rank{rank}.pth", {"w": weight, "step": rank, **values})
     done = cli("compare", "rank0.pth", "rank1.pth", "--format", "json")
     assert done.code == 1, done.err
-    assert document(done)["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 1}
+    assert parse_document(done)["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 1}
     assert cli("compare", "rank0.pth", "rank1.pth").code == 1
 
 
-def test_limit_says_how_many_more(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
-    """-n limits the tensors that are printed, but neither the counts nor the files."""
+def test_limit_counts_the_hidden_tensors(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """-n limits the printed tensors, but neither the counts nor the files."""
     ranks(network(), changed(network(), *BN))
     done = cli("compare", "*.pth", "-n", "1", "-o", "out.txt")
     assert "... and 3 more; --limit 0 shows all" in done.out
     assert "4 different" in done.lines[-1]
-    for everything in (cli("compare", "*.pth", "-n", "0").out, (tmp_path / "out.txt").read_text()):
-        assert "--limit 0 shows all" not in everything
-        assert everything.count("running_") > done.out.count("running_")
+    for complete in (cli("compare", "*.pth", "-n", "0").out, (tmp_path / "out.txt").read_text()):
+        assert "--limit 0 shows all" not in complete
+        assert complete.count("running_") > done.out.count("running_")
 
 
-def test_names_in_a_pipe_are_whole(cli: Run, ranks: Ranks) -> None:
-    """In a pipe a name of 150 characters stands on one line, with no box drawing."""
+def test_names_are_not_broken_in_a_pipe(cli: Run, ranks: Ranks) -> None:
+    """In a pipe, a name of 150 characters is printed on one line, without box drawing."""
     name = "encoder." * 18 + "weight"
     ranks(*({name: np.full(3, rank, np.float32)} for rank in range(2)))
     done = cli("compare", "*.pth", COLUMNS="80")
@@ -177,7 +177,7 @@ def test_names_in_a_pipe_are_whole(cli: Run, ranks: Ranks) -> None:
 
 
 def test_colour(cli: Run, ranks: Ranks) -> None:
-    """Colour follows --color, then NO_COLOR, then FORCE_COLOR, and is off in a pipe."""
+    """Colour follows --color, then NO_COLOR, then FORCE_COLOR, and is off in a pipe by default."""
     ranks()
     for arguments, environment, colored in [
         ([], {}, False),
@@ -192,8 +192,8 @@ def test_colour(cli: Run, ranks: Ranks) -> None:
         assert done.code == 0
 
 
-def test_names_cannot_steer_the_terminal(cli: Run, tmp_path: Path) -> None:
-    """Markup, escape sequences and line ends in names, values and paths come out escaped, coloured or not."""
+def test_names_cannot_control_the_terminal(cli: Run, tmp_path: Path) -> None:
+    """Markup, escape sequences and line breaks in names, values and paths are escaped, with and without colours."""
     evil = "[red]x[/red]\x1b[31m\nIN SYNC\u202e"
     for rank in range(2):
         tree = {evil: np.full(2, rank, np.float32), "note" + evil: f"{evil}{rank}"}
@@ -211,15 +211,15 @@ def test_names_cannot_steer_the_terminal(cli: Run, tmp_path: Path) -> None:
 
 
 def test_closed_pipe(ranks: Ranks, tmp_path: Path) -> None:
-    """A reader that stops early, as `| head -1`, gets no traceback."""
+    """A reader that stops early, such as `head -1`, causes no traceback."""
     ranks(*({f"w{i}.{'x' * 100}": np.full(1, rank, np.float32) for i in range(2000)} for rank in range(2)))
     command = f"{sys.executable} -m syncheck compare *.pth -n 0 | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
-def test_installed_command_gives_the_same_codes(ranks: Ranks, tmp_path: Path) -> None:
-    """`syncheck` and `python -m syncheck` are one program: in sync 0, out of sync 1, one file 2."""
+def test_installed_command_has_the_same_exit_codes(ranks: Ranks, tmp_path: Path) -> None:
+    """`syncheck` and `python -m syncheck` have the same exit codes: in sync 0, out of sync 1, single file 2."""
     script = Path(sys.executable).parent / "syncheck"
     if not script.exists():
         pytest.skip("syncheck is not installed as a command here")

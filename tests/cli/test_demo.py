@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from checkpoints import Done
 
-TAGS_OF_THE_NETWORK = re.compile(r"<link|src=|@import|url\((?!#)")
+EXTERNAL_RESOURCES = re.compile(r"<link|src=|@import|url\((?!#)")
 
 
-def demo(folder: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]:
+def run_demo(folder: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]:
     """Run the demo in a folder."""
     command = [sys.executable, "-m", "syncheck", "demo"]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=timeout)
@@ -30,45 +30,45 @@ def demo(folder: Path, timeout: float = 170) -> subprocess.CompletedProcess[str]
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_demo_shows_what_it_promises(tmp_path: Path, cli: Callable[..., Done]) -> None:
-    """Both runs reach 97%, only SYN201 is found, SyncBatchNorm closes the gap to exactly 0.0, and the page is there."""
-    done = demo(tmp_path)
+    """Both runs reach 97%, SYN201 is the only finding, and SyncBatchNorm reduces the drift to exactly 0.0."""
+    done = run_demo(tmp_path)
     assert done.returncode == 0, done.stderr
     accuracies = re.findall(r"^(ddp|ddp-syncbn): ([\d.]+)% test accuracy", done.stdout, flags=re.MULTILINE)
     assert [run for run, _ in accuracies] == ["ddp", "ddp-syncbn"]
-    assert all(float(found) >= 97 for _, found in accuracies)
+    assert all(float(accuracy) >= 97 for _, accuracy in accuracies)
     assert set(re.findall(r"SYN\d{3} [a-z-]+ \(", done.stdout)) == {"SYN201 bn-local-stats ("}
     assert re.search(r"SyncBatchNorm closed the gap: .* was 0\.\d+ in ddp .* and is 0\.0 in ddp-syncbn\.", done.stdout)
     page = (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8")
-    # The lines that it shows as typed are what was done.
+    # The printed commands reproduce the printed output and the page.
     typed = re.findall(r"^\$ syncheck (.+)$", done.stdout, flags=re.MULTILINE)
     assert [line.split()[0] for line in typed] == ["compare", "report"]
     for line in typed:
         assert cli(*line.split()).out in done.stdout
     assert (tmp_path / "syncheck-demo" / "index.html").read_text(encoding="utf-8") == page
     assert "SyncBatchNorm closed the gap" in page
-    # Two of the running statistics, and of the run out of sync its finding over the steps, heatmap and histograms.
+    # Two charts show running statistics; the run out of sync has three: finding over steps, heatmap and histograms.
     assert page.count("<svg") == 2 + 3
-    assert TAGS_OF_THE_NETWORK.search(page) is None
+    assert EXTERNAL_RESOURCES.search(page) is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["syncheck-demo"]
 
 
-def of_session(session: int) -> list[str]:
-    """Return the command lines of the processes of a session, those that have ended left out."""
-    found = []
+def find_session_commands(session: int) -> list[str]:
+    """Return the command lines of the running processes of a session."""
+    commands = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] != "Z":
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # it ended just now
+                commands.append((entry / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # the process has just ended
             continue
-    return found
+    return commands
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of training ends torchrun and its ranks before the demo, which then returns 130."""
+    """Ctrl-C during training ends torchrun and its ranks before the demo, and the demo exits with 130."""
     command = [sys.executable, "-m", "syncheck", "demo"]
     with (tmp_path / "out").open("w+") as out:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
@@ -76,22 +76,22 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
             deadline = time.monotonic() + 60
             while "epoch  1/" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
                 time.sleep(0.1)
-            assert any("train/run.py" in line for line in of_session(process.pid))
+            assert any("train/run.py" in line for line in find_session_commands(process.pid))
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(timeout=60) == 130
-            assert of_session(process.pid) == []
+            assert find_session_commands(process.pid) == []
         finally:
-            if of_session(process.pid):
+            if find_session_commands(process.pid):
                 os.killpg(process.pid, signal.SIGKILL)
     assert (tmp_path / "out").read_text().rstrip().endswith("syncheck: interrupted")
 
 
 def test_demo_leaves_a_folder_of_others_alone(tmp_path: Path) -> None:
-    """A syncheck-demo/ that the demo did not make is never written into."""
+    """The demo refuses a syncheck-demo/ folder from another source and leaves its content unchanged."""
     mine = tmp_path / "syncheck-demo" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("mine")
-    done = demo(tmp_path)
+    done = run_demo(tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("syncheck: error: syncheck-demo/ exists and was not created by the demo")
     assert list(mine.parent.iterdir()) == [mine]

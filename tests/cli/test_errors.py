@@ -1,4 +1,4 @@
-"""Bad input: one clear line a file on stderr, no traceback, exit 2, and nothing hidden by it."""
+"""Bad input: one line per file on stderr, no traceback, and exit code 2 unless a difference is found."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     Ranks = Callable[..., list[Path]]
 
 
-def one_line(done: Done, *texts: str) -> None:
-    """Assert exit 2 and one line on stderr that holds these texts."""
+def assert_one_line_error(done: Done, *texts: str) -> None:
+    """Assert exit code 2 and one line on stderr with these texts."""
     assert done.code == 2, done
     assert done.err.count("\n") == 1, done.err
     assert done.err.startswith("syncheck: error: ")
     assert all(text in done.err for text in texts), done.err
 
 
-def make_bad(folder: Path, kind: str) -> Path:
-    """Write a file that cannot be compared."""
+def write_bad_file(folder: Path, kind: str) -> Path:
+    """Write a file of this kind, which cannot be compared."""
     path = folder / ("rank1.safetensors" if kind.endswith("safetensors") else "rank1.pth")
     if kind == "text":
         path.write_text("hello, this is no checkpoint\n")
@@ -70,8 +70,8 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 @pytest.mark.parametrize("others", ["in sync", "out of sync", "none"])
 def test_bad_file_among_others(cli: Run, tmp_path: Path, kind: str, others: str) -> None:
-    """A bad file beside replicas in sync is 2, beside replicas out of sync 1, alone 2; it is named in one line."""
-    bad = make_bad(tmp_path, kind)
+    """A bad file is reported in one line; the exit code is 1 if the other files differ, else 2."""
+    bad = write_bad_file(tmp_path, kind)
     paths = []
     if others != "none":
         second = network() if others == "in sync" else changed(network(), "fc.bias")
@@ -91,17 +91,17 @@ def test_bad_file_among_others(cli: Run, tmp_path: Path, kind: str, others: str)
 
 @pytest.mark.parametrize("kind", ["text", "empty", "evil", "cut 50 pth", "cut 50 safetensors"])
 def test_bad_file_in_a_folder(cli: Run, tmp_path: Path, kind: str) -> None:
-    """A file with a checkpoint's ending in a folder is never passed over in silence."""
+    """A bad file with a checkpoint's file extension is reported and never skipped."""
     for rank in (0, 2):
         save_pth(tmp_path / f"rank{rank}.pth", network())
-    make_bad(tmp_path, kind)
+    write_bad_file(tmp_path, kind)
     done = cli("compare", tmp_path)
     assert done.code == 2
     assert done.err.count("\n") == 1
 
 
-def test_two_bad_files_are_two_lines(cli: Run, tmp_path: Path) -> None:
-    """Each bad file has its line."""
+def test_each_bad_file_has_its_own_line(cli: Run, tmp_path: Path) -> None:
+    """Each bad file is reported on its own line."""
     for name in ("a.pth", "b.pth"):
         (tmp_path / name).write_text("text")
     done = cli("compare", "a.pth", "b.pth")
@@ -109,33 +109,35 @@ def test_two_bad_files_are_two_lines(cli: Run, tmp_path: Path) -> None:
 
 
 def test_missing_path(cli: Run) -> None:
-    """A path that is not there is named."""
-    one_line(cli("compare", "no_such.pth"), "no_such.pth", "no such file", "Check the path")
+    """The error for a missing path names the path."""
+    assert_one_line_error(cli("compare", "no_such.pth"), "no_such.pth", "no such file", "Check the path")
 
 
 def test_glob_without_a_match(cli: Run, tmp_path: Path) -> None:
-    """A pattern that matches nothing is said to be one, with what is there in place of a match."""
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts/*.pth: no file matches this pattern. ckpts: no such file")
+    """The error for a pattern without a match lists the content of the pattern's folder."""
+    assert_one_line_error(
+        cli("compare", "ckpts/*.pth"), "ckpts/*.pth: no file matches this pattern. ckpts: no such file"
+    )
     (tmp_path / "ckpts").mkdir()
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts contains nothing.")
+    assert_one_line_error(cli("compare", "ckpts/*.pth"), "ckpts contains nothing.")
     for name in ("b.pt", "a.pt", "c\x1b[31m.pt", ".hidden"):
         (tmp_path / "ckpts" / name).touch()
-    one_line(cli("compare", "ckpts/*.pth"), "ckpts contains a.pt, b.pt and 1 more.")
-    one_line(cli("compare", "ckpts/**/x.pth"), "ckpts contains a.pt")
-    one_line(cli("compare", "*.pth"), "This folder contains ckpts")
+    assert_one_line_error(cli("compare", "ckpts/*.pth"), "ckpts contains a.pt, b.pt and 1 more.")
+    assert_one_line_error(cli("compare", "ckpts/**/x.pth"), "ckpts contains a.pt")
+    assert_one_line_error(cli("compare", "*.pth"), "This folder contains ckpts")
 
 
 def test_folder_without_checkpoints(cli: Run, tmp_path: Path) -> None:
-    """A folder without a checkpoint says how many other files it has, empty or not."""
+    """The error for a folder without a checkpoint counts the other files, 0 included."""
     (tmp_path / "src").mkdir()
-    one_line(cli("compare", "src"), "src", "no checkpoint in this folder (0 other files)")
+    assert_one_line_error(cli("compare", "src"), "src", "no checkpoint in this folder (0 other files)")
     (tmp_path / "src" / "train.py").write_text("print()")
     (tmp_path / "src" / "latest").write_text("step_3")
-    one_line(cli("compare", "src"), "no checkpoint in this folder (2 other files)")
+    assert_one_line_error(cli("compare", "src"), "no checkpoint in this folder (2 other files)")
 
 
 def test_one_file(cli: Run, ranks: Ranks) -> None:
-    """One replica is nothing to compare: 2, and the reason says what to give."""
+    """For a single file, the exit code is 2, because there is no replica to compare with."""
     (path, _) = ranks()
     done = cli("compare", path)
     assert (done.code, done.err) == (2, "")
@@ -143,8 +145,8 @@ def test_one_file(cli: Run, ranks: Ranks) -> None:
     assert done.lines[-1] == "0 tensors: 0 identical, 0 close, 0 different, 0 not compared"
 
 
-def test_files_of_nothing_in_common(cli: Run, tmp_path: Path) -> None:
-    """Several files, none another's replica: what would put them into one group is said."""
+def test_unrelated_files(cli: Run, tmp_path: Path) -> None:
+    """If no two files are replicas of each other, the verdict recommends --group-by."""
     (tmp_path / "src").mkdir()
     for name in ("best.pth", "model_0.pth", "ckpt-rank1-step100.pt"):
         save_pth(tmp_path / "src" / name, network())
@@ -154,8 +156,8 @@ def test_files_of_nothing_in_common(cli: Run, tmp_path: Path) -> None:
     assert "--group-by ''" in done.lines[-2]
 
 
-def test_the_same_file_twice_is_one(cli: Run, ranks: Ranks) -> None:
-    """A file is no replica of itself: given twice, by whatever path, nothing was compared."""
+def test_a_file_is_not_its_own_replica(cli: Run, ranks: Ranks) -> None:
+    """A file is not its own replica: if one file is passed twice, under any path, the exit code is 2."""
     (path, _) = ranks()
     assert cli("compare", path, path).code == 2
     assert cli("compare", path, f"./{path.name}").code == 2
@@ -164,8 +166,8 @@ def test_the_same_file_twice_is_one(cli: Run, ranks: Ranks) -> None:
     assert cli("compare", "only.pth", path.parent / "only.pth").code == 2
 
 
-def test_alone_beside_a_group(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
-    """A checkpoint that was compared with nothing is listed, and the answer is not "in sync"."""
+def test_checkpoint_without_a_replica(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """A checkpoint without a replica is listed, and the exit code is 2 although the other checkpoints are equal."""
     ranks()
     save_pth(tmp_path / "best.pth", changed(network(), "fc.bias"))
     done = cli("compare", tmp_path)
@@ -173,8 +175,8 @@ def test_alone_beside_a_group(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
     assert "ALONE" in done.out
 
 
-def test_no_arguments(cli: Run) -> None:
-    """Wrong usage is one line and 2."""
+def test_wrong_usage(cli: Run) -> None:
+    """Wrong usage exits with 2 and prints one line that refers to --help."""
     for arguments in (("compare",), ("nonsense",), ("show",), ("compare", "--rtol")):
         done = cli(*arguments)
         assert done.code == 2
@@ -183,22 +185,22 @@ def test_no_arguments(cli: Run) -> None:
 
 
 def test_no_command(cli: Run) -> None:
-    """A line without a command is answered with the commands there are, on stderr, and 2."""
+    """Without a command, the commands are listed on stderr, and the exit code is 2."""
     done = cli()
     assert (done.code, done.out) == (2, "")
     assert {"compare", "report", "show", "fingerprint", "explain", "demo"} <= set(done.err.split())
 
 
 def test_mistyped_option(cli: Run) -> None:
-    """A mistyped option is named with the one that it resembles, and with the help that lists it: the command's."""
-    start = "syncheck compare: error: unrecognized arguments:"
-    for given, answer in (("--only-bufers", "; did you mean --only-buffers?"), ("--zzzz=3", ".")):
+    """The error for a mistyped option suggests a similar option and refers to the help of the command."""
+    prefix = "syncheck compare: error: unrecognized arguments:"
+    for given, hint in (("--only-bufers", "; did you mean --only-buffers?"), ("--zzzz=3", ".")):
         done = cli("compare", given, "a.pth")
-        assert (done.code, done.err) == (2, f"{start} {given}{answer} See: syncheck compare --help\n")
+        assert (done.code, done.err) == (2, f"{prefix} {given}{hint} See: syncheck compare --help\n")
 
 
-def test_help_and_version_are_0(cli: Run) -> None:
-    """Help names the exit codes, and goes to stdout."""
+def test_help_and_version_exit_with_0(cli: Run) -> None:
+    """--help and --version exit with 0, and the help on stdout lists the exit codes."""
     done = cli("--version")
     assert (done.code, done.err) == (0, "")
     for arguments in (("--help",), ("compare", "--help"), ("report", "--help"), ("show", "-h")):
@@ -207,14 +209,14 @@ def test_help_and_version_are_0(cli: Run) -> None:
         assert "exit codes: 0 in sync, 1 out of sync, 2 could not tell" in done.out
 
 
-def test_empty_path_and_nul(cli: Run) -> None:
-    """An empty path is bad input and no crash."""
-    one_line(cli("compare", ""))
+def test_empty_path(cli: Run) -> None:
+    """An empty path is an error in one line and not a crash."""
+    assert_one_line_error(cli("compare", ""))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_file_that_may_not_be_read(cli: Run, ranks: Ranks) -> None:
-    """A file without permission is unreadable."""
+def test_file_without_read_permission(cli: Run, ranks: Ranks) -> None:
+    """A file without read permission is an error with exit code 2."""
     paths = ranks()
     paths[1].chmod(0)
     done = cli("compare", *paths)
@@ -223,7 +225,7 @@ def test_file_that_may_not_be_read(cli: Run, ranks: Ranks) -> None:
 
 
 def test_crash_of_ours_is_3(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash has exit code 3, and ends with the environment and the arguments, which a bug report needs."""
+    """A crash exits with 3 and prints the environment and the arguments for a bug report."""
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("planted")
@@ -239,8 +241,8 @@ def test_crash_of_ours_is_3(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_interrupt_is_130(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is 130 and one line."""
+def test_interrupt_exits_with_130(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C exits with 130 and prints one line."""
 
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -250,7 +252,7 @@ def test_interrupt_is_130(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_folder_spelled_in_several_ways(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
-    """Files of one folder are replicas however the folder is written, and are shown as they were given."""
+    """Files of one folder are replicas under any spelling of the folder, and are listed with the given paths."""
     ranks(name="ddp_rank{}.pth")
     (tmp_path / "here").symlink_to(tmp_path)
     for rank in range(2):
@@ -266,10 +268,8 @@ def test_one_folder_spelled_in_several_ways(cli: Run, ranks: Ranks, tmp_path: Pa
             assert f"rank {rank}: {path} " in done.out
 
 
-def test_folders_that_cannot_be_entered_or_are_links(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What lies below a link is compared, once; below a folder that may not be entered it is unknown, never in sync."""
+def test_links_and_folders_without_access(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files below a link are compared once; a folder without access makes the verdict undecided."""
     ranks(name="ckpts/ddp_rank{}.pth")
     for rank in range(2):
         save_pth(tmp_path / "elsewhere" / f"bad_rank{rank}.pth", {"w": np.full(2, rank, np.float32)})

@@ -31,10 +31,10 @@ FILES = "too many open files; raise the limit (ulimit -n) to at least a few doze
 GONE = "the current folder was removed; change to an existing folder"
 
 
-def is_told(found: tuple[int, str, str]) -> None:
+def assert_out_of_sync(result: tuple[int, str, str]) -> None:
     """Assert that a run found the two ranks out of sync and printed no error."""
-    assert (found[0], found[2]) == (1, "")
-    assert found[1].splitlines()[-1] == LAST
+    assert (result[0], result[2]) == (1, "")
+    assert result[1].splitlines()[-1] == LAST
 
 
 ODD = {
@@ -66,17 +66,17 @@ print(codes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ODD)
-def test_odd_environments(shell: Shell, what: str) -> None:
+@pytest.mark.parametrize("name", ODD)
+def test_odd_environments(shell: Shell, name: str) -> None:
     """The result does not depend on the environment."""
-    is_told(shell(ODD[what]))
+    assert_out_of_sync(shell(ODD[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python", RUN_BY)
 def test_odd_interpreters(shell: Shell, tmp_path: Path, python: str) -> None:
     """Results, reports and fingerprints do not depend on the options of Python."""
-    is_told(shell(f"{COMPARE} -o out.html -o out.json -o out.md -o out.txt -o out.xml", python))
+    assert_out_of_sync(shell(f"{COMPARE} -o out.html -o out.json -o out.md -o out.txt -o out.xml", python))
     lines = ("fingerprint run_rank0.pth -o made.json", "compare run_rank0.pth run_rank1.pth nothing.pth")
     command = [sys.executable, *python.split(), "-c", SEVERAL, *lines, "show run_rank0.pth", "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -95,12 +95,12 @@ def test_explain_without_docstrings(shell: Shell) -> None:
         assert err.count("\n") == 1
 
 
-def test_a_folder_that_was_removed(shell: Shell, tmp_path: Path) -> None:
-    """In a removed folder, absolute paths are compared; anything else is a one-line error."""
+def test_removed_folder(shell: Shell, tmp_path: Path) -> None:
+    """In a removed folder, absolute paths are compared, and a relative path is an error in one line."""
     gone = "mkdir -p gone; cd gone; rmdir ../gone; "
-    here = f"{tmp_path}/run_rank"
-    is_told(shell(f"{gone}syncheck compare {here}0.pth {here}1.pth"))
-    code, out, err = shell(f"{gone}syncheck compare {here}0.pth ../run_rank1.pth")
+    prefix = f"{tmp_path}/run_rank"
+    assert_out_of_sync(shell(f"{gone}syncheck compare {prefix}0.pth {prefix}1.pth"))
+    code, out, err = shell(f"{gone}syncheck compare {prefix}0.pth ../run_rank1.pth")
     assert (code, out, err) == (2, "", f"syncheck: error: ../run_rank1.pth: {GONE}\n")
 
 
@@ -110,7 +110,7 @@ def test_a_folder_that_was_removed(shell: Shell, tmp_path: Path) -> None:
     ["report", "show a", "demo", "compare '*.pth'", "compare {0} {1} -o a.json", "compare a b", "fingerprint a -o b"],
 )
 def test_other_commands_in_a_removed_folder(shell: Shell, tmp_path: Path, command: str) -> None:
-    """In a removed folder no command crashes."""
+    """In a removed folder, each command exits with 2 and prints one line."""
     command = command.replace("{0}", f"{tmp_path}/run_rank0.pth").replace("{1}", f"{tmp_path}/run_rank1.pth")
     code, out, err = shell(f"mkdir -p gone; cd gone; rmdir ../gone; syncheck {command}")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -124,26 +124,29 @@ def test_too_few_files(shell: Shell) -> None:
 
 
 @pytest.mark.slow
-def test_files_and_memory_from_next_to_none(shell: Shell, tmp_path: Path) -> None:
-    """Under any limit, two ranks in sync give exit code 0 or one of these errors."""
+def test_all_limits_of_memory_and_files(shell: Shell, tmp_path: Path) -> None:
+    """Under any limit of memory or open files, two ranks in sync exit with 0 or a known error."""
     save_pth(tmp_path / "run_rank1.pth", network())
-    seen = set()
+    outcomes = set()
     for kilobytes in range(20_000, 260_000, 20_000):
         code, out, err = shell(f"ulimit -v {kilobytes}; {COMPARE} -o out.html")
         # Without memory, numpy's matrix library ends the program itself with exit code 1.
         if "OpenBLAS error" not in err and "python" not in err.lower():
             assert (code, err) in ((0, ""), (2, f"syncheck: error: {MEMORY}\n")), kilobytes
-        seen.add((code, bool(out)))
+        outcomes.add((code, bool(out)))
     for files in range(4, 24):
         code, out, err = shell(f"ulimit -n {files}; {COMPARE} -o out.html")
-        told = (f"syncheck: error: {FILES}\n", "syncheck: error: -o out.html: cannot be written: Too many open files\n")
-        assert (code, err) == (0, "") or (code == 2 and err in told) or "Fatal Python error" in err, (files, err)
-        seen.add((code, bool(out)))
-    assert {(0, True), (2, False)} <= seen
+        errors = (
+            f"syncheck: error: {FILES}\n",
+            "syncheck: error: -o out.html: cannot be written: Too many open files\n",
+        )
+        assert (code, err) == (0, "") or (code == 2 and err in errors) or "Fatal Python error" in err, (files, err)
+        outcomes.add((code, bool(out)))
+    assert {(0, True), (2, False)} <= outcomes
 
 
 def test_threads_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no thread, or only one, can be started, the calling thread does the work with the same result."""
+    """If at most one thread can be started, the calling thread does the work with the same result."""
     for rank, last in enumerate((0, 1, 0)):
         array = np.zeros(9_000_000, np.uint8)
         array[-1] = last
@@ -151,19 +154,19 @@ def test_threads_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shares, "LARGE", 1)
     options = syncheck.Options(jobs=4)
     usual = syncheck.compare(str(tmp_path), options=options)
-    begin = threading.Thread.start
-    for most in (0, 1):
-        begun: list[threading.Thread] = []
+    real_start = threading.Thread.start
+    for limit in (0, 1):
+        threads: list[threading.Thread] = []
 
-        def start(thread: threading.Thread, most: int = most, begun: list[threading.Thread] = begun) -> None:
-            if len(begun) == most:
+        def start(thread: threading.Thread, limit: int = limit, threads: list[threading.Thread] = threads) -> None:
+            if len(threads) == limit:
                 raise RuntimeError("can't start new thread")
-            begun.append(thread)
-            begin(thread)
+            threads.append(thread)
+            real_start(thread)
 
         monkeypatch.setattr(threading.Thread, "start", start)
         assert syncheck.compare(str(tmp_path), options=options) == usual
-        assert len(begun) == most
+        assert len(threads) == limit
     assert usual.groups[0].tensors[0].clusters == ((0, 2), (1,))
 
 
@@ -178,7 +181,7 @@ def test_no_room_for_a_thread(shell: Shell, tmp_path: Path) -> None:
     assert shell(f"ulimit -s 900000; ulimit -v 800000; {command}") == usual
 
 
-def seen_on(columns: str, shell: Shell, command: str, **environment: str) -> str:
+def print_on_terminal(columns: str, shell: Shell, command: str, **environment: str) -> str:
     """Return the output of a command on a terminal, without colours."""
     script = f"script -qec 'stty cols {columns} 2>/dev/null; {command}' /dev/null"
     _, out, _ = shell(script, **({"TERM": "xterm-256color"} | environment))
@@ -190,7 +193,7 @@ def seen_on(columns: str, shell: Shell, command: str, **environment: str) -> str
 @pytest.mark.parametrize("columns", ["1", "3", "20", "80", "200", "5000"])
 def test_terminals_of_all_widths(shell: Shell, columns: str) -> None:
     """No text is lost at any width, and from 80 columns on no line is wider than the terminal."""
-    text = seen_on(columns, shell, COMPARE)
+    text = print_on_terminal(columns, shell, COMPARE)
     assert max(map(len, text.splitlines())) <= max(int(columns), 79)
     assert "OUTOFSYNC" in re.sub(r"\s", "", text)
     assert "".join(LAST.split()) in re.sub(r"\s", "", text)
@@ -202,9 +205,9 @@ def test_terminals_of_all_widths(shell: Shell, columns: str) -> None:
     [{"COLUMNS": "x"}, {"COLUMNS": "0"}, {"COLUMNS": "-5"}, {"TERM": ""}, {"TERM": "dumb"}, {"TERM": "nothing"}],
     ids=str,
 )
-def test_terminals_that_say_nonsense(shell: Shell, environment: dict[str, str]) -> None:
-    """A terminal of unknown kind or width counts as one of 80 columns, or as a pipe."""
-    text = seen_on("80", shell, COMPARE, **environment)
+def test_terminals_with_invalid_settings(shell: Shell, environment: dict[str, str]) -> None:
+    """A terminal of unknown type or width is treated as a terminal of 80 columns or as a pipe."""
+    text = print_on_terminal("80", shell, COMPARE, **environment)
     assert text.splitlines()[-1] == LAST
 
 

@@ -1,4 +1,4 @@
-"""`syncheck fingerprint`: what it writes where, its exit codes, and that `compare` and `show` take what it wrote."""
+"""`syncheck fingerprint`: output paths, exit codes, and fingerprints as input of `compare` and `show`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SCHEMA = json.loads((Path(library.__file__).parent / "report" / "schema.json").read_text())
 
 
-def test_checkpoints_to_a_folder_and_back(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
-    """Fingerprints of ranks out of sync, without the ranks, give compare's finding, exit code and a valid document."""
+def test_fingerprints_replace_checkpoints(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """Fingerprints of ranks out of sync give the finding, exit code and counts without the checkpoints."""
     for path, state in zip(ranks(), (network(), changed(network(), "running_mean", "running_var")), strict=True):
         save_pth(path, state)
     done = cli("fingerprint", "run_rank*.pth", "-o", "kept")
@@ -36,16 +36,16 @@ def test_checkpoints_to_a_folder_and_back(cli: Run, ranks: Ranks, tmp_path: Path
     for path in tmp_path.glob("*.pth"):
         path.unlink()
     done = cli("compare", "kept", "--format", "json")
-    found = json.loads(done.out)
-    jsonschema.validate(found, SCHEMA)
+    document = json.loads(done.out)
+    jsonschema.validate(document, SCHEMA)
     assert done.code == 1
-    assert [finding["code"] for finding in found["groups"][0]["findings"]] == ["SYN201"]
+    assert [finding["code"] for finding in document["groups"][0]["findings"]] == ["SYN201"]
     done = cli("compare", "kept")
     assert done.lines[-2:] == ["OUT OF SYNC", "14 tensors: 10 identical, 0 close, 4 different, 0 not compared"]
 
 
 def test_one_checkpoint_to_a_file(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
-    """One checkpoint goes to the file named, readable for others as any file, and nothing lies beside it."""
+    """A single checkpoint is written to the given path, readable for all users, and no other file is created."""
     ranks()
     done = cli("fingerprint", "run_rank0.pth", "-o", "one.json", "-q")
     assert (done.code, done.out, done.err) == (0, "", "")
@@ -54,8 +54,8 @@ def test_one_checkpoint_to_a_file(cli: Run, ranks: Ranks, tmp_path: Path) -> Non
     assert cli("compare", "one.json", "run_rank1.pth", "--group-by", "n").code == 0
 
 
-def test_beside_a_checkpoint_it_is_its_replica(cli: Run, ranks: Ranks) -> None:
-    """A fingerprint of rank 0 and the file of rank 1 are one group by their names alone."""
+def test_fingerprint_and_checkpoint_are_replicas(cli: Run, ranks: Ranks) -> None:
+    """A fingerprint of rank 0 and the checkpoint of rank 1 form one group by their names alone."""
     ranks()
     assert cli("fingerprint", "run_rank0.pth", "-o", "kept/").code == 0
     assert cli("fingerprint", "run_rank0.pth", "-o", ".").code == 0
@@ -66,7 +66,7 @@ def test_beside_a_checkpoint_it_is_its_replica(cli: Run, ranks: Ranks) -> None:
 
 
 def test_show_lists_a_fingerprint(cli: Run, ranks: Ranks) -> None:
-    """`show` gives a fingerprint's statistics, the same as of the checkpoint."""
+    """`show` prints the same statistics for a fingerprint and for its checkpoint."""
     ranks()
     cli("fingerprint", "run_rank0.pth", "-o", "one.json")
     a, b = (json.loads(cli("show", name, "--format", "json").out) for name in ("run_rank0.pth", "one.json"))
@@ -74,8 +74,8 @@ def test_show_lists_a_fingerprint(cli: Run, ranks: Ranks) -> None:
     assert (a["format"], b["format"]) == ("torch-zip", "fingerprint")
 
 
-def test_errors_are_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
-    """What cannot be read is told and exits 2 while the rest is written; wrong usage writes nothing."""
+def test_errors_exit_with_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) -> None:
+    """For an unreadable file, the exit code is 2, and other fingerprints are written; wrong usage writes no file."""
     ranks()
     (tmp_path / "broken.pth").write_bytes(b"PK\x03\x04")
     save_safetensors(tmp_path / "run_rank0.safetensors", network())
@@ -86,7 +86,7 @@ def test_errors_are_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) 
         "syncheck: error: nowhere.pth: no su",
     ]
     assert (tmp_path / "kept" / "run_rank0.fingerprint.json").exists()
-    for arguments, said in (
+    for arguments, message in (
         (["run_rank0.pth"], "required: -o/--output"),
         (["*.nothing", "-o", "x"], "no file matches"),
         (["run_rank0.pth", "-o", "run_rank1.pth"], "would overwrite a checkpoint"),
@@ -98,5 +98,5 @@ def test_errors_are_2_and_name_the_file(cli: Run, ranks: Ranks, tmp_path: Path) 
         before = sorted(tmp_path.rglob("*"))
         done = cli("fingerprint", *arguments)
         assert (done.code, done.err.count("\n")) == (2, 1), done
-        assert said in done.err
+        assert message in done.err
         assert sorted(tmp_path.rglob("*")) == before

@@ -1,4 +1,4 @@
-"""`--format`: what stdout gets in each format, typed or from [tool.syncheck], and of hostile files."""
+"""`--format`: stdout in each format, typed or set in [tool.syncheck], also with hostile file names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTS = "14 tensors: 12 identical, 0 close, 2 different, 0 not compared"
 
 
 def is_whole(name: str, text: str) -> None:
-    """Check that a text is a whole document of its format that tells of two tensors out of sync."""
+    """Assert that a text is a complete document of its format and reports SYN201."""
     assert "SYN201" in text
     if name == "json":
         assert json.loads(text)["verdict"] == "out_of_sync"
@@ -47,7 +47,7 @@ def is_whole(name: str, text: str) -> None:
 @pytest.mark.parametrize("command", ["compare", "report"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_on_stdout(cli: Run, tmp_path: Path, name: str, command: str) -> None:
-    """Each format is alone on stdout, typed or set in the file, exits alike, and -q leaves it out."""
+    """Each format is the only output on stdout, is the same if set in pyproject.toml, and is suppressed by -q."""
     typed = cli(command, "run_*.pth", "--format", name)
     assert (typed.code, typed.err) == (1, "")
     is_whole(name, typed.out)
@@ -57,38 +57,38 @@ def test_every_format_on_stdout(cli: Run, tmp_path: Path, name: str, command: st
     assert cli(command, "run_*.pth").out == typed.out
 
 
-def test_every_ending(cli: Run, tmp_path: Path) -> None:
-    """One run writes a file of each ending beside what stdout gets, the same document where both have the format.
+def test_every_file_extension(cli: Run, tmp_path: Path) -> None:
+    """One run writes a file for each file extension, equal to stdout of the same format except HTML and text.
 
-    Only the histograms, which are gathered for the page, stand in the JSON beside it and not in that without one.
+    Only the JSON of this run has histograms, because they are collected for the page.
     """
-    wanted = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
-    assert cli("compare", "run_*.pth", "--format", "github", *wanted).code == 1
-    for ending, name in EXTENSIONS.items():
-        text = (tmp_path / f"out{ending}").read_text()
+    outputs = [argument for extension in EXTENSIONS for argument in ("-o", f"out{extension}")]
+    assert cli("compare", "run_*.pth", "--format", "github", *outputs).code == 1
+    for extension, name in EXTENSIONS.items():
+        text = (tmp_path / f"out{extension}").read_text()
         is_whole(name, text)
         if name == "json":
-            text, gathered = re.subn(r'"histogram": \{.*?\}', '"histogram": null', text, flags=re.DOTALL)
-            assert gathered
+            text, replaced = re.subn(r'"histogram": \{.*?\}', '"histogram": null', text, flags=re.DOTALL)
+            assert replaced
         if name not in ("html", "text"):
             assert text == cli("compare", "run_*.pth", "--format", name).out
 
 
 def test_help_and_errors_name_the_formats(cli: Run) -> None:
-    """A wrong format and a wrong ending are answered with those that there are, on one line."""
-    wrong = cli("compare", "run_*.pth", "--format", "xml")
-    assert (wrong.code, wrong.out, wrong.err.count("\n")) == (2, "", 1)
-    assert all(name in wrong.err for name in FORMATS)
-    ending = cli("compare", "run_*.pth", "-o", "out.junit")
-    assert (ending.code, ending.out, ending.err.count("\n")) == (2, "", 1)
-    assert all(name in ending.err for name in EXTENSIONS)
-    told = re.sub(r"\s+", " ", cli("compare", "--help").out)
-    assert f"{{{','.join(FORMATS)}}}" in told
-    assert ", ".join(EXTENSIONS) in told
+    """The help, and the errors for an invalid format and file extension, list the valid values."""
+    bad_format = cli("compare", "run_*.pth", "--format", "xml")
+    assert (bad_format.code, bad_format.out, bad_format.err.count("\n")) == (2, "", 1)
+    assert all(name in bad_format.err for name in FORMATS)
+    bad_extension = cli("compare", "run_*.pth", "-o", "out.junit")
+    assert (bad_extension.code, bad_extension.out, bad_extension.err.count("\n")) == (2, "", 1)
+    assert all(name in bad_extension.err for name in EXTENSIONS)
+    help_text = re.sub(r"\s+", " ", cli("compare", "--help").out)
+    assert f"{{{','.join(FORMATS)}}}" in help_text
+    assert ", ".join(EXTENSIONS) in help_text
 
 
 def test_every_format_is_documented() -> None:
-    """The table of formats in docs/options.md has each name of --format, and each ending of a file."""
+    """The section Formats of docs/options.md has a row for each value of --format and for each file extension."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
     lines = [line for line in page.split("\n## Formats\n")[1].split("\n## ")[0].splitlines() if line.startswith("| ")]
     cells = {cell.strip(" `") for line in lines for cell in line.split("|")[1:3]}
@@ -96,14 +96,14 @@ def test_every_format_is_documented() -> None:
 
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])
-def test_could_not_tell(cli: Run, tmp_path: Path, name: str) -> None:
-    """Exit code 2 has its document too: of a file that is alone, and of one that cannot be read."""
-    alone = cli("compare", "run_rank0.pth", "--format", name)
-    assert alone.code == 2
+def test_undecided_documents(cli: Run, tmp_path: Path, name: str) -> None:
+    """An undecided verdict is a document too: for a single file, and for an unreadable file."""
+    single = cli("compare", "run_rank0.pth", "--format", name)
+    assert single.code == 2
     (tmp_path / "run_rank1.pth").write_text("no checkpoint")
-    unread = cli("compare", "run_*.pth", "--format", name)
-    assert unread.code == 2
-    for done, reason in ((alone, "no replica to compare with"), (unread, "run_rank1.pth")):
+    unreadable = cli("compare", "run_*.pth", "--format", name)
+    assert unreadable.code == 2
+    for done, reason in ((single, "no replica to compare with"), (unreadable, "run_rank1.pth")):
         if name == "junit":
             assert int(ET.fromstring(done.out).attrib["errors"]) > 0
         else:
@@ -113,7 +113,7 @@ def test_could_not_tell(cli: Run, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["junit", "github", "markdown"])
 def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
-    """Names in a checkpoint and names of files steer neither terminal nor runner, and end no element."""
+    """Names of tensors and files cannot control the terminal or the CI runner, or close an XML element."""
     evil = "x]]></failure>\x1b[31m\n::add-mask::y,%0A\r##[error]\u202e@team"
     for rank in range(2):
         save_pth(tmp_path / f"a,b::c%\x1b[2J\n::error::_rank{rank}.pth", {evil: np.full(2, rank, np.float32)})
@@ -133,7 +133,7 @@ def test_hostile_files(cli: Run, tmp_path: Path, name: str) -> None:
 
 
 def test_plain_locale(shell: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    """Under LANG=C each format comes out whole, whatever characters the names have."""
+    """With LANG=C, the output is complete even for names outside ASCII."""
     for rank in range(2):
         save(tmp_path / f"rank{rank}.pth", {"gewicht\u00e4\u4e2d": np.full(2, rank, np.float32)})
     environment = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

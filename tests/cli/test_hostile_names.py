@@ -1,4 +1,4 @@
-"""Names in any script, and names that mean something to what shows them, from the files to every output."""
+"""Names in any script, and names with a special meaning for terminals, CI, HTML, Markdown or shells."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def save_ranks(names: list[str], first: str = "run_rank0.pth", second: str = "run_rank1.pth") -> tuple[str, str]:
-    """Write two ranks of which all tensors differ, with the names also in values and in the metadata."""
+    """Write two ranks whose tensors all differ, with the names also in values and in the metadata."""
     for rank, path in enumerate((first, second)):
         tensors = {name: np.full(2, rank + i, np.float32) for i, name in enumerate(names)}
-        about = {
+        metadata = {
             "schema": 1,
             "rank": rank,
             "world_size": 2,
@@ -52,25 +52,25 @@ def save_ranks(names: list[str], first: str = "run_rank0.pth", second: str = "ru
             "method": names[0],
             "host": names[0] + str(rank),
         }
-        told = {"epoch": f"{names[0]}{rank}", names[-1]: names[0], f"{names[-1]}{rank}": "on this rank only"}
-        save_pth(Path("made.pth"), {"model": tensors, "syncheck": about} | told)
+        values = {"epoch": f"{names[0]}{rank}", names[-1]: names[0], f"{names[-1]}{rank}": "on this rank only"}
+        save_pth(Path("made.pth"), {"model": tensors, "syncheck": metadata} | values)
         os.rename("made.pth", path)
     return first, second
 
 
-def is_calm(text: str) -> bool:
-    """Whether a text does nothing to a terminal but to print lines, in our own colours, nor to the runner of a CI."""
+def is_harmless(text: str) -> bool:
+    """Return whether a text has only printable lines and colours, and no commands for a terminal or a CI runner."""
     plain = COLOURS.sub("", text)
     commands = [line for line in plain.split("\n") if line.strip().startswith("::") or re.search(r"##\w*\[", line)]
     return all(c == "\n" or c.isprintable() for c in plain) and not commands
 
 
 def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
-    """Write every format, and read it with what reads it."""
+    """Write every format, and parse each document."""
     outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
     done = cli("compare", "--no-config", *outputs, "--", *paths)
     assert (done.code, done.err) == (1, "")
-    assert is_calm(done.out)
+    assert is_harmless(done.out)
     texts = {}
     for ending in EXTENSIONS:
         with open(f"out{ending}", encoding="utf-8") as file:
@@ -83,7 +83,7 @@ def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
         "testsuites", "testsuite", "properties", "property", "testcase", "failure", "system-out",
     }  # fmt: skip
     for ending in (".json", ".md", ".txt", ".xml"):
-        assert is_calm(texts[ending]), ending
+        assert is_harmless(texts[ending]), ending
     tokens = MarkdownIt("js-default").parse(texts[".md"])
     inner = [child.type for token in tokens for child in token.children or []]
     assert not {"link_open", "image", "html_inline"} & set(inner)
@@ -97,55 +97,55 @@ def check_documents(cli: Run, paths: tuple[str, str], names: list[str]) -> None:
 
 
 def check_streams(cli: Run, paths: tuple[str, str]) -> None:
-    """Print with every command, colored or not, and the format that has no file extension."""
-    both = ("--no-config", "--", *paths)
-    commands = [("compare", "--color", "always", *both), ("report", "--color", "always", *both)]
+    """Run every command, with and without colours, and the format without a file extension."""
+    inputs = ("--no-config", "--", *paths)
+    commands = [("compare", "--color", "always", *inputs), ("report", "--color", "always", *inputs)]
     commands += [("show", "--", paths[0]), ("show", "--color", "always", "--", paths[0])]
     commands += [("show", "--format", "json", "--", paths[0]), ("fingerprint", "-o", "made.json", "--", paths[0])]
     for command in commands:
         done = cli(*command)
         assert done.code in (0, 1), done.err
-        assert is_calm(done.out), command
-        assert is_calm(done.err), command
-    # Annotations are commands, one line each, and nothing else is one.
-    lines = cli("compare", "--format", "github", *both).out.split("\n")
+        assert is_harmless(done.out), command
+        assert is_harmless(done.err), command
+    # Each annotation is a command on one line, and there are no other commands.
+    lines = cli("compare", "--format", "github", *inputs).out.split("\n")
     assert all(line.isprintable() for line in lines)
     assert (
         sum(line.lstrip().startswith("::") for line in lines) == sum(line.startswith("::error ") for line in lines) == 1
     )
-    # A fingerprint with these names compares as the checkpoint does.
+    # A fingerprint with hostile names can be compared.
     done = cli("compare", "--no-config", "--format", "json", "--group-by=", "--", "made.json", paths[1])
     assert done.code == 1, done.err
 
 
 @pytest.fixture
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the charts of pages, which take most of the time; one test draws charts of all names."""
+    """Omit the charts of pages, which take most of the time; test_charts_of_all_names draws all names."""
     monkeypatch.setattr(page, "find_spec", lambda _: None)
 
 
 @pytest.mark.parametrize("first", range(0, len(NAMES), 60))
 def test_charts_of_all_names(first: int) -> None:
-    """Every chart draws every name as text: as a tensor of the heatmap and of the drift, as a run, and as a curve."""
+    """Charts draw every name as text: tensors of heatmap and drift, runs, and curves."""
     names = [name for name in NAMES[first : first + 60] if name.strip()]
     counts = Counts(len(names), different=len(names))
     diffs = [TensorDiff(name, "bn_mean", "float32", (2,), "different", max_abs=0.5) for name in names]
     replicas = [Replica("a", rank, "torch-zip", 1, 8) for rank in range(2)]
     group = make_group(names[0], 3, "out_of_sync", replicas, counts, diffs, kinds={"bn_mean": counts})
-    drawn = [charts.draw_heatmap(Heatmap(tuple(names), ("0",), ((0.5,),) * len(names)))]
-    drawn += charts.draw_drift(Report("out_of_sync", (group,)))
+    drawings = [charts.draw_heatmap(Heatmap(tuple(names), ("0",), ((0.5,),) * len(names)))]
+    drawings += charts.draw_drift(Report("out_of_sync", (group,)))
     points = [DriftPoint(run, step, 0.5, run) for run in names for step in (1, 3)]
-    drawn.append(charts.draw_curves(dict.fromkeys(names, ((1, 0.5), (2, None)))))
-    drawn.append(charts._draw_over_steps(Report("out_of_sync", (), drift=tuple(points))))
-    for chart in drawn:
-        tags = {element.tag.rpartition("}")[2] for element in ET.fromstring(chart).iter()}
+    drawings.append(charts.draw_curves(dict.fromkeys(names, ((1, 0.5), (2, None)))))
+    drawings.append(charts._draw_over_steps(Report("out_of_sync", (), drift=tuple(points))))
+    for drawing in drawings:
+        tags = {element.tag.rpartition("}")[2] for element in ET.fromstring(drawing).iter()}
         assert not tags & {"script", "a", "foreignObject"}
-    texts = html.unescape("".join(drawn))
+    texts = html.unescape("".join(drawings))
     assert [name for name in names if len(name) < 60 and one_line(name) not in texts] == []
 
 
-def test_scripts_that_the_font_of_charts_lacks(cli: Run) -> None:
-    """A page with Chinese, Korean and Thai names is drawn without a word on stderr; pytest makes warnings errors."""
+def test_scripts_missing_from_the_chart_font(cli: Run) -> None:
+    """A page with Chinese, Korean and Thai names causes no warning, which pytest would turn into an error."""
     paths = save_ranks(["\u6743\u91cd", "\uac00", "\u0e19"])
     assert cli("compare", *paths, "-o", "out.html", "-q") == Done(1, "", "")
     assert "\u6743\u91cd" in Path("out.html").read_text(encoding="utf-8")
@@ -153,7 +153,7 @@ def test_scripts_that_the_font_of_charts_lacks(cli: Run) -> None:
 
 @pytest.mark.slow
 def test_all_names_at_once(cli: Run) -> None:
-    """Tensors of every name in one file: each command and format shows them all and obeys none."""
+    """With all names in one file, each command and format prints every name and executes no name."""
     names = list(dict.fromkeys(NAMES))
     paths = save_ranks(names)
     check_documents(cli, paths, names)
@@ -164,7 +164,7 @@ def test_all_names_at_once(cli: Run) -> None:
 @pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:24]))
 def test_each_name(cli: Run, name: str) -> None:
-    """Each name alone, of a tensor, a value, a method and a host."""
+    """Each name is harmless as the only name of a tensor, a value, a method and a host."""
     paths = save_ranks([name])
     check_documents(cli, paths, [name])
     check_streams(cli, paths)
@@ -173,25 +173,25 @@ def test_each_name(cli: Run, name: str) -> None:
 @pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", [*QUICK, *SLOW], ids=lambda name: ascii(str(name)[:24]))
 def test_each_file_name(cli: Run, name: str) -> None:
-    """Files and folders of every name that a file system takes are compared, reported and written over by none."""
+    """Each name is harmless as the name of a file and of a folder, and as an option and an argument."""
     os.mkdir(name)
     paths = save_ranks(["w"], f"{name}/{name}_rank0.pth", f"{name}/{name}_rank1.pth")
     check_documents(cli, paths, ["w"])
     for command in (("compare", "--", name), ("report", "--no-config", "--color", "always", "--", name)):
         done = cli(*command)
         assert done.code == 1, done.err
-        assert is_calm(done.out)
+        assert is_harmless(done.out)
     done = cli("fingerprint", f"--output={name}/made.json", "--", paths[0])
     assert (done.code, done.err) == (0, "")
-    assert is_calm(done.out)
+    assert is_harmless(done.out)
     with open(f"{name}/broken_rank2.pth", "w") as file:
         file.write("x")
     done = cli("compare", "--", name)
     assert done.code == 1
-    assert is_calm(done.out)
-    assert is_calm(done.err)
+    assert is_harmless(done.out)
+    assert is_harmless(done.err)
     assert done.err.count("\n") == 1
-    # Wrong usage names what was typed, too.
+    # Errors about wrong usage repeat the typed name.
     for wrong in (
         ("compare", f"--{name}"),
         ("compare", f"--format={name}", "a"),
@@ -200,16 +200,16 @@ def test_each_file_name(cli: Run, name: str) -> None:
     ):
         done = cli(*wrong)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert is_calm(done.err)
+        assert is_harmless(done.err)
 
 
 @pytest.mark.parametrize("pattern", ["(", "it's (", "a b$(touch bad)(", '"`touch bad`(', "~/*(", "-x(", "\\(("])
 def test_advice_can_be_pasted(cli: Run, tmp_path: Path, pattern: str) -> None:
-    """An option is written as a shell takes it: pasted into bash, it is the same option again and runs nothing."""
+    """An option in an error message is quoted: pasted into bash, the option has the same value and runs nothing."""
     done = cli("compare", "a.pth", "b.pth", f"--group-by={pattern}")
     assert (done.code, done.out) == (2, "")
-    told = done.err.removeprefix("syncheck: error: ")
-    typed = told[: told.index(shlex.quote(pattern)) + len(shlex.quote(pattern))]
+    message = done.err.removeprefix("syncheck: error: ")
+    typed = message[: message.index(shlex.quote(pattern)) + len(shlex.quote(pattern))]
     shown = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {typed}"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -219,7 +219,7 @@ def test_advice_can_be_pasted(cli: Run, tmp_path: Path, pattern: str) -> None:
 
 @pytest.mark.slow
 def test_in_a_browser(cli: Run, tmp_path: Path) -> None:
-    """A page of all names, opened: no script but ours, no link, no picture, no request, and every name can be read."""
+    """In a browser, a page of all names has no new script, link, picture or console message, and shows every name."""
     names = [name for name in dict.fromkeys(NAMES) if 0 < len(name) < 200]
     assert cli("compare", *save_ranks(names), "-n", "0", "-o", "out.html").code == 1
     before = (tmp_path / "out.html").read_text()
@@ -235,7 +235,7 @@ def test_in_a_browser(cli: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [20, 80, 200])
 def test_on_a_real_terminal(cli: Run, tmp_path: Path, columns: int) -> None:
-    """On a terminal nothing but text, line ends and colours arrives, and no line is wider than 80 columns or more."""
+    """A terminal receives only text, line breaks and colours; from 80 columns on, lines fit the terminal."""
     names = [name for name in dict.fromkeys(NAMES) if len(name) < 500]
     save_ranks(names)
     command = f"{sys.executable} -m syncheck compare run_rank0.pth run_rank1.pth -n 0"
@@ -253,18 +253,18 @@ def test_on_a_real_terminal(cli: Run, tmp_path: Path, columns: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count, length", [(2, 200_000), (300, 20_000), (20_000, 60)])
-def test_long_and_many(cli: Run, tmp_path: Path, count: int, length: int) -> None:
-    """Very long names and very many: every output comes in bounded time, and is bounded by what it has to say."""
+def test_long_names_and_many_names(cli: Run, tmp_path: Path, count: int, length: int) -> None:
+    """With very long names and with very many names, the time and the size of every output are bounded."""
     tensors = [f"{i}.{'x' * length}" for i in range(count)]
     paths = ("run_rank0.safetensors", "run_rank1.safetensors")
     for rank, path in enumerate(paths):
         save_safetensors(tmp_path / path, {name: np.full(1, rank, np.float32) for name in tensors[:2000]})
-    began = time.monotonic()
+    start = time.monotonic()
     outputs = [argument for ending in EXTENSIONS for argument in ("-o", f"out{ending}")]
     assert cli("compare", *paths, *outputs).code == 1
     assert cli("compare", *paths, "--color", "always").code == 1
     assert cli("show", paths[0]).code == 0
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60
     size = count * length
     for ending in EXTENSIONS:
         assert (tmp_path / f"out{ending}").stat().st_size < 20 * size + 2_000_000

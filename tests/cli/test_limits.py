@@ -1,4 +1,4 @@
-"""What a user's limits and mounts take away: the length of files, threads, a folder that is read-only in one place."""
+"""Limits and mounts of a user: file size, threads, and a read-only bind mount."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from checkpoints import save_pth
 from required import unavailable
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
-# Run in a process that may have so many processes and threads, as a user whom such a limit binds, which it does not
-# root. All is imported before, for that user may not be able to read it.
+# Forbid threads in a separate process of another user, because the limit does not apply to root. The imports come
+# first, because that user may be unable to read the modules.
 LIMITED = """
 import os, resource, sys, threading
 import numpy
@@ -37,9 +37,9 @@ sys.exit(77)
 """
 
 
-@pytest.mark.parametrize("most", [0, 100])
-def test_files_may_not_be_long(tmp_path: Path, most: int) -> None:
-    """Where the shell limits the length of files, a longer report is told; the old one stays, alone."""
+@pytest.mark.parametrize("limit", [0, 100])
+def test_file_size_limit(tmp_path: Path, limit: int) -> None:
+    """A report above the file size limit is an error; the old report stays, without a temporary file beside it."""
     (tmp_path / "out.json").write_text("old")
     done = subprocess.run(
         [sys.executable, "-B", "-m", "syncheck", "compare", ".", "-o", "out.json"],
@@ -47,7 +47,7 @@ def test_files_may_not_be_long(tmp_path: Path, most: int) -> None:
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     assert (done.returncode, done.stderr) == (2, "syncheck: error: -o out.json: cannot be written: File too large\n")
     assert done.stdout.splitlines()[-2] == "OUT OF SYNC"
@@ -55,9 +55,9 @@ def test_files_may_not_be_long(tmp_path: Path, most: int) -> None:
     assert sorted(os.listdir(tmp_path)) == ["out.json", "run_rank0.pth", "run_rank1.pth"]
 
 
-def test_no_thread_may_start() -> None:
-    """A user who may start no thread gets the verdict with --jobs 4, by the one that there is."""
-    with tempfile.TemporaryDirectory() as folder:  # another user may not look below pytest's
+def test_thread_limit() -> None:
+    """If the user cannot start threads, --jobs 4 compares in the main thread."""
+    with tempfile.TemporaryDirectory() as folder:  # other users cannot enter the folders of pytest
         os.chmod(folder, 0o755)
         paths = []
         for rank in range(2):
@@ -76,8 +76,8 @@ def test_no_thread_may_start() -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_read_only_in_one_place(tmp_path: Path) -> None:
-    """A folder bound read-only, as into a container, on a disk that is not: told before anything is compared."""
+def test_read_only_bind_mount(tmp_path: Path) -> None:
+    """A read-only bind mount of a writable folder, as in containers, is reported before anything is compared."""
     script = """
     mount --bind . . && mount -o remount,bind,ro . || exit 77
     cd "$PWD"

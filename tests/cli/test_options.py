@@ -1,4 +1,4 @@
-"""Each option of `compare` and `report` acts when it is typed, acts when [tool.syncheck] sets it, and typing wins."""
+"""Each option of `compare` and `report` works typed and in [tool.syncheck], and the typed option takes precedence."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def run(cli: Run, ranks: Ranks, tmp_path: Path) -> Run:
     """
     ranks(network(), changed(network(), *BN))
 
-    def go(*arguments: str, table: str = "", command: str = "compare") -> Done:
+    def run_command(*arguments: str, table: str = "", command: str = "compare") -> Done:
         (tmp_path / "pyproject.toml").write_text(f"[tool.syncheck]\n{table}\n")
         return cli(command, *(arguments or ("run_*.pth",)))
 
-    return go
+    return run_command
 
 
 @pytest.mark.parametrize(
-    ("typed", "table", "back", "codes"),
+    ("typed", "table", "override", "codes"),
     [
         (["--close"], "close = true", ["--no-close"], (0, 1)),
         (["--rtol=0", "--atol=2"], "rtol = 0\natol = 2", ["--ulp=1"], (0, 1)),
@@ -65,10 +65,10 @@ def run(cli: Run, ranks: Ranks, tmp_path: Path) -> Run:
     ],
 )
 @pytest.mark.parametrize("command", ["compare", "report"])
-def test_options_of_the_file_and_of_the_command_line(
-    run: Run, tmp_path: Path, command: str, typed: list[str], table: str, back: list[str], codes: tuple[int, int]
+def test_typed_options_override_the_file(
+    run: Run, tmp_path: Path, command: str, typed: list[str], table: str, override: list[str], codes: tuple[int, int]
 ) -> None:
-    """An option has the same exit code in the file, which is printed on stderr, and typed; typed options win."""
+    """An option has the same exit code typed and in the file; stderr lists the file's options; typed options win."""
     if "close" in table:
         save(tmp_path / "run_rank1.pth", changed(network(), *BN, by=SMALL))
     if typed:
@@ -76,13 +76,13 @@ def test_options_of_the_file_and_of_the_command_line(
     done = run("run_*.pth", table=table, command=command)
     keys = ", ".join(tomllib.loads(table))
     assert (done.code, done.err) == (codes[0], f"syncheck: options from {tmp_path}/pyproject.toml: {keys}\n")
-    for arguments, code in ((back, codes[1]), (["--no-config"], 1)):
+    for arguments, code in ((override, codes[1]), (["--no-config"], 1)):
         done = run("run_*.pth", *arguments, table=table, command=command)
         assert (done.code, done.err) == (code, "")
 
 
 def test_errors_of_the_file_are_one_line(run: Run, tmp_path: Path) -> None:
-    """A wrong value in the file ends both commands with 2 before anything is compared."""
+    """An invalid value in the file ends both commands with 2 before anything is compared."""
     for command in ("compare", "report"):
         done = run("run_*.pth", table="allow = ['SYN999']", command=command)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
@@ -90,7 +90,7 @@ def test_errors_of_the_file_are_one_line(run: Run, tmp_path: Path) -> None:
 
 
 def test_report_without_a_path(cli: Run, run: Run, tmp_path: Path) -> None:
-    """`report` reads a given path, else the file's checkpoints, else the folder ckpts; `compare` needs a path."""
+    """`report` reads a given path, else the file's checkpoints, else the folder ckpts; `compare` requires a path."""
     file = tmp_path / "pyproject.toml"
     for rank in range(2):
         save_pth(tmp_path / "ckpts" / f"other_rank{rank}.pth", network())
@@ -107,8 +107,8 @@ def test_report_without_a_path(cli: Run, run: Run, tmp_path: Path) -> None:
     assert cli("report").code == 0
 
 
-def test_the_rule_is_printed_with_what_it_excused(run: Run) -> None:
-    """Text and JSON name the entry that passed a tensor as close."""
+def test_the_applied_tolerance_is_printed(run: Run) -> None:
+    """Text and JSON name the tolerance entry that accepted a tensor as close."""
     table = "[tool.syncheck.tolerance]\n'*_mean' = {rtol=0, atol=2}\nbn_var = {rtol=0, atol=3}"
     done = run("run_*.pth", table=table)
     assert done.code == 0
@@ -143,16 +143,18 @@ def test_the_rule_is_printed_with_what_it_excused(run: Run) -> None:
         (["--update-baseline"], "--update-baseline: requires --baseline FILE"),
     ],
 )
-def test_wrong_usage_is_said_in_the_words_of_the_command_line(run: Run, arguments: list[str], text: str) -> None:
-    """Each is exit 2 and one line, with the option as it is typed, and nothing is compared."""
+def test_wrong_usage_names_the_typed_option(run: Run, arguments: list[str], text: str) -> None:
+    """Wrong usage exits with 2 and prints one line with the typed option, and nothing is compared."""
     done = run("run_*.pth", *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert f"error: {text}" in done.err
 
 
-def test_wrong_usage_comes_before_out_of_sync(run: Run) -> None:
-    """A glob without a match stops the whole run with 2, beside files that differ too: the answer would be of less than
-    was asked for. A file that is named and missing is listed, and the others are compared."""
+def test_a_glob_without_a_match_stops_the_comparison(run: Run) -> None:
+    """A glob without a match exits with 2 before the comparison, because the result would be incomplete.
+
+    A missing file is listed, and the other files are compared.
+    """
     done = run("run_*.pth", "nothing*.pth")
     assert (done.code, done.out) == (2, "")
     assert "nothing*.pth: no file matches" in done.err
@@ -162,14 +164,14 @@ def test_wrong_usage_comes_before_out_of_sync(run: Run) -> None:
 
 @pytest.mark.parametrize("command", ["compare", "report"])
 def test_reference(run: Run, tmp_path: Path, command: str) -> None:
-    """Findings name the ranks that are not the reference, by rank or path, typed or from the file; typing wins."""
+    """Findings name the ranks that differ from the reference, a rank or path; the typed reference takes precedence."""
     save(tmp_path / "run_rank2.pth", network())
 
     def suspects(*arguments: str, table: str = "") -> list[int]:
         done = run("run_*.pth", "--format", "json", *arguments, table=table, command=command)
         assert done.code == 1
-        found: list[int] = json.loads(done.out)["groups"][0]["findings"][0]["ranks"]
-        return found
+        ranks: list[int] = json.loads(done.out)["groups"][0]["findings"][0]["ranks"]
+        return ranks
 
     assert suspects() == [1]
     assert suspects("--reference", "1") == [0, 2]
@@ -181,22 +183,22 @@ def test_reference(run: Run, tmp_path: Path, command: str) -> None:
 
 
 def test_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of threads reaches those who read, from the file and, before that, from the command line."""
-    asked: list[int | None] = []
-    made = Files.__init__
+    """The number of threads reaches the readers from --jobs, else from the file."""
+    received: list[int | None] = []
+    real_init = Files.__init__
 
     def spy(self: Files, limit: int = 8, jobs: int | None = None) -> None:
-        asked.append(jobs)
-        made(self, limit, jobs)
+        received.append(jobs)
+        real_init(self, limit, jobs)
 
     monkeypatch.setattr(Files, "__init__", spy)
     for arguments, table in (([], ""), (["--jobs", "3"], ""), ([], "jobs = 2"), (["--jobs", "3"], "jobs = 2")):
         assert run("run_*.pth", *arguments, table=table).code == 1
-    assert asked == [None, 3, 2, 3]
+    assert received == [None, 3, 2, 3]
 
 
 def test_quick(run: Run, tmp_path: Path) -> None:
-    """Damage after saving is seen by reading and not by stored checksums; --no-quick looks in spite of the file."""
+    """Damage after saving is found in the data but not by --quick; --no-quick takes precedence over the file."""
     path = tmp_path / "run_rank0.pth"
     data = path.read_bytes()
     (tmp_path / "run_rank1.pth").write_bytes(data)
@@ -213,21 +215,21 @@ def test_quick(run: Run, tmp_path: Path) -> None:
 
 
 def test_group_by(run: Run, tmp_path: Path) -> None:
-    """Files that no name sorts together are compared when the expression does, typed or from the file."""
+    """Files with unrelated names are compared if the expression groups them, and the typed expression wins."""
     for name in ("alice", "bob"):
         save(tmp_path / f"final-{name}.pth", network())
     files = ("final-alice.pth", "final-bob.pth")
-    apart, together = "final-(alice|bob)", "(final)"
-    assert run(*files, "--group-by", apart).code == 2
-    assert run(*files, table=f"group-by = '{apart}'").code == 2
-    assert run(*files, "--group-by", together, table=f"group-by = '{apart}'").code == 0
+    separate, joint = "final-(alice|bob)", "(final)"
+    assert run(*files, "--group-by", separate).code == 2
+    assert run(*files, table=f"group-by = '{separate}'").code == 2
+    assert run(*files, "--group-by", joint, table=f"group-by = '{separate}'").code == 0
 
 
 def test_buffers(run: Run, tmp_path: Path) -> None:
-    """A tensor that may be a parameter is a buffer by --buffers, typed or from the file; typing wins."""
+    """--buffers, typed or from the file, declares a tensor as a buffer; the typed option takes precedence."""
     for rank in range(2):
-        odd = np.full(2, rank, np.float32)
-        save_pth(tmp_path / f"plain_rank{rank}.pth", {"fc.weight": np.ones(2, np.float32), "memory": odd})
+        values = np.full(2, rank, np.float32)
+        save_pth(tmp_path / f"plain_rank{rank}.pth", {"fc.weight": np.ones(2, np.float32), "memory": values})
     files = ("plain_rank0.pth", "plain_rank1.pth", "--only-params")
     assert run(*files).code == 1
     assert run(*files, "--buffers", "mem*").code == 0
@@ -236,14 +238,14 @@ def test_buffers(run: Run, tmp_path: Path) -> None:
 
 
 def test_format(run: Run) -> None:
-    """The file may set JSON for stdout, which stays a document beside the line on stderr; --format text wins."""
+    """The file can set JSON, which stays the only output on stdout; --format text takes precedence."""
     done = run("run_*.pth", table="format = 'json'\nallow = ['SYN201']")
     assert (json.loads(done.out)["verdict"], done.err.count("\n")) == ("in_sync", 1)
     assert run("run_*.pth", "--format", "text", table="format = 'json'").lines[-2] == "OUT OF SYNC"
 
 
 def test_output(run: Run, tmp_path: Path) -> None:
-    """The file's outputs are written, those typed instead of them; a wrong ending or folder names where it stands."""
+    """Typed outputs replace the outputs of the file; the error for an invalid output names pyproject.toml."""
     assert run("run_*.pth", table="output = ['a.json', 'a.md']").code == 1
     assert sorted(path.name for path in tmp_path.glob("a.*")) == ["a.json", "a.md"]
     assert run("run_*.pth", "-o", "b.txt", table="output = ['c.json']").code == 1
@@ -258,7 +260,7 @@ def test_output(run: Run, tmp_path: Path) -> None:
 
 
 def test_limit(run: Run) -> None:
-    """The number of rows comes from the file, and before that from -n, 0 for all."""
+    """The number of rows comes from -n, else from the file, and 0 prints all rows."""
     assert "... and 3 more; --limit 0 shows all" in run("run_*.pth", table="limit = 1").out
     assert "... and 2 more; --limit 0 shows all" in run("run_*.pth", "-n", "2", table="limit = 1").out
     assert "more; --limit 0 shows all" not in run("run_*.pth", "-n", "0", table="limit = 1").out
@@ -267,7 +269,7 @@ def test_limit(run: Run) -> None:
 
 
 def test_quiet(run: Run) -> None:
-    """A project may be quiet; --no-quiet shows the report, and an error is never silent."""
+    """The file can suppress the report, --no-quiet prints the report, and errors are always printed."""
     done = run("run_*.pth", table="quiet = true\nulp = 1")
     assert (done.code, done.out, done.err) == (1, "", "")
     done = run("run_*.pth", "--no-quiet", table="quiet = true")
@@ -276,13 +278,13 @@ def test_quiet(run: Run) -> None:
 
 
 def test_color(run: Run) -> None:
-    """Colour is as the file says, unless it is typed."""
+    """The colour comes from --color, else from the file."""
     assert "\x1b[" in run("run_*.pth", table="color = 'always'").out
     assert "\x1b[" not in run("run_*.pth", "--color", "never", table="color = 'always'").out
 
 
-def test_what_changes_the_exit_code_is_said(run: Run, tmp_path: Path) -> None:
-    """On stderr stand the file's options that act on the answer, and of those for printing only the exit code's."""
+def test_options_that_affect_the_result_are_listed(run: Run, tmp_path: Path) -> None:
+    """stderr lists the file's options that affect the verdict or the exit code, but not the options for printing."""
     table = "exit-zero = true\nlimit = 3\ncolor = 'never'\nreference = 0\njobs = 2"
     path = tmp_path / "pyproject.toml"
     done = run("run_*.pth", table=table)

@@ -1,4 +1,4 @@
-"""`syncheck compare 'rank_{rank}.pth'` on real gloo ranks: one report, and one exit code on all of them."""
+"""`syncheck compare 'rank_{rank}.pth'` on real gloo ranks: one report, and one exit code on all ranks."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ import syncheck
 from syncheck.report import json_document
 
 if TYPE_CHECKING:
-    from conftest import Across
+    from conftest import RankCli
 
 pytestmark = pytest.mark.syncheck(ranks=2)
 
 
-def test_ranks_in_sync_print_one_report(across: Across) -> None:
-    """Equal files end with 0 on all ranks, and rank 0 alone prints the report, with each rank's own path."""
-    across.save()
-    ended = across.compare(across.path)
+def test_ranks_in_sync_print_one_report(rank_cli: RankCli) -> None:
+    """Equal files exit with 0 on all ranks, and rank 0 alone prints the report, with the path of each rank."""
+    rank_cli.save()
+    ended = rank_cli.compare(rank_cli.path)
     assert [done.code for done in ended] == [0, 0]
     assert ended[1].out == ended[0].err == ended[1].err == ""
     assert ended[0].lines[:3] == [
         "run, 2 replicas: IN SYNC",
-        f"  rank 0: {across.folder}/run_rank0.pth (torch-zip, 14 tensors, 4.9 kB)",
-        f"  rank 1: {across.folder}/run_rank1.pth (torch-zip, 14 tensors, 4.9 kB)",
+        f"  rank 0: {rank_cli.folder}/run_rank0.pth (torch-zip, 14 tensors, 4.9 kB)",
+        f"  rank 1: {rank_cli.folder}/run_rank1.pth (torch-zip, 14 tensors, 4.9 kB)",
     ]
     assert ended[0].lines[-1] == "14 tensors: 14 identical, 0 close, 0 different, 0 not compared"
 
 
-def test_a_difference_ends_all_ranks_with_1(across: Across) -> None:
-    """A tensor that differs on rank 1 ends both with 1; `--format json` prints the document and nothing else."""
-    across.save(by=0.5)
-    ended = across.compare(across.path, "--format", "json")
+def test_a_difference_ends_all_ranks_with_1(rank_cli: RankCli) -> None:
+    """A tensor that differs on rank 1 ends both ranks with 1; --format json prints only the document."""
+    rank_cli.save(by=0.5)
+    ended = rank_cli.compare(rank_cli.path, "--format", "json")
     assert [done.code for done in ended] == [1, 1]
     assert ended[1].out == ended[0].err == ended[1].err == ""
-    found = json.loads(ended[0].out)
-    files = [across.folder / f"run_rank{rank}.pth" for rank in range(2)]
-    wanted = json.loads(json_document.render(syncheck.compare(*files), found["version"]))
-    assert [tensor["name"] for tensor in found["groups"][0]["tensors"]] == ["fc.weight"]
-    for document in (found, wanted):
+    printed = json.loads(ended[0].out)
+    files = [rank_cli.folder / f"run_rank{rank}.pth" for rank in range(2)]
+    expected = json.loads(json_document.render(syncheck.compare(*files), printed["version"]))
+    assert [tensor["name"] for tensor in printed["groups"][0]["tensors"]] == ["fc.weight"]
+    for document in (printed, expected):
         document["groups"][0].pop("notes")
-    hosts = [[replica.pop("host") for replica in document["groups"][0]["replicas"]] for document in (found, wanted)]
+    hosts = [[replica.pop("host") for replica in document["groups"][0]["replicas"]] for document in (printed, expected)]
     assert hosts == [[os.uname().nodename] * 2, [None] * 2]
-    assert found == wanted
+    assert printed == expected
 
 
 @pytest.mark.parametrize(
@@ -60,55 +60,55 @@ def test_a_difference_ends_all_ranks_with_1(across: Across) -> None:
         (["--atol", "1", "--rtol", "0"], [0, 0]),
     ],
 )
-def test_options_count_on_all_ranks(across: Across, options: list[str], codes: list[int]) -> None:
-    """What leaves out, excuses or silences a difference does so on all ranks."""
-    across.save(by=0.5)
-    ended = across.compare(across.path, *options)
+def test_options_apply_to_all_ranks(rank_cli: RankCli, options: list[str], codes: list[int]) -> None:
+    """Options that exclude, accept or silence a difference apply to all ranks."""
+    rank_cli.save(by=0.5)
+    ended = rank_cli.compare(rank_cli.path, *options)
     assert [done.code for done in ended] == codes
     assert ended[0].err == ended[1].err == ended[1].out == ""
     assert (ended[0].out == "") == (options == ["-q"])
 
 
-def test_reports_are_written_by_rank_0(across: Across) -> None:
-    """-o writes its files once, of which the page has the histogram of what differs."""
-    across.save(by=0.5)
-    ended = across.compare(across.path, "-q", "-o", "report.json", "-o", "report.html")
+def test_reports_are_written_by_rank_0(rank_cli: RankCli) -> None:
+    """Rank 0 alone writes the files of -o, and the page names the differing tensor."""
+    rank_cli.save(by=0.5)
+    ended = rank_cli.compare(rank_cli.path, "-q", "-o", "report.json", "-o", "report.html")
     assert [done.code for done in ended] == [1, 1]
-    assert sorted(os.listdir()) == (["report.html", "report.json"] if across.rank == 0 else [])
-    if across.rank == 0:
+    assert sorted(os.listdir()) == (["report.html", "report.json"] if rank_cli.rank == 0 else [])
+    if rank_cli.rank == 0:
         with open("report.html", encoding="utf-8") as page, open("report.json", encoding="utf-8") as document:
             assert "fc.weight" in page.read()
             assert json.load(document)["verdict"] == "out_of_sync"
 
 
 @pytest.mark.parametrize(
-    "path, says", [("no/report.json", "the folder no does not exist; create it first"), ("/dev/full", "/dev/full")]
+    "path, reason", [("no/report.json", "the folder no does not exist; create it first"), ("/dev/full", "/dev/full")]
 )
-def test_a_report_that_cannot_be_written_is_exit_code_2_on_all(across: Across, path: str, says: str) -> None:
-    """Rank 0 fails to write; rank 1, which writes nothing, ends with 2 as well, and rank 0 says why in one line."""
-    across.save()
-    ended = across.compare(across.path, "-o", path)
+def test_an_unwritable_report_ends_all_ranks_with_2(rank_cli: RankCli, path: str, reason: str) -> None:
+    """If rank 0 cannot write the report, both ranks exit with 2, and rank 0 prints the reason in one line."""
+    rank_cli.save()
+    ended = rank_cli.compare(rank_cli.path, "-o", path)
     assert [done.code for done in ended] == [2, 2]
     assert ended[1].err == ""
     assert ended[0].err.count("\n") == 1
     assert ended[0].err.startswith("syncheck: error: ")
-    assert says.lower() in ended[0].err.lower()
+    assert reason.lower() in ended[0].err.lower()
 
 
-def test_options_of_the_project_are_told_once(across: Across) -> None:
-    """What pyproject.toml excuses is said by rank 0 alone, and counts on both."""
-    across.save(by=0.5)
+def test_options_of_the_project_are_listed_once(rank_cli: RankCli) -> None:
+    """Options of pyproject.toml apply to both ranks, rank 0 alone lists them, and different options are an error."""
+    rank_cli.save(by=0.5)
     with open("pyproject.toml", "w", encoding="utf-8") as file:
         file.write('[tool.syncheck]\nexclude = ["fc.*"]\nquiet = true\n')
-    ended = across.compare(across.path, "--no-quiet")
+    ended = rank_cli.compare(rank_cli.path, "--no-quiet")
     assert [done.code for done in ended] == [0, 0]
     assert ended[0].err.startswith("syncheck: options from /")
     assert ended[0].err.endswith("/pyproject.toml: exclude\n")
     assert ended[1].err == ended[1].out == ""
-    assert [(done.code, done.out, done.err) for done in across.compare(across.path)] == [(0, "", "")] * 2
-    if across.rank == 1:
+    assert [(done.code, done.out, done.err) for done in rank_cli.compare(rank_cli.path)] == [(0, "", "")] * 2
+    if rank_cli.rank == 1:
         os.remove("pyproject.toml")
-    ended = across.compare(across.path)
+    ended = rank_cli.compare(rank_cli.path)
     assert [done.code for done in ended] == [2, 2]
     assert ended[0].err == "syncheck: error: the options differ between ranks; pass the same options on every rank\n"
     assert ended[1].err == ""
@@ -124,34 +124,34 @@ def test_options_of_the_project_are_told_once(across: Across) -> None:
         ("r_{}/one.pth", "r_{rank}/*.pth"),
     ],
 )
-def test_what_stands_in_braces(across: Across, name: str, path: str) -> None:
-    """A rank may have leading zeros; local rank, node and the number of ranks are known too, and globs still work."""
-    across.save(name)
-    ended = across.compare(f"{across.folder}/{path}")
+def test_fields_in_braces(rank_cli: RankCli, name: str, path: str) -> None:
+    """The fields in braces are rank, local rank, node and number of ranks, also with a format; globs still work."""
+    rank_cli.save(name)
+    ended = rank_cli.compare(f"{rank_cli.folder}/{path}")
     assert [(done.code, done.err) for done in ended] == [(0, ""), (0, "")]
 
 
-def test_a_file_with_a_brace_in_its_name(across: Across) -> None:
-    """A file that is really called so is that file, compared by each process alone as without torchrun."""
-    if across.rank == 0:
-        across.save("run_{{rank}}.pth")
-    ended = across.compare(across.path.replace("run_rank", "run_"))
+def test_a_file_with_a_brace_in_its_name(rank_cli: RankCli) -> None:
+    """If a file is really named `run_{rank}.pth`, each process compares this file alone, as without torchrun."""
+    if rank_cli.rank == 0:
+        rank_cli.save("run_{{rank}}.pth")
+    ended = rank_cli.compare(rank_cli.path.replace("run_rank", "run_"))
     assert [done.code for done in ended] == [2, 2]
     assert all("1 replica" in done.out or "nothing to compare" in done.out for done in ended), ended
 
 
-def test_a_baseline_is_read_and_written_by_rank_0(across: Across) -> None:
-    """The file that rank 0 alone has counts on both ranks; a new finding fails on both, and so does a missing file."""
-    across.save(by=0.5)
-    ended = across.compare(across.path, "--baseline", "known.json", "--update-baseline")
+def test_a_baseline_is_read_and_written_by_rank_0(rank_cli: RankCli) -> None:
+    """The baseline of rank 0 applies to both ranks; a new finding and a missing baseline fail on both ranks."""
+    rank_cli.save(by=0.5)
+    ended = rank_cli.compare(rank_cli.path, "--baseline", "known.json", "--update-baseline")
     assert [done.code for done in ended] == [0, 0]
     assert ended[0].err == "syncheck: known.json: 1 name in 1 run accepted: 1 added, 0 removed\n"
-    assert sorted(os.listdir()) == (["known.json"] if across.rank == 0 else [])
-    assert [done.code for done in across.compare(across.path, "--baseline", "known.json")] == [0, 0]
-    across.save(by=0.5, extra=np.full(3, across.rank, np.float32))
-    ended = across.compare(across.path, "--baseline", "known.json")
+    assert sorted(os.listdir()) == (["known.json"] if rank_cli.rank == 0 else [])
+    assert [done.code for done in rank_cli.compare(rank_cli.path, "--baseline", "known.json")] == [0, 0]
+    rank_cli.save(by=0.5, extra=np.full(3, rank_cli.rank, np.float32))
+    ended = rank_cli.compare(rank_cli.path, "--baseline", "known.json")
     assert [done.code for done in ended] == [1, 1]
     assert "not in the baseline: extra" in ended[0].out.replace("\n", " ")
-    ended = across.compare(across.path, "--baseline", "none.json")
+    ended = rank_cli.compare(rank_cli.path, "--baseline", "none.json")
     assert [done.code for done in ended] == [2, 2]
     assert "none.json: no such baseline" in ended[0].err

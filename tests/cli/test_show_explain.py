@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     Run = Callable[..., Done]
 
 
-def test_statistics_are_numpys(cli: Run, tmp_path: Path) -> None:
-    """Minimum, maximum, mean and standard deviation are over finite elements, over several blocks, in float64."""
+def test_statistics_equal_numpy(cli: Run, tmp_path: Path) -> None:
+    """Minimum, maximum, mean and standard deviation over finite elements equal numpy's float64 results."""
     values = (np.random.default_rng(0).standard_normal(700_000) * 3 + 1e4).astype(np.float32)
     values[5], values[650_000] = np.nan, np.inf
     save_safetensors(tmp_path / "a.safetensors", {"w": values, "i": np.arange(5), "e": np.zeros((0, 2), np.float32)})
@@ -44,7 +44,7 @@ def test_statistics_are_numpys(cli: Run, tmp_path: Path) -> None:
 
 
 def test_listing(cli: Run, tmp_path: Path) -> None:
-    """The text names every tensor with kind, dtype and shape, the values, and that kinds are guessed."""
+    """The text lists tensors with kind, dtype, shape and bytes, then values, and notes that kinds are guessed."""
     save_pth(tmp_path / "a.pth", {"model": network(), "epoch": 7})
     done = cli("show", "a.pth")
     assert done.code == 0
@@ -55,7 +55,7 @@ def test_listing(cli: Run, tmp_path: Path) -> None:
 
 
 def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
-    """On 80 columns nothing is broken or wider, with the optimizer's names too; a column tells of NaN where one is."""
+    """No line is wider than 80 columns, even with optimizer names, and NaN adds a column for nonfinite elements."""
     path = next((Path(__file__).parents[2] / "fixtures/desync/step_skipped").rglob("*.pth"))
     listed = contents.describe(str(path)) | {"path": "a.pth"}
     drawn = terminal.render(text.list_contents(listed), 80, color=False)
@@ -72,7 +72,7 @@ def test_listing_fits_a_terminal(cli: Run, tmp_path: Path) -> None:
 
 
 def test_show_bad_file(cli: Run, tmp_path: Path) -> None:
-    """A bad file is one line and 2, in either format."""
+    """A bad file exits with 2 and prints one line, in either format."""
     (tmp_path / "a.pth").write_text("text")
     for arguments in (["a.pth"], ["a.pth", "--format", "json"], ["no.pth"], ["."]):
         done = cli("show", *arguments)
@@ -81,7 +81,7 @@ def test_show_bad_file(cli: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)
 def test_explain_prints_the_docstring(cli: Run, rule: object) -> None:
-    """`explain` prints a finding's whole docstring, by code, slug or number."""
+    """`explain` prints the complete docstring of a finding, selected by code, slug or number."""
     code, slug, text = rule.CODE, rule.SLUG, rule.__doc__ or ""  # type: ignore[attr-defined]
     done = cli("explain", code)
     assert done.code == 0
@@ -92,7 +92,7 @@ def test_explain_prints_the_docstring(cli: Run, rule: object) -> None:
 
 
 def test_explain_lists_all(cli: Run) -> None:
-    """Without a code every finding has its line; an unknown code is 2 and says where those there are stand."""
+    """Without a code, `explain` lists every finding; an unknown code exits with 2 and one line."""
     done = cli("explain")
     assert done.code == 0
     assert [line.split()[0] for line in done.lines[1:]] == sorted(rule.CODE for rule in RULES)

@@ -1,4 +1,4 @@
-"""A finding covers what its evidence explains: all else that is wrong with a tensor has a finding of its own."""
+"""Each finding covers one fact about a tensor; every other fault of the same tensor has its own finding."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LONG, WIDE = np.ones(5, np.float32), np.ones(4, np.float64)
 MISSING, UNLIKE, REST = "SYN101", "SYN102", "SYN299"
 
 
-def compared(folder: Path, *versions: Any, **options: Any) -> Report:
-    """Compare ranks that hold these versions of a tensor beside one that is equal."""
+def compare_versions(folder: Path, *versions: Any, **options: Any) -> Report:
+    """Compare ranks that hold these versions of one tensor, and an equal second tensor."""
     return compare_ranks(folder, *map(state_of, versions), **options)
 
 
 def state_of(version: Any) -> dict[str, Any]:
-    """Return the state of a rank with this version of a tensor, None for none at all."""
+    """Return a rank's state with this version of the tensor `odd`; None for a state without the tensor."""
     return {"same": ONE} | ({} if version is None else {"odd": version})
 
 
@@ -46,34 +46,34 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("where", ["files", "memory"])
 def test_each_fact_has_its_finding(tmp_path: Path, name: str, where: str) -> None:
-    """Missing, of another shape, and unequal among those alike are three findings, and each is excused by itself."""
+    """A missing tensor, another shape and different values are three findings, each allowed separately."""
     versions, codes = CASES[name]
 
-    def judged(*allow: str) -> Report:
+    def judge(*allow: str) -> Report:
         if where == "files":
-            return compared(tmp_path, *versions, allow=allow)
+            return compare_versions(tmp_path, *versions, allow=allow)
         return testing.compare(*map(state_of, versions), allow=allow)
 
-    report = judged()
+    report = judge()
     assert {finding.code: finding.ranks for finding in report.groups[0].findings} == codes
     assert report.groups[0].counts.tensors == 2
-    assert judged(*codes).exit_code == 0
+    assert judge(*codes).exit_code == 0
     for code in codes:
-        assert judged(*(codes.keys() - {code})).exit_code == 1
+        assert judge(*(codes.keys() - {code})).exit_code == 1
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_reference_changes_no_fact(tmp_path: Path, name: str) -> None:
-    """Whichever rank the differences are described against, the same findings are made."""
+def test_the_reference_does_not_change_the_findings(tmp_path: Path, name: str) -> None:
+    """The findings have the same codes whichever rank is the reference."""
     versions, codes = CASES[name]
     for rank in range(len(versions)):
-        report = compared(tmp_path, *versions, reference=rank)
+        report = compare_versions(tmp_path, *versions, reference=rank)
         assert {finding.code for finding in report.groups[0].findings} == codes.keys()
 
 
-def test_a_fact_has_the_numbers_of_its_ranks(tmp_path: Path) -> None:
-    """A tensor missing on one rank is measured on the others, in the JSON document too."""
-    report = compared(tmp_path, ONE, TWO, None, ONE)
+def test_values_are_measured_if_one_rank_lacks_the_tensor(tmp_path: Path) -> None:
+    """If one rank lacks a tensor, the values of the other ranks are still compared and measured."""
+    report = compare_versions(tmp_path, ONE, TWO, None, ONE)
     (diff,) = report.groups[0].tensors
     missing, values = diff.facts
     assert (missing.reason, missing.status, missing.minority) == (Reason.MISSING, "not_compared", (2,))
@@ -93,20 +93,20 @@ STATES = {
 
 
 @pytest.mark.parametrize("known", STATES)
-def test_a_baseline_accepts_no_other_fact(tmp_path: Path, known: str) -> None:
-    """What was accepted passes, and fewer facts do; another one in the same tensor fails."""
-    accepted = baseline.update_baseline(compared(tmp_path, *STATES[known]), frozenset())
+def test_a_baseline_accepts_known_facts_only(tmp_path: Path, known: str) -> None:
+    """Accepted facts pass, also if some of them are fixed; another fact about the same tensor fails."""
+    accepted = baseline.update_baseline(compare_versions(tmp_path, *STATES[known]), frozenset())
     baseline.write(str(tmp_path / "known.json"), accepted)
     read = baseline.read(str(tmp_path / "known.json"))
     passes = {"one", known, *([known.partition(",")[0], "two"] if "," in known else [])}
     for name, versions in STATES.items():
-        found = baseline.apply_baseline(compared(tmp_path, *versions), read)
-        assert (found.exit_code == 0) == (name in passes), name
+        report = baseline.apply_baseline(compare_versions(tmp_path, *versions), read)
+        assert (report.exit_code == 0) == (name in passes), name
 
 
 def test_an_older_baseline_is_read(tmp_path: Path) -> None:
-    """An entry without the fact accepts any of its code, is not told as fixed, and an update writes which it is."""
-    report = compared(tmp_path, *STATES["shape"])
+    """A baseline entry without a fact accepts every fact of its code, is not fixed, and an update adds the fact."""
+    report = compare_versions(tmp_path, *STATES["shape"])
     older = frozenset({baseline.Entry("run", UNLIKE, "parameter", "odd")})
     (run,) = {entry.run for entry in baseline.update_baseline(report, frozenset())}
     older = frozenset(entry._replace(run=run) for entry in older)
@@ -115,8 +115,8 @@ def test_an_older_baseline_is_read(tmp_path: Path) -> None:
     assert {entry.kind for entry in baseline.update_baseline(report, older)} == {"parameter (shape)"}
 
 
-def at(step: int, state: Any = ONE, **settings: float) -> dict[str, Any]:
-    """Return a checkpoint of a step."""
+def checkpoint_at(step: int, state: Any = ONE, **settings: float) -> dict[str, Any]:
+    """Return a checkpoint of this step, with this momentum and these settings of the parameter group."""
     group = {"lr": 0.1, "weight_decay": 0.0, "params": [0]} | settings
     optimizer = {"state": {0: {"momentum_buffer": state}}, "param_groups": [group]}
     return {"model": {"fc.weight": state * step}, "optimizer": optimizer, "step": step}
@@ -125,17 +125,17 @@ def at(step: int, state: Any = ONE, **settings: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "code"),
     [
-        ((at(5), at(6)), 0),
-        ((at(5), at(6), at(6)), 0),
-        ((at(5), at(6), at(6, TWO)), 1),
-        ((at(5), at(5, TWO), at(6)), 1),
-        ((at(5), at(6), at(6, lr=0.2)), 1),
-        ((at(5), at(6, lr=0.2), at(6, lr=0.2)), 0),
-        ((at(5), at(6, weight_decay=0.2), at(6, weight_decay=0.2)), 1),
+        ((checkpoint_at(5), checkpoint_at(6)), 0),
+        ((checkpoint_at(5), checkpoint_at(6), checkpoint_at(6)), 0),
+        ((checkpoint_at(5), checkpoint_at(6), checkpoint_at(6, TWO)), 1),
+        ((checkpoint_at(5), checkpoint_at(5, TWO), checkpoint_at(6)), 1),
+        ((checkpoint_at(5), checkpoint_at(6), checkpoint_at(6, lr=0.2)), 1),
+        ((checkpoint_at(5), checkpoint_at(6, lr=0.2), checkpoint_at(6, lr=0.2)), 0),
+        ((checkpoint_at(5), checkpoint_at(6, weight_decay=0.2), checkpoint_at(6, weight_decay=0.2)), 1),
     ],
 )
-def test_another_progress_explains_what_training_moves(tmp_path: Path, ranks: Any, code: int) -> None:
-    """SYN106 excuses differences between ranks of different steps, and none between two ranks of one step."""
+def test_different_progress_explains_differences_between_steps_only(tmp_path: Path, ranks: Any, code: int) -> None:
+    """Allowing SYN106 accepts differences between steps, but not within a step, nor in settings that stay constant."""
     report = compare_ranks(tmp_path, *ranks, allow=("SYN106",))
     assert "SYN106" in {finding.code for finding in report.groups[0].findings}
     assert report.exit_code == code

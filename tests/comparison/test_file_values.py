@@ -1,4 +1,4 @@
-"""Python values beside the tensors: which are listed where they differ, and which make a group out of sync."""
+"""Python values beside the tensors: which differences are only listed, and which make a group out of sync."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALER = {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 3}
 
 
 def training(**others: Any) -> dict[str, Any]:
-    """Return a training checkpoint: a model, an optimizer of two parameter groups, a scaler, and how far it is."""
+    """Return a training checkpoint: model, optimizer with two parameter groups, gradient scaler and epoch."""
     groups = [{"lr": lr, "betas": (0.9, 0.99), "foreach": None, "params": [i]} for i, lr in enumerate((0.1, 0.2))]
     state = {i: {"exp_avg": np.ones(3, np.float32)} for i in range(2)}
     tree = {
@@ -33,13 +33,13 @@ def training(**others: Any) -> dict[str, Any]:
 
 
 def group_of(folder: Path, *trees: dict[str, Any]) -> Group:
-    """Compare training checkpoints as ranks of one run."""
+    """Return the only group of a comparison of these training checkpoints."""
     (group,) = compare_ranks(folder, *trees).groups
     return group
 
 
 def with_groups(*changes: dict[str, Any], number: int = 2) -> dict[str, Any]:
-    """Return a training checkpoint whose parameter groups hold other values, or are fewer."""
+    """Return a training checkpoint with changed parameter groups, or with fewer groups."""
     tree = training()
     made = zip(tree["optimizer"]["param_groups"], (*changes, {}, {}), strict=False)
     tree["optimizer"]["param_groups"] = [group | change for group, change in made][:number]
@@ -55,12 +55,12 @@ def with_groups(*changes: dict[str, Any], number: int = 2) -> dict[str, Any]:
         (training(scaler=SCALER | {"scale": 1.0}), {"scaler.scale"}),
         (training(scaler=SCALER | {"_growth_tracker": 4}), {"scaler._growth_tracker"}),
         (training(epoch=2), {"epoch"}),
-        (training(step=5), set()),  # the others do not say
+        (training(step=5), set()),  # the other files have no step
         (training(note="y"), set()),
     ],
 )
-def test_what_counts(tmp_path: Path, other: dict[str, Any], differing: set[str]) -> None:
-    """A value of a parameter group or the scaler, or another epoch, is out of sync on the rank that has it."""
+def test_counted_values(tmp_path: Path, other: dict[str, Any], differing: set[str]) -> None:
+    """A difference in a parameter group, the scaler or the epoch has a finding and makes the ranks out of sync."""
     group = group_of(tmp_path, training(), training(), other)
     assert {value.name for value in group.values if value.counts} == differing
     assert group.verdict == ("out_of_sync" if differing else "in_sync")
@@ -68,8 +68,8 @@ def test_what_counts(tmp_path: Path, other: dict[str, Any], differing: set[str])
     assert covered == differing
 
 
-def test_what_is_listed_only(tmp_path: Path) -> None:
-    """Other numbers and strings that differ are listed with each rank's value, and fail nothing."""
+def test_other_values_are_listed_only(tmp_path: Path) -> None:
+    """Differences in other numbers and strings are listed with each rank's value and fail nothing."""
     trees = [training(note=f"rank {rank}", best={"accuracy": 0.5 + rank}) for rank in range(2)]
     group = group_of(tmp_path, *trees)
     assert group.verdict == "in_sync"
@@ -80,15 +80,15 @@ def test_what_is_listed_only(tmp_path: Path) -> None:
 
 
 def test_equal_values_of_other_types_are_equal(tmp_path: Path) -> None:
-    """1 and 1.0 are one value, and so are two NaNs; a NaN on one rank only is a difference."""
+    """1 and 1.0 are equal, as are two NaNs; a NaN on one rank only is a difference."""
     nan = float("nan")
     assert group_of(tmp_path, training(epoch=1, loss=nan), training(epoch=1.0, loss=nan)).values == ()
     group = group_of(tmp_path, with_groups({"lr": nan}), with_groups({"lr": 0.1}))
     assert [value.name for value in group.values if value.counts] == ["optimizer.param_groups.0.lr"]
 
 
-def test_a_parameter_group_that_is_lost(tmp_path: Path) -> None:
-    """A whole parameter group that one rank lacks is out of sync, though no value of it differs from another one."""
+def test_a_lost_parameter_group(tmp_path: Path) -> None:
+    """If one rank lacks a whole parameter group, the ranks are out of sync, although all common values are equal."""
     group = group_of(tmp_path, with_groups(), with_groups(number=1))
     assert group.verdict == "out_of_sync"
     assert {value.name for value in group.values if value.counts} == {
@@ -98,8 +98,8 @@ def test_a_parameter_group_that_is_lost(tmp_path: Path) -> None:
     }
 
 
-def test_a_key_that_one_file_lacks_is_no_difference(tmp_path: Path) -> None:
-    """A single key of a parameter group, which versions of torch and schedulers add, counts for nothing."""
+def test_a_key_in_one_file_only_is_no_difference(tmp_path: Path) -> None:
+    """If one parameter group lacks a key, the ranks are in sync, because versions of torch and schedulers add keys."""
     group = group_of(tmp_path, training(), with_groups({"initial_lr": 0.1}))
     assert group.verdict == "in_sync"
     assert [value.name for value in group.values] == ["optimizer.param_groups.0.initial_lr"]
@@ -107,8 +107,8 @@ def test_a_key_that_one_file_lacks_is_no_difference(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["optimizer", "scaler", "lr_scheduler"])
 @pytest.mark.parametrize("empty", [False, True])
-def test_what_one_file_lacks_altogether(tmp_path: Path, lost: str, empty: bool) -> None:
-    """An optimizer, scaler or scheduler that one rank did not save, or saved empty, is SYN101 on that rank."""
+def test_an_object_that_one_rank_lacks(tmp_path: Path, lost: str, empty: bool) -> None:
+    """An optimizer, scaler or scheduler that one rank saved empty or not at all is SYN101 on this rank."""
     trees = [training(lr_scheduler={"last_epoch": 3, "_step_count": 4}) for _ in range(3)]
     for tree in trees:
         tree["optimizer"]["state"] = {}
@@ -122,8 +122,8 @@ def test_what_one_file_lacks_altogether(tmp_path: Path, lost: str, empty: bool) 
     assert syncheck.compare(tmp_path, options=options).verdict == "in_sync"
 
 
-def test_a_loss_scale_that_one_file_lacks(tmp_path: Path) -> None:
-    """A loss scale within the state of another object, as fairseq keeps it, is on all ranks or on none."""
+def test_a_loss_scale_on_one_rank_only(tmp_path: Path) -> None:
+    """A loss scale within another object's state, as in fairseq, must be on all ranks or on no rank."""
     trees = [training(), training()]
     trees[1]["optimizer"]["loss_scale"] = 4.0
     group = group_of(tmp_path, *trees)
@@ -132,7 +132,7 @@ def test_a_loss_scale_that_one_file_lacks(tmp_path: Path) -> None:
 
 
 def test_another_class_of_scheduler(tmp_path: Path) -> None:
-    """Schedulers that have keys of their own on each side are not the same; one with more keys is a later version."""
+    """If each of two schedulers has keys that the other lacks, the finding is SYN107; extra keys on one side pass."""
     plain = {"last_epoch": 3, "_step_count": 4, "gamma": 0.5}
     step = plain | {"step_size": 7}
     cosine = plain | {"T_max": 100}
@@ -141,16 +141,16 @@ def test_another_class_of_scheduler(tmp_path: Path) -> None:
     assert [finding.code for finding in group.findings] == ["SYN107"]
 
 
-def test_formats_that_hold_no_values(tmp_path: Path) -> None:
-    """A safetensors file has no step, epoch or learning rate to differ in; its tensors are compared."""
+def test_formats_without_values(tmp_path: Path) -> None:
+    """A safetensors file without step, epoch and settings is compared with a .pth file by its tensors only."""
     save_pth(tmp_path / "rank0.pth", {"model": network(), "epoch": 3, "scaler": SCALER})
     save_safetensors(tmp_path / "rank1.safetensors", network())
     (group,) = syncheck.compare(tmp_path).groups
     assert (group.verdict, group.counts.identical) == ("in_sync", len(network()))
 
 
-def test_what_some_files_lack_is_told(tmp_path: Path) -> None:
-    """Notes that not all files of one format hold are named as not compared, five a line and in a few lines."""
+def test_values_that_some_files_lack_are_noted(tmp_path: Path) -> None:
+    """Values that only some files contain are noted as not compared: three notes of five names, and a count."""
     trees = [training(note=1), training()]
     assert Note.VALUES_ABSENT(ranks=(1,), names=("note",)) in group_of(tmp_path, *trees).notes
     trees = [training(**{f"own{rank}_{i}_{'x' * 200}": i for i in range(7)}) for rank in range(5)]
@@ -162,7 +162,7 @@ def test_what_some_files_lack_is_told(tmp_path: Path) -> None:
     assert all(len(str(note)) < 600 for note in notes)
 
 
-# Where trainers keep what counts: the key, two values, the finding.
+# Counted values under the keys of several trainers: key, two values, finding.
 KEPT = [
     ("scaler_state_dict", SCALER, SCALER | {"scale": 1.0}, "SYN216"),
     ("grad_scaler", SCALER, SCALER | {"_growth_tracker": 1}, "SYN216"),
@@ -192,7 +192,7 @@ KEPT = [
      {"optim_progress": {"optimizer": {"step": {"total": {"ready": 6}}}}}, "SYN106"),
     ("ema", {"num_updates": 5, "decay": 0.9}, {"num_updates": 6, "decay": 0.9}, "SYN299"),
 ]  # fmt: skip
-# What differs between ranks that are in sync.
+# Values that differ between ranks in sync.
 OWN = {
     "loss": 0.5, "best_loss": 0.4, "best_epoch": 3, "metric": 71.2, "metrics": {"train": {"step": 4, "loss": 0.3}},
     "callbacks": {"EarlyStopping": {"wait_count": 2, "best_score": 0.4}},
@@ -208,15 +208,15 @@ OWN = {
 @pytest.mark.parametrize(
     ("key", "value", "other", "code"), KEPT, ids=lambda part: part if isinstance(part, str) else ""
 )
-def test_what_counts_wherever_it_is_kept(tmp_path: Path, key: str, value: Any, other: Any, code: str) -> None:
-    """Scalers, schedulers and progress count under every trainer's key, by their names or by their structure."""
+def test_counted_values_under_the_keys_of_trainers(tmp_path: Path, key: str, value: Any, other: Any, code: str) -> None:
+    """Scalers, schedulers and progress are recognized under every trainer's key, by name or by structure."""
     group = group_of(tmp_path, *(training(**{key: one}) for one in (value, value, other)))
     assert [(finding.code, finding.ranks) for finding in group.findings] == [(code, (2,))]
     assert len(group.values) >= 1
 
 
-def test_what_is_a_ranks_own_does_not_count(tmp_path: Path) -> None:
-    """Losses, metrics, callbacks, data, times, hosts and random states differ by design, and are listed."""
+def test_values_of_single_ranks_do_not_count(tmp_path: Path) -> None:
+    """Losses, metrics, callbacks, data positions, times, hosts and RNG states differ by design and are only listed."""
 
     def other(value: Any) -> Any:
         if isinstance(value, dict):
@@ -239,7 +239,7 @@ MEMBERS = [
 
 @pytest.mark.parametrize(("members", "others", "code"), MEMBERS)
 def test_members_of_parameter_groups(tmp_path: Path, members: Any, others: Any, code: int) -> None:
-    """Members that are swapped between groups of another weight decay are SYN107; the order of names says nothing."""
+    """Members swapped between groups with different weight decay are SYN107; the order within a group is ignored."""
     trees = []
     for groups in (members, others):
         listed = [{"lr": 0.1, "weight_decay": 0.1 * i, "params": group} for i, group in enumerate(groups)]
@@ -254,8 +254,8 @@ HUGE = [10**309, 10**400, -(10**400), 10**5000]
 
 @pytest.mark.parametrize("number", HUGE, ids=["309", "400", "negative", "5000"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
-def test_integers_that_no_float_holds(tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
-    """A setting, step, scale or progress of that size is exit code 2, a line for each file; a note is compared."""
+def test_integers_beyond_the_range_of_floats(tmp_path: Path, number: int, ranks: tuple[int, ...]) -> None:
+    """An integer beyond float64 in a setting, step, scale or progress is exit code 2; other values are compared."""
     huge = {"lr": number, "step": number, "scaler": SCALER | {"scale": number}, "lr_scheduler": {"last_epoch": number}}
     for i, (key, value) in enumerate(huge.items()):
         trees = [training(**({key: value} if rank in ranks else {})) for rank in range(2)]
@@ -268,6 +268,6 @@ def test_integers_that_no_float_holds(tmp_path: Path, number: int, ranks: tuple[
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), True, None, "0.1" * 10**5, 2**1000, -0.5])
 def test_odd_settings(tmp_path: Path, value: Any) -> None:
-    """Whatever a setting is, it is equal to itself and not to another one."""
+    """Every value of a setting is equal to itself and differs from another value."""
     assert group_of(tmp_path / "a", with_groups({"lr": value}), with_groups({"lr": value})).verdict == "in_sync"
     assert group_of(tmp_path / "b", with_groups({"lr": value}), with_groups({"lr": 0.25})).verdict == "out_of_sync"

@@ -1,4 +1,4 @@
-"""DTensors on meshes of some ranks, as torch writes them: siblings are replicas, pipeline stages are not."""
+"""DTensors on sub-meshes, as torch saves them: sibling meshes hold replicas, pipeline stages do not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HALVES = W.chunk(2)
 
 
 def compare(folder: Path, make: Callable[[int], dict[str, Any]], world: int = 4) -> Report:
-    """Compare files that torch saved for each rank of a world. make: returns what a rank saves."""
+    """Save a checkpoint for each rank of a world and compare the files. make: returns a rank's checkpoint."""
     folder.mkdir(exist_ok=True)
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -44,55 +44,55 @@ def compare(folder: Path, make: Callable[[int], dict[str, Any]], world: int = 4)
 
 
 def local(tensor: Any, mesh: Any, *placements: Any) -> DTensor:
-    """Return a DTensor around a rank's own part."""
+    """Return a DTensor with this rank's shard."""
     return DTensor.from_local(tensor.clone(), mesh, placements, run_check=False)
 
 
-def changed(tensor: Any, rank: int, odd: int | None) -> Any:
-    """Return the tensor, with one element changed if the rank is the odd one."""
+def change_if_odd(tensor: Any, rank: int, odd: int | None) -> Any:
+    """Return a copy of the tensor, with one element changed if rank equals odd."""
     made = tensor.clone()
     made.view(-1)[0] += rank == odd
     return made
 
 
 def tp_in_ddp(rank: int, odd: int | None, outer: str = "dp") -> dict[str, Any]:
-    """Return tensor parallel shards on a mesh of two ranks, of two such meshes."""
+    """Return tensor parallel shards on one of two sibling meshes of two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(outer, "tp"))
-    return {"up": local(changed(HALVES[rank % 2], rank, odd), mesh["tp"], Shard(0))}
+    return {"up": local(change_if_odd(HALVES[rank % 2], rank, odd), mesh["tp"], Shard(0))}
 
 
 def fsdp_tp(rank: int, odd: int | None) -> dict[str, Any]:
-    """Return what FSDP2 x TP holds: weights on both dimensions, a norm on `dp` only."""
+    """Return FSDP2 x TP shards: a weight sharded over both dimensions, a norm over `dp` only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    norm = changed(W[rank // 2], rank, odd)
+    norm = change_if_odd(W[rank // 2], rank, odd)
     return {"up": local(W.chunk(4)[rank], mesh, Shard(0), Shard(0)), "norm": local(norm, mesh["dp"], Shard(0))}
 
 
 def explicit(rank: int, odd: int | None) -> dict[str, Any]:
-    """Return tensor parallel shards on meshes that were made one by one, without names."""
+    """Return tensor parallel shards on separately created meshes without names."""
     from torch.distributed.device_mesh import DeviceMesh
 
     first = rank // 2 * 2
     mesh = DeviceMesh("cpu", [first, first + 1], _init_backend=False)
-    return {"up": local(changed(HALVES[rank % 2], rank, odd), mesh, Shard(0))}
+    return {"up": local(change_if_odd(HALVES[rank % 2], rank, odd), mesh, Shard(0))}
 
 
 @pytest.mark.parametrize("make", [tp_in_ddp, fsdp_tp, explicit])
 def test_ranks_of_sibling_meshes_are_replicas(tmp_path: Path, make: Any) -> None:
-    """Ranks with equal coordinates in sibling meshes are compared, and one element that is off on one rank is found."""
+    """Ranks with equal coordinates in sibling meshes are compared; one changed element gives exit code 1."""
     report = compare(tmp_path, lambda rank: make(rank, None))
     assert (report.exit_code, report.groups[0].uncompared) == (0, ())
     assert compare(tmp_path, lambda rank: make(rank, 3)).exit_code == 1
 
 
-def test_pipeline_stages_are_no_siblings(tmp_path: Path) -> None:
-    """Along `pp` of the root mesh ranks hold other layers, whatever their names: nothing is compared."""
+def test_pipeline_stages_are_not_siblings(tmp_path: Path) -> None:
+    """Along the root mesh's `pp`, ranks hold different layers whatever their names are, and nothing is compared."""
     report = compare(tmp_path, lambda rank: tp_in_ddp(rank, 2, "pp"))
     assert (report.exit_code, report.counts.identical, report.counts.different) == (2, 0, 0)
 
 
-def test_a_tensor_that_a_sibling_mesh_lacks_is_missing(tmp_path: Path) -> None:
-    """A rank of a sibling mesh that holds all of the model's tensors but one has lost that one."""
+def test_a_tensor_missing_from_a_sibling_mesh(tmp_path: Path) -> None:
+    """If the ranks of a sibling mesh hold two of the model's three tensors, the third tensor is missing."""
 
     def make(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
@@ -104,28 +104,31 @@ def test_a_tensor_that_a_sibling_mesh_lacks_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("odd", "code"), [(None, 0), (1, 1), (3, 1)])
-def test_shards_beside_whole_tensors_are_put_together(tmp_path: Path, odd: int | None, code: int) -> None:
-    """Shards of ranks 0 and 1 together are compared with the whole tensors of ranks 2 and 3."""
+def test_assembled_shards_are_compared_with_whole_tensors(tmp_path: Path, odd: int | None, code: int) -> None:
+    """The assembled shards of ranks 0 and 1 are compared with the whole tensors of ranks 2 and 3."""
     rows = W.chunk(2)
 
     def make(rank: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp"))["fsdp"]
         if rank < 2:
-            return {"w": local(changed(rows[rank], rank, odd), mesh, Shard(0)), "n": local(W[0], mesh, Replicate())}
-        return {"w": changed(W, rank, odd), "n": W[0].clone()}
+            return {
+                "w": local(change_if_odd(rows[rank], rank, odd), mesh, Shard(0)),
+                "n": local(W[0], mesh, Replicate()),
+            }
+        return {"w": change_if_odd(W, rank, odd), "n": W[0].clone()}
 
     report = compare(tmp_path, make)
     assert (report.exit_code, report.counts.not_compared, report.groups[0].uncompared) == (code, 0, ())
 
 
 def test_uneven_shards_of_two_dimensions_beside_a_whole_tensor(tmp_path: Path) -> None:
-    """Seven rows over three ranks and four columns over two are put together where torch.chunk would cut them."""
+    """Uneven shards of seven rows over three ranks and four columns over two are assembled like torch.chunk splits."""
     whole = np.arange(28, dtype=np.float32).reshape(7, 4)
     for rank in range(6):
         row, column = divmod(rank, 2)
         part = np.ascontiguousarray(whole[row * 3 : row * 3 + 3, column * 2 : column * 2 + 2])
-        place = mesh_of_2_6(np.arange(6).reshape(3, 2), (row, column))
-        save_pth(tmp_path / f"m_rank{rank}.pth", {"w": dtensor(part, ["S(0)", "S(1)"], place, (7, 4))})
+        mesh = mesh_of_2_6(np.arange(6).reshape(3, 2), (row, column))
+        save_pth(tmp_path / f"m_rank{rank}.pth", {"w": dtensor(part, ["S(0)", "S(1)"], mesh, (7, 4))})
     save_pth(tmp_path / "m_rank6.pth", {"w": whole})
     assert syncheck.compare(tmp_path).exit_code == 0
     whole[6, 3] += 1
@@ -134,8 +137,8 @@ def test_uneven_shards_of_two_dimensions_beside_a_whole_tensor(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("placement", ["_S(0, 2)", "P(sum)"])
-def test_what_cannot_be_put_together_is_never_in_sync(tmp_path: Path, placement: str) -> None:
-    """Strided shards and parts of a sum beside whole tensors are not compared: exit code 2, though a buffer agrees."""
+def test_shards_that_cannot_be_assembled_are_undecided(tmp_path: Path, placement: str) -> None:
+    """Strided shards and partial sums beside whole tensors are not compared: exit code 2, even if a buffer is equal."""
     rows = np.arange(32, dtype=np.float32).reshape(8, 4)
     for rank in range(2):
         part = dtensor(rows[:4], [placement], mesh_of_2_6([0, 1], [rank]), (8, 4))
@@ -146,7 +149,7 @@ def test_what_cannot_be_put_together_is_never_in_sync(tmp_path: Path, placement:
 
 
 class Block(torch.nn.Module):
-    """A norm in front of two layers that tensor parallelism divides."""
+    """A norm before two layers that tensor parallelism shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +163,7 @@ class Block(torch.nn.Module):
 @needs_fsdp2
 @pytest.mark.syncheck(ranks=4)
 def test_files_of_fsdp2_and_tensor_parallel_ranks(syncheck_rank: Rank, tmp_path: Path) -> None:
-    """Real ranks under FSDP2 x TP: the norm's shards are compared along tp, and one that differs there is found."""
+    """With real ranks under FSDP2 x TP, the norm's shards are compared along tp, and a difference is reported."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -1,4 +1,4 @@
-"""Names that are one tensor on some ranks and several on others: SYN105, for formats that keep it."""
+"""SYN105: names that share one tensor on some ranks only, in formats that preserve sharing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def language_model(*, tied: bool, value: float = 1.0) -> dict[str, Any]:
-    """Return embedding and output layer, one tensor or two equal ones."""
+    """Return embedding and output layer, as one tensor or as two equal tensors."""
     embedding = torch.full((5, 3), value)
     return {"embed.weight": embedding, "head.weight": embedding if tied else embedding.clone(), "bias": torch.ones(3)}
 
 
-def compared(folder: Path, *states: dict[str, Any], zipped: bool = True) -> Group:
-    """Save a file for each rank and compare them."""
+def compare_states(folder: Path, *states: dict[str, Any], zipped: bool = True) -> Group:
+    """Save a file for each rank and compare the files."""
 
     def write(path: Path, state: Any) -> None:
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
@@ -33,10 +33,10 @@ def compared(folder: Path, *states: dict[str, Any], zipped: bool = True) -> Grou
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_tie_on_some_ranks_only_is_told(tmp_path: Path, zipped: bool) -> None:
-    """Weights that are tied on ranks 0 and 2 and equal copies on rank 1 are SYN105 on rank 1, and still in sync."""
+def test_a_tie_on_some_ranks_only_is_reported(tmp_path: Path, zipped: bool) -> None:
+    """Weights tied on ranks 0 and 2 but copied on rank 1 are SYN105 on rank 1, and the group is still in sync."""
     states = [language_model(tied=rank != 1) for rank in range(3)]
-    group = compared(tmp_path, *states, zipped=zipped)
+    group = compare_states(tmp_path, *states, zipped=zipped)
     (finding,) = group.findings
     assert (group.verdict, finding.code, finding.fails, finding.ranks) == ("in_sync", "SYN105", False, (1,))
     (tie,) = group.ties
@@ -44,31 +44,31 @@ def test_a_tie_on_some_ranks_only_is_told(tmp_path: Path, zipped: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_alike_on_all_ranks_is_no_finding(tmp_path: Path, tied: bool) -> None:
-    """Weights tied everywhere, or nowhere, are as they should be, with other values too."""
-    group = compared(tmp_path, language_model(tied=tied), language_model(tied=tied))
+def test_equal_ties_on_all_ranks_are_no_finding(tmp_path: Path, tied: bool) -> None:
+    """Weights tied on all ranks, or on no rank, are no finding."""
+    group = compare_states(tmp_path, language_model(tied=tied), language_model(tied=tied))
     assert (group.findings, group.ties) == ((), ())
 
 
 def test_views_and_empty_tensors_are_no_ties(tmp_path: Path) -> None:
-    """A part, a transposed view and an empty tensor of one storage begin where it does, and are other tensors."""
-    whole, lone = torch.ones(4, 4), [torch.ones(4, 4) for _ in range(3)]
+    """A slice, a transposed view and an empty tensor that share one storage are not ties."""
+    whole, clones = torch.ones(4, 4), [torch.ones(4, 4) for _ in range(3)]
     views = {"w": whole, "part": whole[:2], "t": whole.t(), "none": whole[:0], "no": whole[:0]}
-    apart = {"w": lone[0], "part": lone[1][:2].clone(), "t": lone[2].t(), "none": lone[0][:0].clone()}
-    group = compared(tmp_path, views, apart | {"no": torch.ones(0, 4)})
+    separate = {"w": clones[0], "part": clones[1][:2].clone(), "t": clones[2].t(), "none": clones[0][:0].clone()}
+    group = compare_states(tmp_path, views, separate | {"no": torch.ones(0, 4)})
     assert group.ties == ()
 
 
-def test_a_rank_that_lacks_one_of_the_names_says_nothing(tmp_path: Path) -> None:
-    """Where a rank left the tied copy out of its file, that is a missing tensor and no broken tie."""
+def test_a_rank_without_the_tied_copy_is_no_evidence(tmp_path: Path) -> None:
+    """If one rank's file lacks the tied copy, the finding is a missing tensor and not a broken tie."""
     state = language_model(tied=False)
     del state["head.weight"]
-    group = compared(tmp_path, language_model(tied=True), state)
+    group = compare_states(tmp_path, language_model(tied=True), state)
     assert [finding.code for finding in group.findings] == ["SYN101"]
 
 
-def test_a_format_without_ties_says_nothing(tmp_path: Path) -> None:
-    """Beside a safetensors file, which writes each name's bytes, a tie in a torch file is no finding."""
+def test_a_format_without_ties_is_no_evidence(tmp_path: Path) -> None:
+    """Beside a safetensors file, which stores each name separately, a tie in a torch file is no finding."""
     from safetensors.torch import save_file
 
     torch.save(language_model(tied=True), tmp_path / "m_rank0.pth")
@@ -77,9 +77,9 @@ def test_a_format_without_ties_says_nothing(tmp_path: Path) -> None:
     assert (group.verdict, group.ties) == ("in_sync", ())
 
 
-def test_a_part_of_a_tie_is_told_apart(tmp_path: Path) -> None:
-    """Of three names that are one tensor on rank 0 and two and one on rank 1, the tie of all three is broken."""
+def test_a_partly_broken_tie(tmp_path: Path) -> None:
+    """If rank 0 ties three names and rank 1 only two of them, the reported tie contains all three names."""
     first, second = language_model(tied=True), language_model(tied=True)
     first["third"], second["third"] = first["head.weight"], second["head.weight"].clone()
-    group = compared(tmp_path, first, second)
+    group = compare_states(tmp_path, first, second)
     assert [(tie.names, tie.ranks) for tie in group.ties] == [(("embed.weight", "head.weight", "third"), (0,))]

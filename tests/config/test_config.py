@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Return a folder that is the top of a repository, where the search for a pyproject.toml ends."""
+    """Return the top folder of a repository, at which the search for a pyproject.toml ends."""
     (tmp_path / ".git").mkdir()
     return tmp_path
 
 
 def write(folder: Path, text: str) -> Path:
-    """Write a pyproject.toml whose table [tool.syncheck] has these lines."""
+    """Write a pyproject.toml with the given lines in [tool.syncheck]."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pyproject.toml"
     path.write_text(f"[project]\nname = 'x'\n[tool.syncheck]\n{text}\n")
@@ -196,7 +196,7 @@ def test_paths_are_relative_to_their_file(project: Path, monkeypatch: pytest.Mon
 
 
 def test_files_without_the_table_are_not_parsed(project: Path) -> None:
-    """A file that does not mention syncheck does not import tomllib."""
+    """A file without the word syncheck does not import tomllib."""
     (project / "pyproject.toml").write_text("[tool.ruff]\n")
     code = "import sys; from syncheck import config; config.load(); print('tomllib' in sys.modules)"
     for expected in ("False", "True"):
@@ -270,14 +270,14 @@ def test_invalid_values(project: Path, lines: str, texts: list[str]) -> None:
     ],
 )
 def test_invalid_files(project: Path, content: bytes, message: str | None) -> None:
-    """A table that is not a table, or a file that is not UTF-8, is an error if the file mentions syncheck."""
+    """A table of another type, or a file with invalid UTF-8, is an error if the file mentions syncheck."""
     (project / "pyproject.toml").write_bytes(content)
     with pytest.raises(UsageError, match=message) if message else nullcontext():
         assert config.load(project) == config.Config()
 
 
 def test_unreadable_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be read is an error, because its options could change the verdict."""
+    """An unreadable file is an error, because its options could change the verdict."""
     path = write(project, "ulp = 3")
 
     def refused(*_: object, **__: object) -> None:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from syncheck.records import Finding, Group
 
 TOTALS = {"parameter": 10, "bn_mean": 4, "bn_var": 4, "bn_count": 4, "optimizer": 20, "optimizer_step": 10}
-# Fields of a tensor of which only the digests were compared.
+# Fields of a tensor if only digests were compared.
 DIGEST: dict[str, Any] = {"mismatched": None, "max_abs": None, "index": None, "extent": None, "reason": "digest"}
 
 
 def diff(name: str, kind: str, clusters: Any = ((0,), (1,)), **changes: Any) -> TensorDiff:
-    """Return a tensor that differs in every element. clusters: the ranks with equal values, largest set first."""
+    """Return a TensorDiff with differences in every element. clusters: ranks with equal values, largest set first."""
     majority = len(clusters) < 2 or len(clusters[0]) > len(clusters[1])
     fields = {"dtype": "float32", "shape": (4,), "status": "different", "mismatched": 4, "numel": 4, "max_abs": 0.5}
     fields |= {"index": (1,), "extent": "all"}
@@ -29,33 +29,33 @@ def diff(name: str, kind: str, clusters: Any = ((0,), (1,)), **changes: Any) -> 
 
 
 def make_case(tensors: Iterable[TensorDiff], totals: Mapping[str, int], ranks: int, **fields: Any) -> Group:
-    """Return a group with these differing tensors. totals: number of all tensors by kind."""
+    """Return a group with the given differing tensors. totals: the number of all tensors of each kind."""
     tensors, kinds = tuple(tensors), {}
     for kind, total in totals.items():
-        odd = [found.status for found in tensors if found.kind == kind]
-        different = odd.count("different")
-        kinds[kind] = Counts(total, total - len(odd), different=different, not_compared=len(odd) - different)
+        statuses = [tensor.status for tensor in tensors if tensor.kind == kind]
+        different = statuses.count("different")
+        kinds[kind] = Counts(total, total - len(statuses), different=different, not_compared=len(statuses) - different)
     replicas = tuple(Replica(f"rank{rank}.pth", rank, "torch-zip", 52, 1000) for rank in range(ranks))
     counts = sum(kinds.values(), Counts())
     return make_group("run", fields.pop("step", 10), "undecided", replicas, counts, tensors, kinds=kinds, **fields)
 
 
 def group(*tensors: TensorDiff, ranks: int = 2, **fields: Any) -> Group:
-    """Return a group in which these tensors differ and the rest of TOTALS is identical."""
+    """Return a group in which the given tensors differ and all other tensors of TOTALS are identical."""
     return make_case(tensors, TOTALS, ranks, **fields)
 
 
-def found(case: Group, *earlier: Group) -> dict[str, Finding]:
+def diagnose_case(case: Group, *earlier: Group) -> dict[str, Finding]:
     """Diagnose a group and return its findings by code. earlier: groups of earlier steps."""
     return {finding.code: finding for finding in diagnose.diagnose(case, (*earlier, case) if earlier else ())}
 
 
-def only(case: Group, *earlier: Group) -> Finding:
-    """Return the single finding, which covers everything that differs.
+def diagnose_single(case: Group, *earlier: Group) -> Finding:
+    """Return the single finding of a group, and assert that the finding covers all differences.
 
-    Ranks that are no suspects may have unsynchronized running statistics, which are a second finding.
+    Unsynchronized running statistics of ranks outside the suspects may be a second finding.
     """
-    finding, *others = found(case, *earlier).values()
+    finding, *others = diagnose_case(case, *earlier).values()
     assert {other.code for other in others} <= {"SYN201", "SYN202"}
     assert not any(set(other.ranks) & set(finding.ranks) for other in others)
     assert sorted(finding.tensors) == sorted(diff.name for diff in case.tensors)

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 MODEL = {"conv.weight": 36, "bn.weight": 4, "bn.bias": 4, "fc.weight": 40, "fc.bias": 10}
-RANDOM = ("conv.weight", "fc.weight", "fc.bias")  # parameters that are initialized at random
+RANDOM = ("conv.weight", "fc.weight", "fc.bias")  # randomly initialized parameters
 ADAM, SGD = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
 DECAY = {"lr": 0.1, "weight_decay": 5e-4, "momentum": 0.9}  # wd / (1 - momentum) is 0.005
 HALF = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.05}, counts=True, kind="setting")
 
 
-def apart(name: str, kind: str = "parameter", ranks: int = 2, odd: Any = None, **given: Any) -> TensorDiff:
-    """Return a tensor that differs in every element.
+def make_diff(name: str, kind: str = "parameter", ranks: int = 2, odd: Any = None, **given: Any) -> TensorDiff:
+    """Return a TensorDiff with differences in every element.
 
-    odd: ranks that differ from all other ranks, by default the last one; () for all ranks. cosine, norms, values:
-    fields of the evidence, which is None without them.
+    odd: ranks that differ from all other ranks, by default the last rank; () for all ranks. cosine, norms, values:
+    fields of the evidence, which is None without any of the fields.
     """
     single = (ranks - 1,) if odd is None else tuple(odd) or tuple(range(ranks))
     equal = tuple(rank for rank in range(ranks) if rank not in single)
@@ -37,15 +37,15 @@ def apart(name: str, kind: str = "parameter", ranks: int = 2, odd: Any = None, *
 
 
 def by_digest(diff: TensorDiff) -> TensorDiff:
-    """Return the tensor as it is known if only digests were compared."""
+    """Return the tensor as a comparison of digests reports it."""
     return replace(diff, **cases.DIGEST, evidence=None)
 
 
 def group(*tensors: TensorDiff, optimizer: Iterable[str] = ADAM, more: Mapping[str, str] | None = None,
           ranks: int = 2, **fields: Any) -> Group:  # fmt: skip
-    """Return a group of the model with its optimizer state, in which these tensors differ.
+    """Return a group of the model with its optimizer state. tensors: the differing tensors.
 
-    more: kinds of further tensors by name; a parameter among them has no optimizer state.
+    more: kinds of additional tensors by name; additional parameters have no optimizer state.
     """
     names = dict.fromkeys(MODEL, "parameter") | dict(more or {})
     for state in optimizer:
@@ -55,27 +55,27 @@ def group(*tensors: TensorDiff, optimizer: Iterable[str] = ADAM, more: Mapping[s
 
 
 def moment(name: str, state: str = "exp_avg", **given: Any) -> TensorDiff:
-    """Return optimizer state of a parameter that differs."""
-    return apart(f"optimizer.{name}.{state}", "optimizer", **given)
+    """Return one differing optimizer state of a parameter."""
+    return make_diff(f"optimizer.{name}.{state}", "optimizer", **given)
 
 
 def model(**given: Any) -> list[TensorDiff]:
     """Return all parameters of the model, with differences."""
-    return [apart(name, **{"cosine": 0.9999} | given) for name in MODEL]
+    return [make_diff(name, **{"cosine": 0.9999} | given) for name in MODEL]
 
 
 def moments(state: str = "exp_avg", **given: Any) -> list[TensorDiff]:
-    """Return the optimizer state of all parameters, with differences."""
+    """Return one differing optimizer state of each parameter."""
     return [moment(name, state, **given) for name in MODEL]
 
 
 def start(ranks: int = 2, odd: Any = None, **given: Any) -> list[TensorDiff]:
-    """Return parameters that started unequal; those of BatchNorm start equal."""
-    return [apart(name, ranks=ranks, odd=odd, **{"cosine": 0.03} | given) for name in RANDOM]
+    """Return parameters with different initial values; BatchNorm's parameters start equal."""
+    return [make_diff(name, ranks=ranks, odd=odd, **{"cosine": 0.03} | given) for name in RANDOM]
 
 
 def unreduced(ranks: int = 2, state: str = "exp_avg", odd: Any = (), cosine: float = 0.3) -> list[TensorDiff]:
-    """Return a model whose ranks step with their own gradients."""
+    """Return a model whose ranks step with unreduced gradients."""
     norms = [{rank: 1.0 + 0.4 * ((rank + i) % 2) for rank in range(ranks)} for i in range(len(MODEL))]
     given = {"ranks": ranks, "odd": odd}
     states = [moment(name, state, cosine=cosine, norms=n, **given) for name, n in zip(MODEL, norms, strict=True)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cases import DIGEST, diff, found, group
+from cases import DIGEST, diagnose_case, diff, group
 from checkpoints import save_pth
 
 import syncheck
@@ -31,10 +31,10 @@ COUNT, WEIGHT = diff("bn.num_batches_tracked", "bn_count", max_abs=3), diff("fc.
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_204(ranks: int) -> None:
-    """Variances that differ beside equal means are SYN204, on the minority if there is one."""
+    """Different variances beside equal means are SYN204, on the minority or on both ranks."""
     clusters = ((0,), (1,)) if ranks == 2 else ((0, 1, 2), (3,))
     odd = diff("bn.running_var", "bn_var", clusters, max_rel=0.004)
-    fitted = found(group(odd, ranks=ranks))
+    fitted = diagnose_case(group(odd, ranks=ranks))
     assert set(fitted) == {"SYN204"}
     assert fitted["SYN204"].ranks == ((0, 1) if ranks == 2 else (3,))
     size = Common.LARGEST(difference=0.5, element="bn.running_var[1]")
@@ -45,9 +45,9 @@ def test_204(ranks: int) -> None:
     )
 
 
-def test_204_of_digests() -> None:
-    """Digests are sufficient for the signature; the evidence claims no size."""
-    fitted = found(group(diff("bn.running_var", "bn_var", **DIGEST)))
+def test_204_by_digests() -> None:
+    """Digests are sufficient for SYN204, and the evidence reports no size."""
+    fitted = diagnose_case(group(diff("bn.running_var", "bn_var", **DIGEST)))
     assert set(fitted) == {"SYN204"}
     assert [fact.code for fact in fitted["SYN204"].facts] == [VARIANCES.VARIANCES, VARIANCES.MEANS_AGREE]
     assert fitted["SYN204"].facts[0].parameters["size"] == Common.SIZE_UNKNOWN()
@@ -55,36 +55,36 @@ def test_204_of_digests() -> None:
 
 @pytest.mark.parametrize("other", [MEAN, COUNT, WEIGHT, diff("optimizer.fc.weight.exp_avg", "optimizer")])
 def test_not_204(other: Any) -> None:
-    """If a mean, a count, a parameter or optimizer state differs too, the cause is another one."""
-    assert "SYN204" not in found(group(VAR, other))
+    """If a mean, a count, a parameter or optimizer state differs too, the finding is not SYN204."""
+    assert "SYN204" not in diagnose_case(group(VAR, other))
 
 
-SEEN = FreeRunning((3, 6, 9, 12), cosine=0.6, growth=1.6, misfit_free=0.5, misfit_lag=1.5)
+FREE_RUNNING = FreeRunning((3, 6, 9, 12), cosine=0.6, growth=1.6, misfit_free=0.5, misfit_lag=1.5)
 SYNCED = Metadata(buffers_synced=True)
 
 
-def diagnose_steps(seen: FreeRunning, metadata: Metadata = SYNCED) -> Finding:
-    """Return the finding of statistics that differ alone. seen: how they differ over several steps."""
-    (finding,) = found(group(MEAN, VAR, metadata=metadata, free_running=seen)).values()
+def diagnose_steps(free_running: FreeRunning, metadata: Metadata = SYNCED) -> Finding:
+    """Return the finding for differing statistics. free_running: the course of the differences over the steps."""
+    (finding,) = diagnose_case(group(MEAN, VAR, metadata=metadata, free_running=free_running)).values()
     return finding
 
 
 def test_202_against_the_metadata() -> None:
-    """Differences that grow and keep their direction outweigh metadata that says that buffers are synchronized."""
-    finding = diagnose_steps(SEEN)
+    """Differences growing in one direction are SYN202, even if the metadata records synchronized buffers."""
+    finding = diagnose_steps(FREE_RUNNING)
     assert (finding.code, finding.ranks) == ("SYN202", (0, 1))
     assert finding.facts[0].code is DRIFT.STATISTICS
     assert finding.facts[-2:] == (
         DRIFT.GREW_IN_ONE_DIRECTION(first=3, last=12, growth=1.6, cosine=0.6),
         DRIFT.METADATA_CONTRADICTED(),
     )
-    finding = diagnose_steps(SEEN, Metadata())
+    finding = diagnose_steps(FREE_RUNNING, Metadata())
     assert finding.code == "SYN202"
     assert finding.facts[-1].code is DRIFT.GREW_IN_ONE_DIRECTION
 
 
 def test_202_by_the_momentum_bound() -> None:
-    """Variances that are too low after a synchronization are a proof at any step; a single one may be a bit flip."""
+    """Several variances below the momentum bound prove SYN202 at any step; a single low variance may be a bit flip."""
     late = FreeRunning((50, 52), cosine=0.9, growth=1.0, below=7)
     assert diagnose_steps(late).code == "SYN202"
     assert DRIFT.TOO_LOW(count=7) in diagnose_steps(late).facts
@@ -95,32 +95,32 @@ def test_202_by_the_momentum_bound() -> None:
     "changes",
     [
         {"growth": 1.1},  # one update in a constant direction: dissimilar shards
-        {"cosine": 0.1},  # one update that grows with the activations
+        {"cosine": 0.1},  # one update, growing with the activations
         {"misfit_lag": 0.2},  # explained by one update
         {"misfit_free": None, "misfit_lag": None},  # steps too late or too far from each other
     ],
 )
 def test_201_if_the_steps_do_not_show_missing_synchronization(changes: Any) -> None:
-    """One sign alone is SYN201, with and without metadata that says that buffers are synchronized."""
-    seen = replace(SEEN, **changes)
-    with_metadata, without_metadata = diagnose_steps(seen), diagnose_steps(seen, Metadata())
+    """If a sign of missing synchronization is absent, the finding is SYN201, whatever the metadata records."""
+    free_running = replace(FREE_RUNNING, **changes)
+    with_metadata, without_metadata = diagnose_steps(free_running), diagnose_steps(free_running, Metadata())
     assert with_metadata.code == without_metadata.code == "SYN201"
     assert LOCAL.SYNCHRONIZED_BY_METADATA() in with_metadata.facts
-    if seen.misfit_lag is None:
+    if free_running.misfit_lag is None:
         assert without_metadata.facts[-2:] == (LOCAL.STEPS_UNSUITABLE(first=3, last=12), LOCAL.SAVE_EARLY_STEPS())
     else:
-        sentence = LOCAL.ONE_UPDATE if seen.misfit_lag == 0.2 else LOCAL.INCONCLUSIVE
-        fact = sentence(steps=4, growth=seen.growth, cosine=seen.cosine)
+        sentence = LOCAL.ONE_UPDATE if free_running.misfit_lag == 0.2 else LOCAL.INCONCLUSIVE
+        fact = sentence(steps=4, growth=free_running.growth, cosine=free_running.cosine)
         assert with_metadata.facts[-1] == without_metadata.facts[-1] == fact
 
 
 def test_201_without_usable_steps() -> None:
-    """One step shows no missing synchronization, and neither does growth with a changed direction."""
-    (finding,) = found(group(MEAN)).values()
+    """A single step, or growth in a changing direction, does not prove missing synchronization and is SYN201."""
+    (finding,) = diagnose_case(group(MEAN)).values()
     assert finding.facts[-2:] == (LOCAL.UNKNOWN(), LOCAL.SAVE_EARLY_STEPS())
     earlier = group(diff("bn.running_mean", "bn_mean", max_abs=0.1), step=1)
-    seen = replace(SEEN, cosine=0.0, misfit_lag=0.2)
-    assert set(found(group(MEAN, free_running=seen), earlier)) == {"SYN201"}
+    free_running = replace(FREE_RUNNING, cosine=0.0, misfit_lag=0.2)
+    assert set(diagnose_case(group(MEAN, free_running=free_running), earlier)) == {"SYN201"}
 
 
 LAYERS, CHANNELS, MOMENTUM = 6, 32, 0.1
@@ -137,11 +137,11 @@ def train(
     momentum: float | None = MOMENTUM,
     ranks: int = 2,
 ) -> Group:
-    """Update running statistics as BatchNorm under DDP does, save some steps, and compare them.
+    """Simulate running statistics of BatchNorm under DDP, save the given steps, and compare the files.
 
     constant: the constant difference between shards, as a multiple of the random difference between batches. scale:
     factor of the last rank's variances. forwards: forward passes per step. momentum: the recorded momentum. The
-    metadata always says that buffers are synchronized. Returns the group of the last step.
+    metadata always records synchronized buffers. Returns the group of the last step.
     """
     random = np.random.default_rng(0)
     shift = constant * random.normal(size=(ranks, LAYERS, CHANNELS))
@@ -175,10 +175,10 @@ def save(folder: Path, step: int, rank: int, mean: Any, var: Any, count: int, mo
 
 
 def judge(last: Group) -> tuple[str, int | None]:
-    """Return the code of the only finding, and the number of variances that are too low; None without evidence."""
+    """Return the code of the only finding and the number of variances below the bound, or None without evidence."""
     (finding,) = last.findings
-    seen = last.evidence.free_running
-    return finding.code, seen and seen.below
+    free_running = last.evidence.free_running
+    return finding.code, free_running and free_running.below
 
 
 EARLY = [(3, 6, 9, 12), (1, 2, 3, 4, 5, 6), (2, 4, 6, 8, 10)]
@@ -187,23 +187,23 @@ EARLY = [(3, 6, 9, 12), (1, 2, 3, 4, 5, 6), (2, 4, 6, 8, 10)]
 @pytest.mark.parametrize("steps", EARLY)
 @pytest.mark.parametrize("constant", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_files_of_free_running_statistics(tmp_path: Path, steps: Any, constant: float, ranks: int) -> None:
-    """Without synchronization, early steps show SYN202, with similar and dissimilar shards, despite the metadata."""
+def test_files_with_unsynchronized_statistics(tmp_path: Path, steps: Any, constant: float, ranks: int) -> None:
+    """Without synchronization, early steps are SYN202 with similar and dissimilar shards, despite the metadata."""
     assert judge(train(tmp_path, steps, synced=False, constant=constant, ranks=ranks))[0] == "SYN202"
 
 
 @pytest.mark.parametrize("steps", [*EARLY, (10, 20, 30), (50, 51, 52, 53), (1, 10, 100)])
 @pytest.mark.parametrize("constant", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("forwards", [1, 4])
-def test_files_of_a_lag(tmp_path: Path, steps: Any, constant: float, forwards: int) -> None:
-    """With a synchronization before each step it is SYN201 at all steps, also with dissimilar shards."""
+def test_files_with_synchronized_statistics(tmp_path: Path, steps: Any, constant: float, forwards: int) -> None:
+    """With a synchronization before each step, the finding is SYN201 at any step, also with dissimilar shards."""
     last = train(tmp_path, steps, synced=True, constant=constant, forwards=forwards)
     assert judge(last) == ("SYN201", 0)
 
 
 @pytest.mark.parametrize(("synced", "expected"), [(False, ("SYN202", LAYERS * CHANNELS)), (True, ("SYN201", 0))])
-def test_files_of_late_steps(tmp_path: Path, synced: bool, expected: tuple[str, int]) -> None:
-    """At steps 50 and 52, variances of half rank 0's size cannot have been copied from rank 0 in between."""
+def test_files_with_variances_below_the_bound(tmp_path: Path, synced: bool, expected: tuple[str, int]) -> None:
+    """At late steps, variances far below rank 0's variances exclude a broadcast from rank 0 between the steps."""
     last = train(tmp_path, (50, 52), synced=synced, scale=0.5)
     assert judge(last) == expected
     assert last.evidence.free_running is not None
@@ -211,7 +211,7 @@ def test_files_of_late_steps(tmp_path: Path, synced: bool, expected: tuple[str, 
 
 
 def test_files_without_usable_evidence(tmp_path: Path) -> None:
-    """Without rank 0's file nothing bounds the variances; with momentum=None they are no moving average."""
+    """Without rank 0's file, or with momentum=None, the variances have no bound, and the finding is SYN201."""
     assert judge(train(tmp_path / "all", (3, 6, 9, 12), synced=False, momentum=None)) == ("SYN201", None)
     train(tmp_path / "late", (50, 52), synced=False, scale=0.5, ranks=3)
     for path in tmp_path.glob("late/*/rank_0.pth"):
@@ -219,11 +219,11 @@ def test_files_without_usable_evidence(tmp_path: Path) -> None:
     assert judge(syncheck.compare(tmp_path / "late").groups[-1]) == ("SYN201", 0)
 
 
-def test_a_flipped_bit_beside_the_usual_drift_is_two_findings() -> None:
-    """A parameter with a cause of its own does not explain the statistics: SYN220 for the bit, SYN201 for the drift."""
+def test_bit_flip_beside_drift_is_a_separate_finding() -> None:
+    """A flipped bit in a parameter does not explain the drift: SYN220 covers the bit, SYN201 the statistics."""
     flip = diff(
         "fc.weight", "parameter", mismatched=1, extent="one", index=(1,), evidence=Evidence(flipped_bits=1, bit=3)
     )
-    fitted = found(group(MEAN, VAR, flip))
+    fitted = diagnose_case(group(MEAN, VAR, flip))
     assert set(fitted) == {"SYN201", "SYN220"}
     assert Statistics.OTHER_CAUSE(count=1, total=10) in fitted["SYN201"].facts

@@ -30,7 +30,7 @@ SMALL_ON_3 = {0: 0.25, 1: 0.25, 2: 0.25, 3: 1e-20}
 
 
 def make_builder(**defaults: Any) -> Any:
-    """Return a function that builds a tensor with these fields."""
+    """Return a function that builds a tensor with default fields."""
 
     def build(name: str = "fc.weight", kind: str = "parameter", clusters: Any = ODD, **changes: Any) -> TensorDiff:
         return diff(name, kind, clusters, **defaults | changes)
@@ -56,16 +56,16 @@ def four(*tensors: TensorDiff, **fields: Any) -> Group:
     return group(*tensors, ranks=4, **fields)
 
 
-def found(*tensors: TensorDiff, earlier: tuple[Group, ...] = (), **fields: Any) -> dict[str, Finding]:
+def diagnose_four(*tensors: TensorDiff, earlier: tuple[Group, ...] = (), **fields: Any) -> dict[str, Finding]:
     """Diagnose four ranks, and return the findings of RULES by code."""
     fields = {"stores_progress": True} | fields
-    return {code: f for code, f in cases.found(four(*tensors, **fields), *earlier).items() if code in RULES}
+    return {code: f for code, f in cases.diagnose_case(four(*tensors, **fields), *earlier).items() if code in RULES}
 
 
 def test_damaged_files_are_the_suspects() -> None:
-    """A wrong checksum makes its files suspects, even against a majority, and covers that tensor alone."""
+    """A wrong checksum makes its file the suspect, even against a majority, and SYN223 covers only that tensor."""
     odd = single(evidence=Evidence(damaged=(1,), flipped_bits=1))
-    fitted = cases.found(four(odd))
+    fitted = cases.diagnose_case(four(odd))
     assert {code: (f.ranks, f.tensors) for code, f in fitted.items()} == {
         "SYN223": ((1,), ("fc.weight",)),
         "SYN299": ((3,), ("fc.weight",)),
@@ -74,8 +74,8 @@ def test_damaged_files_are_the_suspects() -> None:
         syn223.Text.CHANGED(paths=("rank1.pth",)),
         syn223.Text.CHECKSUMS(count=1, ranks=(1,), names=("fc.weight",)),
     )
-    assert found(odd, MEAN)["SYN223"].tensors == ("fc.weight",)
-    several = found(odd, run("a", evidence=Evidence(damaged=(2, 3))))
+    assert diagnose_four(odd, MEAN)["SYN223"].tensors == ("fc.weight",)
+    several = diagnose_four(odd, run("a", evidence=Evidence(damaged=(2, 3))))
     assert several.keys() == {"SYN223"}
     assert several["SYN223"].ranks == (1, 2, 3)
     facts = facts_of(several["SYN223"])
@@ -85,15 +85,15 @@ def test_damaged_files_are_the_suspects() -> None:
 
 @pytest.mark.parametrize("made", [single(), run(), single(nonfinite={0: 0, 1: 0, 2: 0, 3: 1}), by_digest()])
 def test_223_precedes_the_other_rules(made: TensorDiff) -> None:
-    """NaNs, flips and runs with a wrong checksum are SYN223; without a wrong checksum they are not."""
-    assert "SYN223" not in found(made)
+    """SYN223 precedes the rules on NaNs, flips and runs if a checksum is wrong, and does not match otherwise."""
+    assert "SYN223" not in diagnose_four(made)
     evidence = replace(made.evidence or Evidence(), damaged=(3,))
-    assert found(replace(made, evidence=evidence)).keys() == {"SYN223"}
+    assert diagnose_four(replace(made, evidence=evidence)).keys() == {"SYN223"}
 
 
 def test_222() -> None:
-    """NaNs make their rank the suspect, whatever else differs; other tensors are left to other rules."""
-    fitted = found(single(max_abs=None, nonfinite={0: 0, 1: 0, 2: 0, 3: 1}), whole("a"))
+    """The rank with additional NaNs is the suspect of SYN222, which covers only the tensor with NaNs."""
+    fitted = diagnose_four(single(max_abs=None, nonfinite={0: 0, 1: 0, 2: 0, 3: 1}), whole("a"))
     assert set(fitted) == {"SYN222"}
     assert (fitted["SYN222"].ranks, fitted["SYN222"].tensors) == ((3,), ("fc.weight",))
     assert fitted["SYN222"].facts == (
@@ -101,8 +101,8 @@ def test_222() -> None:
         syn222.Text.ELEMENTS(name="fc.weight", most=1, numel=32, ranks=(3,), least=0),
         *AGREEMENT,
     )
-    finding = cases.found(group(single(clusters=PAIR, nonfinite={0: 3, 1: 2})))["SYN222"]
-    assert finding.ranks == (0,)  # no majority, but only one of the two has the additional NaN
+    finding = cases.diagnose_case(group(single(clusters=PAIR, nonfinite={0: 3, 1: 2})))["SYN222"]
+    assert finding.ranks == (0,)  # no majority, but only rank 0 has an additional NaN
     assert facts_of(finding)[syn222.Text.ELEMENTS]["least"] == 2
 
 
@@ -111,23 +111,23 @@ def test_222() -> None:
     [
         (by_digest(nonfinite={0: 0, 1: 0, 2: 0, 3: 2}), (3,)),  # fingerprints contain the counts
         (by_digest(), None),
-        (run(nonfinite=dict.fromkeys(range(4), 2)), None),  # equal numbers, such as masks
+        (run(nonfinite=dict.fromkeys(range(4), 2)), None),  # equal numbers: masks
         # Only ranks with the same shard are compared.
         (run(clusters=((0,), (2,)), replica_groups=SHARDS, nonfinite={0: 0, 1: 5, 2: 0, 3: 5}), None),
         (run(clusters=((0,), (2,)), replica_groups=SHARDS, nonfinite={0: 0, 1: 5, 2: 1, 3: 5}), (2,)),
     ],
 )
 def test_222_compares_counts_of_equal_shards(made: TensorDiff, ranks: tuple[int, ...] | None) -> None:
-    """Counts identify the rank, also beside digests, unless they are equal or count different shards."""
-    finding = found(made).get("SYN222")
+    """NaN counts identify the suspect, even beside digests, unless counts are equal or belong to different shards."""
+    finding = diagnose_four(made).get("SYN222")
     assert (finding and finding.ranks) == ranks
 
 
 def test_222_on_a_rank_without_finite_parameters() -> None:
-    """If most parameters of a rank have no finite element, the evidence says that gradients are not averaged."""
+    """If most parameters of a rank have no finite element, the evidence mentions gradients without averaging."""
     odd = [whole(f"p{i}", nonfinite={0: 0, 1: 0, 2: 0, 3: 4}) for i in range(6)]
-    assert facts_of(found(*odd)["SYN222"])[syn222.Text.NOTHING_ELSE] == {"count": 6}
-    assert syn222.Text.NOTHING_ELSE not in facts_of(found(*odd[:5])["SYN222"])
+    assert facts_of(diagnose_four(*odd)["SYN222"])[syn222.Text.NOTHING_ELSE] == {"count": 6}
+    assert syn222.Text.NOTHING_ELSE not in facts_of(diagnose_four(*odd[:5])["SYN222"])
 
 
 BIT_29 = syn220.Text.BIT(bit=29, part="exponent")
@@ -159,13 +159,13 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_evidence(code: str) -> None:
-    """The finding of a flip, a run or rounding names the rank, the elements and the agreement elsewhere."""
+    """A finding of a flip, a run or rounding reports the rank, the elements and the agreement elsewhere."""
     tensor, *facts = EXAMPLES[code]
-    fitted = found(tensor)
+    fitted = diagnose_four(tensor)
     assert set(fitted) == {code}
     assert (fitted[code].ranks, fitted[code].tensors, fitted[code].facts) == ((3,), ("fc.weight",), tuple(facts))
     assert fitted[code].severity == ("warning" if code == "SYN240" else "error")
-    assert cases.found(group(replace(tensor, clusters=PAIR, minority=())))[code].ranks == (0, 1)
+    assert cases.diagnose_case(group(replace(tensor, clusters=PAIR, minority=())))[code].ranks == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -179,47 +179,47 @@ def test_evidence(code: str) -> None:
         ("int64", 3, None),
     ],
 )
-def test_220_names_the_part_of_the_number(dtype: str, bit: int, part: str | None) -> None:
-    """Each dtype has its own positions of sign, exponent and mantissa; an integer has no such parts."""
+def test_220_reports_the_part_of_the_number(dtype: str, bit: int, part: str | None) -> None:
+    """SYN220 reports the sign, exponent or mantissa according to the dtype, and no part for an integer."""
     made = single(dtype=dtype, evidence=Evidence(flipped_bits=1, bit=bit))
     expected = syn220.Text.BIT(bit=bit, part=part) if part else syn220.Text.INTEGER_BIT(bit=bit)
-    assert facts_of(found(made)["SYN220"])[syn220.Text.FLIPPED]["bit"] == expected
+    assert facts_of(diagnose_four(made)["SYN220"])[syn220.Text.FLIPPED]["bit"] == expected
 
 
 def test_220_with_more_bits() -> None:
-    """After later updates several bits differ, and only a single bit at an earlier step proves the flip."""
-    fitted = found(single(evidence=Evidence(values={0: 0.25, 3: 0.5}, flipped_bits=9)))["SYN220"]
+    """Several differing bits are only consistent with a flip; one bit of the element at an earlier step is proof."""
+    fitted = diagnose_four(single(evidence=Evidence(values={0: 0.25, 3: 0.5}, flipped_bits=9)))["SYN220"]
     assert fitted.facts[0] == syn220.Text.ONE_ELEMENT(element="fc.weight[2, 1]")
     assert (facts_of(fitted)[syn220.Text.BITS], syn220.Text.CONSISTENT in facts_of(fitted)) == ({"bits": 9}, True)
-    assert syn220.Text.CONSISTENT in facts_of(found(single(evidence=None))["SYN220"])
+    assert syn220.Text.CONSISTENT in facts_of(diagnose_four(single(evidence=None))["SYN220"])
     later = {"evidence": Evidence(flipped_bits=9)}
     earlier = four(single(MOMENT, "optimizer"), names={MOMENT: "optimizer"})
-    proof = facts_of(found(single(**later), step=20, earlier=(earlier,))["SYN220"])[syn220.Text.FLIPPED_EARLIER]
+    proof = facts_of(diagnose_four(single(**later), step=20, earlier=(earlier,))["SYN220"])[syn220.Text.FLIPPED_EARLIER]
     assert proof == {"step": 10, "element": f"{MOMENT}[2, 1]", "bit": BIT_29}
     elsewhere = replace(earlier, tensors=(replace(earlier.tensors[0], index=(0, 0)),))
-    assert syn220.Text.CONSISTENT in facts_of(found(single(**later), step=20, earlier=(elsewhere,))["SYN220"])
+    assert syn220.Text.CONSISTENT in facts_of(diagnose_four(single(**later), step=20, earlier=(elsewhere,))["SYN220"])
 
 
-def test_220_covers_state_that_follows() -> None:
-    """The same element of the weight's moments and of its averaged copy has the same cause."""
-    fitted = found(single(), single(MOMENT, "optimizer"), single("ema.fc.weight", "ema"))
+def test_220_covers_optimizer_state_and_average() -> None:
+    """SYN220 of a weight covers the same element of the weight's moment and of its averaged copy."""
+    fitted = diagnose_four(single(), single(MOMENT, "optimizer"), single("ema.fc.weight", "ema"))
     assert set(fitted) == {"SYN220"}
     assert len(fitted["SYN220"].tensors) == 3
     assert facts_of(fitted["SYN220"])[Localized.FOLLOWERS] == {"tensors": (MOMENT, "ema.fc.weight")}
-    alone = found(single(MOMENT, "optimizer"))["SYN220"]
+    alone = diagnose_four(single(MOMENT, "optimizer"))["SYN220"]
     assert alone.facts[0].parameters["element"] == f"{MOMENT}[2, 1]"
 
 
 def test_221_beside_other_tensors() -> None:
-    """A run that includes one element of the next tensor is one corruption; whole rows may have another cause."""
-    fitted = found(run(), single("fc.bias"))
+    """SYN221 covers one element of another tensor too, and reports whole rows, which may have another cause."""
+    fitted = diagnose_four(run(), single("fc.bias"))
     assert set(fitted) == {"SYN221"}
     assert facts_of(fitted["SYN221"])[Localized.ONE_ELEMENT] == {"element": "fc.bias[2, 1]", "numel": 32}
     rows = run(mismatched=8, index=(1, 2), evidence=Evidence(first=4))
-    assert facts_of(found(rows)["SYN221"])[syn221.Text.ROWS] == {"first": 1, "last": 2}
-    assert facts_of(found(replace(rows, mismatched=4))["SYN221"])[syn221.Text.ONE_ROW] == {"first": 1}
+    assert facts_of(diagnose_four(rows)["SYN221"])[syn221.Text.ROWS] == {"first": 1, "last": 2}
+    assert facts_of(diagnose_four(replace(rows, mismatched=4))["SYN221"])[syn221.Text.ONE_ROW] == {"first": 1}
     for other in (replace(rows, evidence=None), run(shape=(32,), index=(8,), evidence=Evidence(first=4))):
-        assert syn221.Text.ROWS not in facts_of(found(other)["SYN221"])
+        assert syn221.Text.ROWS not in facts_of(diagnose_four(other)["SYN221"])
 
 
 MOMENTUM = run("optimizer.fc.weight.momentum_buffer", "optimizer", mismatched=7, extent="scattered")
@@ -234,13 +234,13 @@ FLIPS = [single(f"p{i}") for i in range(5)]
         ([run(), MOMENTUM], {"SYN221"}),
         ([run(), replace(MOMENTUM, index=(7, 3))], set()),
         ([run(), replace(MOMENTUM, shape=(32,), index=(9,))], set()),
-        # Unsynchronized running statistics hide no flip.
+        # Unsynchronized running statistics do not hide a flip.
         ([single(), MEAN], {"SYN220"}),
         ([ALONE], {"SYN220"}),
         ([replace(ALONE, evidence=Evidence(flipped_bits=9))], set()),
         ([ALONE, single("bn.running_var", "bn_var")], set()),
         ([ALONE, whole("bn.running_var", "bn_var", PAIR)], set()),
-        # The gradient of a single element may be zero elsewhere, so the other tensors have to agree.
+        # The gradient of a single element may be zero elsewhere, so the other tensors must agree.
         ([single(), whole("a")], set()),
         ([single(), whole(MOMENT, "optimizer")], set()),
         ([single(), by_digest("a")], set()),
@@ -263,8 +263,8 @@ FLIPS = [single(f"p{i}") for i in range(5)]
     ],
 )
 def test_near_misses_of_localized_damage(tensors: list[TensorDiff], codes: set[str]) -> None:
-    """A flip or a run needs few elements of few tensors, and agreement elsewhere."""
-    assert set(found(*tensors)) == codes
+    """SYN220 and SYN221 require few elements of few tensors, and agreement elsewhere."""
+    assert set(diagnose_four(*tensors)) == codes
 
 
 NORMS = Evidence(norms=dict.fromkeys(range(4), 2.0))  # root mean square 1
@@ -286,7 +286,7 @@ LARGER = {"max_ulp": 10**6}
         ([replace(NEAR_ZERO, max_abs=2.0**-17)], False),
         ([replace(NEAR_ZERO, max_abs=2.0**-17, evidence=None)], False),
         ([rounded(numel=2**24, max_ulp=99, max_abs=30 * 2.0**-23 * 0.01, evidence=FIRST)], True),
-        # 16-bit floats allow one step, because 4 ULP of bfloat16 are 3 %; shorter floats and integers allow none.
+        # 16-bit floats allow 1 ULP, because 4 ULP of bfloat16 are 3 %. Shorter floats and integers allow no ULP.
         ([rounded(dtype="float64", max_ulp=4)], True),
         ([rounded(dtype="complex64", max_ulp=4)], True),
         ([rounded(max_ulp=5)], False),
@@ -301,7 +301,7 @@ LARGER = {"max_ulp": 10**6}
         ([rounded(), whole("optimizer.a.step", "optimizer_step", **LARGER)], False),
         ([rounded(), rounded("n", "buffer", dtype="int64", max_abs=1, max_ulp=None)], False),
         ([rounded(), by_digest("a")], False),
-        # A bit flip, a tensor of one element, an averaged copy that may be stale, and a NaN on one rank.
+        # A bit flip, a tensor of one element, a possibly stale averaged copy, and a NaN on one rank.
         ([single(max_ulp=1)], False),
         ([rounded("tiny", numel=1, mismatched=1)], False),
         ([COPY], False),
@@ -310,21 +310,21 @@ LARGER = {"max_ulp": 10**6}
     ],
 )
 def test_240(tensors: list[TensorDiff], fits: bool) -> None:
-    """Differences of a few ULP, or small against the tensor, are rounding if nothing larger differs."""
-    finding = found(*tensors).get("SYN240")
+    """Differences of a few ULP, or small relative to the tensor, are SYN240 if no larger difference exists."""
+    finding = diagnose_four(*tensors).get("SYN240")
     assert (finding is not None) is fits
     assert finding is None or finding.tensors == tuple(diff.name for diff in tensors)
 
 
 def test_240_beside_other_evidence() -> None:
-    """Larger differences of statistics are not covered, different settings exclude rounding, short floats are noted."""
-    assert found(rounded(), replace(MEAN, max_ulp=10**6))["SYN240"].tensors == ("fc.weight",)
-    facts = facts_of(found(NEAR_ZERO)["SYN240"])[Rounding.ROUNDING_EPSILONS]
+    """SYN240 does not cover larger drift, excludes different settings, and mentions short floats without state."""
+    assert diagnose_four(rounded(), replace(MEAN, max_ulp=10**6))["SYN240"].tensors == ("fc.weight",)
+    facts = facts_of(diagnose_four(NEAR_ZERO)["SYN240"])[Rounding.ROUNDING_EPSILONS]
     assert (facts["epsilons"], facts["ulp"]) == (pytest.approx(4), 5000)
     rates = {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.2}
     setting = ValueDiff("optimizer.param_groups.0.lr", rates, counts=True, kind="setting")
-    assert "SYN240" not in found(rounded(), values=(setting,))
+    assert "SYN240" not in diagnose_four(rounded(), values=(setting,))
     short = four(rounded(dtype="bfloat16"))
-    assert Rounding.SHORT_FLOATS not in facts_of(cases.found(short)["SYN240"])
-    del short.kinds["optimizer"]  # no compared state: one step is also consistent with different updates
-    assert Rounding.SHORT_FLOATS in facts_of(cases.found(short)["SYN240"])
+    assert Rounding.SHORT_FLOATS not in facts_of(cases.diagnose_case(short)["SYN240"])
+    del short.kinds["optimizer"]  # without compared state, 1 ULP is also consistent with different updates
+    assert Rounding.SHORT_FLOATS in facts_of(cases.diagnose_case(short)["SYN240"])

@@ -1,4 +1,4 @@
-"""Every rule has a fixture with its finding and a fixture that is a near miss."""
+"""Every rule has a matching fixture and a near miss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compare(folder: str) -> tuple[frozenset[str], int]:
 
 @pytest.mark.parametrize("code", CODES)
 def test_every_rule_has_a_fixture_and_a_near_miss(code: str) -> None:
-    """The files of a training run lead to the finding, and the files of a similar run do not."""
+    """Each rule matches the files of at least one fixture and does not match at least one near miss."""
     matching = [entry["folder"] for entry in ENTRIES if code in entry["findings"]]
     assert matching, f"no fixture of fixtures/table.toml has {code} in its codes"
     assert [folder for folder in matching if code not in compare(folder)[0]] == []

@@ -1,4 +1,4 @@
-"""The code in the fixes of findings runs as printed, also on gloo."""
+"""The code printed in the fixes of findings runs, also on gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUFFERS = "for b in model.buffers(): dist.broadcast(b, 0)"
 AVERAGE = "for b in filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))"
 EVERYTHING = "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0)"
 HEAD = "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))"
-# The line of a finding, the part of the model that it makes equal, and the value there: of rank 0, or the mean.
+# Code, line of the fix, the part of the model that becomes equal, and its value: rank 0's value or the mean.
 LINES = [
     *((code, BUFFERS, "buffers", 0) for code in ("SYN201", "SYN203", "SYN204", "SYN205")),
     ("SYN202", AVERAGE, "statistics", 0.5),
@@ -31,7 +31,7 @@ LINES = [
 
 
 def run(code: str, line: str, **names: Any) -> dict[str, Any]:
-    """Run a line of the fix of a finding with these names, and return all names afterwards."""
+    """Run a line from the fix of a finding with the given names, and return all names afterwards."""
     import torch
     from torch import distributed as dist
 
@@ -42,7 +42,7 @@ def run(code: str, line: str, **names: Any) -> dict[str, Any]:
 
 
 def model_of(rank: int) -> Any:
-    """Return a model whose tensors and gradients all have this value."""
+    """Return a model with all tensors and gradients equal to the rank number."""
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
@@ -54,8 +54,8 @@ def model_of(rank: int) -> Any:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_lines_that_make_tensors_equal(syncheck_rank: Rank) -> None:
-    """Buffers, parameters and gradients of two ranks become the values of rank 0, the mean or the sum."""
+def test_lines_that_equalize_tensors(syncheck_rank: Rank) -> None:
+    """The lines set buffers, parameters and gradients of two ranks to rank 0's values, the mean or the sum."""
     import torch
     from torch import distributed as dist
 
@@ -81,8 +81,8 @@ def test_lines_that_make_tensors_equal(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_lines_that_decide_together(syncheck_rank: Rank) -> None:
-    """A NaN, a bad batch or an overflow on one of two ranks reaches both ranks."""
+def test_lines_that_share_a_decision(syncheck_rank: Rank) -> None:
+    """A NaN, a bad batch, a loss or an overflow on one of two ranks affects both ranks."""
     import torch
 
     odd = syncheck_rank.rank == 1
@@ -116,13 +116,13 @@ def test_lines_that_decide_together(syncheck_rank: Rank) -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_local_sgd_is_saved_when_ranks_agree(syncheck_rank: Rank) -> None:
-    """The condition in the fix of SYN241 holds after exactly the steps at which the ranks are equal."""
+    """The condition in the fix of SYN241 is true exactly after the steps with equal ranks."""
     import torch
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     line = "(averager.step - 1 - averager.warmup_steps) % averager.period == 0"
     model, averager = torch.nn.Linear(2, 2), PeriodicModelAverager(period=4, warmup_steps=4)
-    said, equal = [], []
+    suggested, equal = [], []
     for step in range(1, 15):
         model.weight.grad = torch.ones_like(model.weight)
         with torch.no_grad():
@@ -130,14 +130,14 @@ def test_local_sgd_is_saved_when_ranks_agree(syncheck_rank: Rank) -> None:
         averager.average_parameters(model.parameters())
         space = run("SYN241", line, averager=averager)
         if step > averager.warmup_steps and eval(line, space):
-            said.append(step)
+            suggested.append(step)
         if len({tuple(map(tuple, weight)) for weight in syncheck_rank.gather(model.weight.tolist())}) == 1:
             equal.append(step)
-    assert said == equal == [5, 9, 13]
+    assert suggested == equal == [5, 9, 13]
 
 
 def test_lines_of_one_process(tmp_path: Path) -> None:
-    """The lines load a model and an optimizer, update an averaged copy and convert a model."""
+    """The lines load saved states, update an averaged copy, convert BatchNorm layers and clip gradients."""
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))

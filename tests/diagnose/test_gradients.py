@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import found, only
+from cases import diagnose_case, diagnose_single
 from groups import facts_of
 from small_model import (
     ADAM,
     DECAY,
     MODEL,
     SGD,
-    apart,
     by_digest,
     group,
     in_head,
+    make_diff,
     model,
     moment,
     moments,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MOMENTUM = "momentum_buffer"
 OPTIMIZERS = pytest.mark.parametrize(("state", "states"), [("exp_avg", ADAM), (MOMENTUM, SGD)])
-COUNTED = apart("optimizer.fc.weight.step", "optimizer_step", max_abs=1)
+COUNTED = make_diff("optimizer.fc.weight.step", "optimizer_step", max_abs=1)
 CLIPPED, TWO = scaled(0.5, state=MOMENTUM), model(cosine=0.99)
 
 
@@ -48,10 +48,10 @@ def smaller(*tensors: Any, **fields: Any) -> Group:
 @pytest.mark.parametrize("ranks", [2, 4])
 @OPTIMIZERS
 def test_211(ranks: int, state: str, states: tuple[str, ...]) -> None:
-    """If all trained parameters differ and first moments have different directions, it is SYN211 on all ranks."""
-    fitted = only(group(*unreduced(ranks, state), ranks=ranks, optimizer=states, hyperparameters=DECAY))
+    """Differences in all trained parameters, with first moments in different directions, are SYN211 on all ranks."""
+    fitted = diagnose_single(group(*unreduced(ranks, state), ranks=ranks, optimizer=states, hyperparameters=DECAY))
     assert (fitted.code, fitted.ranks) == ("SYN211", tuple(range(ranks)))
-    # Without step counts a momentum may have been lost, unless no two of three ranks agree.
+    # Without step counts, a rank may have lost its momentum, unless no two of three ranks agree.
     certain = state == "exp_avg" or ranks > 2
     summary = syn211.Text.EACH_RANK if certain else syn211.Text.CONSISTENT
     assert fitted.facts[0] == summary(cosine=pytest.approx(0.30))
@@ -62,8 +62,8 @@ def test_211(ranks: int, state: str, states: tuple[str, ...]) -> None:
 
 
 def test_211_on_one_rank() -> None:
-    """If a single rank steps with its own gradients, it is the suspect."""
-    fitted = only(group(*unreduced(4, odd=(2,), cosine=0.7), ranks=4))
+    """A single rank with unreduced gradients is the suspect of SYN211."""
+    fitted = diagnose_single(group(*unreduced(4, odd=(2,), cosine=0.7), ranks=4))
     assert (fitted.code, fitted.ranks) == ("SYN211", (2,))
     assert fitted.facts[0].code is syn211.Text.SOME_RANKS
     assert fitted.facts[0].parameters["ranks"] == (2,)
@@ -72,17 +72,17 @@ def test_211_on_one_rank() -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        # Nearly equal moments were averaged. Without step counts, the first step that differs may be a skipped step.
+        # Nearly equal moments were averaged. Without step counts, the first difference may be a skipped step.
         [group(*unreduced(cosine=0.995))],
         [group(*unreduced(2, MOMENTUM, cosine=0.95), optimizer=SGD)],
         [group(*unreduced(2, MOMENTUM), optimizer=SGD), group(step=5, optimizer=SGD)],
         [group(*unreduced(), COUNTED, stores_progress=True)],
-        # A parameter or moment that agrees, local SGD, and a stale rank.
+        # An equal parameter, an equal moment, local SGD, and a stale rank.
         [group(*unreduced()[:4], *unreduced()[5:])],
         [group(*unreduced()[:5])],
         [group(*unreduced(), metadata=Metadata(averaging={"period": 4}))],
         [group(*unreduced(), stale={1: 9})],
-        # Without moments the difference has to grow, or no two of three ranks agree.
+        # Without moments, the difference must grow, or no two of three ranks may agree.
         [group(*TWO, optimizer=())],
         [group(*TWO, optimizer=()), group(optimizer=(), step=4), smaller(*TWO, optimizer=())],
         [group(*model(ranks=3, cosine=0.99), ranks=3, optimizer=())],
@@ -90,91 +90,91 @@ def test_211_on_one_rank() -> None:
 )
 def test_not_211(cases: list[Group]) -> None:
     """A skipped step, a part of the model, local SGD and a stale rank are not SYN211."""
-    assert "SYN211" not in found(*cases)
+    assert "SYN211" not in diagnose_case(*cases)
 
 
 def test_211_without_moments() -> None:
-    """Without moments the finding is "consistent with": the difference grows, or no two of three ranks agree."""
-    fitted = only(group(*TWO, optimizer=()), smaller(*TWO, optimizer=()))
+    """Without moments, growth or three unequal ranks are only consistent with SYN211."""
+    fitted = diagnose_single(group(*TWO, optimizer=()), smaller(*TWO, optimizer=()))
     assert fitted.code == "SYN211"
     assert fitted.facts[0] == syn211.Text.CONSISTENT_WITHOUT_MOMENTS()
     assert facts_of(fitted)[Course.GREW] == {"step": 5, "ratio": pytest.approx(5.0)}
-    assert only(group(*model(ranks=3, odd=(), cosine=0.99), ranks=3, optimizer=())).ranks == (0, 1, 2)
-    fitted = only(group(*TWO[1:], apart("conv.weight", cosine=-0.2), optimizer=()))
+    assert diagnose_single(group(*model(ranks=3, odd=(), cosine=0.99), ranks=3, optimizer=())).ranks == (0, 1, 2)
+    fitted = diagnose_single(group(*TWO[1:], make_diff("conv.weight", cosine=-0.2), optimizer=()))
     assert facts_of(fitted)[syn211.Text.COSINES] == {"least": pytest.approx(-0.20), "most": pytest.approx(0.99)}
 
 
 def test_211_by_digests() -> None:
-    """Digests cannot show whether one of three ranks clipped its gradients: this difference is unexplained."""
-    assert only(group(*map(by_digest, unreduced()))).facts[0] == syn211.Text.CONSISTENT_DIGESTS()
-    assert only(group(*map(by_digest, unreduced(3)), ranks=3)).code == "SYN211"
-    assert only(group(*map(by_digest, unreduced(3, odd=(1,))), ranks=3)).code == "SYN299"
+    """Digests are SYN211 only if no two ranks agree, because digests cannot exclude clipping on one rank."""
+    assert diagnose_single(group(*map(by_digest, unreduced()))).facts[0] == syn211.Text.CONSISTENT_DIGESTS()
+    assert diagnose_single(group(*map(by_digest, unreduced(3)), ranks=3)).code == "SYN211"
+    assert diagnose_single(group(*map(by_digest, unreduced(3, odd=(1,))), ranks=3)).code == "SYN299"
     sgd = group(*map(by_digest, unreduced(2, MOMENTUM)), optimizer=SGD)
-    assert only(sgd).fix.code is syn299.Text.FIX_DIGESTS
+    assert diagnose_single(sgd).fix.code is syn299.Text.FIX_DIGESTS
 
 
 def test_code_of_unequal_gradients() -> None:
-    """Direction, length and state of the moments decide between SYN210, SYN211 and SYN213."""
-    assert only(group(*unreduced(cosine=0.95))).code == "SYN211"
-    assert only(group(*scaled(0.7, cosine=0.6))).code == "SYN211"
-    assert only(group(*CLIPPED, optimizer=SGD)).code == "SYN213"
-    # Optimizer state that agrees, or differs by weight decay alone, shows an unequal start.
+    """Direction, length and state of the moments distinguish SYN210, SYN211 and SYN213."""
+    assert diagnose_single(group(*unreduced(cosine=0.95))).code == "SYN211"
+    assert diagnose_single(group(*scaled(0.7, cosine=0.6))).code == "SYN211"
+    assert diagnose_single(group(*CLIPPED, optimizer=SGD)).code == "SYN213"
+    # Equal optimizer state, or a difference by weight decay alone, proves an unequal start.
     head, momenta = in_head(model(cosine=0.1)), in_head(moments(MOMENTUM, max_abs=0.002, cosine=0.9))
-    assert only(group(*head)).code == "SYN210"
-    assert only(group(*head, *momenta, optimizer=SGD, hyperparameters=DECAY)).code == "SYN210"
+    assert diagnose_single(group(*head)).code == "SYN210"
+    assert diagnose_single(group(*head, *momenta, optimizer=SGD, hyperparameters=DECAY)).code == "SYN210"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @OPTIMIZERS
 def test_212(ranks: int, state: str, states: tuple[str, ...]) -> None:
-    """A head that differs with its moments, while the rest of the model agrees, is SYN212 with its module."""
+    """A head that differs together with its moments, in an otherwise equal model, is SYN212, which names the module."""
     head = in_head(unreduced(ranks, state))
-    fitted = only(group(*head, ranks=ranks, optimizer=states, hyperparameters=DECAY))
+    fitted = diagnose_single(group(*head, ranks=ranks, optimizer=states, hyperparameters=DECAY))
     assert (fitted.code, fitted.ranks) == ("SYN212", tuple(range(ranks)))
     assert fitted.facts[0] == syn212.Text.NOT_AVERAGED(modules=("fc",))
     facts = facts_of(fitted)
     assert (facts[syn212.Text.PARAMETERS]["count"], facts[syn212.Text.PARAMETERS]["total"]) == (2, 5)
     assert facts[syn212.Text.WITH_STATE] == {"count": 2}
     assert facts[syn212.Text.REST_AGREES] == {"count": 3}
-    # With SGD, digests do not suffice, because its momentum contains weight decay.
-    digests = found(group(*map(by_digest, head), ranks=ranks, optimizer=states))
+    # With SGD, digests do not suffice, because the momentum contains weight decay.
+    digests = diagnose_case(group(*map(by_digest, head), ranks=ranks, optimizer=states))
     assert ("SYN212" in digests) is (state == "exp_avg")
 
 
 def layers(odd: list[str], names: list[str], with_state: list[str]) -> Group:
-    """Return a group of which these parameters and their moments differ."""
+    """Return a group with differing parameters and moments. odd: the names of the differing parameters."""
     kinds = dict.fromkeys(names, "parameter") | {f"optimizer.{name}.exp_avg": "optimizer" for name in with_state}
-    tensors = [apart(name, cosine=0.9) for name in odd] + [moment(name, cosine=0.3) for name in odd]
+    tensors = [make_diff(name, cosine=0.9) for name in odd] + [moment(name, cosine=0.3) for name in odd]
     return group(*tensors, optimizer=(), more=kinds)
 
 
 def test_212_by_a_name_component() -> None:
-    """Adapters in many layers are one part by their name component; as many layers without one are not."""
+    """Differing adapters with a common name component are SYN212; layers without a common component are not."""
     names = [f"layer{i}.attn.{name}.weight" for i in range(6) for name in ("base", "lora_A", "lora_B")]
     lora = [name for name in names if "lora" in name]
-    fitted = only(layers(lora, names, lora))
+    fitted = diagnose_single(layers(lora, names, lora))
     assert fitted.code == "SYN212"
     assert fitted.facts[0].parameters["modules"] == ("*.lora_A.*", "*.lora_B.*")
     plain = [f"{part}{i}.weight" for i in range(6) for part in ("a", "b")]
-    assert "SYN212" not in found(layers([f"a{i}.weight" for i in range(5)], plain, plain))
+    assert "SYN212" not in diagnose_case(layers([f"a{i}.weight" for i in range(5)], plain, plain))
 
 
 def test_212_without_moments() -> None:
-    """Without optimizer state the difference must grow, because a head that started unequal looks the same."""
+    """Without optimizer state, SYN212 requires growth, because a different initialization looks the same."""
     head = in_head(model(cosine=0.99))
-    fitted = only(group(*head, optimizer=()), smaller(*head, optimizer=()))
+    fitted = diagnose_single(group(*head, optimizer=()), smaller(*head, optimizer=()))
     assert (fitted.code, fitted.facts[0].code) == ("SYN212", syn212.Text.CONSISTENT)
     one = {"mismatched": 1, "extent": "one"}  # a damaged element and its moment
-    damaged = apart("fc.weight", **one), moment("fc.weight", **one)
+    damaged = make_diff("fc.weight", **one), moment("fc.weight", **one)
     for case in (group(*head, optimizer=()), group(*damaged), group(moment("fc.weight", cosine=0.5))):
-        assert "SYN212" not in found(case)
+        assert "SYN212" not in diagnose_case(case)
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.5, 0.8])
 @pytest.mark.parametrize(("ranks", "suspect"), [(2, 1), (4, 3)])
 def test_213(factor: float, ranks: int, suspect: int) -> None:
-    """First moments with equal direction that are shorter on one rank by the same factor are SYN213 on that rank."""
-    fitted = only(group(*scaled(factor, ranks), ranks=ranks))
+    """First moments of equal direction, shorter by one factor on one rank, are SYN213 on that rank."""
+    fitted = diagnose_single(group(*scaled(factor, ranks), ranks=ranks))
     assert (fitted.code, fitted.ranks) == ("SYN213", (suspect,))
     others = tuple(range(ranks - 1))
     assert fitted.facts[0] == syn213.Text.CLIPPED(ranks=(suspect,), ratio=pytest.approx(factor), others=others)
@@ -188,10 +188,10 @@ UNEQUAL = moments(ranks=5, odd=(3, 4), cosine=0.99, norms={0: 1.0, 1: 1.0, 2: 1.
 @pytest.mark.parametrize(
     ("case", "ranks", "summary"),
     [
-        # Of two ranks the shorter is the suspect; of more, the rank outside the majority, even if it is longer.
+        # With two ranks, the shorter is the suspect; with more, the rank outside the majority, even if longer.
         (group(*scaled(8.0)), (0,), None),
         (group(*scaled(8.0, 4), ranks=4), (3,), None),
-        # Norms of different shards are no scale.
+        # Norms of different shards are not comparable.
         (
             group(*(replace(diff, replica_groups=((0, 2), (1, 3))) for diff in SHARDED), ranks=4),
             (2, 3),
@@ -205,22 +205,22 @@ UNEQUAL = moments(ranks=5, odd=(3, 4), cosine=0.99, norms={0: 1.0, 1: 1.0, 2: 1.
     ],
 )
 def test_suspects_of_213(case: Group, ranks: tuple[int, ...], summary: Any) -> None:
-    """Ranks are compared within their replica group, and listed with their factors."""
-    fitted = only(case)
+    """SYN213 compares ranks within their replica group, and lists the suspects with their factors."""
+    fitted = diagnose_single(case)
     assert (fitted.code, fitted.ranks) == ("SYN213", ranks)
     assert summary is None or fitted.facts[0] == summary
 
 
 def test_213_with_sgd() -> None:
-    """Momenta that are mostly weight decay are ignored; the others still show the clip."""
-    # 0.005 times a norm of 8 is a decay of 0.04: more than a quarter of these momenta.
+    """SYN213 ignores momenta with mostly weight decay; the remaining momenta show the clipping."""
+    # 0.005 times a norm of 8 is a decay of 0.04: more than a quarter of rank 1's large momenta.
     tensors = []
     for name in MODEL:
         large = name in ("conv.weight", "fc.weight")
-        tensors.append(apart(name, cosine=0.9, norms=dict.fromkeys((0, 1), 8.0 if large else 0.1)))
+        tensors.append(make_diff(name, cosine=0.9, norms=dict.fromkeys((0, 1), 8.0 if large else 0.1)))
         norms = {0: 1.0, 1: 0.08 if large else 0.05}
         tensors.append(moment(name, MOMENTUM, cosine=0.2 if large else 0.99, norms=norms))
-    fitted = only(group(*tensors, optimizer=SGD, hyperparameters=DECAY))
+    fitted = diagnose_single(group(*tensors, optimizer=SGD, hyperparameters=DECAY))
     assert (fitted.code, fitted.ranks) == ("SYN213", (1,))
     assert fitted.facts[0].code is syn213.Text.CONSISTENT
     facts = facts_of(fitted)
@@ -230,10 +230,10 @@ def test_213_with_sgd() -> None:
 
 @pytest.mark.parametrize(("factor", "fits"), [(0.05, True), (0.09, False)])
 def test_213_with_weight_decay_only(factor: float, fits: bool) -> None:
-    """With SGD, momenta that are far shorter than a lost momentum contain only weight decay: SYN213."""
+    """With SGD, momenta far shorter than a lost momentum contain only weight decay and are SYN213."""
     momenta = moments(MOMENTUM, cosine=0.4, norms={0: 1.0, 1: factor})
     weights = model(cosine=0.9, norms={0: 8.0, 1: 8.0})
-    assert ("SYN213" in found(group(*weights, *momenta, optimizer=SGD, hyperparameters=DECAY))) is fits
+    assert ("SYN213" in diagnose_case(group(*weights, *momenta, optimizer=SGD, hyperparameters=DECAY))) is fits
 
 
 @pytest.mark.parametrize(
@@ -248,4 +248,4 @@ def test_213_with_weight_decay_only(factor: float, fits: bool) -> None:
 )
 def test_not_213(cases: list[Group]) -> None:
     """Nearly equal lengths, digests and a lost momentum are not SYN213."""
-    assert "SYN213" not in found(*cases)
+    assert "SYN213" not in diagnose_case(*cases)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from cases import diff, found, group
+from cases import diagnose_case, diff, group
 
 from syncheck import diagnose
 from syncheck.diagnose import RULES, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
@@ -23,7 +23,7 @@ from syncheck.records import Group, Severity, Shards, TensorDiff, Tie, ValueDiff
 from syncheck.snapshots import Metadata
 
 HOME = Path(diagnose.__file__).parent
-# DESIGN's order of precedence; rules that cover nothing have no place in it.
+# The order of precedence in DESIGN, without the rules that cover no difference.
 PRECEDENCE = """101 102 223 222 220 221 217 106 215 214 216 107 231 230 240 205 203 204 202 201 219 218 212 213 210 211
 241 299""".split()
 MEAN, VAR = diff("bn.running_mean", "bn_mean"), diff("bn.running_var", "bn_var")
@@ -37,7 +37,7 @@ RATE = ValueDiff("optimizer.param_groups.0.lr", {0: 1, 1: 2}, counts=True, kind=
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)
 def test_every_rule_is_complete(rule: Any) -> None:
-    """A rule has code, slug, severity, cause and fix, and its docstring has the sections that `explain` prints."""
+    """Each rule has a code, slug, severity, cause and fix, and a docstring with the sections printed by `explain`."""
     assert re.fullmatch(r"SYN\d{3}", rule.CODE)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.SLUG)
     assert rule.SEVERITY in get_args(Severity)
@@ -49,27 +49,27 @@ def test_every_rule_is_complete(rule: Any) -> None:
 
 
 def test_rules_are_listed_in_the_order_of_precedence() -> None:
-    """RULES has every module of the folder once, in DESIGN's order."""
+    """RULES contains every module of the folder once, in the order of DESIGN."""
     codes = [rule.CODE[3:] for rule in RULES]
     assert sorted(f"syn{code}" for code in codes) == sorted(path.name[:6] for path in HOME.glob("syn*.py"))
     covering = [code for code in codes if code not in ("103", "104", "105")]
     assert covering == PRECEDENCE, "a new rule has its place in RULES and in PRECEDENCE above"
 
 
-def lacking(name: str, *ranks: int, reason: Any = "missing") -> TensorDiff:
-    """Return a parameter that only these ranks have."""
+def make_missing(name: str, *ranks: int, reason: Any = "missing") -> TensorDiff:
+    """Return a parameter that exists only on the given ranks."""
     return diff(name, "parameter", (ranks,), status="not_compared", reason=reason, minority=())
 
 
 def test_no_finding_without_a_difference() -> None:
     """A group without a difference has no finding, even if the reader refused a tensor on some ranks."""
-    assert found(group()) == found(group(lacking("a", 0, reason="refused"))) == {}
+    assert diagnose_case(group()) == diagnose_case(group(make_missing("a", 0, reason="refused"))) == {}
 
 
 @pytest.mark.parametrize(("holders", "suspect"), [((0, 2), 1), ((1,), 1)])
 def test_101(holders: tuple[int, ...], suspect: int) -> None:
-    """A tensor that only some ranks have is SYN101 on the smaller set of ranks."""
-    fitted = found(group(lacking("a", *holders), ranks=3))
+    """A tensor that some ranks lack is SYN101 on the smaller set of ranks."""
+    fitted = diagnose_case(group(make_missing("a", *holders), ranks=3))
     assert set(fitted) == {"SYN101"}
     assert (fitted["SYN101"].ranks, fitted["SYN101"].tensors) == ((suspect,), ("a",))
     text = syn101_missing_tensors.Text
@@ -78,25 +78,25 @@ def test_101(holders: tuple[int, ...], suspect: int) -> None:
 
 
 def test_101_of_different_tensors() -> None:
-    """If ranks lack different tensors, the evidence does not claim that each rank lacks all of them."""
+    """If different ranks lack different tensors, the evidence reports the tensors as partly missing."""
     scheduler = ValueDiff("scheduler.last_epoch", {0: 1, 1: None}, counts=True, kind="setting", lost=(1,))
     text = syn101_missing_tensors.Text
-    (fact,) = found(group(lacking("a", 0), lacking("b", 1), values=(scheduler,)))["SYN101"].facts
+    (fact,) = diagnose_case(group(make_missing("a", 0), make_missing("b", 1), values=(scheduler,)))["SYN101"].facts
     count = text.TENSORS_AND_VALUES(tensors=2, values=1)
     assert fact == text.PARTLY_MISSING(ranks=(0, 1), missing=count, names=("a", "b", "scheduler.last_epoch"))
 
 
 @pytest.mark.parametrize(("reason", "first"), [("shape", Mismatch.SHAPES), ("dtype", Mismatch.DTYPES)])
 def test_102(reason: str, first: Any) -> None:
-    """Another shape or dtype is SYN102, and not SYN101, on the minority."""
+    """A different shape or dtype is SYN102 on the minority, without SYN101."""
     detail = Detail.UNEQUAL(sets="x on ranks 0, 1 and y on rank 2")
     fields: dict[str, Any] = {"status": "not_compared", "reason": reason, "detail": detail}
-    unlike = [diff(name, "parameter", ((0, 1), (2,)), **fields) for name in "abc"]
-    fitted = found(group(unlike[0], ranks=3))
+    mismatched = [diff(name, "parameter", ((0, 1), (2,)), **fields) for name in "abc"]
+    fitted = diagnose_case(group(mismatched[0], ranks=3))
     assert set(fitted) == {"SYN102"}
     assert fitted["SYN102"].ranks == (2,)
     assert fitted["SYN102"].facts == (first(tensors=1), Mismatch.TENSOR(name="a", detail=detail))
-    facts = found(group(*unlike, ranks=3))["SYN102"].facts
+    facts = diagnose_case(group(*mismatched, ranks=3))["SYN102"].facts
     assert (facts[0], facts[-1]) == (first(tensors=3), Mismatch.MORE(count=1))
 
 
@@ -129,8 +129,8 @@ TIE = Tie(("embed", "head"), (1,))
     ],
 )  # fmt: skip
 def test_findings_that_never_fail(fields: dict[str, Any], code: str, ranks: tuple[int, ...], facts: list[Any]) -> None:
-    """Removed prefixes, shards and broken ties are reported and never fail."""
-    fitted = found(group(ranks=4, **fields))
+    """Removed prefixes, shards and broken ties are reported with severity info and never fail the comparison."""
+    fitted = diagnose_case(group(ranks=4, **fields))
     assert set(fitted) == {code}
     assert (fitted[code].ranks, fitted[code].fails) == (ranks, False)
     assert list(fitted[code].facts) == facts
@@ -138,34 +138,36 @@ def test_findings_that_never_fail(fields: dict[str, Any], code: str, ranks: tupl
 
 
 def test_104_and_105_on_few_ranks_and_many_layouts() -> None:
-    """Only the first layouts are listed, and a tie that one of two ranks broke has two suspects."""
+    """SYN104 lists only the first layouts, and SYN105 suspects both ranks if one of two ranks broke a tie."""
     many = tuple(Shards("DTensor", f"layout {i}", 2, 0) for i in range(7))
-    assert found(group(shards=many))["SYN104"].facts[-1] == Sharded.OTHER_LAYOUTS(tensors=6, layouts=3)
-    assert found(group(ties=(TIE,)))["SYN105"].ranks == (0, 1)
+    assert diagnose_case(group(shards=many))["SYN104"].facts[-1] == Sharded.OTHER_LAYOUTS(tensors=6, layouts=3)
+    assert diagnose_case(group(ties=(TIE,)))["SYN105"].ranks == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["step", "epoch", "global_step"])
 def test_106(name: str) -> None:
-    """A step or epoch that differs is SYN106 on the odd rank and covers everything; other values are not SYN106."""
+    """A different step or epoch is SYN106 on the odd rank and covers all differences; other values are not SYN106."""
     values = {0: 7, 1: 5, 2: 7}
-    fitted = found(group(WEIGHT, MEAN, ranks=3, values=(ValueDiff(name, values, counts=True, kind="progress"),)))
+    fitted = diagnose_case(
+        group(WEIGHT, MEAN, ranks=3, values=(ValueDiff(name, values, counts=True, kind="progress"),))
+    )
     assert set(fitted) == {"SYN106"}
     assert (fitted["SYN106"].ranks, set(fitted["SYN106"].tensors)) == ((1,), {WEIGHT.name, MEAN.name})
     assert fitted["SYN106"].facts == (Progress.PROGRESS(name=name, values=values),)
-    assert "SYN106" not in found(group(WEIGHT, ranks=3, values=(ValueDiff("loss", values, counts=False),)))
+    assert "SYN106" not in diagnose_case(group(WEIGHT, ranks=3, values=(ValueDiff("loss", values, counts=False),)))
 
 
-def test_106_by_the_optimizers_steps() -> None:
-    """Optimizer steps that differ are SYN106 only if the files do not record equal steps."""
-    fitted = found(group(STEP, WEIGHT))
+def test_106_by_optimizer_steps() -> None:
+    """Different optimizer steps are SYN106 only if the files do not record equal steps."""
+    fitted = diagnose_case(group(STEP, WEIGHT))
     assert set(fitted) == {"SYN106"}
     assert fitted["SYN106"].facts == (Progress.UNKNOWN_STEP_COUNTERS(counters=1),)
-    assert "SYN106" not in found(group(STEP, WEIGHT, stores_progress=True))
+    assert "SYN106" not in diagnose_case(group(STEP, WEIGHT, stores_progress=True))
 
 
 def test_201() -> None:
-    """Running statistics that differ alone are SYN201, a warning on all ranks."""
-    fitted = found(group(MEAN, VAR))
+    """Differences in running statistics alone are SYN201, a warning on all ranks."""
+    fitted = diagnose_case(group(MEAN, VAR))
     assert set(fitted) == {"SYN201"}
     assert (fitted["SYN201"].severity, fitted["SYN201"].ranks) == ("warning", (0, 1))
     first = fitted["SYN201"].facts[0]
@@ -175,18 +177,18 @@ def test_201() -> None:
 
 
 def mean(size: float, step: int = 10, **fields: Any) -> Group:
-    """Return a group whose means differ by this much."""
+    """Return a group whose running means differ by `size`."""
     return group(diff("bn.running_mean", "bn_mean", max_abs=size), step=step, **fields)
 
 
 @pytest.mark.parametrize(
     ("cases", "code"),
     [
-        # Tensors that were not compared are not differences.
+        # Uncompared tensors are not differences.
         ([group(MEAN, diff("fc.weight", "parameter", status="not_compared", reason="sharded"))], "SYN201"),
         ([group(VAR)], "SYN204"),
         ([group(VAR, metadata=Metadata(buffers_synced=False))], "SYN204"),
-        # Drift that grows 1.5 times over the steps, or that the metadata explains.
+        # Drift that grows 1.5 times over the steps, or follows from the metadata.
         ([mean(0.16), mean(0.1, 1)], "SYN202"),
         ([mean(0.14), mean(0.1, 1)], "SYN201"),
         ([group(MEAN, metadata=Metadata(buffers_synced=False))], "SYN202"),
@@ -194,39 +196,39 @@ def mean(size: float, step: int = 10, **fields: Any) -> Group:
     ],
 )
 def test_code_of_running_statistics(cases: list[Group], code: str) -> None:
-    """Statistics that differ alone are SYN201; SYN202 needs growth or metadata, and SYN204 equal means."""
-    assert set(found(*cases)) == {code}
+    """Drift alone is SYN201; SYN202 requires growth or metadata, and SYN204 requires equal means."""
+    assert set(diagnose_case(*cases)) == {code}
 
 
 def test_not_204_without_compared_means() -> None:
-    """If means were not compared, variances that differ are SYN201."""
+    """If means were not compared, different variances are SYN201."""
     case = group(VAR)
     del case.kinds["bn_mean"]
-    assert set(found(case)) == {"SYN201"}
+    assert set(diagnose_case(case)) == {"SYN201"}
 
 
 @pytest.mark.parametrize("others", [[MEAN, VAR, WEIGHT], [MEAN, MOMENT], [WEIGHT]])
 def test_not_201_beside_trained_tensors(others: list[TensorDiff]) -> None:
-    """Running statistics that differ beside parameters or optimizer state follow them."""
-    assert "SYN201" not in found(group(*others))
+    """Different running statistics beside different parameters or optimizer state are not SYN201."""
+    assert "SYN201" not in diagnose_case(group(*others))
 
 
 def test_203() -> None:
-    """Counts that differ are SYN203 on the minority and cover its statistics."""
+    """Different batch counts are SYN203 on the minority and cover the minority's statistics."""
     odd = diff(COUNT.name, "bn_count", ((0, 1, 3), (2,)), max_abs=3)
-    fitted = found(group(odd, diff(MEAN.name, "bn_mean", ((0,), (1,), (2,), (3,))), ranks=4))
+    fitted = diagnose_case(group(odd, diff(MEAN.name, "bn_mean", ((0,), (1,), (2,), (3,))), ranks=4))
     # The statistics of ranks 0, 1 and 3 differ among themselves.
     assert {code: finding.ranks for code, finding in fitted.items()} == {"SYN203": (2,), "SYN201": (0, 1, 3)}
     size = Batches.BY_UP_TO(batches=3)
     assert fitted["SYN203"].facts[0] == Batches.SOME_RANKS(ranks=(2,), size=size, layers=1)
-    assert found(group(COUNT))["SYN203"].facts[0] == Batches.ALL_RANKS(size=size, layers=1)
-    assert "SYN203" not in found(group(MEAN))
+    assert diagnose_case(group(COUNT))["SYN203"].facts[0] == Batches.ALL_RANKS(size=size, layers=1)
+    assert "SYN203" not in diagnose_case(group(MEAN))
 
 
 def test_299() -> None:
-    """Tensors and values that no rule explains are SYN299."""
+    """Tensors and values without a matching rule are SYN299."""
     note = ValueDiff("temperature", {0: 0.1, 1: 0.2}, counts=True)
-    fitted = found(group(WEIGHT, MEAN, values=(note,)))
+    fitted = diagnose_case(group(WEIGHT, MEAN, values=(note,)))
     assert set(fitted) == {"SYN299"}
     assert set(fitted["SYN299"].tensors) == {WEIGHT.name, MEAN.name}
     assert fitted["SYN299"].values == (note.name,)
@@ -234,12 +236,12 @@ def test_299() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_difference_is_in_exactly_one_finding(seed: int) -> None:
-    """For random differences, each tensor and each value that counts is covered once."""
+    """Findings cover each tensor and each relevant value of a random group exactly once."""
     rng = random.Random(seed)
     pool = [MEAN, VAR, COUNT, WEIGHT, STEP, diff("b", "parameter", status="not_compared", reason="dtype")]
     values = (EPOCH, RATE, ValueDiff("note", {0: 1, 1: 2}, counts=False))
     case = group(*(d for d in pool if rng.random() < 0.6), values=tuple(v for v in values if rng.random() < 0.4))
-    findings = found(case).values()
+    findings = diagnose_case(case).values()
     assert sorted(n for f in findings for n in f.tensors) == sorted(d.name for d in case.tensors)
     assert sorted(n for f in findings for n in f.values) == sorted(v.name for v in case.values if v.counts)
 

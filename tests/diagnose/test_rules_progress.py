@@ -1,11 +1,11 @@
-"""Ranks that skipped a step or lost state: SYN106, SYN214 and SYN215, and how they are distinguished."""
+"""SYN106, SYN214 and SYN215: ranks with different progress, a skipped step or lost state."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from cases import DIGEST, found, only
+from cases import DIGEST, diagnose_case, diagnose_single
 from groups import facts_of
 from progress_cases import STATE, batches, diff, group, missing, statistics, trained
 
@@ -41,8 +41,8 @@ FROZEN = diff("stem.weight", "parameter", {0: 1, 1: 2})
     ],
 )
 def test_lag_of_step_counters(counts: dict[int, float], code: str, suspects: tuple[int, ...]) -> None:
-    """A small lag is SYN214 and a large one SYN215, on the odd ranks or on those behind."""
-    finding = only(group(*trained(counts), *statistics({rank: rank for rank in counts}), ranks=len(counts)))
+    """A small lag is SYN214 and a large lag SYN215, on the odd ranks or on the ranks behind."""
+    finding = diagnose_single(group(*trained(counts), *statistics({rank: rank for rank in counts}), ranks=len(counts)))
     assert (finding.code, finding.ranks) == (code, suspects)
     facts, highest = facts_of(finding), max(counts.values())
     lags = {highest - count for count in counts.values()} - {0}
@@ -64,31 +64,33 @@ def test_lag_of_step_counters(counts: dict[int, float], code: str, suspects: tup
     ("counts", "doubtful"), [({0: 4, 1: 3}, True), ({0: 2000, 1: 1980}, True), ({0: 12, 1: 11}, False)]
 )
 def test_214_mentions_lost_state(counts: dict[int, float], doubtful: bool) -> None:
-    """In a short run, or with a lag of more than two steps, lost optimizer state looks the same."""
-    finding = only(group(*trained(counts)))
+    """SYN214 mentions lost optimizer state in a short run or for a lag of more than two steps."""
+    finding = diagnose_single(group(*trained(counts)))
     assert finding.code == "SYN214"
     assert (syn214.Text.LOST_STATE in facts_of(finding)) is doubtful
 
 
 def test_214_with_a_growing_lag() -> None:
-    """A lag that was smaller at an earlier step means that steps were skipped repeatedly."""
+    """If the lag was smaller at an earlier step, SYN214 reports repeated skips."""
     now = group(*trained({0: 100, 1: 98}))
-    growing, constant = (facts_of(only(now, group(*trained({0: 50, 1: n}), step=50))) for n in (49, 48))
+    growing, constant = (facts_of(diagnose_single(now, group(*trained({0: 50, 1: n}), step=50))) for n in (49, 48))
     assert growing[syn214.Text.REPEATED] == {"step": 50, "lag": 1}
     assert syn214.Text.REPEATED not in constant
 
 
 def test_215_right_after_loading() -> None:
-    """Right after loading, parameters still agree, and the evidence says so."""
-    finding = only(group(*(diff for diff in trained({0: 100, 1: 1}) if diff.kind != "parameter")))
+    """If parameters are still equal, SYN215 reports no step since the loading."""
+    finding = diagnose_single(group(*(diff for diff in trained({0: 100, 1: 1}) if diff.kind != "parameter")))
     assert (finding.code, finding.ranks) == ("SYN215", (1,))
     assert syn215.Text.NO_STEP_SINCE in facts_of(finding)
 
 
 @pytest.mark.parametrize(("holders", "ranks", "suspect"), [((0,), 2, 1), ((0,), 4, 0), ((0, 1, 3), 4, 2)])
 def test_215_with_an_empty_optimizer(holders: tuple[int, ...], ranks: int, suspect: int) -> None:
-    """An optimizer with parameter groups but no state is SYN215 on the smaller set of ranks, or on the empty ranks."""
-    finding = only(group(*missing(holders, *STATE), ranks=ranks, hyperparameters={"lr": 0.1}, stores_progress=False))
+    """An optimizer with parameter groups but no state is SYN215 on the smaller set of ranks or on the empty rank."""
+    finding = diagnose_single(
+        group(*missing(holders, *STATE), ranks=ranks, hyperparameters={"lr": 0.1}, stores_progress=False)
+    )
     assert (finding.code, finding.ranks) == ("SYN215", (suspect,))
     empty = tuple(sorted({*range(ranks)} - {*holders}))
     assert finding.facts[0] == syn215.Text.EMPTY(ranks=empty, others=holders, tensors=6)
@@ -109,57 +111,57 @@ LOST = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: None}, counts=True, 
 )
 def test_101_of_optimizer_state(tensors: Any, fields: dict[str, Any]) -> None:
     """Without parameter groups, with a part of the state, or with sharded state, missing tensors are SYN101."""
-    assert set(found(group(*tensors, **{"hyperparameters": {"lr": 0.1}} | fields))) == {"SYN101"}
+    assert set(diagnose_case(group(*tensors, **{"hyperparameters": {"lr": 0.1}} | fields))) == {"SYN101"}
 
 
 @pytest.mark.parametrize(("lag", "code"), [(1, "SYN214"), (50, "SYN215")])
 @pytest.mark.parametrize("name", ["optimizer.state.0.step", "optimizer.param_groups.0.step"])
-def test_counters_that_are_python_numbers(lag: int, code: str, name: str) -> None:
-    """A counter that is not a tensor leads to the same finding, which covers everything that is trained."""
+def test_counters_as_python_numbers(lag: int, code: str, name: str) -> None:
+    """Counters stored as Python numbers lead to the same findings, which cover all trained tensors."""
     value = ValueDiff(name, {0: 100, 1: 100 - lag}, counts=True, kind="counter")
-    finding = only(group(*trained({0: 1, 1: 2}, counts=False), values=(value,)))
+    finding = diagnose_single(group(*trained({0: 1, 1: 2}, counts=False), values=(value,)))
     assert (finding.code, finding.ranks, finding.values) == (code, (1,), (name,))
 
 
 def test_only_parameters_with_lagging_counters_are_covered() -> None:
-    """A parameter whose counter agrees, or that is frozen, has another cause; near and far counters have two."""
+    """SYN214 covers only parameters with a small lag: no frozen parameters, equal counters or large lags (SYN215)."""
     near, far = trained({0: 100, 1: 99}), trained({0: 100, 1: 9})
     bias = {d.name for d in near if "bias" in d.name}
-    fitted = found(group(*(d for d in near if d.name in bias), diff("fc.weight", "parameter", {0: 1, 1: 2})))
+    fitted = diagnose_case(group(*(d for d in near if d.name in bias), diff("fc.weight", "parameter", {0: 1, 1: 2})))
     assert set(fitted["SYN214"].tensors) == bias
     assert "SYN215" not in fitted
-    assert FROZEN.name not in found(group(*near, FROZEN))["SYN214"].tensors
+    assert FROZEN.name not in diagnose_case(group(*near, FROZEN))["SYN214"].tensors
     value = ValueDiff("optimizer.state.0.step", {0: 100, 1: 99}, counts=True, kind="counter")
     fields: dict[str, Any] = {"values": (value,), "metadata": Metadata(frozen=(FROZEN.name,))}
-    fitted = found(group(*trained({0: 1, 1: 2}, counts=False), FROZEN, **fields))
+    fitted = diagnose_case(group(*trained({0: 1, 1: 2}, counts=False), FROZEN, **fields))
     assert FROZEN.name not in fitted["SYN214"].tensors
-    both = found(group(*(d if d.name in bias else other for d, other in zip(near, far, strict=True))))
+    both = diagnose_case(group(*(d if d.name in bias else other for d, other in zip(near, far, strict=True))))
     assert set(both) == {"SYN214", "SYN215"}
     assert set(both["SYN214"].tensors) == bias
 
 
 @pytest.mark.parametrize("lag", [1, 99])
 def test_counters_that_differ_alone(lag: int) -> None:
-    """Counters that differ while nothing else does are neither a skipped step nor lost state."""
+    """Differences in step counters alone are neither SYN214 nor SYN215."""
     alone = [diff for diff in trained({0: 100, 1: 100 - lag}) if diff.kind == "optimizer_step"]
-    assert not {"SYN214", "SYN215"} & set(found(group(*alone)))
+    assert not {"SYN214", "SYN215"} & set(diagnose_case(group(*alone)))
 
 
 def test_digests_show_no_lag() -> None:
-    """Digests of counters are neither SYN214 nor SYN215, and SYN106 only without a stored step and if all differ."""
+    """Digests of counters are never SYN214 or SYN215, and SYN106 only if all differ and no step is stored."""
     tensors = [diff(d.name, d.kind, {0: 1, 1: 2}, **DIGEST) for d in trained({0: 1, 1: 2})]
-    assert not {"SYN106", "SYN214", "SYN215"} & set(found(group(*tensors)))
-    finding = only(group(*tensors, stores_progress=False))
+    assert not {"SYN106", "SYN214", "SYN215"} & set(diagnose_case(group(*tensors)))
+    finding = diagnose_single(group(*tensors, stores_progress=False))
     assert (finding.code, finding.ranks) == ("SYN106", (0, 1))
     step = diff("optimizer.fc.bias.step", "optimizer_step", {0: 1, 1: 2}, mismatched=None, reason="digest")
-    assert "SYN106" not in found(group(step, stores_progress=False))
+    assert "SYN106" not in diagnose_case(group(step, stores_progress=False))
 
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("counts", [{0: 100, 1: 80}, {0: 400, 1: 320}])
 def test_106_if_batchnorm_lags_too(counts: dict[int, float], stored: bool) -> None:
-    """BatchNorm's counts that lag with all counters, by one or several a step, are files of different moments."""
-    finding = only(group(*trained({0: 100, 1: 80}), batches(counts), *OWN, stores_progress=stored))
+    """If BatchNorm's counts lag with all step counters, by a whole number per step, the finding is SYN106."""
+    finding = diagnose_single(group(*trained({0: 100, 1: 80}), batches(counts), *OWN, stores_progress=stored))
     assert (finding.code, finding.ranks) == ("SYN106", (1,))
     text = syn106_different_progress.Text
     lag = text.FORWARDS_LAG_DESPITE_STEP() if stored else text.FORWARDS_LAG()
@@ -168,16 +170,16 @@ def test_106_if_batchnorm_lags_too(counts: dict[int, float], stored: bool) -> No
 
 @pytest.mark.parametrize("counts", [{0: 80, 1: 100}, {0: 100, 1: 93}])
 def test_not_106_if_batchnorm_lags_otherwise(counts: dict[int, float]) -> None:
-    """Counts that lag on the other rank, or by no whole number of batches a step, are SYN215 and SYN203."""
-    assert set(found(group(*trained({0: 100, 1: 80}), batches(counts)))) == {"SYN215", "SYN203"}
+    """If BatchNorm's counts lag on the other rank or by a fraction per step, the findings are SYN215 and SYN203."""
+    assert set(diagnose_case(group(*trained({0: 100, 1: 80}), batches(counts)))) == {"SYN215", "SYN203"}
 
 
-def test_a_whole_step_that_was_skipped() -> None:
-    """If BatchNorm's counts lag by the skipped step, SYN214 covers them; without a stored step it is SYN106."""
+def test_skipped_forward_pass_and_step() -> None:
+    """If BatchNorm's counts lag by the skipped step, SYN214 covers the counts; without a stored step, SYN106 does."""
     case = (*trained({0: 100, 1: 99}), batches({0: 100, 1: 99}), *OWN)
-    finding = only(group(*case))
+    finding = diagnose_single(group(*case))
     assert finding.code == "SYN214"
     assert syn214.Text.FORWARD_MISSING in facts_of(finding)
-    assert only(group(*case, stores_progress=False)).code == "SYN106"
+    assert diagnose_single(group(*case, stores_progress=False)).code == "SYN106"
     step = ValueDiff("step", {0: 100, 1: 99}, counts=True, kind="progress")
-    assert only(group(*trained({0: 100, 1: 99}), values=(step,))).code == "SYN106"
+    assert diagnose_single(group(*trained({0: 100, 1: 99}), values=(step,))).code == "SYN106"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cases import DIGEST, found, only
+from cases import DIGEST, diagnose_case, diagnose_single
 from groups import facts_of
 from progress_cases import batches, counter, diff, group, scaler, statistics, trained
 
@@ -25,8 +25,8 @@ FROZEN = diff("stem.weight", "parameter", BOTH)
 OPTIMIZERS = pytest.mark.parametrize("counts", [True, False], ids=["adamw", "sgd"])
 
 
-def behind(ranks: int = 2, *, counts: bool = True, forwards: bool = False, **fields: Any) -> Group:
-    """Return a group whose last rank is one step behind. forwards: whether it counted the batches of that step."""
+def make_stale(ranks: int = 2, *, counts: bool = True, forwards: bool = False, **fields: Any) -> Group:
+    """Return a group whose last rank is one step behind. forwards: the last rank counted the batches of the step."""
     by_rank = {rank: 100 - (rank == ranks - 1) for rank in range(ranks)}
     own = statistics({rank: rank for rank in by_rank})
     bn = () if forwards else (batches(by_rank),)
@@ -36,8 +36,8 @@ def behind(ranks: int = 2, *, counts: bool = True, forwards: bool = False, **fie
 @pytest.mark.parametrize("ranks", [2, 4])
 @OPTIMIZERS
 def test_217(ranks: int, counts: bool) -> None:
-    """A rank at an earlier step of the other ranks is SYN217, which covers BatchNorm's counts and statistics."""
-    finding = only(behind(ranks, counts=counts))
+    """A rank with the other ranks' earlier state is SYN217, which covers BatchNorm's counts and statistics."""
+    finding = diagnose_single(make_stale(ranks, counts=counts))
     assert (finding.code, finding.ranks) == ("SYN217", (ranks - 1,))
     assert finding.facts[0] == syn217.Text.STALE(rank=ranks - 1, earlier=99, step=100)
     equal = {"parameters": 2, "states": 6 if counts else 4, "earlier": 99}
@@ -48,24 +48,24 @@ def test_217(ranks: int, counts: bool) -> None:
 def test_217_before_106() -> None:
     """A stale rank whose file stores the earlier step is SYN217 and not SYN106."""
     value = ValueDiff("step", {0: 100, 1: 99}, counts=True, kind="progress")
-    finding = only(behind(values=(value,)))
+    finding = diagnose_single(make_stale(values=(value,)))
     assert finding.code == "SYN217"
     assert facts_of(finding)[syn217.Text.STORED_STEP_DIFFERS] == {"ranks": (1,)}
-    assert only(behind(values=(value,), stale={})).code == "SYN106"
+    assert diagnose_single(make_stale(values=(value,), stale={})).code == "SYN106"
 
 
-def test_217_leaves_differences_between_the_other_ranks() -> None:
-    """A parameter that also differs between the ranks that are not stale has another cause."""
-    stale = behind(4)
+def test_217_covers_no_difference_between_other_ranks() -> None:
+    """SYN217 does not cover a parameter that also differs among the up-to-date ranks."""
+    stale = make_stale(4)
     other = diff("stem.weight", "parameter", {0: 1, 1: 2, 2: 1, 3: 3})
-    fitted = found(group(*stale.tensors, other, ranks=4, stale={3: 99}))
+    fitted = diagnose_case(group(*stale.tensors, other, ranks=4, stale={3: 99}))
     assert set(fitted["SYN217"].tensors) == {d.name for d in stale.tensors}
 
 
 @OPTIMIZERS
 def test_214_if_the_forward_pass_was_counted(counts: bool) -> None:
-    """Old parameters and old state beside BatchNorm's new counts are a skipped step, also with SGD."""
-    finding = only(behind(4, forwards=True, counts=counts))
+    """Old parameters and old state beside new BatchNorm counts are SYN214, also with SGD."""
+    finding = diagnose_single(make_stale(4, forwards=True, counts=counts))
     assert (finding.code, finding.ranks) == ("SYN214", (3,))
     assert finding.facts[0].code is (syn214.Text.SKIPPED if counts else syn214.Text.SKIPPED_AFTER_FORWARD)
     assert facts_of(finding)[Origin.STALE] == {"step": 100, "ranks": (3,), "earlier": 99}
@@ -80,32 +80,32 @@ TEN = trained({0: 20, 1: 10})
     [
         # Old parameters beside new optimizer state came from a gather, whatever BatchNorm counted.
         ([d for d in trained({0: 100, 1: 99}) if d.kind == "parameter"], {1: 99}, "SYN217"),
-        # Ten steps behind is not SYN215, although the counters are far apart.
+        # A rank ten steps behind is not SYN215, despite the large lag of its counters.
         ([*TEN, batches({0: 20, 1: 10})], {1: 10}, "SYN217"),
         (TEN, {1: 10}, "SYN214"),
     ],
 )
 def test_code_of_a_stale_rank(tensors: Any, stale: dict[int, int], code: str) -> None:
-    """A stale rank is SYN214 if BatchNorm counted the batches since, and SYN217 otherwise."""
-    assert only(group(*tensors, stale=stale, step=20 if stale == {1: 10} else 100)).code == code
+    """A rank with old parameters and old state is SYN214 if BatchNorm counted the batches since, otherwise SYN217."""
+    assert diagnose_single(group(*tensors, stale=stale, step=20 if stale == {1: 10} else 100)).code == code
 
 
 # A later step: BatchNorm's counts were broadcast, and SGD counts no steps.
 LATER = group(*UNCOUNTED, *statistics(BOTH), step=110)
 
 
-def test_a_series_shows_the_first_cause() -> None:
-    """A difference since a skipped step is SYN214, and since a stale rank SYN217, also with SGD."""
-    skipped = only(LATER, behind(forwards=True, counts=False))
+def test_later_differences_have_the_first_cause() -> None:
+    """A difference since a skipped step is SYN214, and a difference since a stale rank is SYN217, also with SGD."""
+    skipped = diagnose_single(LATER, make_stale(forwards=True, counts=False))
     assert (skipped.code, skipped.ranks) == ("SYN214", (1,))
     assert skipped.facts[0] == syn214.Text.SKIPPED_AFTER_FORWARD(ranks=(1,))
     assert facts_of(skipped)[Origin.STALE] == {"step": 100, "ranks": (1,), "earlier": 99}
-    set_back = only(LATER, behind(counts=False))
+    set_back = diagnose_single(LATER, make_stale(counts=False))
     assert (set_back.code, set_back.ranks) == ("SYN217", (1,))
     assert set_back.facts[0] == syn217.Text.SET_BACK(ranks=(1,))
-    # After a step at which parameters agreed, an earlier stale file explains no difference.
-    for earlier in ([behind(counts=False), group(step=105)], [behind(counts=False, stale={})]):
-        assert not {"SYN214", "SYN217"} & set(found(LATER, *earlier))
+    # An earlier stale file explains no difference if parameters agreed at a step in between.
+    for earlier in ([make_stale(counts=False), group(step=105)], [make_stale(counts=False, stale={})]):
+        assert not {"SYN214", "SYN217"} & set(diagnose_case(LATER, *earlier))
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_a_series_shows_the_first_cause() -> None:
     ],
 )
 def test_216(scales: dict[int, float], good: dict[int, int] | None, suspects: tuple[int, ...]) -> None:
-    """Different scales are SYN216 on the odd rank, or on the rank that reduced its scale."""
+    """Different scales are SYN216 on the odd rank, on the rank with the latest overflow, or on both ranks."""
     tensors = *trained(scales, counts=False), *statistics(scales)
-    finding = only(group(*tensors, values=scaler(scales, good), ranks=len(scales)))
+    finding = diagnose_single(group(*tensors, values=scaler(scales, good), ranks=len(scales)))
     assert (finding.code, finding.ranks) == ("SYN216", suspects)
     assert finding.facts[:2] == (
         syn216.Text.SCALES_DIFFER(ratio=2),
@@ -136,15 +136,15 @@ def test_216_explains_skipped_steps(ranks: int, lag: int) -> None:
     """Counters that lag by the overflows of a rank with a lower scale are SYN216, not SYN214 or SYN215."""
     by_rank = {rank: 100 - lag * (rank == ranks - 1) for rank in range(ranks)}
     scales = {rank: 65536.0 / 2 ** (100 - count) for rank, count in by_rank.items()}
-    finding = only(group(*trained(by_rank), values=scaler(scales), ranks=ranks))
+    finding = diagnose_single(group(*trained(by_rank), values=scaler(scales), ranks=ranks))
     assert (finding.code, finding.ranks) == ("SYN216", (ranks - 1,))
     assert facts_of(finding)[syn216.Text.OVERFLOW] == {"steps": by_rank}
 
 
 @pytest.mark.parametrize("scales", [{0: 65536.0, 1: 32768.0}, {0: 1024.0, 1: 65536.0}])
 def test_215_covers_a_scaler_that_was_not_restored(scales: dict[int, float]) -> None:
-    """A lag that halved scales cannot explain is lost state, including the scaler's state."""
-    finding = only(group(*trained({0: 100, 1: 50}), values=scaler(scales, {0: 100, 1: 50})))
+    """If overflows cannot explain the lag, the finding is SYN215, which covers the scaler's state."""
+    finding = diagnose_single(group(*trained({0: 100, 1: 50}), values=scaler(scales, {0: 100, 1: 50})))
     assert (finding.code, finding.ranks) == ("SYN215", (1,))
     assert syn215.Text.SCALER_DIFFERS in facts_of(finding)
 
@@ -152,25 +152,25 @@ def test_215_covers_a_scaler_that_was_not_restored(scales: dict[int, float]) -> 
 def test_scaler_states_beside_other_faults() -> None:
     """SYN216 covers trained tensors only if scales and all parameters differ, also if the scale is a tensor."""
     counted = {0: 100, 1: 99}
-    equal = only(group(*trained(counted), values=scaler({0: 8.0, 1: 8.0}, counted)))
+    equal = diagnose_single(group(*trained(counted), values=scaler({0: 8.0, 1: 8.0}, counted)))
     assert (equal.code, equal.values) == ("SYN214", ("scaler._growth_tracker",))
-    fitted = found(group(*UNCOUNTED, values=scaler({0: 8.0, 1: 8.0}, {0: 100, 1: 7})))
+    fitted = diagnose_case(group(*UNCOUNTED, values=scaler({0: 8.0, 1: 8.0}, {0: 100, 1: 7})))
     assert (fitted["SYN216"].tensors, fitted["SYN216"].values) == ((), ("scaler._growth_tracker",))
     assert fitted["SYN216"].facts[0] == syn216.Text.STATES_DIFFER()
     assert len(fitted) > 1
     few = diff("fc.weight", "parameter", BOTH), diff("d", "buffer", BOTH)
     case = group(*few, values=scaler({0: 8.0, 1: 4.0}), extra=dict.fromkeys("abc", "parameter"))
-    assert found(case)["SYN216"].tensors == ()
-    tensor = only(group(*trained(counted), counter("scaler.scale", "scaler", {0: 8.0, 1: 4.0})))
+    assert diagnose_case(case)["SYN216"].tensors == ()
+    tensor = diagnose_single(group(*trained(counted), counter("scaler.scale", "scaler", {0: 8.0, 1: 4.0})))
     assert (tensor.code, tensor.ranks) == ("SYN216", (1,))
     lacking = ValueDiff("scaler.scale", {0: 8.0, 1: None}, counts=True, kind="scaler", lost=(1,))
-    assert set(found(group(values=(lacking,)))) == {"SYN101"}
+    assert set(diagnose_case(group(values=(lacking,)))) == {"SYN101"}
 
 
 @pytest.mark.parametrize("bn", [True, False])
 def test_216_before_217(bn: bool) -> None:
     """A rank that skipped its last step because of an overflow is SYN216, with and without BatchNorm."""
-    finding = only(behind(forwards=True, bn=bn, values=scaler({0: 8.0, 1: 4.0}, {0: 9, 1: 0})))
+    finding = diagnose_single(make_stale(forwards=True, bn=bn, values=scaler({0: 8.0, 1: 4.0}, {0: 9, 1: 0})))
     assert (finding.code, finding.ranks) == ("SYN216", (1,))
 
 
@@ -183,9 +183,9 @@ def local_sgd(step: int, *tensors: Any, ranks: int = 2, **averaging: int) -> Gro
 @pytest.mark.parametrize("step", [5, 7, 9, 10, 11])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_241_between_averages(step: int, ranks: int) -> None:
-    """Between two averages of local SGD all trained tensors differ by design: SYN241, a warning, on all ranks."""
+    """Between two averages of local SGD, differing trained tensors are SYN241, a warning on all ranks."""
     own = {rank: rank for rank in range(ranks)}
-    finding = only(local_sgd(step, *trained(own, counts=False), *statistics(own), ranks=ranks))
+    finding = diagnose_single(local_sgd(step, *trained(own, counts=False), *statistics(own), ranks=ranks))
     assert (finding.code, finding.severity, finding.ranks) == ("SYN241", "warning", tuple(range(ranks)))
     assert finding.facts[0] == syn241.Text.OWN_STEPS(steps=step % 4)
     schedule = finding.facts[1]
@@ -195,8 +195,8 @@ def test_241_between_averages(step: int, ranks: int) -> None:
 
 
 def test_241_right_after_an_average() -> None:
-    """Right after an average only the momentum and local statistics may differ."""
-    finding = only(local_sgd(8, *(d for d in UNCOUNTED if d.kind == "optimizer"), *statistics(BOTH)))
+    """Right after an average, differences in the momentum and in local statistics are SYN241."""
+    finding = diagnose_single(local_sgd(8, *(d for d in UNCOUNTED if d.kind == "optimizer"), *statistics(BOTH)))
     assert finding.code == "SYN241"
     assert finding.facts[:4] == (
         syn241.Text.OWN_STATE(),
@@ -219,14 +219,14 @@ def test_241_right_after_an_average() -> None:
     ],
 )
 def test_not_241(case: Group) -> None:
-    """Without complete metadata that explains it, a difference is not by design."""
-    assert "SYN241" not in found(case)
+    """A difference is not SYN241 without complete metadata, or if the averaging schedule does not explain it."""
+    assert "SYN241" not in diagnose_case(case)
 
 
 def test_241_beside_other_faults() -> None:
-    """A skipped step is SYN214 under local SGD too, untrained parameters are not covered, and digests suffice."""
-    assert set(found(local_sgd(10, *trained({0: 10, 1: 9})))) == {"SYN214"}
-    assert FROZEN.name not in found(local_sgd(10, *UNCOUNTED, FROZEN))["SYN241"].tensors
-    finding = only(local_sgd(10, diff("fc.weight", "parameter", BOTH, **DIGEST)))
+    """Under local SGD, a skipped step is still SYN214; SYN241 covers no untrained parameters and accepts digests."""
+    assert set(diagnose_case(local_sgd(10, *trained({0: 10, 1: 9})))) == {"SYN214"}
+    assert FROZEN.name not in diagnose_case(local_sgd(10, *UNCOUNTED, FROZEN))["SYN241"].tensors
+    finding = diagnose_single(local_sgd(10, diff("fc.weight", "parameter", BOTH, **DIGEST)))
     assert finding.code == "SYN241"
     assert facts_of(finding)[Common.PARAMETERS]["size"] == Common.SIZE_UNKNOWN()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cases import DIGEST, diff, found, group
+from cases import DIGEST, diagnose_case, diff, group
 from checkpoints import save_pth
 from dtensors import dtensor, mesh_of_2_6
 from groups import facts_of
@@ -32,21 +32,21 @@ MOMENT = diff("optimizer.fc.weight.exp_avg", "optimizer", HALVES, max_abs=0.25)
 LOCAL = diff("bn.running_mean", "bn_mean", ((0,), (1,), (2,), (3,)))
 
 
-def located(field: str, values: Sequence[Any], *tensors: TensorDiff) -> Group:
-    """Return a group whose ranks have these hosts or mesh coordinates."""
+def group_with_field(field: str, values: Sequence[Any], *tensors: TensorDiff) -> Group:
+    """Return a group with one replica per value. field: host or mesh."""
     made = group(*tensors, ranks=len(values))
     replicas = zip(made.replicas, values, strict=True)
     return replace(made, replicas=tuple(replace(replica, **{field: value}) for replica, value in replicas))
 
 
-def on_hosts(hosts: Sequence[str | None], *tensors: TensorDiff) -> Group:
-    """Return a group whose ranks are on these hosts."""
-    return located("host", hosts, *tensors)
+def group_on_hosts(hosts: Sequence[str | None], *tensors: TensorDiff) -> Group:
+    """Return a group with one replica per host name."""
+    return group_with_field("host", hosts, *tensors)
 
 
 def test_230() -> None:
     """Parameters and moments that are equal within each host and differ between hosts are SYN230."""
-    fitted = found(on_hosts("aabb", WEIGHT, MOMENT))
+    fitted = diagnose_case(group_on_hosts("aabb", WEIGHT, MOMENT))
     assert set(fitted) == {"SYN230"}
     assert fitted["SYN230"].ranks == (0, 1, 2, 3)
     node, size = syn230.Text.NODE, Common.LARGEST(difference=0.5, element="fc.weight[1]")
@@ -54,16 +54,16 @@ def test_230() -> None:
         syn230.Text.NODES_DIFFER(nodes=(node(host="a", ranks=(0, 1)), node(host="b", ranks=(2, 3)))),
         syn230.Text.TENSORS(count=2, parameters=1, size=size),
     )
-    digests = found(on_hosts("aabb", diff("fc.weight", "parameter", HALVES, **DIGEST)))
+    digests = diagnose_case(group_on_hosts("aabb", diff("fc.weight", "parameter", HALVES, **DIGEST)))
     assert facts_of(digests["SYN230"])[syn230.Text.TENSORS]["size"] == Common.SIZE_UNKNOWN()
     odd = diff("fc.weight", "parameter", ((0, 1, 4, 5), (2, 3)))
-    assert found(on_hosts("aabbcc", odd))["SYN230"].ranks == (2, 3)  # the node outside the majority
+    assert diagnose_case(group_on_hosts("aabbcc", odd))["SYN230"].ranks == (2, 3)  # the node outside the majority
 
 
 def test_230_covers_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running statistics that differ between all ranks are covered; no tensor is compared with another in pairs."""
+    """SYN230 covers running statistics with differences between all ranks, and compares no tensors in pairs."""
     monkeypatch.setattr(TensorDiff, "__eq__", lambda *_: pytest.fail("a tensor was compared with another one"))
-    fitted = found(on_hosts("aabb", WEIGHT, LOCAL))
+    fitted = diagnose_case(group_on_hosts("aabb", WEIGHT, LOCAL))
     assert set(fitted) == {"SYN230"}
     assert set(fitted["SYN230"].tensors) == {WEIGHT.name, LOCAL.name}
     assert facts_of(fitted["SYN230"])[syn230.Text.STATISTICS_TOO] == {"count": 1}
@@ -86,12 +86,12 @@ SHARDED = diff("fc.weight", "parameter", ((0,), (2,), (1,), (3,)), replica_group
     ],
 )
 def test_not_230(hosts: Any, tensors: list[TensorDiff]) -> None:
-    """SYN230 needs two hosts with two equal ranks each that explain every set of ranks."""
-    assert "SYN230" not in found(on_hosts(hosts, *tensors))
+    """SYN230 requires two hosts with two equal ranks each, and no differences within a host."""
+    assert "SYN230" not in diagnose_case(group_on_hosts(hosts, *tensors))
 
 
 def test_folders_are_hosts_without_metadata(tmp_path: Path) -> None:
-    """Files in node0 and node1 belong to two hosts, and a difference between them is SYN230."""
+    """Without metadata, files in node0 and node1 belong to two hosts, and a difference between the hosts is SYN230."""
     for rank in range(4):
         folder = tmp_path / f"node{rank // 2}"
         folder.mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def test_evidence_lists_few_of_many_replica_groups() -> None:
     """If 512 shards of a weight differ between two ranks each, the text of the evidence stays short."""
     pairs = tuple((rank, rank + 512) for rank in range(512))
     weight = replace(diff("fc.weight", "parameter", tuple((rank,) for rank in range(1024))), replica_groups=pairs)
-    (fitted,) = found(group(weight, ranks=1024)).values()
+    (fitted,) = diagnose_case(group(weight, ranks=1024)).values()
     assert facts_of(fitted)[Common.WITHIN_GROUPS] == {"groups": pairs, "ranks": tuple(range(1024))}
     assert len(fitted.evidence) < 500
 
@@ -119,8 +119,8 @@ NORM_MOMENT = diff("optimizer.layers.0.input_layernorm.weight.exp_avg", "optimiz
 
 
 def test_231() -> None:
-    """A norm that is equal along dp and differs along tp is SYN231, and so is its optimizer state."""
-    fitted = found(located("mesh", TWO_BY_TWO, NORM, NORM_MOMENT))
+    """A norm and its optimizer state, equal along dp and different along tp, are SYN231."""
+    fitted = diagnose_case(group_with_field("mesh", TWO_BY_TWO, NORM, NORM_MOMENT))
     assert set(fitted) == {"SYN231"}
     assert fitted["SYN231"].ranks == (0, 1, 2, 3)
     facts = facts_of(fitted["SYN231"])
@@ -128,7 +128,7 @@ def test_231() -> None:
     assert facts[syn231.Text.COORDINATES_AGREE] == {"groups": ((0, 2), (1, 3))}
     # With one rank per coordinate the odd rank is the suspect; digests suffice.
     odd = diff("ln_f.weight", "parameter", ((0, 1, 3), (2,)), **DIGEST)
-    assert found(located("mesh", [{"tp": rank} for rank in range(4)], odd))["SYN231"].ranks == (2,)
+    assert diagnose_case(group_with_field("mesh", [{"tp": rank} for rank in range(4)], odd))["SYN231"].ranks == (2,)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_231() -> None:
     ids=["along dp and one rank", "no coordinates", "pipeline stages"],
 )
 def test_not_231(meshes: Any, tensors: list[TensorDiff]) -> None:
-    """A difference along other dimensions, of a single rank, or of ranks without coordinates is another fault."""
-    assert "SYN231" not in found(located("mesh", meshes, *tensors))
+    """A difference along other dimensions, of a single rank, or of ranks without coordinates is not SYN231."""
+    assert "SYN231" not in diagnose_case(group_with_field("mesh", meshes, *tensors))
 
 
 def test_231_covers_only_replicated_tensors() -> None:
-    """A weight that differs on one rank, and running statistics, are left to other rules."""
+    """SYN231 covers neither a weight with a difference on one rank nor running statistics."""
     others = diff("fc.weight", "parameter", ONE), diff("bn.running_mean", "bn_mean", ALONG_TP)
-    fitted = found(located("mesh", TWO_BY_TWO, NORM, *others))
+    fitted = diagnose_case(group_with_field("mesh", TWO_BY_TWO, NORM, *others))
     assert fitted["SYN231"].tensors == (NORM.name,)
     assert {diff.name for diff in others} <= set(fitted["SYN299"].tensors)
 
@@ -173,12 +173,12 @@ layers.0.block_sparse_moe.experts.0.w1.weight layers.0.self_attn.o_proj.lora_A.w
 
 
 def test_names_of_replicated_tensors() -> None:
-    """Norms, routers and biases of row-parallel layers are replicated by name; tensors that may be sharded are not."""
+    """Norms, routers and biases of row-parallel layers are replicated by name; possibly sharded tensors are not."""
     assert find_replicated([*REPLICATED, *PERHAPS_SHARDED]) == set(REPLICATED)
 
 
 def compare(folder: Path, tensors: Sequence[Mapping[str, Any]], meshes: Sequence[Mapping[str, int]]) -> Group:
-    """Compare files of ranks with these mesh coordinates."""
+    """Write and compare one file per rank, with mesh coordinates in the metadata."""
     folder.mkdir()
     for rank, content in enumerate(tensors):
         block = syncheck.metadata(run="tp", run_id="1", rank=rank, world_size=len(tensors), mesh=dict(meshes[rank]))
@@ -204,7 +204,7 @@ STAGES = [{"pp": rank // 2, "tp": rank % 2} for rank in range(4)]
 @pytest.mark.parametrize(
     ("meshes", "good", "bad", "ranks"),
     [
-        # Column-parallel shards differ by design; the norm must not.
+        # Column-parallel shards differ by design; the norm must be equal.
         (TWO_BY_TWO, parts(), parts((1, 2, 1, 2)), (0, 1, 2, 3)),
         # Norms with the same name in two pipeline stages are different tensors.
         (STAGES, parts((0, 0, 1, 1)), parts((0, 0, 1, 5)), (2, 3)),
@@ -215,7 +215,7 @@ STAGES = [{"pp": rank // 2, "tp": rank % 2} for rank in range(4)]
 def test_files_are_compared_across_tensor_parallel_ranks(
     tmp_path: Path, meshes: Any, good: Any, bad: Any, ranks: Any
 ) -> None:
-    """Shards that differ by design are in sync, and a norm that differs along tp is SYN231."""
+    """Files with different shards are in sync, and a norm with differences along tp is SYN231."""
     group = compare(tmp_path / "good", good, meshes)
     assert (group.verdict, {finding.code for finding in group.findings}) == ("in_sync", {"SYN104"})
     if bad:
@@ -224,7 +224,7 @@ def test_files_are_compared_across_tensor_parallel_ranks(
 
 
 def test_replicated_dtensors(tmp_path: Path) -> None:
-    """A DTensor that is replicated over a mesh named tp needs no known name, and its mesh gives the coordinates."""
+    """A DTensor replicated over a mesh named tp is SYN231 without a known name or metadata."""
     for rank in range(2):
         mesh = mesh_of_2_6([0, 1], [rank], ("tp",))
         whole, shard = np.full((8, 3), rank, np.float32), np.full((4, 3), rank, np.float32)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cases import found, only
+from cases import diagnose_case, diagnose_single
 from groups import facts_of
-from small_model import DECAY, HALF, SGD, apart, by_digest, group, model, moment, moments, start, unreduced
+from small_model import DECAY, HALF, SGD, by_digest, group, make_diff, model, moment, moments, start, unreduced
 
 from syncheck.diagnose import syn210_init_not_broadcast as syn210
 from syncheck.diagnose import syn218_frozen_not_broadcast as syn218
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from syncheck.records import Group, TensorDiff
 
 SUSPECTS = pytest.mark.parametrize(("ranks", "suspects"), [(2, (0, 1)), (4, (3,))])
-NEAR, HEAD, COPY = start(cosine=0.99), apart("fc.weight", cosine=0.03), apart("ema.fc.weight", "ema")
-STEM, TABLE = apart("stem.weight", cosine=0.1), apart("rope.inv_freq", "buffer")
+NEAR, HEAD, COPY = start(cosine=0.99), make_diff("fc.weight", cosine=0.03), make_diff("ema.fc.weight", "ema")
+STEM, TABLE = make_diff("stem.weight", cosine=0.1), make_diff("rope.inv_freq", "buffer")
 UNTRAINED = {"stem.weight": "parameter"}
 BUFFER = {"rope.inv_freq": "buffer"}
 AVERAGED = {"ema.fc.weight": "ema", "ema.bn.running_mean": "ema", "n_averaged": "ema"}
 
 
 def decayed(size: float) -> list[TensorDiff]:
-    """Return parameters that started unequal, by 0.5, and momenta that differ by this size."""
+    """Return parameters with initial differences of 0.5, and momenta with differences of `size`."""
     momenta = [moment(diff.name, "momentum_buffer", max_abs=size, cosine=0.9999) for diff in start()]
     return [*start(), *momenta]
 
 
 @SUSPECTS
 def test_210(ranks: int, suspects: tuple[int, ...]) -> None:
-    """Parameters with different directions, while the optimizer agrees, are SYN210 on the odd rank, if there is one."""
-    statistic = apart("bn.running_mean", "bn_mean", ranks)
-    fitted = only(group(*start(ranks), statistic, ranks=ranks, more={statistic.name: "bn_mean"}))
+    """Parameters of different directions beside equal optimizer state are SYN210, on the odd rank or on both ranks."""
+    statistic = make_diff("bn.running_mean", "bn_mean", ranks)
+    fitted = diagnose_single(group(*start(ranks), statistic, ranks=ranks, more={statistic.name: "bn_mean"}))
     assert (fitted.code, fitted.ranks) == ("SYN210", suspects)
     summary = syn210.Text.DIFFERENT_STARTS() if ranks == 2 else syn210.Text.OTHER_START(ranks=suspects)
     assert fitted.facts[0] == summary
@@ -56,15 +56,15 @@ SGD_DECAY: dict[str, Any] = {"optimizer": SGD, "hyperparameters": DECAY}
 @pytest.mark.parametrize(
     ("cases", "fact"),
     [
-        # A momentum that differs by weight decay alone.
+        # A difference of the momentum by weight decay alone.
         ([group(*decayed(0.005 * 0.5 * 1.04), **SGD_DECAY)], syn210.Text.ONLY_DECAY(share=pytest.approx(0.005))),
         ([group(*decayed(0.005 * 0.5 * 6), **SGD_DECAY)], None),
         ([group(*decayed(0.0001), optimizer=SGD, hyperparameters=DECAY | {"weight_decay": 0.0})], None),
         ([group(*decayed(0.0001), optimizer=SGD)], None),
-        # Another learning rate, also by equal directions.
+        # A different learning rate, also inferred from equal directions.
         ([group(*start(cosine=0.9999))], None),
         ([group(*start(), values=(HALF,))], None),
-        # Nearly equal directions, or a single tensor, need a difference that is constant from the first step on.
+        # Nearly equal directions, or a single tensor, require a constant difference from the first step on.
         ([group(*NEAR), group(*NEAR, step=5)], Course.UNCHANGED(step=5)),
         ([group(*NEAR), group(*start(cosine=0.99, max_abs=0.1), step=5)], None),
         ([group(*NEAR), group(step=4), group(*NEAR, step=5)], None),
@@ -87,42 +87,42 @@ SGD_DECAY: dict[str, Any] = {"optimizer": SGD, "hyperparameters": DECAY}
     ],
 )
 def test_evidence_of_210(cases: list[Group], fact: Any) -> None:
-    """Parameters started unequal if directions, optimizer state and earlier steps show it; each case has its fact."""
-    finding = found(*cases).get("SYN210")
+    """Directions, optimizer state and earlier steps decide on SYN210, and each matching case has a specific fact."""
+    finding = diagnose_case(*cases).get("SYN210")
     assert (finding is not None) is (fact is not None)
     if finding:
         assert fact in finding.facts
-        assert set(only(*cases).tensors) == {diff.name for diff in cases[0].tensors}
+        assert set(diagnose_single(*cases).tensors) == {diff.name for diff in cases[0].tensors}
 
 
 @SUSPECTS
 @pytest.mark.parametrize("metadata", [Metadata(frozen=("stem.weight",)), Metadata()])
 def test_218(ranks: int, suspects: tuple[int, ...], metadata: Metadata) -> None:
-    """If only a parameter differs that is frozen by the metadata or has no optimizer state, it is SYN218."""
-    stem = apart("stem.weight", ranks=ranks, cosine=0.1)
-    fitted = only(group(stem, ranks=ranks, more=UNTRAINED, metadata=metadata))
+    """A difference in only a parameter that is frozen by the metadata or has no optimizer state is SYN218."""
+    stem = make_diff("stem.weight", ranks=ranks, cosine=0.1)
+    fitted = diagnose_single(group(stem, ranks=ranks, more=UNTRAINED, metadata=metadata))
     assert (fitted.code, fitted.ranks) == ("SYN218", suspects)
     first, second, *_ = fitted.facts
     assert first.code is syn218.Text.FROZEN
     assert (first.parameters["count"], first.parameters["names"]) == (1, ("stem.weight",))
     assert second.code is (syn218.Text.FROZEN_BY_METADATA if metadata.frozen else syn218.Text.NO_STATE)
-    assert only(group(by_digest(stem), ranks=ranks, more=UNTRAINED)).code == "SYN218"
+    assert diagnose_single(group(by_digest(stem), ranks=ranks, more=UNTRAINED)).code == "SYN218"
 
 
 def test_218_with_unnamed_optimizer_ids() -> None:
-    """If states have ids only, differing parameters and states may not outnumber all parameters."""
+    """If states have ids only, SYN218 requires one parameter without state for each differing parameter."""
     states = {f"optimizer.{i}.exp_avg": "optimizer" for i in range(4)}
-    frozen = apart("conv.weight", cosine=0.1)
-    fitted = only(group(frozen, optimizer=(), more=states))
+    frozen = make_diff("conv.weight", cosine=0.1)
+    fitted = diagnose_single(group(frozen, optimizer=(), more=states))
     assert fitted.code == "SYN218"
     assert facts_of(fitted)[syn218.Text.IDS_ONLY] == {"states": 4, "total": 5}
-    assert only(group(frozen, apart("fc.bias", cosine=0.1), optimizer=(), more=states)).code == "SYN210"
+    assert diagnose_single(group(frozen, make_diff("fc.bias", cosine=0.1), optimizer=(), more=states)).code == "SYN210"
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        group(STEM, apart("fc.weight", cosine=0.1), more=UNTRAINED),
+        group(STEM, make_diff("fc.weight", cosine=0.1), more=UNTRAINED),
         group(STEM, moment("fc.weight", cosine=0.5), more=UNTRAINED),
         group(STEM, more=UNTRAINED, metadata=Metadata(optimizer_sharded=True)),
         group(STEM, more=UNTRAINED, optimizer=()),
@@ -130,49 +130,49 @@ def test_218_with_unnamed_optimizer_ids() -> None:
     ],
 )
 def test_not_218(case: Group) -> None:
-    """A trained parameter, state that differs, sharded state, no state, and a single element exclude SYN218."""
-    assert "SYN218" not in found(case)
+    """A trained parameter, different state, sharded state, no state, or a single element excludes SYN218."""
+    assert "SYN218" not in diagnose_case(case)
 
 
 def test_218_of_buffers() -> None:
-    """Plain buffers that differ alone are SYN218, unless the difference changes over the steps."""
+    """A difference in plain buffers alone is SYN218, unless the difference changes over the steps."""
     earlier = group(TABLE, more=BUFFER, step=5)
-    fitted = only(group(TABLE, more=BUFFER))
+    fitted = diagnose_single(group(TABLE, more=BUFFER))
     assert fitted.code == "SYN218"
     assert (fitted.facts[0].code, fitted.facts[2].code) == (syn218.Text.BUFFERS, syn218.Text.ONE_STEP)
-    constant = facts_of(only(group(TABLE, more=BUFFER), earlier))
+    constant = facts_of(diagnose_single(group(TABLE, more=BUFFER), earlier))
     assert constant[Course.UNCHANGED] == {"step": 5}
     assert syn218.Text.ONE_STEP not in constant
-    assert only(group(replace(TABLE, max_abs=0.8), more=BUFFER), earlier).code == "SYN205"
+    assert diagnose_single(group(replace(TABLE, max_abs=0.8), more=BUFFER), earlier).code == "SYN205"
 
 
 @SUSPECTS
 def test_219(ranks: int, suspects: tuple[int, ...]) -> None:
-    """An averaged copy that differs alone is SYN219, with the number of updates on each rank."""
+    """A difference in an averaged copy alone is SYN219, with the number of updates on each rank."""
     counts = dict.fromkeys(range(ranks), 12) | {ranks - 1: 7}
-    number = apart("n_averaged", "ema", ranks, values=counts, numel=1, shape=(), mismatched=1, extent="one")
-    copy = apart("ema.fc.weight", "ema", ranks)
-    fitted = only(group(copy, number, ranks=ranks, more=AVERAGED))
+    number = make_diff("n_averaged", "ema", ranks, values=counts, numel=1, shape=(), mismatched=1, extent="one")
+    copy = make_diff("ema.fc.weight", "ema", ranks)
+    fitted = diagnose_single(group(copy, number, ranks=ranks, more=AVERAGED))
     assert (fitted.code, fitted.ranks) == ("SYN219", suspects)
     assert fitted.facts[0].code is syn219.Text.COPY_DIFFERS
     assert facts_of(fitted)[syn219.Text.MODEL_AGREES] == {"count": 5}
     assert facts_of(fitted)[syn219.Text.UPDATES] == {"name": "n_averaged", "values": counts}
-    assert only(group(by_digest(copy), ranks=ranks, more=AVERAGED)).code == "SYN219"
+    assert diagnose_single(group(by_digest(copy), ranks=ranks, more=AVERAGED)).code == "SYN219"
 
 
 def test_not_219() -> None:
-    """A copy of differing parameters, its running statistics alone, and a single element do not match SYN219."""
-    assert set(found(group(COPY, *unreduced(), more=AVERAGED))) == {"SYN211"}
-    for alone in (apart("ema.bn.running_mean", "ema"), replace(COPY, mismatched=1, extent="one")):
-        assert "SYN219" not in found(group(alone, more=AVERAGED))
+    """A copy of differing parameters, its running statistics alone, and a single element are not SYN219."""
+    assert set(diagnose_case(group(COPY, *unreduced(), more=AVERAGED))) == {"SYN211"}
+    for alone in (make_diff("ema.bn.running_mean", "ema"), replace(COPY, mismatched=1, extent="one")):
+        assert "SYN219" not in diagnose_case(group(alone, more=AVERAGED))
 
 
 def test_cause_of_299() -> None:
-    """The cause of SYN299 depends on the kinds of tensors that differ."""
+    """The cause of SYN299 depends on the kinds of the differing tensors."""
     momenta = moments("momentum_buffer", cosine=0.98)
     event, averaged, state = (
-        only(group(*tensors, optimizer=SGD)) for tensors in (model(), [*model(), *momenta], momenta)
+        diagnose_single(group(*tensors, optimizer=SGD)) for tensors in (model(), [*model(), *momenta], momenta)
     )
-    assert only(group(*model())).cause.code is event.cause.code is syn299.Text.CAUSE_EVENT
+    assert diagnose_single(group(*model())).cause.code is event.cause.code is syn299.Text.CAUSE_EVENT
     assert (averaged.cause.code, state.cause.code) == (syn299.Text.CAUSE_AVERAGED, syn299.Text.CAUSE_STATE)
     assert facts_of(averaged)[syn299.Text.MOMENTS] == {"cosine": pytest.approx(0.98)}

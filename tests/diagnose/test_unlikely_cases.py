@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 MANY = 4_000
 
 
-def test_lost_state_beside_nan_is_still_lost_state() -> None:
-    """State that one rank lacks is SYN215, also if NaNs explain some of it already."""
+def test_lost_state_beside_nan() -> None:
+    """Optimizer state that one rank lacks is SYN215, even if SYN222 covers one of the tensors."""
     lost = progress_cases.missing((0, 1), *progress_cases.STATE)
     name, others = lost[0].name, lost[1:]
     nan = progress_cases.diff(name, "optimizer", {0: 1.0, 1: 2.0}, reason="missing", nonfinite={0: 1, 1: 0})
-    found = cases.found(progress_cases.group(nan, *others, ranks=3, hyperparameters={"lr": 0.1}))
-    assert set(found) == {"SYN222", "SYN215"}
-    assert found["SYN215"].tensors == tuple(diff.name for diff in others)
-    assert found["SYN215"].ranks == (2,)
+    findings = cases.diagnose_case(progress_cases.group(nan, *others, ranks=3, hyperparameters={"lr": 0.1}))
+    assert set(findings) == {"SYN222", "SYN215"}
+    assert findings["SYN215"].tensors == tuple(diff.name for diff in others)
+    assert findings["SYN215"].ranks == (2,)
 
 
 @pytest.mark.parametrize(("channels", "scale"), [(3, 1.0), (4, 1e200)], ids=["other shapes", "squares overflow"])
 def test_extreme_statistics_at_one_step(tmp_path: Path, channels: int, scale: float) -> None:
-    """Running statistics with other shapes, or too large to be squared, at one step do not stop the diagnosis."""
+    """Running statistics of another shape, or too large to be squared, do not stop the diagnosis."""
     for step in (1, 2, 3):
         for rank in (0, 1):
             torch.manual_seed(step * 8 + rank)
@@ -59,27 +59,27 @@ def test_extreme_statistics_at_one_step(tmp_path: Path, channels: int, scale: fl
 
 
 def make_large(count: int, kind: str) -> Group:
-    """Return a model of many layers, every other of which differs in some elements, or with many settings."""
+    """Return a group with many layers, every second of which differs, or with many different settings."""
     if kind == "values":
         names = (f"optimizer.l{i}.beta" for i in range(count))
         values = tuple(ValueDiff(name, {0: 1, 1: 2}, counts=True, kind="setting") for name in names)
-        return small_model.group(small_model.apart("fc.weight"), values=values)
+        return small_model.group(small_model.make_diff("fc.weight"), values=values)
     layers = {f"{'ema.' * (kind == 'ema')}l{i}.weight": kind for i in range(count)}
     given = {"mismatched": 2, "extent": "scattered", "cosine": 0.5, "norms": {0: 1.0, 1: 1.3}}
-    odd = (small_model.apart(name, kind, odd=(), replica_groups=((0, 1),), **given) for name in list(layers)[::2])
+    odd = (small_model.make_diff(name, kind, odd=(), replica_groups=((0, 1),), **given) for name in list(layers)[::2])
     return small_model.group(*odd, more=layers)
 
 
 @pytest.mark.parametrize("kind", ["parameter", "ema", "values"])
-def test_very_many_differences_take_time_in_proportion(kind: str) -> None:
-    """Eight times as many differences take about eight times as long to diagnose, and not 64 times."""
+def test_time_is_proportional_to_differences(kind: str) -> None:
+    """The time of a diagnosis is proportional to the number of differences, not to its square."""
 
     def measure(count: int) -> float:
         case = make_large(count, kind)
         start = time.process_time()
-        found = cases.found(case)
+        findings = cases.diagnose_case(case)
         took = time.process_time() - start
-        names = {name for finding in found.values() for name in finding.tensors}
+        names = {name for finding in findings.values() for name in finding.tensors}
         assert names == {diff.name for diff in case.tensors}
         return took
 
@@ -87,50 +87,50 @@ def test_very_many_differences_take_time_in_proportion(kind: str) -> None:
     assert large < 32 * small
 
 
-def test_a_cause_on_one_rank_hides_no_difference_of_another() -> None:
-    """Tensors that also differ among the other ranks get a finding of their own; tensors equal among them get none."""
+def test_cause_on_one_rank_hides_no_other_difference() -> None:
+    """A tensor that also differs among the ranks outside the suspects has a second finding."""
     tensors = small_model.scaled(0.1, ranks=4)
-    (finding,) = cases.found(small_model.group(*tensors, ranks=4)).values()
+    (finding,) = cases.diagnose_case(small_model.group(*tensors, ranks=4)).values()
     assert finding.code == "SYN213"
     assert finding.ranks == (3,)
     hit = replace(tensors[0], clusters=((0, 2), (1,), (3,)), minority=(1, 3))
-    finding, other = cases.found(small_model.group(hit, *tensors[1:], ranks=4)).values()
+    finding, other = cases.diagnose_case(small_model.group(hit, *tensors[1:], ranks=4)).values()
     assert (finding.code, finding.ranks) == ("SYN213", (3,))
     assert (other.code, other.ranks, other.tensors) == ("SYN299", (1,), (hit.name,))
 
 
-def test_two_ranks_that_agree_by_chance_are_no_majority() -> None:
-    """One tensor of many in which two ranks hold the same bytes leaves no majority, and all ranks are suspects."""
+def test_chance_agreement_is_no_majority() -> None:
+    """If two of four ranks agree in only one tensor, no majority exists, and all ranks are suspects."""
     tensors = small_model.unreduced(ranks=4)
     chance = replace(tensors[2], clusters=((0, 1), (2,), (3,)), minority=(2, 3))
-    finding = cases.only(small_model.group(*tensors[:2], chance, *tensors[3:], ranks=4))
+    finding = cases.diagnose_single(small_model.group(*tensors[:2], chance, *tensors[3:], ranks=4))
     assert (finding.code, finding.ranks) == ("SYN211", (0, 1, 2, 3))
     assert Common.NO_TWO_AGREE in facts_of(finding)
 
 
-def test_a_skipped_step_on_a_rank_with_an_equal_scale_is_214() -> None:
-    """A rank behind is SYN214 if another rank has the odd loss scale, which is a separate SYN216."""
+def test_skipped_step_on_a_rank_with_an_equal_scale() -> None:
+    """A rank behind is SYN214 if the odd loss scale, a separate SYN216, is on another rank."""
     steps = {0: 12, 1: 11, 2: 12, 3: 12}
     scales = progress_cases.scaler(dict.fromkeys(steps, 65536.0) | {3: 16384.0})
     case = progress_cases.group(*progress_cases.trained(steps), ranks=4, values=scales)
-    found = cases.found(case)
-    assert {code: finding.ranks for code, finding in found.items()} == {"SYN214": (1,), "SYN216": (3,)}
-    assert found["SYN216"].values == ("scaler.scale",)
+    findings = cases.diagnose_case(case)
+    assert {code: finding.ranks for code, finding in findings.items()} == {"SYN214": (1,), "SYN216": (3,)}
+    assert findings["SYN216"].values == ("scaler.scale",)
 
 
-def test_histograms_ignore_tensors_of_unknown_dtype() -> None:
-    """Histograms ignore a tensor whose dtype the reader does not know."""
+def test_histograms_skip_unknown_dtypes() -> None:
+    """Histograms skip tensors of unknown dtype."""
     lost = TensorDiff("weight", "parameter", "unknown", (4,), "not_compared", reason="missing", numel=4)
     with Files() as files:
         assert histograms.add_histograms([lost], {"weight": {}}, files, lambda diff: True) == (lost,)
 
 
-def test_the_momentum_of_rmsprop_is_no_first_moment() -> None:
-    """RMSprop's momentum shows neither clipped gradients (SYN213) nor unreduced gradients (SYN211)."""
+def test_rmsprop_momentum_is_no_first_moment() -> None:
+    """RMSprop's momentum proves neither clipped gradients (SYN213) nor unreduced gradients (SYN211)."""
     rmsprop = ("momentum_buffer", "square_avg", "step")
     for tensors in (
         small_model.scaled(0.5, state="momentum_buffer"),
         small_model.unreduced(state="momentum_buffer", cosine=0.91),
     ):
-        assert cases.only(small_model.group(*tensors, optimizer=rmsprop)).code == "SYN299"
-        assert cases.only(small_model.group(*tensors, optimizer=rmsprop[::2])).code in ("SYN211", "SYN213")
+        assert cases.diagnose_single(small_model.group(*tensors, optimizer=rmsprop)).code == "SYN299"
+        assert cases.diagnose_single(small_model.group(*tensors, optimizer=rmsprop[::2])).code in ("SYN211", "SYN213")

@@ -1,4 +1,4 @@
-"""The numbers of a difference equal those of `exact`, computed with integers and fractions, in every dtype."""
+"""The numbers of a difference equal those of `exact`, computed with integers and fractions in all dtypes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def array(dtype: str, *values: Any) -> Array:
 
 
 def from_bits(dtype: str, *bits: int) -> Array:
-    """Return floats with these bits."""
+    """Return floats with the given bits."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     return np.array(bits, f"uint{kind.itemsize * 8}").view(kind)
 
 
 def compared(folder: Path, *arrays: Array, **options: Any) -> TensorDiff:
-    """Compare replicas with one tensor each that are not identical, and return the diff."""
+    """Compare replicas with one differing tensor each, and return the diff."""
     report = compare_ranks(folder, *({"w": array} for array in arrays), suffix=".safetensors", **options)
     return report.groups[0].tensors[0]
 
@@ -57,7 +57,7 @@ def check(folder: Path, *arrays: Array, **tolerance: Any) -> TensorDiff:
 
 
 def with_ones(*positions: int) -> tuple[Array, Array]:
-    """Return 600 zeros, and the same with ones at these positions."""
+    """Return 600 zeros, and a copy with 1 at the given positions."""
     other = np.zeros((30, 20), np.float32)
     other.reshape(-1)[list(positions)] = 1
     return np.zeros((30, 20), np.float32), other
@@ -68,7 +68,7 @@ CASES: list[tuple[str, tuple[Array, ...], dict[str, Any]]] = [
     # Zeros of both signs, and NaNs with other bits.
     ("equal", (array("float32", 0.0, 1.0), array("float32", -0.0, 1.0)), {}),
     ("equal", (from_bits("float32", 0x7FC00000, 0), from_bits("float32", 0x7FC00001, 0)), {}),
-    # NaN and infinity on one rank, which no tolerance excuses.
+    # NaN and infinity on one rank, which are outside any tolerance.
     ("different", (array("float32", 1, 2, 3, 4), array("float32", 1.5, NAN, 3, -INF)), {}),
     *(
         ("different", (array("float32", a), array("float32", b)), ANY_TOLERANCE)
@@ -94,12 +94,12 @@ CASES: list[tuple[str, tuple[Array, ...], dict[str, Any]]] = [
         for one in [FORMATS[dtype].bias << FORMATS[dtype].mantissa]
         for a, b in ((one, one + 1), (one, one + 5), (1, sign | 1), (0, sign | 3))
     ),
-    # Differences that no float32 or float64 holds; the largest is capped, because JSON has no infinity.
+    # Differences beyond the range of float32 or float64; the largest is capped, because JSON has no infinity.
     ("different", (array("float32", 1, TOP["float32"], 2), array("float32", -1, -TOP["float32"] / 2, 3)), {}),
     ("different", (array("float64", TOP["float64"]), array("float64", -TOP["float64"])), {}),
     # Complex numbers, by their parts.
     ("different", (array("complex64", 1 + 2j, 3j), array("complex64", 1 + 2.5j, 3j)), {}),
-    # Zeros that agree with the majority beside other differences: 0/0 hides no relative difference.
+    # Zeros equal to the majority's, beside other differences: 0/0 hides no relative difference.
     *(
         ("different", tuple(array(dtype, *values) for values in ((0, 8, 1), (0, 8, 1), (0, 6, 1), last)), {})
         for dtype in ("float32", "float64", "int64", "uint8")
@@ -107,7 +107,7 @@ CASES: list[tuple[str, tuple[Array, ...], dict[str, Any]]] = [
     ),
     # One element, a run in and across blocks, scattered elements, all elements.
     *(("different", with_ones(*at), {}) for at in ((3,), (3, 4, 5), range(120, 140), (3, 5), (0, 599), range(600))),
-    # One element beyond a tolerance among elements that are close.
+    # One element beyond a tolerance among close elements.
     ("close", (np.ones(600, np.float32), np.full(600, 1.000001, np.float32)), {"rtol": 1e-3, "atol": 0.0}),
     (
         "different",
@@ -139,7 +139,7 @@ def random_values(random: np.random.Generator, dtype: np.dtype[Any]) -> Array:
     found = bits.astype(f"uint{dtype.itemsize * 8}").view(dtype)
     with np.errstate(invalid="ignore"):
         found = np.where(np.isfinite(found), found, np.zeros(1, dtype))
-    return (found * 0.25).astype(dtype) if dtype == np.float64 else found  # overflow has a case above
+    return (found * 0.25).astype(dtype) if dtype == np.float64 else found  # CASES has the overflow
 
 
 @pytest.mark.parametrize("majority", [False, True])
@@ -148,7 +148,7 @@ def random_values(random: np.random.Generator, dtype: np.dtype[Any]) -> Array:
 def test_numbers_of_random_replicas(
     tmp_path: Path, name: str, share: float, majority: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random numbers of any size, of which all, some or few differ, in more than one block: each number is exact."""
+    """All numbers are exact if all, some or few elements of random replicas differ, in several blocks."""
     monkeypatch.setattr(blocks, "BLOCK", 1 << 8)
     random, dtype = np.random.default_rng([len(name), int(share * 1000), majority]), array(name).dtype
     first = random_values(random, dtype)
@@ -158,19 +158,19 @@ def test_numbers_of_random_replicas(
 
 @pytest.mark.parametrize("name", ["float64", "float32", "bfloat16"])
 def test_replicas_that_are_nearly_equal(tmp_path: Path, name: str) -> None:
-    """Differences that float32 does not distinguish are still in the order of float64."""
+    """Differences indistinguishable in float32 have the order of float64."""
     random = np.random.default_rng(5)
     first = (random.random(1500) + 1).astype(array(name).dtype)
     second = (first.astype(np.float64) * (1 + 1e-6 * random.random(first.size))).astype(first.dtype)
     third = (first.astype(np.float64) - 1.0 - 1e-9 * random.random(first.size)).astype(first.dtype)
     check(tmp_path / "third", first, third)
-    if name != "bfloat16":  # it rounds to the first
+    if name != "bfloat16":  # the second rounds to the first
         check(tmp_path / "second", first, second)
         check(tmp_path / "all", first, second, third)
 
 
 def test_relative_differences_that_float32_orders_wrongly(tmp_path: Path) -> None:
-    """The larger of two relative differences counts, even if it is the smaller one in float32."""
+    """The larger of two relative differences counts, even if float32 reverses their order."""
     random = np.random.default_rng(0)
     a, near = random.random((2, 100_000), np.float32) + np.float32(1)
     b = -near / a
@@ -185,13 +185,13 @@ def test_relative_differences_that_float32_orders_wrongly(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("first", "second"), [([0, 127, 3], [254, 129, 3]), ([127, 3], [129, 3])])
 def test_float_without_a_sign(tmp_path: Path, first: list[int], second: list[int]) -> None:
-    """float8_e8m0fnu consists of powers of two without a sign: its steps are those of the exponent."""
+    """float8_e8m0fnu consists of powers of two without a sign: its steps are steps of the exponent."""
     check(tmp_path, from_bits("float8_e8m0fnu", *first), from_bits("float8_e8m0fnu", *second))
 
 
 @pytest.mark.parametrize("name", ["float32", "int32", "complex64"])
 def test_threads_change_no_number(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One, two or three threads give the same numbers, and the same index of equally large differences."""
+    """The numbers, and the index among equal differences, do not depend on the number of threads."""
     monkeypatch.setattr(shares, "LARGE", 1)
     first = np.random.default_rng(1).integers(-50, 50, BLOCK).astype(name)
     second, third = first.copy(), first.copy()

@@ -1,4 +1,4 @@
-"""Files that were damaged after torch.save wrote them are told from honest ones, by the checksums stored in them."""
+"""Stored checksums of torch.save identify files that were damaged after saving."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from test_evidence import apart, save, told, weights
+from test_evidence import compare_folder, read_evidence, save, weights
 
 import syncheck
 from syncheck.evidence import tensors as evidence
@@ -21,7 +21,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 
 def damage(path: Path, key: int, at: int, bits: int = 1) -> None:
-    """Flip bits of one byte of a record as a disk would: the stored checksum stays. key: of the storage, in order."""
+    """Flip bits of one byte of a record, but keep the stored checksum. key: the number of the storage."""
     with zipfile.ZipFile(path) as archive:
         (info,) = [info for info in archive.infolist() if info.filename.endswith(f"/data/{key}")]
     raw = bytearray(path.read_bytes())
@@ -32,7 +32,7 @@ def damage(path: Path, key: int, at: int, bits: int = 1) -> None:
 
 
 class TestDamaged:
-    """Ranks whose files are not what torch.save wrote."""
+    """Ranks whose files changed after torch.save wrote the files."""
 
     @pytest.mark.parametrize(
         "made",
@@ -49,33 +49,33 @@ class TestDamaged:
         ],
         ids=["plain", "transposed", "channels last", "bfloat16", "conjugated", "view", "columns", "expanded", "0-dim"],
     )
-    def test_the_damaged_file_is_told_from_the_honest_one(self, tmp_path: Path, made: Callable[[], Any]) -> None:
-        """Of two files that differ, one byte of damage names the file, whatever the tensor shows of its storage."""
+    def test_damaged_file_is_identified(self, tmp_path: Path, made: Callable[[], Any]) -> None:
+        """One damaged byte identifies the damaged file of two, whatever part of its storage the tensor covers."""
         state = {"w": made()}
         paths = save(tmp_path, state, state)
-        place = state["w"].storage_offset() + (1 if state["w"].numel() > 1 else 0)
-        damage(paths[1], 0, place * state["w"].element_size())
-        assert told(tmp_path).damaged == (1,)
+        index = state["w"].storage_offset() + (1 if state["w"].numel() > 1 else 0)
+        damage(paths[1], 0, index * state["w"].element_size())
+        assert read_evidence(tmp_path).damaged == (1,)
         assert syncheck.compare(tmp_path).groups[0].findings[0].code == "SYN223"
 
-    def test_what_was_saved_apart_is_not_damaged(self, tmp_path: Path) -> None:
-        """Files that were unlike when they were saved bear the right checksums."""
+    def test_different_values_are_not_damage(self, tmp_path: Path) -> None:
+        """Files saved with different values have correct checksums and are not damaged."""
         save(tmp_path, {"w": weights(), "v": weights()[3:]}, {"w": weights() + 1, "v": weights()[3:] - 1})
         for name in ("w", "v"):
-            assert told(tmp_path, name).norms
-            assert told(tmp_path, name).damaged == ()
+            assert read_evidence(tmp_path, name).norms
+            assert read_evidence(tmp_path, name).damaged == ()
 
-    def test_several_ranks_and_a_majority(self, tmp_path: Path) -> None:
-        """Damage is told of each file by itself: two damaged ones of three outvote the honest one, and are named."""
+    def test_damaged_majority(self, tmp_path: Path) -> None:
+        """Each damaged file is reported, even if two damaged files outvote the intact file."""
         paths = save(tmp_path, *[{"w": weights(), "other": weights()} for _ in range(3)])
         for path in paths[1:]:
             damage(path, 0, 9)
-        assert told(tmp_path).damaged == (1, 2)
-        assert apart(tmp_path)["w"].minority == (0,)
+        assert read_evidence(tmp_path).damaged == (1, 2)
+        assert compare_folder(tmp_path)["w"].minority == (0,)
         assert syncheck.compare(tmp_path).groups[0].findings[0].ranks == (1, 2)
 
     def test_views_of_one_record(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Tensors that share a storage share its checksum, which is computed once a file; equal ones are not listed."""
+        """The checksum of a shared storage is computed once per file, and only differing views are damaged."""
         flat = weights(1000)
         state = {f"p{i}": flat[i * 100 : (i + 1) * 100] for i in range(10)}
         paths = save(tmp_path, state, state)
@@ -89,14 +89,14 @@ class TestDamaged:
             return real(data, start)
 
         monkeypatch.setattr(evidence.zlib, "crc32", counted)
-        found = apart(tmp_path)
-        assert {name: diff.evidence.damaged for name, diff in found.items() if diff.evidence} == {
+        diffs = compare_folder(tmp_path)
+        assert {name: diff.evidence.damaged for name, diff in diffs.items() if diff.evidence} == {
             f"p{i}": (0,) for i in range(6)
         }
-        assert [length for length in read if length >= 4000] == [4000, 4000]  # beside the pickles'
+        assert [length for length in read if length >= 4000] == [4000, 4000]  # besides the checksums of the pickles
 
-    def test_no_checksum_no_claim(self, tmp_path: Path) -> None:
-        """Where saving stored no checksums, and in other formats, nobody can be called damaged."""
+    def test_no_damage_without_stored_checksums(self, tmp_path: Path) -> None:
+        """Without stored checksums, in torch.save files or other formats, no file is reported as damaged."""
         if not hasattr(torch.serialization, "set_crc32_options"):
             pytest.skip("this torch always stores them")
         torch.serialization.set_crc32_options(False)
@@ -105,25 +105,23 @@ class TestDamaged:
         finally:
             torch.serialization.set_crc32_options(True)
         damage(paths[1], 0, 4)
-        assert (told(tmp_path).flipped_bits, told(tmp_path).damaged) == (1, ())
+        assert (read_evidence(tmp_path).flipped_bits, read_evidence(tmp_path).damaged) == (1, ())
         for rank, path in enumerate(paths):
             path.unlink()
             safetensors.save_file({"w": weights() + torch.eye(24)[3] * rank}, tmp_path / f"m_rank{rank}.safetensors")
-        assert (told(tmp_path).values, told(tmp_path).damaged) == ({0: 4.0, 1: 5.0}, ())
+        assert (read_evidence(tmp_path).values, read_evidence(tmp_path).damaged) == ({0: 4.0, 1: 5.0}, ())
 
-    def test_what_differs_everywhere_is_checked_up_to_a_limit(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of tensors that differ nearly everywhere so many bytes are checked; those that differ in part always are."""
+    def test_checked_bytes_are_limited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Bytes of almost fully different tensors are checked up to a limit, and partly different tensors always."""
         state = {name: weights() for name in ("a", "b", "c")}
         paths = save(tmp_path, state, {name: tensor + 1 for name, tensor in state.items()})
         for key in range(3):
             damage(paths[1], key, 1)
         monkeypatch.setattr(evidence, "CHECKED", 2 * 96)  # one tensor of 24 float32 on two ranks
-        assert {name: diff.evidence.damaged for name, diff in apart(tmp_path).items() if diff.evidence} == {
+        assert {name: diff.evidence.damaged for name, diff in compare_folder(tmp_path).items() if diff.evidence} == {
             "a": (1,), "b": (), "c": (),
         }  # fmt: skip
         monkeypatch.setattr(evidence, "CHECKED", 0)
         torch.save(state, paths[1])
         damage(paths[1], 2, 1)
-        assert told(tmp_path, "c").damaged == (1,)
+        assert read_evidence(tmp_path, "c").damaged == (1,)

@@ -1,4 +1,4 @@
-"""Histograms of differences: against numpy on the same files, and when they are gathered."""
+"""Histograms of differences: agreement with numpy, and the tensors and outputs with histograms."""
 
 from __future__ import annotations
 
@@ -23,89 +23,91 @@ SCHEMA = json.loads((Path(syncheck.__file__).parent / "report" / "schema.json").
 EDGES = [0.0, *(float(f"1e{power}") for power in (*DECADES, DECADES.stop)), np.inf]
 
 
-def gathered(folder: Path, *ranks: dict[str, np.ndarray[Any, Any]], **options: Any) -> dict[str, Histogram | None]:
-    """Write files of ranks, compare them with histograms, and return these by tensor."""
+def compare_histograms(
+    folder: Path, *ranks: dict[str, np.ndarray[Any, Any]], **options: Any
+) -> dict[str, Histogram | None]:
+    """Write one file per rank, compare the files, and return the histograms by tensor."""
     for rank, state in enumerate(ranks):
         save_safetensors(folder / f"rank{rank}.safetensors", state)
     report = syncheck.compare(folder, options=syncheck.api.Options(**options), histograms=True)
     return {diff.name: diff.histogram for diff in report.groups[0].tensors}
 
 
-def spread(seed: int, size: int = 4000) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return two replicas whose gaps are zero, tiny, of every decade, huge, and not finite."""
+def make_replicas(seed: int, size: int = 4000) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return two replicas with zero, tiny, medium, huge and non-finite differences."""
     random = np.random.default_rng(seed)
-    gaps = 10.0 ** random.uniform(-15, 9, size) * random.choice([-1, 0, 1], size)
+    differences = 10.0 ** random.uniform(-15, 9, size) * random.choice([-1, 0, 1], size)
     a = np.where(random.random(size) < 0.5, 0.0, random.normal(size=size))
-    b = a + gaps
+    b = a + differences
     a[:6] = [np.nan, np.nan, np.inf, np.inf, 1.0, 0.0]
     b[:6] = [np.nan, 1.0, np.inf, -np.inf, np.nan, -0.0]
     return a, b
 
 
-def expected(gaps: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    """Return how many gaps are in each bin, by numpy."""
-    return tuple(map(int, np.histogram(gaps, EDGES)[0]))
+def expected(differences: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """Return numpy's count of the differences in each bin."""
+    return tuple(map(int, np.histogram(differences, EDGES)[0]))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("seed", range(3))
 def test_two_replicas_against_numpy(tmp_path: Path, dtype: str, seed: int) -> None:
-    """Each bin has the number that numpy counts; NaN on both, infinity on both and the zeros' signs are equal."""
+    """Each bin has numpy's count; equal NaNs, equal infinities and zeros of different sign are equal."""
     with np.errstate(over="ignore"):
-        a, b = (array.astype(getattr(ml_dtypes, dtype, dtype)) for array in spread(seed))
-    found = gathered(tmp_path, {"w": a}, {"w": b})["w"]
+        a, b = (array.astype(getattr(ml_dtypes, dtype, dtype)) for array in make_replicas(seed))
+    result = compare_histograms(tmp_path, {"w": a}, {"w": b})["w"]
     with np.errstate(invalid="ignore"):
-        gaps = np.abs(a.astype(np.float64) - b.astype(np.float64))
+        differences = np.abs(a.astype(np.float64) - b.astype(np.float64))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     finite = np.isfinite(a) & np.isfinite(b) & ~same
-    assert found == Histogram(int(same.sum()), expected(gaps[finite]), int((~same & ~finite).sum()))
-    assert found.elements == a.size
-    assert min(np.count_nonzero(found.counts), found.equal, found.not_finite) > 0
+    assert result == Histogram(int(same.sum()), expected(differences[finite]), int((~same & ~finite).sum()))
+    assert result.elements == a.size
+    assert min(np.count_nonzero(result.counts), result.equal, result.not_finite) > 0
 
 
-def test_gaps_are_against_the_majority(tmp_path: Path) -> None:
-    """An element counts with its largest gap to the majority or the reference; without both, between the farthest."""
+def test_differences_from_the_majority(tmp_path: Path) -> None:
+    """An element counts with its largest difference from the majority or the reference, else between any two ranks."""
     a = np.zeros(3, np.float32)
     b, c = np.float32([0.0, 0.5, 5.0]), np.float32([0.0, -50.0, -0.005])
     ranks = [{"w": array} for array in (a, b, a, a, c)]
-    found = gathered(tmp_path, *ranks)["w"]
-    assert found == Histogram(1, expected(np.array([50.0, 5.0])), 0)
-    assert gathered(tmp_path, *ranks, reference=4)["w"] == Histogram(1, expected(np.array([50.5, 5.005])), 0)
+    result = compare_histograms(tmp_path, *ranks)["w"]
+    assert result == Histogram(1, expected(np.array([50.0, 5.0])), 0)
+    assert compare_histograms(tmp_path, *ranks, reference=4)["w"] == Histogram(1, expected(np.array([50.5, 5.005])), 0)
     ranks = [{"w": np.float32([1.0, value])} for value in (-0.5, 0.0, 0.75)]
-    assert gathered(tmp_path / "three", *ranks)["w"] == Histogram(1, expected(np.array([1.25])), 0)
+    assert compare_histograms(tmp_path / "three", *ranks)["w"] == Histogram(1, expected(np.array([1.25])), 0)
 
 
-def test_a_large_tensor_is_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evenly spread blocks, the first and that with the largest gap; what was not looked at is not counted as equal."""
+def test_large_tensor_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tensor is sampled in blocks, including the first block and the block with the largest difference."""
     monkeypatch.setattr(histograms, "ELEMENTS", 8 * 65536)
     a = np.zeros(30 * 65536 + 7, np.float32)
     b = a.copy()
     b[0], b[18 * 65536 + 9], b[19 * 65536] = 1e-3, 5.0, 1.0
-    found = gathered(tmp_path, {"w": a}, {"w": b})["w"]
-    assert (found.elements, found.elements - found.equal) == (8 * 65536, 2)
-    assert found.counts == expected(np.array([1e-3, 5.0]).astype(np.float32).astype(np.float64))
+    result = compare_histograms(tmp_path, {"w": a}, {"w": b})["w"]
+    assert (result.elements, result.elements - result.equal) == (8 * 65536, 2)
+    assert result.counts == expected(np.array([1e-3, 5.0]).astype(np.float32).astype(np.float64))
 
 
-def test_the_worst_floats_only(tmp_path: Path) -> None:
-    """Of 50 tensors the 40 with the largest gaps, NaN on one rank first; whole numbers and what agrees have none."""
+def test_only_the_largest_differences_of_floats(tmp_path: Path) -> None:
+    """Only the 40 floating-point tensors with the largest differences, NaNs first, have histograms."""
     a = {f"w{i}": np.zeros(2, np.float32) for i in range(50)} | {"n": np.zeros(2, np.int64), "x": np.zeros(2)}
     b = {f"w{i}": np.float32([0.0, 2.0**i]) for i in range(50)} | {"n": np.ones(2, np.int64), "x": np.zeros(2)}
     b["w0"] = np.float32([0.0, np.nan])
-    found = gathered(tmp_path, a, b)
-    assert {name for name, histogram in found.items() if histogram} == {"w0", *(f"w{i}" for i in range(11, 50))}
-    assert found["w0"] == Histogram(1, (0,) * 20, 1)
+    result = compare_histograms(tmp_path, a, b)
+    assert {name for name, histogram in result.items() if histogram} == {"w0", *(f"w{i}" for i in range(11, 50))}
+    assert result["w0"] == Histogram(1, (0,) * 20, 1)
 
 
-def test_digests_have_none(tmp_path: Path) -> None:
-    """What only stored checksums tell apart has no histogram."""
+def test_no_histograms_of_checksums(tmp_path: Path) -> None:
+    """Tensors compared by stored checksum have no histograms."""
     for rank in range(2):
         save(tmp_path / f"rank{rank}.pth", {"w": np.full(2, float(rank))})
     report = syncheck.compare(tmp_path, options=syncheck.api.Options(quick=True), histograms=True)
     assert [(diff.status, diff.histogram) for diff in report.groups[0].tensors] == [("different", None)]
 
 
-def test_only_pages_ask_for_them(cli: Callable[..., Done], tmp_path: Path) -> None:
-    """They are in the JSON document if a page is written too, of a run's last step only, and fit the schema."""
+def test_histograms_are_computed_for_pages(cli: Callable[..., Done], tmp_path: Path) -> None:
+    """The JSON document has valid histograms only if a page is written too, and only for a run's last step."""
     for step in (1, 2):
         for rank in range(2):
             state = changed(network(), "fc.weight", by=0.5 * rank)
@@ -115,7 +117,7 @@ def test_only_pages_ask_for_them(cli: Callable[..., Done], tmp_path: Path) -> No
     documents = [json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json")]
     for document in documents:
         jsonschema.validate(document, SCHEMA)
-    found = [[group["tensors"][0]["histogram"] for group in document["groups"]] for document in documents]
+    result = [[group["tensors"][0]["histogram"] for group in document["groups"]] for document in documents]
     numel = network()["fc.weight"].size
     counts = [numel if power == -1 else 0 for power in (-13, *DECADES, DECADES.stop)]
-    assert found == [[None, None], [None, {"equal": 0, "counts": counts, "not_finite": 0}]]
+    assert result == [[None, None], [None, {"equal": 0, "counts": counts, "not_finite": 0}]]

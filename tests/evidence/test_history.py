@@ -1,4 +1,4 @@
-"""Since when the tensors of a finding differ, which was first, and whether their gaps grow."""
+"""The history of a finding: first step, first tensors, and the trend of the differences."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from syncheck.evidence.history import difference_ratios, history_of, trend_of
 from syncheck.records import Counts, Group, HistoryPoint, Replica, TensorDiff
 
 
-def apart(name: str, gap: float | None, **changes: Any) -> TensorDiff:
-    """Return a tensor on which rank 2 of three is apart by this gap."""
+def make_diff(name: str, size: float | None, **changes: Any) -> TensorDiff:
+    """Return a tensor in which rank 2 of three ranks differs by `size`."""
     fields: dict[str, Any] = {"clusters": ((0, 1), (2,)), "minority": (2,), "mismatched": 4, "numel": 4}
     return TensorDiff(
-        name, changes.pop("kind", "parameter"), "float32", (4,), "different", max_abs=gap, **fields | changes
+        name, changes.pop("kind", "parameter"), "float32", (4,), "different", max_abs=size, **fields | changes
     )
 
 
-def at(step: int | None, *diffs: TensorDiff) -> Group:
-    """Return a run's group of three ranks at a step."""
+def make_step(step: int | None, *diffs: TensorDiff) -> Group:
+    """Return a group of three ranks at one step of a run."""
     replicas = tuple(Replica(f"r{i}.pth", i, "torch-zip", 4, 100) for i in range(3))
     return make_group("ddp", step, "undecided", replicas, Counts(), diffs)
 
 
-def test_the_first_step_and_what_was_apart_then() -> None:
-    """Agreed until the step before; what was apart at the first step, in file order, with its suspects."""
+def test_first_step_with_a_difference() -> None:
+    """The history has the last step of agreement, the first step with a difference, its tensors and its suspects."""
     groups = [
-        at(100),
-        at(200, apart("other", 1.0)),
-        at(300, apart("b", 0.5)),
-        at(400, apart("a", 2.0), apart("b", 1.0)),
+        make_step(100),
+        make_step(200, make_diff("other", 1.0)),
+        make_step(300, make_diff("b", 0.5)),
+        make_step(400, make_diff("a", 2.0), make_diff("b", 1.0)),
     ]
     history = history_of({"a", "b"}, groups)
     assert (history.agreed, history.since) == (200, 300)
@@ -45,23 +45,23 @@ def test_the_first_step_and_what_was_apart_then() -> None:
     assert history.trend == "growing"
 
 
-def test_out_from_the_first_step_compared() -> None:
-    """Where the tensors differ at the first step already, no step is named at which they agreed."""
-    history = history_of({"a"}, [at(1, apart("a", 0.5)), at(2, apart("a", 0.5))])
+def test_difference_at_the_first_step() -> None:
+    """If the tensors differ at the first compared step, the history has no step of agreement."""
+    history = history_of({"a"}, [make_step(1, make_diff("a", 0.5)), make_step(2, make_diff("a", 0.5))])
     assert (history.agreed, history.since, history.trend) == (None, 1, "constant")
 
 
 def test_no_history_without_steps() -> None:
-    """One step, steps without a number, or tensors that never differed have no history."""
-    assert history_of({"a"}, [at(1, apart("a", 0.5))]) is None
-    assert history_of({"a"}, [at(None, apart("a", 0.5)), at(2, apart("a", 0.5))]) is None
-    assert history_of({"a"}, [at(1, apart("b", 0.5)), at(2)]) is None
+    """A single step, a step without a number, and tensors without differences have no history."""
+    assert history_of({"a"}, [make_step(1, make_diff("a", 0.5))]) is None
+    assert history_of({"a"}, [make_step(None, make_diff("a", 0.5)), make_step(2, make_diff("a", 0.5))]) is None
+    assert history_of({"a"}, [make_step(1, make_diff("b", 0.5)), make_step(2)]) is None
 
 
-def test_a_gap_that_no_number_tells() -> None:
-    """A step at which a tensor is missing, or compared by digest, has no largest gap; it counts as differing."""
-    lacking = apart("a", None, mismatched=0)
-    history = history_of({"a", "b"}, [at(1), at(2, lacking, apart("b", 0.5))])
+def test_difference_of_unknown_size() -> None:
+    """A step with a missing tensor or a comparison by digest counts as differing, but has no largest difference."""
+    missing = make_diff("a", None, mismatched=0)
+    history = history_of({"a", "b"}, [make_step(1), make_step(2, missing, make_diff("b", 0.5))])
     assert history.points[-1] == HistoryPoint(2, 2, None)
     assert history.trend is None
 
@@ -77,30 +77,30 @@ def test_a_gap_that_no_number_tells() -> None:
     ],
 )
 def test_trend(factors: tuple[float, ...], trend: str) -> None:
-    """Equal gaps are constant, gaps that shrink by one factor shrink, and only what grows 1.5 times grows."""
-    before = [apart(name, 0.25) for name in "abc"]
-    after = [apart(name, 0.25 * factor) for name, factor in zip("abc", factors, strict=True)]
+    """Trends are constant, shrinking by one factor, growing at least 1.5 times, or varying."""
+    before = [make_diff(name, 0.25) for name in "abc"]
+    after = [make_diff(name, 0.25 * factor) for name, factor in zip("abc", factors, strict=True)]
     assert trend_of([before, after]) == trend
     assert trend_of([after]) is None
-    assert trend_of([[apart("x", 1.0)], after]) is None
+    assert trend_of([[make_diff("x", 1.0)], after]) is None
     assert difference_ratios(before, after) == pytest.approx(factors)
 
 
-def test_counters_are_no_gaps_of_weights() -> None:
-    """Beside a weight that is 0.5 apart a counter that is 7 apart gives no gap; alone it does."""
-    counter = apart("steps", 7.0, kind="optimizer_step")
-    both = history_of({"a", "steps"}, [at(1), at(2, apart("a", 0.5), counter)])
-    alone = history_of({"steps"}, [at(1), at(2, counter)])
+def test_counters_beside_weights() -> None:
+    """A step counter alone sets the largest difference; beside a weight, the weight does."""
+    counter = make_diff("steps", 7.0, kind="optimizer_step")
+    both = history_of({"a", "steps"}, [make_step(1), make_step(2, make_diff("a", 0.5), counter)])
+    alone = history_of({"steps"}, [make_step(1), make_step(2, counter)])
     assert (both.points[-1].max_abs, alone.points[-1].max_abs) == (0.5, 7.0)
 
 
-def test_statistics_tell_no_gap_of_weights() -> None:
-    """Weights that keep their gap are constant, named first, and their gap is told, whatever the statistics do."""
+def test_statistics_and_momentum_beside_weights() -> None:
+    """Constant differences of weights set the trend, size and first tensor, whatever the statistics do."""
 
     def step(number: int, factor: float) -> Group:
-        statistics = [apart(f"bn{i}.running_mean", factor + i, kind="bn_mean") for i in range(3)]
-        momentum = [apart(f"w{i}.momentum", factor * 3, kind="optimizer") for i in range(3)]
-        return at(number, *statistics, apart("w", 0.5), *momentum)
+        statistics = [make_diff(f"bn{i}.running_mean", factor + i, kind="bn_mean") for i in range(3)]
+        momentum = [make_diff(f"w{i}.momentum", factor * 3, kind="optimizer") for i in range(3)]
+        return make_step(number, *statistics, make_diff("w", 0.5), *momentum)
 
     groups = [step(1, 1.0), step(2, 2.0)]
     history = history_of({diff.name for diff in groups[0].tensors}, groups)
@@ -109,19 +109,19 @@ def test_statistics_tell_no_gap_of_weights() -> None:
     assert [point.differing for point in history.points] == [4, 4]
 
 
-def test_gaps_of_all_steps_are_of_one_kind() -> None:
-    """Where a moment alone is apart at first, and weights later, the curve is not of moments and then of weights."""
-    momentum = apart("w.momentum", 3.0, kind="optimizer")
-    groups = [at(1), at(2, momentum), at(3, momentum, apart("w", 0.5))]
+def test_sizes_of_all_steps_have_one_kind() -> None:
+    """If moments differ before weights, the points of all steps have the size of the moments."""
+    momentum = make_diff("w.momentum", 3.0, kind="optimizer")
+    groups = [make_step(1), make_step(2, momentum), make_step(3, momentum, make_diff("w", 0.5))]
     history = history_of({"w", "w.momentum"}, groups)
     assert [point.max_abs for point in history.points] == [0.0, 3.0, 3.0]
     assert history.trend == "constant"
 
 
-def test_running_statistics_beside_weights_tell_nothing() -> None:
-    """Statistics that were always apart do not say since when weights are; alone they say it of themselves."""
-    drift = apart("bn.running_mean", 0.1, kind="bn_mean")
-    groups = [at(100, drift), at(200, drift, apart("a", 0.5))]
+def test_first_step_of_statistics_beside_weights() -> None:
+    """The first step of weights ignores running statistics; statistics alone have their own first step."""
+    drift = make_diff("bn.running_mean", 0.1, kind="bn_mean")
+    groups = [make_step(100, drift), make_step(200, drift, make_diff("a", 0.5))]
     history = history_of({"a", "bn.running_mean"}, groups)
     assert (history.agreed, history.since, history.tensors) == (100, 200, ("a",))
     alone = history_of({"bn.running_mean"}, groups)

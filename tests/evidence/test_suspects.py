@@ -1,4 +1,4 @@
-"""Who agrees with whom where the ranks hold several parts of a tensor."""
+"""Sets of equal ranks if ranks hold different shards of a tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from syncheck.report.words import clusters_text
 Sets = tuple[tuple[int, ...], ...]
 
 
-def apart(groups: Sets, clusters: Sets) -> TensorDiff:
-    """Return a tensor whose ranks hold equal bytes by clusters, and ought to by groups."""
+def make_diff(groups: Sets, clusters: Sets) -> TensorDiff:
+    """Return a tensor with expected replica groups and actual clusters of equal ranks."""
     return TensorDiff("w", "parameter", "float32", (4,), "different", replica_groups=groups, clusters=clusters)
 
 
@@ -26,13 +26,13 @@ def apart(groups: Sets, clusters: Sets) -> TensorDiff:
         (((0, 1),), ((0,),), []),
     ],
 )
-def test_sets_by_the_part_that_they_hold(groups: Sets, clusters: Sets, expected: list[list[tuple[int, ...]]]) -> None:
-    """Sets of equal ranks stand beside those of their own part; a part that is equal everywhere has no place."""
-    assert sets_within(apart(groups, clusters)) == expected
+def test_sets_within_replica_groups(groups: Sets, clusters: Sets, expected: list[list[tuple[int, ...]]]) -> None:
+    """Sets of equal ranks are listed by replica group, and groups without differences are not listed."""
+    assert sets_within(make_diff(groups, clusters)) == expected
 
 
 class Rank(int):
-    """A rank that counts how often it is looked up or compared."""
+    """A rank that counts its hash calls and comparisons."""
 
     touched = 0
 
@@ -45,11 +45,14 @@ class Rank(int):
         return int.__eq__(self, other) is True
 
 
-def test_hundreds_of_parts_are_not_held_against_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 512 shards on two ranks each a rank is looked at a few times: 1,024 ranks took a second a tensor."""
+def test_shards_are_not_compared_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 512 shards on two ranks each, the number of comparisons grows with the ranks, not with their square.
+
+    Comparisons in pairs took 1,024 ranks one second per tensor.
+    """
     monkeypatch.setattr(Rank, "touched", 0)
     ranks = [Rank(rank) for rank in range(1024)]
-    diff = apart(tuple((rank, ranks[512 + rank]) for rank in ranks[:512]), tuple((rank,) for rank in ranks))
+    diff = make_diff(tuple((rank, ranks[512 + rank]) for rank in ranks[:512]), tuple((rank,) for rank in ranks))
     assert len(sets_within(diff)) == 512
     assert clusters_text(diff) == "0 | 512; 1 | 513; 2 | 514; 3 | 515; 508 more"
     assert Rank.touched < 20 * len(ranks)

@@ -1,4 +1,4 @@
-"""A trainer as many are: DistributedDataParallel, a network with BatchNorm, a checkpoint from every rank.
+"""A typical trainer: DistributedDataParallel, a network with BatchNorm, and a checkpoint from every rank.
 
 torchrun --nproc-per-node 2 trainer.py
 """
@@ -35,14 +35,14 @@ def train(steps=5):
 
 
 def fine_tune(model, classes=2, steps=5):
-    """Train a new last layer on what the trained model sees; return it."""
+    """Train a new last layer on the features of the trained model; return it."""
     head = nn.Linear(4 * 36, classes)  # the bug: not wrapped, so every rank trains its own
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     for images, labels in batches(steps):
         with torch.no_grad():
-            seen = model.module[:-1](images)
+            features = model.module[:-1](images)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(head(seen), labels % classes).backward()
+        nn.functional.cross_entropy(head(features), labels % classes).backward()
         optimizer.step()
     return head
 

@@ -48,7 +48,7 @@ def test_ranks_of_lightning(trained: Path) -> None:
 
 
 def test_callbacks_are_listed(trained: Path) -> None:
-    """A callback's best score that differs is listed as a value, and is not a failure."""
+    """A different best score of a callback is listed as a value, and is not a failure."""
     group = group_of(trained)
     listed = {diff.name: diff for diff in group.values}
     scores = [name for name in listed if name.startswith("callbacks.ModelCheckpoint") and "best_model_score" in name]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder with node<r>/run/checkpoint-<step> and node<r>/sharded.
 
-    Two runs and not one of two ranks: Trainer writes the weights on the first node only.
+    The nodes run separately, because Trainer writes the weights only on the first node of a run.
     """
     need("transformers")
     need("accelerate")
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_runs_are_replicas(trained: Path) -> None:
-    """The runs' checkpoints of a step are compared with each other, never with those of another step."""
+    """The runs' checkpoints of a step are compared with each other, never with checkpoints of another step."""
     report = syncheck.compare(trained)
     found = [
         (group.step, [(r.rank, r.format, r.path.removeprefix(f"{trained}/")) for r in group.replicas])

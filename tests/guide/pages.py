@@ -1,8 +1,8 @@
-"""The pages of docs/guide as a reader uses them: files that are saved, commands that are typed, output that is shown.
+"""Read the pages of docs/guide as a user does: files to save, commands to type, and their output.
 
-A block of code is a file when its fence names one (```python title=hello.py), and commands when its language is
-`console`: a line that begins with `$ ` is typed, with the lines after it as what it prints. In what is printed, `...`
-alone on a line stands for any lines, and within a line for any characters; every other digit counts.
+A code block is a file if its fence has a title (```python title=hello.py), and a list of commands if its language is
+`console`: a line with the prefix `$ ` is a command, and the next lines are its output. In an output, `...` alone on a
+line matches any lines, and `...` within a line matches any characters; all other characters must be equal.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ FENCE = re.compile(r"^```(\w*)(?: title=(\S+))?\n(.*?)^```$", re.MULTILINE | re.
 
 @dataclass(frozen=True)
 class Command:
-    """A line that the reader types, and what stands below it, line by line; exit code 1 where the page says so."""
+    """A command and the lines of its output on the page."""
 
     typed: str
     printed: tuple[str, ...]
 
     @property
     def code(self) -> int:
-        """The exit code that the command has to end with: that of a comment `# exit code N` behind it, or 0."""
-        said = re.search(r"# exit code (\d+)", self.typed)
-        return int(said[1]) if said else 0
+        """The expected exit code: N of a comment `# exit code N` after the command, or 0."""
+        match = re.search(r"# exit code (\d+)", self.typed)
+        return int(match[1]) if match else 0
 
 
 @dataclass
 class Page:
-    """What of a page is executed, in the order in which it stands: files are (name, text)."""
+    """The commands and files of a page, in order. A file is (name, text)."""
 
     steps: list[Command | tuple[str, str]] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)  # Python blocks that are neither: a page must not have any
+    others: list[str] = field(default_factory=list)  # other code blocks, which a page must not have
 
 
 def read(path: Path) -> Page:
-    """Take a page apart."""
+    """Split a page into commands and files."""
     page = Page()
     for language, title, body in FENCE.findall(path.read_text(encoding="utf-8")):
         if title:
@@ -52,24 +52,24 @@ def read(path: Path) -> Page:
 
 
 def commands(block: str) -> list[Command]:
-    """Split a block into the lines that are typed, each with what it prints."""
+    """Split a block into commands with their output."""
     head, *rest = re.split(r"^\$ ", block, flags=re.MULTILINE)
     if head.strip():
         raise ValueError(f"a console block begins with a line that is typed ($ ...): {head[:60]!r}")
-    found = []
+    result = []
     for part in rest:
         typed, _, printed = part.partition("\n")
-        while typed.endswith("\\"):  # a long line, folded
+        while typed.endswith("\\"):  # a continued line
             more, _, printed = printed.partition("\n")
             typed = f"{typed[:-1].rstrip()} {more.strip()}"
-        found.append(Command(typed, tuple(printed.rstrip("\n").splitlines())))
-    return found
+        result.append(Command(typed, tuple(printed.rstrip("\n").splitlines())))
+    return result
 
 
-def agrees(expected: tuple[str, ...], printed: str) -> bool:
-    """Tell whether what was printed is what the page shows."""
+def matches(expected: tuple[str, ...], printed: str) -> bool:
+    """Return whether the output of a command matches the output on the page."""
     if not expected:
-        return True  # the page does not show it
+        return True  # the page omits the output
     pattern = "".join(
         r"(?:.*\n)*?" if line.strip() == "..." else ".*".join(map(re.escape, line.rstrip().split("..."))) + r"[ ]*\n"
         for line in expected

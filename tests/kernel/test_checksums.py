@@ -1,4 +1,4 @@
-"""`--quick`: by the checksums that torch.save stored, without reading a tensor, and never more sure than they are."""
+"""`--quick`: comparison by the checksums stored by torch.save, without reading tensors or overstating the result."""
 
 from __future__ import annotations
 
@@ -37,42 +37,41 @@ if TYPE_CHECKING:
 QUICK = Options(quick=True)
 
 
-def ranks(folder: Path, *states: dict[str, Any]) -> list[str]:
-    """Write one checkpoint a state."""
+def save_ranks(folder: Path, *states: dict[str, Any]) -> list[str]:
+    """Write one checkpoint per state, and return the paths."""
     return [str(save_pth(folder / f"run_rank{rank}.pth", state)) for rank, state in enumerate(states)]
 
 
-def quick(folder: Path, *states: dict[str, Any]) -> Report:
+def compare_quick(folder: Path, *states: dict[str, Any]) -> Report:
     """Compare states by their stored checksums."""
-    return compare(*ranks(folder, *states), options=QUICK)
+    return compare(*save_ranks(folder, *states), options=QUICK)
 
 
 def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is read, whether replicas are equal or different."""
+    """`--quick` reads no tensor, whether replicas are equal or different."""
     monkeypatch.setattr(Files, "read", lambda *_, **__: pytest.fail("a tensor was read"))
-    assert quick(tmp_path / "a", network(), network()).verdict == "in_sync"
-    assert quick(tmp_path / "b", network(), changed(network(), "fc.bias")).verdict == "out_of_sync"
+    assert compare_quick(tmp_path / "a", network(), network()).verdict == "in_sync"
+    assert compare_quick(tmp_path / "b", network(), changed(network(), "fc.bias")).verdict == "out_of_sync"
 
 
-def test_damage_after_saving_shows_what_is_compared(tmp_path: Path) -> None:
-    """Where bytes rotted after saving, the stored checksums agree and the bytes do not: each way says what it looked
-    at."""
-    paths = ranks(tmp_path, network(), network())
-    place = readers.read(paths[1]).tensors["fc.weight"].offset
+def test_damage_after_saving(tmp_path: Path) -> None:
+    """If bytes change after saving, stored checksums are still equal, and only the full comparison finds the damage."""
+    paths = save_ranks(tmp_path, network(), network())
+    offset = readers.read(paths[1]).tensors["fc.weight"].offset
     with open(paths[1], "r+b") as file:
-        file.seek(place)
+        file.seek(offset)
         file.write(b"\xff\xff\x7f\x7f")
-    compare_checksums, by_bytes = compare(*paths, options=QUICK), compare(*paths)
-    assert words.verdict_line(compare_checksums) == "IN SYNC by stored checksum"
-    assert compare_checksums.counts.identical == 14
+    by_checksums, by_bytes = compare(*paths, options=QUICK), compare(*paths)
+    assert words.verdict_line(by_checksums) == "IN SYNC by stored checksum"
+    assert by_checksums.counts.identical == 14
     assert words.verdict_line(by_bytes) == "OUT OF SYNC"
     assert [diff.name for diff in by_bytes.groups[0].tensors] == ["fc.weight"]
 
 
-def test_it_finds_what_the_bytes_show(tmp_path: Path) -> None:
-    """The tensors, clusters, odd rank and finding are those of the whole comparison; the numbers are not known."""
+def test_findings_equal_the_full_comparison(tmp_path: Path) -> None:
+    """`--quick` reports the tensors, clusters and findings of the full comparison, without sizes of differences."""
     states = (network(), changed(network(), "running_mean", "running_var"), network())
-    paths = ranks(tmp_path, *states)
+    paths = save_ranks(tmp_path, *states)
     fast, slow = compare(*paths, options=QUICK), compare(*paths)
     for name in ("name", "status", "clusters", "minority", "replica_groups"):
         assert [getattr(d, name) for d in fast.groups[0].tensors] == [getattr(d, name) for d in slow.groups[0].tensors]
@@ -83,92 +82,92 @@ def test_it_finds_what_the_bytes_show(tmp_path: Path) -> None:
     }
 
 
-def test_a_count_that_differs_claims_no_number(tmp_path: Path) -> None:
-    """SYN203 from checksums does not claim a difference of 0 batches."""
-    apart = {name: np.array(14) if name.endswith("_tracked") else array for name, array in network().items()}
-    (finding,) = quick(tmp_path, network(), apart).groups[0].findings
+def test_different_count_has_no_known_size(tmp_path: Path) -> None:
+    """SYN203 from checksums reports an unknown number of batches instead of 0."""
+    different = {name: np.array(14) if name.endswith("_tracked") else array for name, array in network().items()}
+    (finding,) = compare_quick(tmp_path, network(), different).groups[0].findings
     assert finding.code == "SYN203"
     text = syn203_bn_count_mismatch.Text
     assert finding.facts == (text.ALL_RANKS(size=text.BY_UNKNOWN_NUMBER(), layers=2),)
 
 
 def test_nothing_stored_is_2(tmp_path: Path) -> None:
-    """safetensors stores no checksum: not even equal files are called in sync, and the verdict says what to do."""
+    """Without stored checksums, as in safetensors files, the exit code is 2, and the verdict names `--quick`."""
     paths = [str(save_safetensors(tmp_path / f"run_rank{rank}.safetensors", network())) for rank in range(2)]
     report = compare(*paths, options=QUICK)
     assert (report.exit_code, report.counts.not_compared) == (2, 14)
     assert words.undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=14, tensors=14)
     with spelling(COMMAND_LINE):
         assert "--quick" in words.verdict_line(report)
-    mixed = compare(ranks(tmp_path, network())[0], paths[1], options=QUICK)
+    mixed = compare(save_ranks(tmp_path, network())[0], paths[1], options=QUICK)
     assert mixed.exit_code == 2
 
 
-def test_a_checksum_of_0_proves_nothing(tmp_path: Path) -> None:
-    """Files saved with checksums switched off have zeros everywhere, which do not agree with each other."""
-    paths = ranks(tmp_path, network(), changed(network(), "fc.bias"))
+def test_checksums_of_0_are_ignored(tmp_path: Path) -> None:
+    """Checksums of 0, from files saved without checksums, are not compared."""
+    paths = save_ranks(tmp_path, network(), changed(network(), "fc.bias"))
     for path in paths:
-        _without_checksums(path)
+        _erase_checksums(path)
     report = compare(*paths, options=QUICK)
     assert (report.exit_code, report.counts.not_compared) == (2, 14)
 
 
-def test_some_without_are_counted(tmp_path: Path) -> None:
-    """One tensor without a checksum is enough not to know: the verdict says how many there are, and what to do."""
-    paths = ranks(tmp_path, network(), network())
-    _without_checksums(paths[1], "fc.bias")
+def test_tensors_without_checksum_are_counted(tmp_path: Path) -> None:
+    """A single tensor without a checksum leads to exit code 2, and the reason counts the tensors without checksum."""
+    paths = save_ranks(tmp_path, network(), network())
+    _erase_checksums(paths[1], "fc.bias")
     report = compare(*paths, options=QUICK)
     assert report.exit_code == 2
     assert words.undecided_reason(report) == Undecided.NO_CHECKSUMS(unknown=1, tensors=14)
     assert (report.counts.identical, report.counts.not_compared) == (13, 1)
-    # An assertion is stricter: what it was asked to compare and could not makes it fail.
+    # An assertion is stricter and fails if a tensor was not compared.
     assert [diff.name for diff in failure.uncompared_tensors(report)] == ["fc.bias"]
 
 
-def _without_checksums(path: str, tensor: str = "") -> None:
-    """Set the CRC-32 of a file's records, or of one tensor's, to 0 in the zip's directory."""
+def _erase_checksums(path: str, tensor: str = "") -> None:
+    """Set the CRC-32 of all records, or of one tensor's record, to 0 in the directory of the zip file."""
     offset = readers.read(path).tensors[tensor].offset if tensor else 0
     with open(path, "rb") as file:
         data = bytearray(file.read())
     done = 0
     with zipfile.ZipFile(path) as archive:
-        at = archive.start_dir
+        position = archive.start_dir
         for info in archive.infolist():  # in the order of the directory
-            assert data[at + 16 : at + 20] == info.CRC.to_bytes(4, "little")
+            assert data[position + 16 : position + 20] == info.CRC.to_bytes(4, "little")
             if "/data/" in info.filename and (not tensor or 0 < offset - info.header_offset < 100):
-                data[at + 16 : at + 20] = bytes(4)
+                data[position + 16 : position + 20] = bytes(4)
                 done += 1
-            at += 46 + len(info.filename) + len(info.extra) + len(info.comment)
+            position += 46 + len(info.filename) + len(info.extra) + len(info.comment)
     assert done == (1 if tensor else 14)
     with open(path, "wb") as file:
         file.write(data)
 
 
-def test_the_document_says_so(tmp_path: Path) -> None:
-    """JSON, page and comment say that checksums were compared, and are valid and without numbers that nobody knows."""
-    report = quick(tmp_path, network(), changed(network(), "fc.bias"))
+def test_outputs_report_the_comparison_by_checksum(tmp_path: Path) -> None:
+    """JSON document, page and comment report the comparison by checksum, and contain no unknown numbers."""
+    report = compare_quick(tmp_path, network(), changed(network(), "fc.bias"))
     document = json.loads(json_document.render(report, "1"))
     schema = Path(library.__file__).parent / "report" / "schema.json"
     jsonschema.validate(document, json.loads(schema.read_text()))
     assert document["quick"] is True
-    assert not compare(*ranks(tmp_path, network(), network())).quick
-    for drawn in (html.render(report, "1"), markdown.render(report)):
-        assert "OUT OF SYNC by stored checksum" in drawn
-        assert str(Detail.CHECKSUMS()) in drawn
-        assert "None" not in drawn
+    assert not compare(*save_ranks(tmp_path, network(), network())).quick
+    for text in (html.render(report, "1"), markdown.render(report)):
+        assert "OUT OF SYNC by stored checksum" in text
+        assert str(Detail.CHECKSUMS()) in text
+        assert "None" not in text
     assert Note.QUICK() in report.groups[0].notes
 
 
-def test_empty_tensors_and_numpy_arrays_need_no_checksum(tmp_path: Path) -> None:
-    """A tensor without elements is equal to another; other tensors are compared beside it."""
+def test_empty_tensors_need_no_checksum(tmp_path: Path) -> None:
+    """A tensor without elements is identical, and does not prevent the comparison of other tensors."""
     state = {"w": np.ones(3, np.float32), "empty": np.zeros((0, 4), np.float32)}
-    report = quick(tmp_path, state, state)
+    report = compare_quick(tmp_path, state, state)
     assert (report.verdict, report.counts.identical) == ("in_sync", 2)
 
 
-def test_the_command_and_the_file(cli: Run, tmp_path: Path) -> None:
-    """`--quick` and `quick = true` both compare by checksum, `report` too, and `--no-quick` takes it back."""
-    ranks(tmp_path, network(), network())
+def test_option_and_project_default(cli: Run, tmp_path: Path) -> None:
+    """`--quick` and `quick = true` compare by checksum, also in `report`, and `--no-quick` overrides the default."""
+    save_ranks(tmp_path, network(), network())
     done = cli("compare", "--quick", "*.pth")
     assert (done.code, done.lines[-2]) == (0, "IN SYNC by stored checksum")
     assert cli("report", "--quick", "run_rank0.pth", "run_rank1.pth").lines[-2] == "IN SYNC by stored checksum"
@@ -178,15 +177,15 @@ def test_the_command_and_the_file(cli: Run, tmp_path: Path) -> None:
 
 
 class TestLayouts:
-    """What a checksum proves depends on how the tensor lies in its record."""
+    """The layout of a tensor in its record limits the conclusions from a checksum."""
 
     @pytest.fixture
     def tensor(self, tmp_path: Path) -> Tensor:
-        """A tensor of 2 x 3 that fills its record."""
-        return readers.read(ranks(tmp_path, {"w": np.arange(6.0).reshape(2, 3)})[0]).tensors["w"]
+        """Return a 2 x 3 tensor that fills its record."""
+        return readers.read(save_ranks(tmp_path, {"w": np.arange(6.0).reshape(2, 3)})[0]).tensors["w"]
 
-    def test_equal_records_of_other_strides_are_not_equal(self, tensor: Tensor) -> None:
-        """A record read as rows and as columns contains different tensors: the result is unknown."""
+    def test_equal_records_with_different_layouts(self, tensor: Tensor) -> None:
+        """Equal records with different strides, byte orders or lazy operations give an unknown result."""
         transposed = replace(tensor, strides=(1, 2))
         assert compare_checksums([tensor, replace(tensor, path="b")]).clusters == ((0, 1),)
         assert compare_checksums([transposed, transposed]).clusters == ((0, 1),)
@@ -194,8 +193,8 @@ class TestLayouts:
         for other in (transposed, replace(tensor, big_endian=True), replace(tensor, lazy="neg")):
             assert compare_checksums([tensor, other]).clusters == ()
 
-    def test_views_agree_only_at_one_place_of_equal_records(self, tensor: Tensor) -> None:
-        """Equal records with the view at one place are equal; unequal ones, or another place, prove nothing."""
+    def test_views_of_equal_and_unequal_records(self, tensor: Tensor) -> None:
+        """Views at the same offset of equal records are equal; other offsets or unequal records prove nothing."""
         assert tensor.record is not None
         crc, start, size = tensor.record
         view = replace(tensor, shape=(3,), strides=(1,), crc32=None)
@@ -203,18 +202,18 @@ class TestLayouts:
         moved = replace(view, offset=view.offset + 100, record=(crc, start + 100, size))
         assert compare_checksums([view, moved]).clusters == ((0, 1),)
         for other in (replace(view, offset=view.offset + 8), replace(view, record=(crc + 1, start, size))):
-            told = compare_checksums([view, other])
-            assert (told.clusters, told.reason, told.detail) == ((), Reason.CHECKSUM, Detail.VIEW())
+            result = compare_checksums([view, other])
+            assert (result.clusters, result.reason, result.detail) == ((), Reason.CHECKSUM, Detail.VIEW())
         assert compare_checksums([view, replace(view, record=None)]).clusters == ()
 
     def test_overlapping_elements_prove_no_difference(self, tensor: Tensor) -> None:
-        """A tensor that shows some elements twice and others never may be equal where the records differ."""
+        """A tensor that skips elements of its record may be equal even if the records differ."""
         overlapping = replace(tensor, shape=(2, 2), strides=(5, 0))
         assert compare_checksums([overlapping, replace(overlapping, crc32=1, record=(1, 0, 48))]).clusters == ()
 
 
-def test_what_torch_saves(tmp_path: Path) -> None:
-    """Of real files: whole, transposed, tied and viewed tensors are compared, a view of a changed storage is not."""
+def test_torch_files(tmp_path: Path) -> None:
+    """Whole, transposed, tied and viewed tensors of torch.save files are compared, except views of changed storages."""
     torch = pytest.importorskip("torch")
 
     def state(change: int | None = None) -> Any:
@@ -238,8 +237,8 @@ def test_what_torch_saves(tmp_path: Path) -> None:
         torch.save(state(None if rank == 0 else 12), tmp_path / f"apart_rank{rank}.pth")
     same = compare(str(tmp_path / "same_rank*.pth"), options=QUICK)
     assert (same.verdict, same.counts.identical) == ("in_sync", 7)
-    apart = compare(str(tmp_path / "apart_rank*.pth"), options=QUICK)
-    assert {diff.name: diff.status for diff in apart.groups[0].tensors} == {
+    different = compare(str(tmp_path / "apart_rank*.pth"), options=QUICK)
+    assert {diff.name: diff.status for diff in different.groups[0].tensors} == {
         "view.a": "not_compared",
         "view.b": "not_compared",
     }

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write(folder: Path, arrays: list[np.ndarray[Any, Any]], ending: str = ".pth") -> list[Path]:
-    """Write one file a replica, each with one tensor w."""
-    return [save(folder / f"rank{i}{ending}", {"w": array}) for i, array in enumerate(arrays)]
+def write(folder: Path, arrays: list[np.ndarray[Any, Any]], suffix: str = ".pth") -> list[Path]:
+    """Write one file per replica, each with a single tensor w."""
+    return [save(folder / f"rank{i}{suffix}", {"w": array}) for i, array in enumerate(arrays)]
 
 
 def clusters_of(folder: Path, arrays: list[np.ndarray[Any, Any]]) -> tuple[tuple[int, ...], ...]:
-    """Return the clusters of replicas written from arrays."""
+    """Write arrays as replicas, and return their clusters."""
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(folder, arrays)]
     with Files() as files:
         return cluster_replicas(tensors, files)
@@ -45,18 +45,18 @@ A, B, C, D = (np.full(5, value, np.float32) for value in (1, 2, 3, 4))
     ],
 )
 def test_clusters(tmp_path: Path, arrays: list[Any], expected: Any) -> None:
-    """Clusters have equal bytes; the largest cluster comes first, and then the lowest rank."""
+    """Clusters have equal bytes; the largest cluster comes first, and then the cluster with the lowest rank."""
     assert clusters_of(tmp_path, arrays) == expected
 
 
-@pytest.mark.parametrize("ending", [".pth", ".safetensors"])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 @pytest.mark.parametrize("at", [0, BLOCK // 4 - 1, BLOCK // 4, BLOCK // 2 + 1, -1])
-def test_one_flipped_bit_anywhere_in_a_large_tensor(tmp_path: Path, ending: str, at: int) -> None:
-    """One bit of one element is found wherever the blocks are cut, the last element included."""
+def test_flipped_bit_in_a_large_tensor(tmp_path: Path, suffix: str, at: int) -> None:
+    """One flipped bit is found at any position relative to block borders, including the last element."""
     first = np.arange(BLOCK // 2 + 77, dtype=np.float32)
     second = first.copy()
     second.view(np.uint32)[at] ^= 1
-    paths = write(tmp_path, [first, second, first], ending)
+    paths = write(tmp_path, [first, second, first], suffix)
     (diff,) = syncheck.compare(*paths).groups[0].tensors
     assert diff.status == "different"
     assert diff.clusters == ((0, 2), (1,))
@@ -77,7 +77,7 @@ def test_differences_in_different_blocks_split_further(tmp_path: Path) -> None:
 
 
 def test_memory_layouts_may_differ(tmp_path: Path) -> None:
-    """Two replicas of equal values are identical though one is stored transposed; one changed element is found."""
+    """Replicas with equal values and different memory layouts are identical, and one changed element is found."""
     torch = pytest.importorskip("torch")
     value = torch.arange(1_200_000, dtype=torch.float32).reshape(1200, 1000)
     torch.save({"w": value}, tmp_path / "rank0.pth")
@@ -90,8 +90,8 @@ def test_memory_layouts_may_differ(tmp_path: Path) -> None:
     assert (diff.index, diff.mismatched, diff.max_abs) == ((1199, 999), 1, 1.0)
 
 
-def test_more_replicas_than_files_may_be_open(tmp_path: Path) -> None:
-    """Files are closed and reopened if there are more than the limit."""
+def test_more_replicas_than_open_files(tmp_path: Path) -> None:
+    """The clusters are correct if the number of replicas exceeds the limit of open files."""
     tensors = [syncheck.read(str(path)).tensors["w"] for path in write(tmp_path, [A, B, A, A, B, C, A])]
     with Files(limit=2) as files:
         assert cluster_replicas(tensors, files) == ((0, 2, 3, 6), (1, 4), (5,))

@@ -1,4 +1,4 @@
-"""Threads, and the limits of the system: they change how fast the answer comes and nothing else."""
+"""Threads and limits of the system, which change the speed but not the result."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 ELEMENTS = 5 * BLOCK + 3
 
 
-def written(folder: Path, flips: list[list[int]]) -> list[Tensor]:
-    """Write a replica for each list of the elements that differ in it."""
+def write_replicas(folder: Path, flips: list[list[int]]) -> list[Tensor]:
+    """Write one replica per list. flips: the indices of the changed elements of each replica."""
     tensors = []
     for i, flipped in enumerate(flips):
         array = np.zeros(ELEMENTS, np.uint8)
@@ -52,7 +52,7 @@ def _all_large(monkeypatch: pytest.MonkeyPatch) -> None:
         ([[], [], []], ((0, 1, 2),)),
         ([[], [BLOCK], [BLOCK]], ((1, 2), (0,))),
         ([[0], [BLOCK], [], [0], [BLOCK]], ((0, 3), (1, 4), (2,))),
-        # Apart in blocks that different threads read.
+        # Differences in blocks of different threads.
         ([[], [0], [0, BLOCK], [0, 2 * BLOCK], [0]], ((1, 4), (0,), (2,), (3,))),
         ([[], [ELEMENTS - 1]], ((0,), (1,))),
     ],
@@ -60,43 +60,43 @@ def _all_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_find_the_same_clusters(tmp_path: Path, flips: list[list[int]], expected: object, jobs: int) -> None:
     """Differences in blocks of different threads give the same clusters as a single thread."""
     with Files(jobs=jobs) as files:
-        assert cluster_replicas(written(tmp_path, flips), files) == expected
+        assert cluster_replicas(write_replicas(tmp_path, flips), files) == expected
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 9])
 def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
     """Each block is assigned to exactly one thread."""
-    tensors = written(tmp_path, [[], []])
+    tensors = write_replicas(tmp_path, [[], []])
     with Files(jobs=jobs) as files:
-        found = shares.run_in_shares(tensors, files, lambda share, _: list(share))
-    assert len(found) == jobs
-    assert sorted(each for share in found for each in share) == list(ranges(tensors))
-    assert sum(count for share in found for _, count in share) == ELEMENTS
+        assigned = shares.run_in_shares(tensors, files, lambda share, _: list(share))
+    assert len(assigned) == jobs
+    assert sorted(block for share in assigned for block in share) == list(ranges(tensors))
+    assert sum(count for share in assigned for _, count in share) == ELEMENTS
 
 
-def test_error_in_a_thread_is_raised_and_stops_the_others(tmp_path: Path) -> None:
+def test_error_in_a_thread_stops_the_other_threads(tmp_path: Path) -> None:
     """An error in a thread is raised in the caller, and stops the other threads."""
-    tensors = written(tmp_path, [[], []])
-    seen = []
+    tensors = write_replicas(tmp_path, [[], []])
+    processed = []
 
     def work(share: Iterator[tuple[int, int]], job: int) -> None:
         if job:
             raise ValueError(f"in thread {job}")
-        for each in share:
-            seen.append(each)
-            while threading.active_count() > before:  # until the other one has failed
+        for block in share:
+            processed.append(block)
+            while threading.active_count() > before:  # until the other thread has failed
                 time.sleep(0.001)
 
     before = threading.active_count()
     with Files(jobs=2) as files, pytest.raises(ValueError, match="in thread 1"):
         shares.run_in_shares(tensors, files, work)
-    assert len(seen) <= 1
+    assert len(processed) <= 1
 
 
 @pytest.mark.parametrize("starting", [0, 1, 2])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_thread_that_cannot_start(starting: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without more threads of the system all jobs are done; an interrupt is raised. No started thread remains."""
+def test_thread_that_cannot_start(starting: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a thread cannot start, all jobs still run; after an interrupt, no started thread remains."""
     started: list[threading.Thread] = []
     real, done = threading.Thread.start, []
 
@@ -116,8 +116,8 @@ def test_a_thread_that_cannot_start(starting: int, error: type[BaseException], m
 
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_file_that_shrinks(tmp_path: Path, jobs: int) -> None:
-    """A file that becomes shorter while one or several threads compare it is malformed, not different."""
-    tensors = written(tmp_path, [[], []])
+    """A file that shrinks during the comparison is malformed, not different."""
+    tensors = write_replicas(tmp_path, [[], []])
     files = Files(jobs=jobs)
     for tensor in tensors:
         files.descriptor(tensor)
@@ -126,8 +126,8 @@ def test_file_that_shrinks(tmp_path: Path, jobs: int) -> None:
         cluster_replicas(tensors, files)
 
 
-def test_jobs_are_what_the_process_may_use() -> None:
-    """By default there is one thread per processor of the process, at most four."""
+def test_default_number_of_threads() -> None:
+    """The default is one thread per processor available to the process, at most four."""
     with Files() as files:
         assert files.jobs == min(4, len(os.sched_getaffinity(0)))
     with Files(jobs=7) as files:
@@ -135,8 +135,8 @@ def test_jobs_are_what_the_process_may_use() -> None:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_more_replicas_than_the_system_lets_open(tmp_path: Path, mapped: bool) -> None:
-    """With `ulimit -n 32`, 60 replicas are compared, one of which differs; transposed tensors are mapped."""
+def test_more_replicas_than_file_descriptors(tmp_path: Path, mapped: bool) -> None:
+    """With `ulimit -n 32`, 60 replicas are compared and the odd rank is found, also if tensors are memory-mapped."""
     torch = pytest.importorskip("torch")
     for i in range(60):
         w = (torch.arange(6.0) + (i == 42)).view(2, 3)
@@ -148,17 +148,18 @@ def test_more_replicas_than_the_system_lets_open(tmp_path: Path, mapped: bool) -
     assert diff["clusters"] == [[rank for rank in range(60) if rank != 42], [42]]
 
 
-def test_no_more_threads_than_pay(tmp_path: Path) -> None:
-    """A number of threads that no machine has is taken for the most that can help."""
+def test_excessive_number_of_threads(tmp_path: Path) -> None:
+    """An excessive number of threads is reduced to the useful maximum."""
     with Files(jobs=10**30) as files:
         assert (
-            len(shares.run_in_shares(written(tmp_path, [[], []]), files, lambda share, _: list(share))) == shares.MOST
+            len(shares.run_in_shares(write_replicas(tmp_path, [[], []]), files, lambda share, _: list(share)))
+            == shares.MOST
         )
 
 
 @pytest.mark.parametrize("shape", [(3, 0, 2), (0, 5), (0,)])
 def test_tensors_without_elements_are_identical(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """A tensor of no elements with strides of no order is read nowhere, and is identical everywhere."""
+    """Tensors without elements are identical, whatever their strides."""
     torch = pytest.importorskip("torch")
     for i in range(2):
         empty = torch.zeros(shape[::-1]).permute(*reversed(range(len(shape))))

@@ -1,4 +1,4 @@
-"""Tensors in pieces: any range of elements, of pieces in any geometry, equals what numpy gives of the whole."""
+"""Tensors in pieces: any range of elements, for any geometry of pieces, equals numpy's range of the whole."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ DTYPES = ("uint8", "float16", "int32", "complex128")
 
 @st.composite
 def cuts(draw: Any) -> tuple[tuple[int, ...], list[tuple[slice, ...]]]:
-    """A shape, and boxes that cover it: cut in two again and again, each cut through one of the pieces only."""
+    """Draw a shape and boxes that cover the shape. Each cut splits one box in two."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
-    found = [tuple(slice(0, length) for length in shape)]
+    boxes = [tuple(slice(0, length) for length in shape)]
     for _ in range(draw(st.integers(0, 6))):
-        at = draw(st.integers(0, len(found) - 1))
-        wide = [i for i, span in enumerate(found[at]) if span.stop - span.start > 1]
+        at = draw(st.integers(0, len(boxes) - 1))
+        wide = [i for i, span in enumerate(boxes[at]) if span.stop - span.start > 1]
         if wide:
-            axis, box = draw(st.sampled_from(wide)), found.pop(at)
+            axis, box = draw(st.sampled_from(wide)), boxes.pop(at)
             middle = draw(st.integers(box[axis].start + 1, box[axis].stop - 1))
             halves = slice(box[axis].start, middle), slice(middle, box[axis].stop)
-            found += [(*box[:axis], half, *box[axis + 1 :]) for half in halves]
-    return shape, draw(st.permutations(found))
+            boxes += [(*box[:axis], half, *box[axis + 1 :]) for half in halves]
+    return shape, draw(st.permutations(boxes))
 
 
-def whole(shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of which no two elements are equal."""
+def make_array(shape: tuple[int, ...], dtype: str) -> Any:
+    """Return an array of consecutive numbers modulo 251."""
     return (np.arange(math.prod(shape)) % 251).astype(dtype).reshape(shape)
 
 
-def stored(array: Any, boxes: list[tuple[slice, ...]], turned: bool = False) -> Tensor:
-    """The array as a tensor in parts. turned: each part lies in the order of Fortran."""
+def make_sharded(array: Any, boxes: list[tuple[slice, ...]], fortran: bool = False) -> Tensor:
+    """Return the array as a tensor in shards. fortran: store each shard in Fortran order."""
     parts = []
     for box in boxes:
-        piece = np.array(array[box], order="F" if turned else "C").reshape(array[box].shape)
+        piece = np.array(array[box], order="F" if fortran else "C").reshape(array[box].shape)
         strides = tuple(stride // array.itemsize for stride in piece.strides)
         tensor = Tensor("w", str(array.dtype), piece.shape, strides, "", 0, data=piece.tobytes("A"))
         parts.append(Shard(tensor, tuple(span.start for span in box)))
@@ -55,28 +55,28 @@ def stored(array: Any, boxes: list[tuple[slice, ...]], turned: bool = False) -> 
 
 @EXAMPLES
 def test_any_range_of_any_geometry_equals_the_whole(examples: int) -> None:
-    """A range that is put together from pieces has the bytes of the same range of the whole, whatever the cuts."""
+    """Any range assembled from pieces has the bytes of the same range of the whole array."""
 
     def check(case: Any) -> None:
-        (shape, boxes), dtype, turned, start, count = case
-        array = whole(shape, dtype)
+        (shape, boxes), dtype, fortran, start, count = case
+        array = make_array(shape, dtype)
         start %= array.size
         count = min(count, array.size - start)
         with Files() as files:
-            found = files.read(stored(array, boxes, turned), start, count, slot=0)
-        assert bytes(found) == array.reshape(-1)[start : start + count].tobytes()
+            data = files.read(make_sharded(array, boxes, fortran), start, count, slot=0)
+        assert bytes(data) == array.reshape(-1)[start : start + count].tobytes()
 
     numbers = st.integers(0, 6**4)
     for_all(st.tuples(cuts(), st.sampled_from(DTYPES), st.booleans(), numbers, numbers), check, examples)
 
 
 @EXAMPLES
-def test_no_read_is_larger_than_the_range(examples: int) -> None:
-    """What is asked of the pieces is disjoint and makes up the range: no row is read twice or for nothing."""
+def test_reads_add_up_to_the_range(examples: int) -> None:
+    """The reads from the pieces add up to the length of the range, so no element is read without need."""
 
     def check(case: Any) -> None:
         (shape, boxes), start, count = case
-        tensor = stored(whole(shape, "uint8"), boxes)
+        tensor = make_sharded(make_array(shape, "uint8"), boxes)
         start %= tensor.numel
         count = min(count, tensor.numel - start)
         asked = []
@@ -93,8 +93,8 @@ def test_no_read_is_larger_than_the_range(examples: int) -> None:
 
 
 @EXAMPLES
-def test_boxes_are_the_range_in_its_order(examples: int) -> None:
-    """Boxes, one after the other, list the elements of the range once and in order, and are few."""
+def test_boxes_list_the_range_in_order(examples: int) -> None:
+    """A range is split into few boxes, which list the elements of the range once and in order."""
 
     def check(case: Any) -> None:
         shape, start, count = case
@@ -112,8 +112,8 @@ def test_boxes_are_the_range_in_its_order(examples: int) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("flipped", [False, True])
-def test_pieces_compare_with_a_tensor_in_one_piece(tmp_path: Path, axis: int, flipped: bool) -> None:
-    """Cut by rows or columns, in files, larger than a block: equal to the whole, and one flipped element is found."""
+def test_pieces_equal_a_whole_tensor(tmp_path: Path, axis: int, flipped: bool) -> None:
+    """A tensor split by rows or columns across files equals the whole tensor, and one changed element is found."""
     array = np.random.default_rng(0).standard_normal((700, 1501)).astype(np.float32)
     (tmp_path / "whole").write_bytes(array.tobytes())
     one = Tensor("w", "float32", array.shape, (1501, 1), str(tmp_path / "whole"), 0)
@@ -131,19 +131,19 @@ def test_pieces_compare_with_a_tensor_in_one_piece(tmp_path: Path, axis: int, fl
         assert cluster_replicas([one, many], files) == (((0,), (1,)) if flipped else ((0, 1),))
 
 
-def test_memory_is_a_block_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of a large tensor are read a block of rows at a time: no read is larger than a block."""
+def test_no_read_exceeds_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tensor in column shards is read in ranges of at most one block."""
     monkeypatch.setattr(blocks, "BLOCK", 1 << 12)
-    array = whole((1000, 64), "float32")
-    tensor = stored(array, [(slice(0, 1000), slice(0, 33)), (slice(0, 1000), slice(33, 64))])
+    array = make_array((1000, 64), "float32")
+    tensor = make_sharded(array, [(slice(0, 1000), slice(0, 33)), (slice(0, 1000), slice(33, 64))])
     with Files() as files:
-        found = [files.read(tensor, start, count, slot=0) for start, count in ranges([tensor])]
-    assert b"".join(map(bytes, found)) == array.tobytes()
-    assert max(map(len, found)) <= 1 << 12
+        data = [files.read(tensor, start, count, slot=0) for start, count in ranges([tensor])]
+    assert b"".join(map(bytes, data)) == array.tobytes()
+    assert max(map(len, data)) <= 1 << 12
 
 
-def test_nothing_is_read_of_a_tensor_without_elements() -> None:
-    """A range of no elements is no bytes, also of a tensor that has to be converted and lies in no file."""
+def test_empty_range_has_no_bytes() -> None:
+    """An empty range has no bytes, even if the tensor needs a conversion and its file does not exist."""
     tensor = Tensor("w", "complex64", (3, 0), (1, 1), "/nowhere", 0, lazy="conj")
     with Files() as files:
         assert [bytes(files.read(tensor, start, count, slot=0)) for start, count in ranges([tensor])] in ([], [b""])

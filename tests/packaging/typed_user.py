@@ -1,6 +1,6 @@
-"""A program of a user, for `mypy --strict`: what syncheck gives has types, and wrong uses of it are errors.
+"""A user's program for `mypy --strict`: public names of syncheck have types, and wrong uses are errors.
 
-An ignored error that is none is an error too (warn_unused_ignores), so that a public name of no type would be noticed.
+mypy also reports unused `type: ignore` comments (warn_unused_ignores), and thus public names without a type.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from syncheck.testing import assert_in_sync, compare
 
 
 def judged() -> int:
-    """Use what README shows."""
+    """Use the API as in README."""
     report: syncheck.Report = syncheck.compare("ckpts/*.pth", options=syncheck.Options(allow=("SYN201",)))
     codes: list[str] = [finding.code for group in report.groups for finding in group.findings]
     counted: int = report.groups[0].counts.identical + len(codes)
@@ -25,7 +25,7 @@ def judged() -> int:
 
 
 def wrong() -> None:
-    """Each line is a mistake."""
+    """Use the API incorrectly on each line."""
     verdict: int = syncheck.compare("ckpts/*.pth").verdict  # type: ignore[assignment]
     syncheck.Options(alow=("SYN201",))  # type: ignore[call-arg]
     syncheck.read(3)  # type: ignore[arg-type]

@@ -34,12 +34,12 @@ class Session:
         """Return the outcome of each item by id. The session must have run with -v."""
         words = ("PASSED", "FAILED", "SKIPPED", "ERROR")
         split = [line.split(" ", 2) for line in self.lines if "::" in line.split(" ")[0]]
-        found = {parts[0]: parts[1] for parts in split if len(parts) > 1 and parts[1] in words}
-        # With -n the outcome stands first: [gw0] [ 50%] PASSED id
+        outcomes = {parts[0]: parts[1] for parts in split if len(parts) > 1 and parts[1] in words}
+        # With -n, the outcome comes before the id: [gw0] [ 50%] PASSED id
         for line in self.lines:
             if line.startswith("[gw") and "::" in line:
-                found[line.split()[-1]] = next(word for word in line.split() if word in words)
-        return found
+                outcomes[line.split()[-1]] = next(word for word in line.split() if word in words)
+        return outcomes
 
 
 def find_failure(output: str, title: str) -> str:

@@ -104,7 +104,7 @@ def test_one_group_per_run_and_step(tmp_path: Path) -> None:
 )
 def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) -> None:
     """Ids and XML are valid with control characters, brackets and `::` in names of runs, files and tensors."""
-    place = tmp_path / folder
+    target = tmp_path / folder
     for rank in range(2):
         for run_id in ("one", "two"):
             block = metadata(run=EVIL, rank=rank, world_size=2, step=1, run_id=run_id)
@@ -113,8 +113,8 @@ def test_hostile_names_leave_ids_and_junit_valid(tmp_path: Path, folder: str) ->
                 "syncheck": block,
                 "step": EVIL,
             }
-            save_pth(place / run_id / f"r{rank}.pth", tree)
-    (place / f"{EVIL[:8]}.pth").write_bytes(b"")
+            save_pth(target / run_id / f"r{rank}.pth", tree)
+    (target / f"{EVIL[:8]}.pth").write_bytes(b"")
     base = ["--syncheck", ".", "-p", "no:cacheprovider"]
     one, spread, listed = sessions(
         (tmp_path, [*base, "-rA", "--junitxml", "one.xml"]),

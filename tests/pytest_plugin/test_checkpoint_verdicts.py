@@ -59,7 +59,7 @@ BIAS = ranks(network(), changed(network(), "fc.bias"), name="bias_rank{}.pth")
 DRIFT = ranks(network(), changed(network(), "running_var"), name="drift_rank{}.pth")
 RNG = ranks(*({"rng_state": np.full(4, rank, np.int64)} for rank in range(2)))
 LONE = ranks(network(3), name="lone{}.pth")
-# What is written, and with which options it is judged.
+# Functions that write checkpoints, and options of the comparison.
 CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "equal": (SAME, {}),
     "parameters": (BIAS, {}),
@@ -220,7 +220,7 @@ def test_a_file_damaged_during_the_run_fails(tmp_path: Path, spread: tuple[str, 
         "        os.unlink('folder_rank1.pth')\n"
         "        os.mkdir('folder_rank1.pth')\n"
     )
-    for rank in range(2):  # equal at the places of the tensors that were there before
+    for rank in range(2):  # equal at the offsets of the earlier tensors
         save(tmp_path / "new.pth", network() | {"more": np.full(9, rank, np.float32)}).rename(tmp_path / f"new{rank}")
     (ended,) = sessions((tmp_path, ["-v", "--syncheck", "*.pth", "--syncheck-output", "a.json", *spread]))
     assert ended.code == 1

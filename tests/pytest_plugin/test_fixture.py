@@ -60,7 +60,7 @@ def test_fixture_and_assertions(pytester: pytest.Pytester) -> None:
             "*: OutOfSync",
         ]
     )
-    # Numpy's and torch's == end in an error; what differs stands below it, and what to write instead.
+    # The == of numpy and torch raises an error. The explanation below it contains the differences and a replacement.
     shown = dict(re.findall(r"\n_+ (test_\w+) _+\n(.*?)(?=\n_{9,}|\n={9,})", text, re.DOTALL))
     assert "bias    parameter  0 | 1  2 of 3" in shown["test_equal_signs"]
     assert "    assert_in_sync(a, b)" in shown["test_equal_signs"]

@@ -85,7 +85,7 @@ def test_rootdir_is_a_link(project: Path) -> None:
     (project.parent / "link").symlink_to(project)
     root = f"--rootdir={project.parent / 'link'}"
     bare, one = sessions((project, ["-v", root]), (project, ["-v", root, "../link/ckpts::ddp::bn-stats"]))
-    # So pytest writes the ids of tests here.
+    # pytest writes the ids of tests in the same form.
     assert list(bare.outcomes()) == [
         "../link/tests/test_suite.py::test_own",
         "../link/ckpts::ddp::parameters",

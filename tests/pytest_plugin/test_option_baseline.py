@@ -18,13 +18,13 @@ UPDATE = [*FILES, "--syncheck-update-baseline"]
 
 
 def write(folder: Path, *endings: str, name: str = "ddp") -> Path:
-    """Write a run of two ranks that differ in the tensors with these endings of their names."""
+    """Write a run of two ranks that differ in the tensors whose names end with `endings`."""
     for rank in range(2):
         save(folder / f"{name}_rank{rank}.pth", changed(network(), *(endings if rank else ())))
     return folder
 
 
-# In one process, and spread over two.
+# In one process, and in two workers of pytest-xdist.
 SPREAD = [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)]
 
 

@@ -78,8 +78,8 @@ def test_globs_are_relative_to_the_start_folder(project: Path) -> None:
     (ended,) = sessions((project / "ckpts", ["-v", "--syncheck", "*.pth", "../tests", root]))
     assert ended.code == 0, ended.out
     # Versions of pytest differ in how they write the folder itself.
-    found = {nodeid.partition("::")[2]: outcome for nodeid, outcome in ended.outcomes().items()}
-    assert found == dict.fromkeys(("test_own", "ddp::parameters", "ddp::bn-stats"), "PASSED"), ended.out
+    outcomes = {nodeid.partition("::")[2]: outcome for nodeid, outcome in ended.outcomes().items()}
+    assert outcomes == dict.fromkeys(("test_own", "ddp::parameters", "ddp::bn-stats"), "PASSED"), ended.out
 
 
 def test_ids_on_the_command_line(project: Path) -> None:

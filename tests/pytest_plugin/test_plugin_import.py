@@ -44,7 +44,7 @@ def measure_share(environment: dict[str, str]) -> float:
     code = "import pytest, syncheck.pytest_plugin"
     command = [sys.executable, "-X", "importtime", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    # Each module's own time, in microseconds, is the first number; the second has its imports in it.
+    # The first number is the module's own time in microseconds; the second includes its imports.
     rows = re.findall(r"time: +(\d+) \| +(\d+) \| +(syncheck\b|pytest$)", done.stderr, re.MULTILINE)
     own = [int(alone) for alone, _, name in rows if name == "syncheck"]
     pytests = [int(with_imports) for _, with_imports, name in rows if name == "pytest"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(300)  # the suite below starts many processes
 
-# Without a group there is no torch to wait for, and most of what can go wrong has nothing to do with one.
+# Without a process group, ranks need not import torch; most failures do not depend on the group.
 SUITE = """
 import os, pathlib, subprocess, sys, threading, time
 import pytest

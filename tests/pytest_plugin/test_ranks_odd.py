@@ -142,7 +142,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_on(folder: Path, file: str) -> subprocess.CompletedProcess[str]:
     """Run one of the suites."""
-    # Where hypothesis is installed, its own plugin fails on the path that the conftest adds.
+    # If hypothesis is installed, its plugin fails on the path that the conftest adds.
     without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     command = [sys.executable, "-m", "pytest", "-ra", "-c", "ini/pytest.ini", *without, f"tests/{file}"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)

@@ -15,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-# By default the whole of our own suite shows that ranks pass: it runs on them.
+# Slow, because the rest of the suite already passes on ranks.
 pytestmark = pytest.mark.slow
 
 SUITE = """
@@ -141,8 +141,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 @pytest.fixture(scope="module")
 def entries(done: tuple[Path, str]) -> list[dict[str, Any]]:
     """Return the records of the tests."""
-    found = [json.loads(line) for line in (done[0] / "log.jsonl").read_text().splitlines()]
-    return [entry | {"test": entry["test"].partition("::")[2]} for entry in found]
+    records = [json.loads(line) for line in (done[0] / "log.jsonl").read_text().splitlines()]
+    return [entry | {"test": entry["test"].partition("::")[2]} for entry in records]
 
 
 def test_outcomes_are_counted_once(done: tuple[Path, str]) -> None:
@@ -198,8 +198,8 @@ def test_properties_in_junit(done: tuple[Path, str]) -> None:
     cases = {case.get("name"): case for case in ET.parse(done[0] / "junit.xml").iter("testcase")}
     assert len(cases) == 12
     case = next(case for name, case in cases.items() if name and "2ranks" in name and "a::b" in name)
-    found = {(p.get("name"), p.get("value")) for p in case.iter("property")}
-    assert found == {("word", "a::b"), ("rank[rank 0]", "0"), ("rank[rank 1]", "1")}
+    properties = {(p.get("name"), p.get("value")) for p in case.iter("property")}
+    assert properties == {("word", "a::b"), ("rank[rank 0]", "0"), ("rank[rank 1]", "1")}
 
 
 def test_seeds_are_the_same_in_every_run(done: tuple[Path, str], entries: list[dict[str, Any]]) -> None:

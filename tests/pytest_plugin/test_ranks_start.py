@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-# Stands in for torch, which takes seconds to import; `plan` has a word for each time that rank 1 joins a group.
+# Replaces torch, which takes seconds to import. `plan` has one word for each attempt of rank 1 to join a group.
 TORCH = "def __getattr__(name): return lambda *_, **__: None\n"
 DISTRIBUTED = """
 import os, pathlib, time

@@ -42,7 +42,7 @@ def change(path: Path, how: str) -> None:
 
 
 def check_undecided(report: Report, path: Path, reason: str) -> None:
-    """Check that a report is undecided because of one unreadable file."""
+    """Assert an undecided report because of one unreadable file."""
     assert report.verdict == "undecided"
     assert [file.path for file in report.unreadable] == [str(path)]
     assert report.unreadable[0].reason.startswith(reason)
@@ -51,7 +51,7 @@ def check_undecided(report: Report, path: Path, reason: str) -> None:
 @pytest.mark.parametrize("ending", [".pth", ".safetensors"])
 @pytest.mark.parametrize("how", ["replaced", "overwritten", "folder", "pipe"])
 def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -> None:
-    """A file that was replaced after it was opened is reported as changed, and its bytes are not used."""
+    """A file replaced after opening is reported as changed, and its bytes are not used."""
     paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.ones(4, np.float32)}) for rank in range(3)]
     found = api.find(*paths)
     assert api.judge(found).verdict == "in_sync"
@@ -74,7 +74,7 @@ def test_a_changed_file_is_not_compared(tmp_path: Path, how: str, ending: str) -
 def test_a_file_truncated_between_two_reads(
     tmp_path: Path, shape: tuple[int, ...], strides: tuple[int, ...], big_endian: bool
 ) -> None:
-    """A file that is truncated while tensors of any layout are read is reported, without a crash."""
+    """A truncation during the read of a tensor with any layout is reported, without a crash."""
     program = f"""
 import os
 from syncheck.kernel import strided
@@ -101,7 +101,7 @@ except MalformedFile as error:
 def test_a_file_rewritten_while_it_is_read_is_never_in_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    """A rank that differs and is saved again during the read is never in sync, although the bytes read are equal."""
+    """A differing rank saved again during the read is never in sync, although the bytes read are equal."""
     paths = [save(tmp_path / f"w_rank{rank}{ending}", {"w": np.full(4, rank, np.float32)}) for rank in range(2)]
     found = api.find(*paths)
     read, calls = os.pread, list[int]()

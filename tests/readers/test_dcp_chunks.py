@@ -1,4 +1,4 @@
-"""Chunks that cover a tensor, checked against a count for every element."""
+"""The check of chunks equals a count of the chunks of every element."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = [((0, 0), (2, 3)), ((2, 0), (1, 3))]
     ],
 )
 def test_gaps_and_overlaps_are_named(shape: Any, spans: Any, wrong: str) -> None:
-    """Chunks that cover a tensor exactly pass; a gap or overlap is reported with its first element."""
+    """A complete cover without overlaps passes; a gap or overlap is reported with its first element."""
     found = find_fault(shape, spans)
     assert found.startswith(wrong) if wrong else found == ""
 

@@ -158,7 +158,7 @@ def one_tensor(path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["meta.pt", "common.pt"])
 def test_a_name_in_both_files_is_kept_twice(tmp_path: Path, name: str) -> None:
-    """Folders whose extra files differ in a tensor that has the name of a chunk's tensor are out of sync."""
+    """Folders whose extra files differ in a tensor with the name of a chunk's tensor are out of sync."""
     two = [one_tensor(tmp_path / side) for side in "ab"]
     for i, one in enumerate(two):
         save_pth(one / name, {"w": np.full(3, i, np.float32), "step": 5})
@@ -191,7 +191,7 @@ def test_an_unreadable_extra_file(tmp_path: Path, how: str) -> None:
 
 
 def test_chunks_of_another_save_are_counted(tmp_path: Path) -> None:
-    """Chunk files that `.metadata` does not list, as of another save, are reported as not compared."""
+    """Chunk files missing in `.metadata`, as of another save, are reported as not compared."""
     one = one_tensor(tmp_path / "a")
     (before,) = syncheck.read(str(one)).notes
     for rank in (3, 4):

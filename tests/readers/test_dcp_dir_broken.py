@@ -134,7 +134,7 @@ def test_invalid_metadata(folder: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("place", [".metadata", "__0_0.distcp, 'callback'"])
 def test_a_pickle_that_executes_code_is_refused(tmp_path: Path, place: str) -> None:
-    """A `.metadata` or a pickled object that calls a system function is refused, and nothing is executed."""
+    """A `.metadata` or a pickled object with a call of a system function is refused, and nothing is executed."""
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -173,7 +173,7 @@ def test_damaged_files(folder: Path, name: str, damage: Callable[[Path], None], 
 
 
 def test_missing_chunk_file(folder: Path) -> None:
-    """A missing file is reported with one of its tensors; comparing exits with 2."""
+    """A missing file is reported with a tensor of the file; comparing exits with 2."""
     (folder / "__1_0.distcp").unlink()
     text = error(folder)
     assert "__1_0.distcp, 'w' at [2, 0]: no such file or directory" in text
@@ -182,7 +182,7 @@ def test_missing_chunk_file(folder: Path) -> None:
 
 
 def test_file_truncated_during_the_comparison(tmp_path: Path) -> None:
-    """A folder with a file that changes after opening is unreadable; the other folders are compared."""
+    """If a file changes after opening, its folder is unreadable; the other folders are compared."""
     state = {"w": (torch.arange(16.0).reshape(4, 4), HALVES)}
     others = [assemble(tmp_path / name, state) for name in ("a", "b", "c")]
     found = api.find(*others)
@@ -245,7 +245,7 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path) -> None:
 
 @pytest.mark.parametrize(("damaged", "code"), [(4, 2), (None, 1)], ids=["its beginning", "all of it"])
 def test_a_damaged_object_is_reported(tmp_path: Path, damaged: int | None, code: int) -> None:
-    """An object that is intact in only one folder is an error or a difference, never just a note."""
+    """If an object is intact in only one folder, this is an error or a difference, never just a note."""
     left, right = (save(tmp_path / f"rank_{rank}", {"w": torch.ones(2), "epoch": 3}) for rank in range(2))
     assert syncheck.compare(left, right).exit_code == 0
     record = next(info for index, info in metadata(right).storage_data.items() if index.fqn == "epoch")
@@ -281,7 +281,7 @@ def outcome(left: Path, right: Path) -> int:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", FILES)
 def test_cut_anywhere(tmp_path: Path, name: str, step: int) -> None:
-    """A truncated `.metadata` or chunk file gives "could not tell"."""
+    """A truncated `.metadata` or chunk file gives an undecided result."""
     left, right = (save(tmp_path / f"rank_{rank}", STATE) for rank in range(2))
     whole = (right / name).read_bytes()
     for length in range(0, len(whole), step):

@@ -28,7 +28,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def fully_sharded(mesh: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return an FSDP2 network after one step. Its 5, 3 and 1 rows are uneven, and some ranks have none."""
+    """Return an FSDP2 network after one step. Its 5, 3 and 1 rows are uneven, and some ranks have no rows."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard") or torch.__version__ < "2.7":
         pytest.skip("FSDP2 on the CPU needs torch 2.7")
@@ -59,7 +59,7 @@ def save_and_compare(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimi
 def test_ddp_and_columns(syncheck_rank: Rank) -> None:
     """A folder of a DDP run, with tensors in the files of both ranks, is in sync with a file of rank 0.
 
-    Tensors that are sharded unevenly by column, as in tensor parallelism, are assembled to the same bits.
+    Tensors sharded unevenly by column, as in tensor parallelism, are assembled to the same bits.
     """
     model, optimizer = trained()
     ddp = nn.parallel.DistributedDataParallel(model)

@@ -116,7 +116,7 @@ def test_any_tree_of_the_legacy_format(examples: int) -> None:
 
 @st.composite
 def large(draw: Any) -> Any:
-    """Return a tensor of several blocks that is not in C order."""
+    """Return a tensor of several blocks with strides other than C order."""
     name = draw(st.sampled_from(DTYPES))
     shape = draw(st.sampled_from([(700, 1100), (3, 5, 90_000), (1_500_000,), (40_000, 33), (2, 700_000)]))
     # A short pattern, repeated over a prime number of bytes: no block is equal to the next.
@@ -246,11 +246,11 @@ def check_safetensors(case: dict[str, Any]) -> None:
 
 @EXAMPLES
 def test_any_safetensors_file(examples: int) -> None:
-    """Tensors of every dtype and shape that safetensors supports, with random names and bits."""
+    """Tensors of all dtypes and shapes of safetensors, with random names and bits, are read as by the library."""
     for_all(safetensors(), check_safetensors, examples)
 
 
 def test_every_dtype_of_safetensors() -> None:
-    """Each dtype that safetensors supports, and tensors without dimensions or elements."""
+    """Each dtype of safetensors, and tensors without dimensions or elements, are read as by the library."""
     every = {name: from_bytes(noise(1, name, 12), name) for name in SAFETENSORS}
     check_safetensors(every | {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)})

@@ -21,12 +21,12 @@ LOCAL = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def read_entry(path: Path, value: Any) -> Any:
-    """Write a checkpoint with one entry `w` and return the tensor that is read."""
+    """Write a checkpoint with one entry `w` and return the tensor from the reader."""
     return syncheck.read(str(save_pth(path / "f.pth", {"w": value}))).tensors["w"]
 
 
 def test_dtensors_of_the_installed_torch(tmp_path: Path) -> None:
-    """For a DTensor on a mesh or submesh, the reader returns the layout that torch has."""
+    """For a DTensor on a mesh or submesh, the reader returns the layout of torch."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -89,17 +89,17 @@ ODD = {
 }
 
 
-def spoiled(call: Call) -> Call:
+def with_invalid_placements(call: Call) -> Call:
     """Replace a DTensor's placements by invalid objects."""
     call.arguments[3][1]["_spec"].state["placements"] = (new("torch.distributed.tensor.placement_types", "Other"),)
     return call
 
 
-ODD["a placement of another kind"] = spoiled(ODD["a placement of another kind"])
+ODD["a placement of another kind"] = with_invalid_placements(ODD["a placement of another kind"])
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
 def test_an_unknown_dtensor_is_counted_as_sharded(tmp_path: Path, value: Call) -> None:
-    """A DTensor that torch would not write is refused with a reason; it is neither an error nor compared."""
+    """An invalid DTensor is refused with a reason, which is neither an error nor a difference."""
     tensor = read_entry(tmp_path, value)
     assert (tensor.refused, tensor.sharding) == (Refusal.SHARDED_DTENSOR(), None)

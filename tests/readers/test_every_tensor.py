@@ -1,4 +1,4 @@
-"""Every tensor that torch.load restores gets a name, wherever it is in the file."""
+"""Every tensor restored by torch.load gets a name, at any location in the file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sub(torch.Tensor):
 
 
 def given(made: Any, **attributes: Any) -> Any:
-    """Return an object with these attributes."""
+    """Return an object with the given attributes."""
     for name, value in attributes.items():
         setattr(made, name, value)
     return made
@@ -119,7 +119,7 @@ def test_tensors_outside_the_tree_are_named(tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_set_have_no_order(tmp_path: Path) -> None:
-    """Several tensors of equal shape in a set cannot be matched, so they are counted; others are compared."""
+    """Several tensors of equal shape in a set cannot be matched, so they are counted; other tensors are compared."""
     same = [torch.full((2,), float(i)) for i in range(3)]
     torch.save({"w": W, "x": {*same, torch.ones(5)}}, tmp_path / "a_rank0.pth")
     torch.save({"w": W, "x": {*same[::-1], torch.ones(5)}}, tmp_path / "a_rank1.pth")
@@ -152,13 +152,13 @@ def test_a_wrapper_of_tensors_is_counted_and_its_parts_are_compared(tmp_path: Pa
 
 
 def test_a_repeated_tensor_is_named_each_time(tmp_path: Path) -> None:
-    """A tensor that is a key and a value, or has two names, is neither lost nor counted as lost."""
+    """A tensor used as key and value, or with two names, is neither lost nor counted as lost."""
     torch.save({"a": W, "b": [W, W], "c": {W: 1}}, tmp_path / "a.pth")
     assert list(syncheck.read(str(tmp_path / "a.pth")).tensors) == ["a", "b.0", "b.1"]
 
 
 def test_pickle_protocols(tmp_path: Path) -> None:
-    """All pickle protocols that torch.save supports give the same names."""
+    """All pickle protocols of torch.save give the same names."""
     tree = {
         "m": given(OrderedDict(a=W.clone()), extra=W.clone()),
         "n": np.arange(3.0),

@@ -1,4 +1,4 @@
-"""Generated contents of files: each is refused in one line or read correctly, as the fuzz targets require.
+"""Generated files are refused in one line or read correctly, as the fuzz targets require.
 
 `tests/test_fuzz_targets.py` damages valid files of each format.
 """
@@ -111,7 +111,7 @@ TAKES = [
 ]  # fmt: skip
 STREAMS = st.lists(st.one_of(st.sampled_from(PUSHES), st.sampled_from(TAKES), st.binary(max_size=2)), max_size=30)
 
-# Elements of random persistent ids: the elements of a storage, and others.
+# Elements of random persistent ids: the elements of a storage, and unrelated elements.
 PARTS = [
     "storage", "module", "0", "1", "cpu", 0, 6, -1, 2**70, None, (), ("1", 1, 4), ("1", 9, 9), ("0", 0, 6), (1, 2, 3),
 ]  # fmt: skip
@@ -137,7 +137,7 @@ def trees(form: str) -> st.SearchStrategy[bytes]:
     )
 
 
-# Random pickles by kind, for each format: opcodes in random order, random persistent ids, and random containers.
+# Random pickles by kind and for every format: opcodes in random order, random persistent ids, and random containers.
 PICKLES = {
     "opcodes": lambda _: STREAMS.map(lambda parts: PROTOCOL + b"".join(parts) + b"."),
     "persistent ids": lambda _: PERSISTENT.map(lambda parts: whole(mapping(("w", tensor(pickled(parts) + b"Q"))))),

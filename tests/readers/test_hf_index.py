@@ -212,7 +212,7 @@ def test_a_folder_without_weights_is_compared_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model-00001-of-00009.safetensors"])
 def test_another_copy_of_the_weights_is_compared(tmp_path: Path, name: str) -> None:
-    """Weights besides the ones that transformers loads are a separate model, which every replica must have."""
+    """Weights not loaded by transformers are a separate model, which every replica must have."""
     folders = [write(tmp_path / place, network()) for place in "abc"]
     save(folders[0] / name, network())
     save(folders[1] / name, network())

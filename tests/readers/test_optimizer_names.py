@@ -1,4 +1,4 @@
-"""Integer ids of an optimizer are mapped to parameters, beside buffers and frozen parameters, or to none."""
+"""Integer ids of an optimizer are mapped to parameters, beside buffers and frozen parameters, or stay unnamed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_frozen_parameters(tmp_path: Path) -> None:
 
 
 def test_ambiguous_ids_stay_unnamed(tmp_path: Path) -> None:
-    """If one of three equal layers is frozen, no id gets a name."""
+    """If one layer of three equal layers is frozen, no id gets a name."""
     model = net(*ALIKE)
     model[1].requires_grad_(requires_grad=False)
     assert names(model, tmp_path / "a.pth") == {"0", "1", "2", "3"}

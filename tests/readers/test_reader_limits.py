@@ -32,7 +32,7 @@ def text(name: str) -> bytes:
 
 
 def keys(count: int) -> Iterable[bytes]:
-    """Return the opcodes of that many keys with number values."""
+    """Return the opcodes of `count` keys with numbers as values."""
     return (text(f"{i:x}") + b"K\x01" for i in range(count))
 
 

@@ -40,7 +40,7 @@ def test_unreadable_storages_are_skipped(tmp_path: Path) -> None:
 
 
 def test_old_and_new_files_are_compared(tmp_path: Path) -> None:
-    """A replica in the legacy format equals one in the zip format, and one changed element makes it differ."""
+    """Replicas in the legacy format and the zip format are in sync, and a changed element is found."""
     tree = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2)}
     save(tmp_path / "m_rank0.pth", tree)
     torch.save(tree, tmp_path / "m_rank1.pth")
@@ -60,7 +60,7 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
 
 
 def test_a_whole_module_is_read(tmp_path: Path) -> None:
-    """A module that was pickled with its source gives its tensors, and its class is inert."""
+    """A module pickled with its source gives its tensors, and its class is inert."""
     snapshot = syncheck.read(save(tmp_path / "f.pth", torch.nn.Linear(2, 3)))
     assert sorted(tensor.shape for tensor in snapshot.tensors.values()) == [(3,), (3, 2)]
     assert any(stub.endswith("Linear") for stub in snapshot.stubs)
@@ -73,7 +73,7 @@ def viewing(*views: Any) -> bytes:
 
 
 def test_views_of_storages_are_read(tmp_path: Path) -> None:
-    """Views of storages, as before torch 0.4, have the bytes that torch reads."""
+    """Views of storages, as before torch 0.4, are read as by torch."""
     path = tmp_path / "f.pth"
     path.write_bytes(viewing(None, ("9", 2, 4), ("8", 1, 4)))
     tensors, wanted = syncheck.read(str(path)).tensors, torch.load(path)

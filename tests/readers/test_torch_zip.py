@@ -34,7 +34,7 @@ def saved(path: Path, tree: Any) -> Path:
 
 
 def all_views() -> dict[str, torch.Tensor]:
-    """Return tensors with all storage layouts that torch.save can write."""
+    """Return tensors with all storage layouts of torch.save."""
     base = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
     images = torch.randn(4, 3, 17, 19)
     numbers = torch.randn(5, 7, dtype=torch.complex64)
@@ -130,7 +130,7 @@ def test_unreadable_tensors_are_counted_and_have_a_shape(tmp_path: Path) -> None
 
 
 def test_unreadable_tensors_can_be_missing(tmp_path: Path) -> None:
-    """A tensor that is refused on one rank and absent on the other is reported as missing."""
+    """A tensor refused on one rank and absent on the other is reported as missing."""
     torch.save({"w": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path / "m_rank0.pth")
     torch.save({"w": torch.ones(2)}, tmp_path / "m_rank1.pth")
     (group,) = syncheck.compare(tmp_path).groups
@@ -162,7 +162,7 @@ def test_numpy_arrays_are_tensors(tmp_path: Path) -> None:
 
 
 def test_numpy_objects_are_refused_and_counted(tmp_path: Path) -> None:
-    """An array of objects, strings or a dtype that torch lacks is counted as not compared, with dtype and shape."""
+    """An array of objects, strings or a dtype unknown to torch is counted as not compared, with dtype and shape."""
     arrays = {"O8": np.array([None, 1]), "U1": np.array(["a"]), "ml_dtypes.int4": np.ones((2, 3), ml_dtypes.int4)}
     tensors = syncheck.read(str(saved(tmp_path / "f.pth", {"w": torch.ones(2), **arrays}))).tensors
     assert {name: (t.refused, t.shape) for name, t in tensors.items() if t.refused} == {
@@ -171,7 +171,7 @@ def test_numpy_objects_are_refused_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_record_with_a_partial_element_is_read(tmp_path: Path) -> None:
-    """torch.save writes all ten bytes of a storage that is viewed as two 4-byte numbers."""
+    """torch.save writes all ten bytes of a storage viewed as two 4-byte numbers."""
     torch.save({"w": torch.arange(10, dtype=torch.uint8)[:8].view(torch.int32)}, tmp_path / "f.pth")
     assert Files().read(syncheck.read(str(tmp_path / "f.pth")).tensors["w"], 0, 2, 0) == bytes(range(8))
 
@@ -184,7 +184,7 @@ def test_a_record_with_a_partial_element_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_record_that_torch_would_not_read_is_malformed(tmp_path: Path, at: int, value: bytes, reason: str) -> None:
-    """A record beyond the end of the file, or that torch.load would fill with uninitialized memory, is malformed."""
+    """A record beyond the end of the file, or with unequal sizes in the directory, is malformed."""
     path = save_pth(tmp_path / "f.pth", {"w": np.ones(2, np.float32)})
     data = bytearray(path.read_bytes())
     entry = data.rindex(b"f/data/0") - 46  # offset of the name in the directory's entry
@@ -206,7 +206,7 @@ def test_a_missing_checksum_is_not_checked(tmp_path: Path) -> None:
 
 
 def test_a_chunk_file_refers_to_its_folder(tmp_path: Path) -> None:
-    """Files with chunks of several tensors are unreadable, with an error that refers to the folder."""
+    """Files with chunks of several tensors are unreadable, and the error refers to the folder."""
     files = []
     for name in "ab":
         folder = assemble(tmp_path / name, {key: (torch.ones(3), [((0,), (3,))]) for key in "vw"})
@@ -223,7 +223,7 @@ VALUES = torch.tensor([1.5, -2.0, 0.25])
 
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_storages_are_tensors_of_one_dimension(tmp_path: Path) -> None:
-    """A storage has the elements of its dtype, or bytes if untyped, also beside a tensor that uses it."""
+    """A storage has the elements of its dtype, or bytes if untyped, also beside a tensor on the same storage."""
     # torch saves only one kind of view per storage.
     tree = {"typed": VALUES.storage(), "view": VALUES[1:], "untyped": VALUES.clone().untyped_storage()}
     tree["none"] = torch.FloatStorage()
@@ -285,7 +285,7 @@ def test_arrays_of_ml_dtypes_are_read(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_unsupported_dtypes_have_a_name_and_a_shape(tmp_path: Path) -> None:
-    """A tensor of complex32 is counted with dtype and shape, and a shape that differs is found."""
+    """A tensor of complex32 is counted with dtype and shape, and a different shape is found."""
     for rank in range(2):
         saved(tmp_path / f"rank{rank}.pth", {"c": torch.zeros(2, 3 + rank, dtype=torch.complex32)})
     tensor = syncheck.read(str(tmp_path / "rank0.pth")).tensors["c"]

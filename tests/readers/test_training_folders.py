@@ -144,7 +144,7 @@ def test_deepspeed_parts_of_the_model(tmp_path: Path) -> None:
 
 
 def test_partitions_named_by_file_are_no_replicas(tmp_path: Path) -> None:
-    """ZeRO optimizer files that are passed one by one are disjoint: not compared, and no false alarm."""
+    """ZeRO optimizer files passed one by one are disjoint: not compared, and no false alarm."""
     folder = deepspeed(tmp_path / "global_step500")
     report = syncheck.compare(*sorted(folder.glob("zero*.pt")))
     assert (report.verdict, report.exit_code) == ("undecided", 2)
@@ -360,7 +360,7 @@ def test_kernel_files_are_not_read(tmp_path: Path, name: str) -> None:
 
 
 def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe that replaced a file a moment ago is refused without waiting for a writer."""
+    """A file replaced by a pipe is refused without waiting for a writer."""
     os.mkfifo(tmp_path / "pipe")
     before = os.stat(__file__)
     with monkeypatch.context() as patched:
@@ -370,7 +370,7 @@ def test_a_file_replaced_by_a_pipe_does_not_block(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_truncated_after_detection(tmp_path: Path) -> None:
-    """A safetensors file that is truncated to zero after its format was detected is malformed."""
+    """A safetensors file truncated to zero bytes after the detection of its format is malformed."""
     (tmp_path / "a.safetensors").write_bytes(b"\x10\0")
     with pytest.raises(MalformedFile, match="header: 2 bytes; needed at least 8"):
         safetensors_file.read(str(tmp_path / "a.safetensors"))

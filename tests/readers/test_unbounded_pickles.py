@@ -1,4 +1,4 @@
-"""Pickles that would take unbounded time, memory or stack, or contain parts that cannot be printed."""
+"""Pickles with unbounded time, memory or stack, or with unprintable parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DIGITS = b"\x8b\x88\x13\0\0" + b"\x01" * 5000
 
 
 def read_with(folder: Path, *pairs: tuple[Part, Part]) -> syncheck.Snapshot:
-    """Read a state dict of a valid tensor and these pairs, within seconds."""
+    """Read a state dict of a valid tensor and the given pairs, within seconds."""
     began = time.process_time()
     (folder / "a.pth").write_bytes(torch_zip(state(*pairs)))
     try:
@@ -67,7 +67,7 @@ def test_keys_are_hashed_in_bounded_time(tmp_path: Path, pair: tuple[Part, Part]
 
 
 def tuples(pieces: Sequence[bytes], length: int, count: int) -> list[bytes]:
-    """Return opcodes of that many different tuples of this length, of elements with equal hashes."""
+    """Return opcodes of `count` different tuples of a given length, of elements with equal hashes."""
     return [
         b"(" + b"".join(parts) + b"t" for parts in itertools.islice(itertools.product(pieces, repeat=length), count)
     ]
@@ -85,7 +85,7 @@ WRAPS = pytest.mark.parametrize("wrap", [b"", b"\x85", b"\x91"], ids=["tuples", 
 
 
 def of_one_hash(kind: str, wrap: bytes, count: int) -> bytes:
-    """Return the opcodes of a dictionary with that many keys with equal hashes. wrap: converts the keys."""
+    """Return the opcodes of a dictionary of `count` keys with equal hashes. wrap: converts the keys."""
     pieces, length = ONE_HASH[kind]
     before, behind = (b"(", wrap) if wrap == b"\x91" else (b"", wrap)
     keys = tuples(pieces, length, count)
@@ -292,18 +292,18 @@ def test_repeated_names_take_linear_time(kind: str) -> None:
 
 @pytest.mark.parametrize("params", [[[1]], [{}]])
 def test_unhashable_parameter_ids(params: Any) -> None:
-    """Parameter ids that cannot be dictionary keys get no names."""
+    """Unhashable parameter ids get no names."""
     state = {"state": {0: {"step": 3}}, "param_groups": [{"params": params, "param_names": ["a"]}]}
     values = read_bare_pickle(pickle.dumps(state, 2)).values
     assert values["optimizer.0.step"] == 3
     assert not any(name.endswith(".params") for name in values)
 
 
-# --- memo indexes: Python allocates all lower indexes, so that ten bytes could request 32 GB ---
+# --- memo indexes: Python allocates all lower indexes, so ten bytes could request 32 GB ---
 
 
 FAR_INDEX = b"r" + struct.pack("<I", 2**31 - 1)
-# Texts and bytes in which the opcode seems to stand.
+# Texts and bytes that contain the bytes of the opcode.
 TREE_OF_OPCODES: Any = {
     "running_var": [b"r\xff\xff\xff\x7f" * 60, "p999999999\n", 2**80, 1.5, None, True, {3, 4}, ("r", ("r",))],
     "r" * 300: bytearray(b"r...."),

@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint is executed, and no file affects the reading of the next one."""
+"""Nothing in a checkpoint is executed, and no file affects the reading of the next file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PAYLOADS = {
     ("argument", "function"), [(argument, name) for argument, names in PAYLOADS.items() for name in names.split()]
 )
 def test_code_execution_is_refused(tmp_path: Path, argument: str, function: str) -> None:
-    """A pickle with a callable that executes code is refused with its name, and nothing is executed."""
+    """A callable for code execution is refused by name, and nothing is executed."""
     canary = tmp_path / "canary"
     module, name = function.split(":")
     call = Call(Global(module, name), (argument.replace("{canary}", str(canary)),))
@@ -109,7 +109,7 @@ TARGETS = [
 def test_stand_ins_cannot_be_changed(tmp_path: Path, target: Global, state: Any) -> None:
     """BUILD on a stand-in fails or has no effect, and the next file is read correctly."""
     path = tmp_path / "evil.pth"
-    # As if the stand-in were an object that was just made: no call, only a state.
+    # A state without a call, as if the stand-in were a new object.
     stream = _pickled_build(target, state)
     with pytest.raises(MalformedFile):
         syncheck.read(str(save_records(path, stream)))
@@ -128,7 +128,7 @@ def _pickled_build(target: Global, state: Any) -> bytes:
 
 
 def test_stub_classes_are_not_shared_between_files(tmp_path: Path) -> None:
-    """Attributes that a file sets on a stub's class do not affect the next file."""
+    """Attributes set by a file on a stub's class do not affect the next file."""
     stream = _pickled_build(Global("x", "Y"), (None, {"__call__": 1, "append": 2, "name": "z"}))
     for _ in range(2):
         with contextlib.suppress(CheckpointError):

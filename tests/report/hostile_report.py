@@ -1,4 +1,4 @@
-"""A report with names that have a meaning in one of the output formats."""
+"""A report with names that have a special meaning in an output format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOSTILE = [
 
 
 def hostile(name: str) -> Report:
-    """Return a report whose every text that can come from a file is the name."""
+    """Return a report in which each text from a file is this name."""
     diff = TensorDiff(
         name, "bn_mean", "float32", (2,), "different", clusters=((0,), (1,)), mismatched=2, numel=2, max_abs=1.5
     )

@@ -19,7 +19,7 @@ def tensor(name: str, ranks: int = 8, **changes: object) -> TensorDiff:
 
 
 def group(*tensors: TensorDiff, ranks: int = 8, step: int | None = None) -> Group:
-    """Return a group of these tensors, with one finding on all of them."""
+    """Return a group of tensors, with a finding on all of them."""
     counts = Counts(tensors=len(tensors), different=len(tensors))
     replicas = tuple(Replica(f"run_rank{r}.pth", r, "torch-zip", len(tensors), 8) for r in range(ranks))
     names = tuple(diff.name for diff in tensors)

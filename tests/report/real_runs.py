@@ -16,5 +16,5 @@ REAL = [
 
 @cache
 def compare_real_runs() -> syncheck.Report:
-    """Return the report on all of these runs."""
+    """Return the report on the four runs."""
     return syncheck.compare(*REAL)

@@ -98,13 +98,13 @@ class Page(HTMLParser):
 
 
 def test_page_needs_no_network_and_no_script(report: Report) -> None:
-    """The HTML page loads nothing, has one script, and contains all findings and charts without it."""
+    """The HTML page loads nothing, has one script, and contains all findings and charts without the script."""
     drawn = html.render(report, "0")
     page = Page(drawn)
     assert not {"link", "img", "iframe", "object"} & set(page.tags)
     assert page.tags.count("script") == 1
     assert not [value for name, value in page.attributes if name in ("src", "data") or name.startswith("on")]
-    # Two charts of the drift, one of the finding with a history, and a heatmap for each run out of sync.
+    # Two charts of the drift, a chart of the finding with a history, and a heatmap for each run out of sync.
     assert page.tags.count("svg") == 2 + 1 + 2
     assert "SYN201" in drawn
     assert "SYN202" in drawn
@@ -170,7 +170,7 @@ def test_page_escapes_names(hostile: Report) -> None:
 
 
 def test_page_without_matplotlib(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib the page has no charts, but the install command."""
+    """Without matplotlib, the page contains the install command instead of charts."""
     real = importlib.util.find_spec
     monkeypatch.setattr(html, "find_spec", lambda name: None if name == "matplotlib" else real(name))
     drawn = html.render(report, "0")
@@ -180,10 +180,10 @@ def test_page_without_matplotlib(report: Report, monkeypatch: pytest.MonkeyPatch
 
 
 def test_document_is_strict_json(hostile: Report) -> None:
-    """The document contains no NaN or infinity, and unescaped names."""
-    found = json.loads(json_document.render(hostile, "0"), parse_constant=lambda text: pytest.fail(text))
-    assert found["groups"][0]["tensors"][0]["name"] == HOSTILE
-    assert found["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 0}
+    """The JSON document contains no NaN or infinity, and names are unescaped."""
+    document = json.loads(json_document.render(hostile, "0"), parse_constant=lambda text: pytest.fail(text))
+    assert document["groups"][0]["tensors"][0]["name"] == HOSTILE
+    assert document["groups"][0]["tensors"][0]["nonfinite"] == {"0": 1, "1": 0}
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -249,6 +249,6 @@ def test_the_table_of_runs_contains_the_findings(report: Report) -> None:
 
 def test_no_table_of_drift_without_running_statistics() -> None:
     """A run of several steps without BatchNorm has no table of drift."""
-    found = syncheck.compare(FIXTURES / "desync/init_not_broadcast_over_steps")
-    assert "running statistic" not in plain.render(text.overview(found, 3))
+    without_statistics = syncheck.compare(FIXTURES / "desync/init_not_broadcast_over_steps")
+    assert "running statistic" not in plain.render(text.overview(without_statistics, 3))
     assert "running statistic" in plain.render(text.overview(syncheck.compare(REAL[1]), 3))

@@ -35,7 +35,7 @@ def test_formats_are_distinct() -> None:
 
 
 def test_errors_name_the_option(tmp_path: Path) -> None:
-    """An error starts with the option and the path, and an unknown extension is followed by the known ones."""
+    """An error starts with the option and the path, and for an unknown extension lists the known extensions."""
     known = ", ".join(EXTENSIONS)
     for option in ("-o", "--syncheck-output"):
         with pytest.raises(UsageError, match=f"^{option} out.pdf: .* {known}$"):

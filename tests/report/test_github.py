@@ -38,8 +38,8 @@ def parse(line: str) -> tuple[str, dict[str, str], str] | None:
     end = line.find("::", 2)
     if not line.startswith("::") or end < 0:
         return None
-    name, _, said = line[2:end].partition(" ")
-    pairs = [pair.split("=", 1) for pair in said.strip().split(",") if pair]
+    name, _, rest = line[2:end].partition(" ")
+    pairs = [pair.split("=", 1) for pair in rest.strip().split(",") if pair]
     properties = {pair[0]: unescape(pair[1], PROPERTIES) for pair in pairs if len(pair) == 2 and pair[1]}
     return name, properties, unescape(line[end + 2 :], DATA)
 
@@ -47,13 +47,13 @@ def parse(line: str) -> tuple[str, dict[str, str], str] | None:
 def commands(text: str) -> list[tuple[str, dict[str, str], str]]:
     """Return the commands of a text, after which only the verdict and the counts follow."""
     lines = text.splitlines()
-    found = [parse(line) for line in lines]
-    assert [line for line, command in zip(lines, found, strict=True) if command is None] == lines[-2:]
-    return [command for command in found if command is not None]
+    parsed = [parse(line) for line in lines]
+    assert [line for line, command in zip(lines, parsed, strict=True) if command is None] == lines[-2:]
+    return [command for command in parsed if command is not None]
 
 
 def test_a_real_comparison() -> None:
-    """Each finding is an error with code, file, tensors and fix; only the last step of a run has one."""
+    """Each finding is an error with code, file, tensors and fix; only the last step of a run has errors."""
     report = compare_real_runs()
     drawn = github.render(report)
     assert drawn.splitlines()[-2:] == ["OUT OF SYNC", words.counts_line(report)]
@@ -81,7 +81,7 @@ def test_in_sync_has_no_annotation(tmp_path: Path) -> None:
     assert commands(github.render(syncheck.compare(tmp_path))) == []
 
 
-def test_could_not_tell_is_an_error(tmp_path: Path) -> None:
+def test_undecided_is_an_error(tmp_path: Path) -> None:
     """With exit code 2, an unreadable file has an error with its path, otherwise the reason of the verdict."""
     save_pth(tmp_path / "rank0.pth", network())
     (alone,) = commands(github.render(syncheck.compare(tmp_path)))
@@ -99,22 +99,22 @@ def test_information_and_undecided_groups() -> None:
     group = hostile("calm").groups[0]
     in_sync = replace(group, verdict="in_sync", findings=(replace(group.findings[0], code="SYN104", severity="info"),))
     undecided = replace(group, name="other", run="other", verdict="undecided", findings=())
-    found = commands(github.render(Report("in_sync", (in_sync, undecided))))
-    assert [command[0] for command in found] == ["warning", "notice"]
-    assert found[0][2] == "other"
+    parsed = commands(github.render(Report("in_sync", (in_sync, undecided))))
+    assert [command[0] for command in parsed] == ["warning", "notice"]
+    assert parsed[0][2] == "other"
 
 
 @pytest.mark.parametrize("many", [10, 11, 25, 3000])
 def test_no_more_than_github_shows(many: int) -> None:
-    """Each level has at most ten annotations, and the last one contains the number of further annotations."""
+    """Each level has at most ten annotations, and the last annotation contains the number of further annotations."""
     group = hostile("calm").groups[0]
     groups = tuple(replace(group, name=f"run{i}", run=f"run{i}") for i in range(many))
     allowed = tuple(
         replace(one, run=f"{one.run}x", findings=(replace(group.findings[0], allowed=True),)) for one in groups
     )
-    found = commands(github.render(Report("out_of_sync", groups + allowed)))
-    assert [command[0] for command in found] == ["error"] * 10 + ["warning"] * 10
-    for last in (found[9], found[19]):
+    parsed = commands(github.render(Report("out_of_sync", groups + allowed)))
+    assert [command[0] for command in parsed] == ["error"] * 10 + ["warning"] * 10
+    for last in (parsed[9], parsed[19]):
         hidden = re.fullmatch(r"syncheck: (\d+) more", last[1]["title"])
         assert (int(hidden[1]) if hidden else 1) == many - 9
 
@@ -124,8 +124,8 @@ def test_errors_come_first() -> None:
     group = hostile("calm").groups[0]
     mild = tuple(replace(group, name=f"run{i}", run=f"run{i}") for i in range(20))
     severe = replace(group.findings[0], code="SYN211", severity="error")
-    found = commands(github.render(Report("out_of_sync", (*mild, replace(group, run="last", findings=(severe,))))))
-    assert found[0][1]["title"].startswith("SYN211 ")
+    parsed = commands(github.render(Report("out_of_sync", (*mild, replace(group, run="last", findings=(severe,))))))
+    assert parsed[0][1]["title"].startswith("SYN211 ")
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name[:20]))
@@ -133,19 +133,19 @@ def test_names_cannot_add_commands(name: str) -> None:
     """With every hostile name the runner parses the same commands with the same properties."""
     drawn = github.render(hostile(name))
     assert all(c.isprintable() or c == "\n" for c in drawn)
-    found, calm = commands(drawn), commands(github.render(hostile("calm")))
-    assert [command[0] for command in found] == [command[0] for command in calm]
-    for command, expected in zip(found, calm, strict=True):
+    parsed, calm = commands(drawn), commands(github.render(hostile("calm")))
+    assert [command[0] for command in parsed] == [command[0] for command in calm]
+    for command, expected in zip(parsed, calm, strict=True):
         assert set(command[1]) in ({*expected[1]}, {*expected[1]} - {"file"})
         assert ("file" in command[1]) or not name.strip()
         assert command[2].count("\n") <= expected[2].count("\n")
     if name.isprintable() and name.strip() and len(name) < 100:
-        assert {command[1]["file"] for command in found} == {name}
-        assert all(name in command[2] for command in found)
+        assert {command[1]["file"] for command in parsed} == {name}
+        assert all(name in command[2] for command in parsed)
 
 
-def test_the_check_can_fail() -> None:
-    """The parser of these tests detects a command that is not escaped."""
+def test_the_parser_detects_commands() -> None:
+    """The parser in this module detects a command that is not escaped."""
     assert commands("::error title=a::b\n::add-mask::c\nIN SYNC\ncounts")[1] == ("add-mask", {}, "c")
     assert parse("::error title=a,file=b::c") == ("error", {"title": "a", "file": "b"}, "c")
 

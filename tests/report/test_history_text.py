@@ -75,7 +75,7 @@ def test_description_of_a_history(history: History, since: str, rest: str) -> No
 
 
 def test_every_format_contains_the_history() -> None:
-    """Text, terminal, Markdown, HTML, JUnit, annotations and failed assertions contain the history if there is one."""
+    """Text, terminal, Markdown, HTML, JUnit, annotations and failed assertions contain an existing history."""
     history = make_history(0.0, 0.0, 1.2e-3, 0.4, agreed=200, trend="growing")
     for drawn in (
         lambda shown: plain.render(text.comparison(shown, 0)),

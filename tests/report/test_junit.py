@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# Children and attributes by element, of the xsd that the module names; those marked are required.
+# Children and attributes by element, from the xsd in the docstring of `junit`. NEEDED: required attributes.
 CHILDREN = {
     "testsuites": {"testsuite"},
     "testsuite": {"testsuite", "properties", "testcase", "system-out", "system-err"},
@@ -59,15 +59,15 @@ def parse(text: str) -> ET.Element:
     return root
 
 
-def ends(root: ET.Element) -> dict[tuple[str, str], str]:
+def results_by_case(root: ET.Element) -> dict[tuple[str, str], str]:
     """Return the result of each case by suite and name."""
-    found = {}
+    results = {}
     for suite in root:
         for case in suite.iter("testcase"):
             (ended,) = case
-            found[suite.attrib["name"], case.attrib["name"]] = ended.tag.replace("system-out", "passed")
-    assert len(found) == int(root.attrib["tests"])
-    return found
+            results[suite.attrib["name"], case.attrib["name"]] = ended.tag.replace("system-out", "passed")
+    assert len(results) == int(root.attrib["tests"])
+    return results
 
 
 def agree(report: Report, root: ET.Element) -> None:
@@ -83,7 +83,7 @@ def test_a_real_comparison() -> None:
     root = parse(junit.render(report))
     agree(report, root)
     assert [suite.attrib["name"] for suite in root] == [group.name for group in report.groups]
-    ended = ends(root)
+    ended = results_by_case(root)
     for group in report.groups:
         failed = {case for (suite, case), how in ended.items() if suite == group.name and how == "failure"}
         assert failed == ({"bn-stats"} if group.findings else set())
@@ -109,7 +109,7 @@ def test_an_unread_file_is_an_error(tmp_path: Path) -> None:
     root = parse(junit.render(report))
     agree(report, root)
     assert report.exit_code == 2
-    assert sorted(ends(root).values()) == ["error", "passed", "passed"]
+    assert sorted(results_by_case(root).values()) == ["error", "passed", "passed"]
     (error,) = root.iter("error")
     assert error.attrib["type"] == "unreadable"
     assert "rank2.pth" in error.attrib["message"]
@@ -125,7 +125,7 @@ def test_one_file_alone(tmp_path: Path, others: bool) -> None:
     report = syncheck.compare(tmp_path / "alone", *([tmp_path / "ddp"] if others else []))
     root = parse(junit.render(report))
     agree(report, root)
-    (how,) = (how for (_, case), how in ends(root).items() if case == "replicas")
+    (how,) = (how for (_, case), how in results_by_case(root).items() if case == "replicas")
     assert how == "error"
 
 
@@ -140,16 +140,16 @@ def test_cases_without_comparison_do_not_pass(tmp_path: Path) -> None:
         root = parse(junit.render(report))
         agree(report, root)
         assert report.exit_code == code
-        assert [end for (_, case), end in ends(root).items() if case == "rng"] == [how]
+        assert [end for (_, case), end in results_by_case(root).items() if case == "rng"] == [how]
     assert "(1 rng" in junit.render(report)
 
 
-def test_nothing_at_all_is_an_error() -> None:
+def test_an_empty_report_is_an_error() -> None:
     """A report without groups or files has one error, because CI systems accept documents without cases."""
     report = Report("undecided", ())
     root = parse(junit.render(report))
     agree(report, root)
-    assert list(ends(root).values()) == ["error"]
+    assert list(results_by_case(root).values()) == ["error"]
 
 
 def test_options_that_exclude_all_tensors(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_options_that_exclude_all_tensors(tmp_path: Path) -> None:
     report = syncheck.compare(tmp_path, options=syncheck.Options(include=("nothing*",)))
     root = parse(junit.render(report))
     agree(report, root)
-    assert [case for _, case in ends(root)] == ["tensors"]
+    assert [case for _, case in results_by_case(root)] == ["tensors"]
 
 
 def test_missing_checksums(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_missing_checksums(tmp_path: Path) -> None:
     report = syncheck.compare(tmp_path, options=syncheck.Options(quick=True))
     root = parse(junit.render(report))
     agree(report, root)
-    assert set(ends(root).values()) == {"error"}
+    assert set(results_by_case(root).values()) == {"error"}
     assert report.exit_code == 2
 
 
@@ -177,7 +177,7 @@ def test_missing_checksums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("allow", [(), ("SYN201",), ("SYN201", "SYN202")])
 @pytest.mark.parametrize("only", [(), ("params",), ("buffers",), ("optimizer",), ("rng",)])
 @pytest.mark.parametrize("folders", [REAL, REAL[2:], REAL[:1]])
-def test_ends_agree_with_the_exit_code(
+def test_results_agree_with_the_exit_code(
     folders: list[Path], only: tuple[str, ...], allow: tuple[str, ...], quick: bool, tmp_path: Path
 ) -> None:
     """For all options, failures and errors agree with the exit code."""
@@ -194,12 +194,12 @@ def test_allowed_findings_pass(tmp_path: Path) -> None:
     report = syncheck.compare(tmp_path, options=syncheck.Options(allow=("SYN201",)))
     root = parse(junit.render(report))
     agree(report, root)
-    assert set(ends(root).values()) == {"passed"}
+    assert set(results_by_case(root).values()) == {"passed"}
     (text,) = (out.text for out in root.iter("system-out") if "SYN201" in str(out.text))
     assert "SYN201 bn-local-stats (warning, allowed) on ranks 0-1" in str(text)
 
 
-def test_a_finding_on_no_tensor_fails_something() -> None:
+def test_findings_without_tensors_fail_cases() -> None:
     """A failing finding without tensors fails all cases; a finding on values fails the case of values."""
     group = hostile("calm").groups[0]
     finding = replace(group.findings[0], tensors=())

@@ -23,7 +23,7 @@ OTHERS = [name for name in HOSTILE if ":" in name or "##" in name]
 COMMANDS = [*OTHERS, "::add-mask::x", "  ::error::x", "##vso[task.setvariable]x", "a ##[group]b", ":::", "::[::"]
 
 
-def obeyed(log: str) -> list[str]:
+def find_commands(log: str) -> list[str]:
     """Return the lines that GitHub, Azure Pipelines or TeamCity interpret as commands.
 
     The runner trims a line before it looks for `::`, and looks for `##[` anywhere:
@@ -42,22 +42,22 @@ def test_no_name_is_a_command(name: str) -> None:
     """No format, width of terminal, color setting or assertion message turns a name into a command."""
     shown = hostile(name)
     parts = [*text.comparison(shown, 0), *text.overview(shown, 0)]
-    assert obeyed(plain.render(parts)) == []
+    assert find_commands(plain.render(parts)) == []
     for width, color in ((None, True), (30, True), (80, False)):
-        assert obeyed(terminal.render(parts, width, color)) == []
-    assert obeyed(failure.message(shown)) == []
+        assert find_commands(terminal.render(parts, width, color)) == []
+    assert find_commands(failure.message(shown)) == []
     for form in ("json", "junit", "markdown"):
-        assert obeyed(files.render_format(form, shown)) == []
+        assert find_commands(files.render_format(form, shown)) == []
     assert {group["name"] for group in json.loads(files.render_format("json", shown))["groups"]} == {name}
 
 
 def test_only_commands_are_escaped() -> None:
-    """Other texts are not escaped, and `obeyed` detects commands."""
+    """Other texts are not escaped, and `find_commands` detects commands."""
     calm = "a::b\n  x ::y\n#[z]\n: :"
     assert logged(calm) == calm
-    assert obeyed(calm) == []
+    assert find_commands(calm) == []
     assert logged("a\n \x1b[1m::b\n::\n##[c]##vso[d]") == "a\n \x1b[1m\\x3a:b\n\\x3a:\n#\\x23[c]#\\x23vso[d]"
-    assert len(obeyed("a\n \x1b[1m::b\n::\nx ##[c]\n##vso[d]")) == 4
+    assert len(find_commands("a\n \x1b[1m::b\n::\nx ##[c]\n##vso[d]")) == 4
 
 
 def test_output_of_the_command_line(cli: Callable[..., Done], tmp_path: Path) -> None:
@@ -77,6 +77,6 @@ def test_output_of_the_command_line(cli: Callable[..., Done], tmp_path: Path) ->
     ):
         for color in ({}, {"FORCE_COLOR": "1"}):
             done = cli(*command, **color)
-            assert obeyed(done.out) == [], command
-            assert obeyed(done.err) == [], command
+            assert find_commands(done.out) == [], command
+            assert find_commands(done.err) == [], command
             assert done.out or done.err

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def parse(page: str) -> list[Token]:
-    """Return all tokens of a page, including those inside paragraphs and cells."""
+    """Return all tokens of a page, including tokens inside paragraphs and cells."""
     tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(page)
     return [inner for token in tokens for inner in [token, *(token.children or [])]]
 

@@ -1,4 +1,4 @@
-"""The HTML page: what its script makes of it, in a real browser and as text."""
+"""The HTML page: as text, and with its script in a real browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>&am
 
 
 def rows(page: str) -> list[list[str]]:
-    """Return the cells of the table of tensors as it stands in a page."""
+    """Return the cells of the table of tensors in a page."""
     body = page.partition('class="tensors"')[2].partition("<tbody>")[2].partition("</tbody>")[0]
     return [
         [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
@@ -31,13 +31,13 @@ def rows(page: str) -> list[list[str]]:
 
 
 def data(page: str) -> dict[str, list[list[int | str]]]:
-    """Return the rows that stand in the page as data."""
-    (found,) = re.findall(r'<script type="application/json">(.*?)</script>', page)
-    return json.loads(found)
+    """Return the rows that a page contains as JSON."""
+    (text,) = re.findall(r'<script type="application/json">(.*?)</script>', page)
+    return json.loads(text)
 
 
 def test_every_tensor_is_in_the_page_once() -> None:
-    """The first 500 rows are HTML and the others JSON with the same cells, worst first."""
+    """The first 500 rows are HTML and the rest is JSON with the same cells, worst first."""
     page = html.render(report(1200), "0")
     more = data(page)
     hidden = [[row[0], *(more["texts"][i] for i in row[1:])] for row in more["rows"]]

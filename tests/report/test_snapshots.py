@@ -71,7 +71,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, Report]:
 
 
 def test_text(case: tuple[str, Report]) -> None:
-    """The output of `syncheck compare` and `syncheck report`."""
+    """`syncheck compare` and `syncheck report` print the texts of the snapshots."""
     name, report = case
     with spelling(COMMAND_LINE):
         check(f"{name}.compare.txt", plain.render(text.comparison(report, 5)))
@@ -79,28 +79,28 @@ def test_text(case: tuple[str, Report]) -> None:
 
 
 def test_markdown(case: tuple[str, Report]) -> None:
-    """The output of `--format markdown`."""
+    """`--format markdown` prints the text of the snapshot."""
     name, report = case
     with spelling(COMMAND_LINE):
         check(f"{name}.md", markdown.render(report))
 
 
 def test_github(case: tuple[str, Report]) -> None:
-    """The output of `--format github`."""
+    """`--format github` prints the text of the snapshot."""
     name, report = case
     with spelling(COMMAND_LINE):
         check(f"{name}.github.txt", github.render(report))
 
 
 def test_junit(case: tuple[str, Report]) -> None:
-    """The output of `--format junit`."""
+    """`--format junit` prints the text of the snapshot."""
     name, report = case
     with spelling(COMMAND_LINE):
         check(f"{name}.junit.xml", junit.render(report))
 
 
 def test_html(case: tuple[str, Report]) -> None:
-    """The visible text of an HTML page, without charts."""
+    """The visible text of an HTML page, without charts, equals the snapshot."""
     name, report = case
     with spelling(COMMAND_LINE):
         check(f"{name}.html.txt", "\n".join(VisibleText(html.render(report, "VERSION")).lines))
@@ -108,7 +108,7 @@ def test_html(case: tuple[str, Report]) -> None:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_pytest_summary(name: str) -> None:
-    """The header, failures and summary of a pytest run that judges checkpoints."""
+    """A pytest run on checkpoints prints the header, failures and summary of the snapshot."""
     arguments = [argument for path in PATHS[name] for argument in ("--syncheck", path)]
     command = [sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider", "-c", os.devnull, *arguments]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "COV_"))}

@@ -57,8 +57,8 @@ def test_reason_if_all_tensors_are_shards(tmp_path: Path) -> None:
     assert words.undecided_reason(report).code is Undecided.ONLY_SHARDS
     for rank in range(2):
         save_pth(tmp_path / "other" / f"rank{rank}.pth", {"w": parts[rank]})
-    left_out = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
-    assert words.undecided_reason(left_out) == Undecided.ALL_EXCLUDED(count=1)
+    excluded = syncheck.compare(tmp_path / "other", options=Options(exclude=("*",)))
+    assert words.undecided_reason(excluded) == Undecided.ALL_EXCLUDED(count=1)
 
 
 def diff(name: str, kind: str = "parameter", **changes: object) -> TensorDiff:

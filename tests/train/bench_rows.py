@@ -1,4 +1,4 @@
-"""What the bench's tests take for measured: rows, and lines of metrics."""
+"""Sample measurements for the benchmark's tests: rows, and lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MACHINE: dict[str, Any] = {
 
 
 def row(name: str, *epochs: float, problem: str = "") -> Row:
-    """A case with a run for each epoch time: 10 steps, 320 samples."""
+    """Return a case's row, with a run of 10 steps and 320 samples for each epoch time."""
     return Row(CASES[name], 2, [Timing(3.0, (t,), 10, 320, 0.5, 10**8) for t in epochs], problem=problem)
 
 
 def record(event: str, **values: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     return {"event": event, "time": 1000.0, "run": "ddp", **values}
 
 
 def epoch(number: int, seconds: float, accuracy: float = 0.1, memory: int = 1) -> dict[str, Any]:
-    """An epoch's line: 10 steps, 320 samples."""
+    """Return an epoch's line of metrics.jsonl: 10 steps, 320 samples."""
     values = {"epoch_time_s": seconds, "samples": 320, "test_accuracy": accuracy, "peak_memory_bytes": memory}
     return record("epoch", epoch=number, step=10 * number, **values)

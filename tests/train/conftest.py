@@ -1,4 +1,4 @@
-"""Fixtures of the trainer's tests: who this process is, and the command line as a user types it."""
+"""Fixtures for the trainer's tests: the context of this rank, and the trainer's command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from programs import RUN, Programs
 from started import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
-# `train` is not installed: it is the one of this clone, and of no other.
+# `train` is not installed; import it from this clone.
 sys.path.insert(0, str(ROOT))
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def ctx(syncheck_rank: Rank) -> RankContext:
-    """This rank as the trainer knows it, for tests with @pytest.mark.syncheck(ranks=...)."""
-    from train.launch import RankContext  # here, because it needs the path set above
+    """Return this rank's context, for tests with @pytest.mark.syncheck(ranks=...)."""
+    from train.launch import RankContext  # needs the path set above
 
     rank = syncheck_rank
     return RankContext(rank.rank, rank.world_size, rank.rank, rank.device, "gloo")
@@ -36,7 +36,7 @@ def ctx(syncheck_rank: Rank) -> RankContext:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let the test begin outside any launcher, in an empty folder."""
+    """Remove launchers' variables from the environment, and change to an empty folder."""
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -44,23 +44,23 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Iterator[Programs]:
-    """Start programs in an empty folder."""
-    started = Programs(tmp_path)
+    """Yield a starter of programs in an empty folder, and kill all programs after the test."""
+    processes = Programs(tmp_path)
     try:
-        yield started
+        yield processes
     finally:
-        started.kill()
+        processes.kill()
 
 
 @pytest.fixture
 def free_port() -> int:
-    """A port on which nobody listens."""
+    """Return a port on which no process listens."""
     return started.free_port()
 
 
 @pytest.fixture
 def script(programs: Programs) -> Callable[..., Run]:
-    """`python train/run.py ...` in an empty folder."""
+    """Return a function that runs `python train/run.py ...` in an empty folder."""
 
     def run(*arguments: Any, timeout: float = 60, **environment: str) -> Run:
         return programs.run(sys.executable, RUN, *arguments, timeout=timeout, **environment)
@@ -70,7 +70,7 @@ def script(programs: Programs) -> Callable[..., Run]:
 
 @pytest.fixture
 def torchrun(programs: Programs, free_port: int) -> Callable[..., Run]:
-    """`torchrun --nproc-per-node 2 train/run.py ...` in an empty folder, on a port that is free."""
+    """Return a function that runs `torchrun --nproc-per-node 2 train/run.py ...` in an empty folder, on a free port."""
 
     def run(*arguments: Any, timeout: float = 60) -> Run:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port]

@@ -1,4 +1,4 @@
-"""Small data sets in the format of the real files, which torchvision accepts as the published files."""
+"""Small data sets in the formats of MNIST and CIFAR, accepted by torchvision in place of the published files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def digits(count: int, *, test: bool, size: int) -> tuple[np.ndarray, np.ndarray
     data = load_data("digits", None, None)
     x, y = (data.test if test else data.train)[:count]
     pixels = ((x[:, 0] * 0.3759 + 0.3054) * 255).round().clamp(0, 255).byte().numpy()
-    places = np.arange(size) * 8 // size
-    return pixels[:, places][:, :, places], y.numpy().astype(np.uint8)
+    indices = np.arange(size) * 8 // size
+    return pixels[:, indices][:, :, indices], y.numpy().astype(np.uint8)
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -67,7 +67,7 @@ def cifar_batch(images: np.ndarray, labels: list[int], key: str) -> bytes:
 def cifar(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None] | None = None) -> Path:
     """Write a small CIFAR10 or CIFAR100 and its archive, and set their MD5 sums in torchvision.
 
-    change: modifies the dict of the files' bytes by name before they are written.
+    change: modifies the dict of the files' bytes by name before the files are written.
     """
     import torchvision.datasets
 
@@ -92,8 +92,8 @@ def cifar(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, change: Call
             archive.addfile(entry, io.BytesIO(content))
     (folder / dataset.filename).write_bytes(buffer.getvalue())
     for name in ("train_list", "test_list"):
-        known = [[file, md5(files[file])] for file, _ in getattr(dataset, name)]
-        monkeypatch.setattr(dataset, name, known)
+        checksums = [[file, md5(files[file])] for file, _ in getattr(dataset, name)]
+        monkeypatch.setattr(dataset, name, checksums)
     meta = dataset.meta["filename"]
     monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5(files[meta])})
     monkeypatch.setattr(dataset, "tgz_md5", md5(buffer.getvalue()))

@@ -1,4 +1,4 @@
-"""Checkpoints that tests evaluate, and how they change them."""
+"""Checkpoints for the tests of the evaluation, and functions that change a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SYNCED = "ddp-syncbn_rank{}.pth"
 
 
 def copy_synced(folder: Path) -> Path:
-    """Copy the files of two ranks that trained with SyncBatchNorm into a folder of the test's own."""
+    """Copy the files of two ranks trained with SyncBatchNorm into the test's folder."""
     return Path(shutil.copytree(FIXTURES / "in_sync" / "sync_bn", folder / "ckpts"))
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Load a checkpoint, change it, and save it in its place."""
+    """Apply an edit to a checkpoint file, in place."""
     content = load(path)
     edit(content)
     torch.save(content, path)
 
 
 def scores(*paths: Path) -> RunScores:
-    """Evaluate the one run under the paths."""
-    (found,), refused = find_replicas([str(path) for path in paths])
+    """Evaluate the only run under the paths."""
+    (replicas,), refused = find_replicas([str(path) for path in paths])
     assert refused == []
-    return score_run(found, None)
+    return score_run(replicas, None)

@@ -1,4 +1,4 @@
-"""Programs that tests start: the trainer's command line, as a user types it."""
+"""Start the trainer in tests with the command lines of a user."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ Run = subprocess.CompletedProcess[str]
 
 RUN = ROOT / "train" / "run.py"
 TRAIN = (sys.executable, RUN)
-# A training of a second, which leaves one file per rank.
+# Trains for about a second, and saves one file per rank.
 SHORT = ("--width", 4, "--max-steps", 3, "--save-per-rank", "--progress", "none", "--timeout", 30)
 
-# A training without an end, which prints a line for each epoch of 10 steps.
+# Trains until it is stopped, and prints a line for each epoch of 10 steps.
 LONG = ("--width", 4, "--limit-train", 320, "--epochs", 10_000, "--progress", "plain", "--timeout", 30)
 
 
 class Programs(Processes):
-    """The trainer's programs."""
+    """Starts the trainer's programs."""
 
-    # The scripts say `python`.
+    # The scripts call `python`.
     variables: ClassVar = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def finish(self, process: subprocess.Popen[str], timeout: float = 60) -> Run:
-        """Wait for one, and for its output."""
+        """Wait for a process, and return its output and exit code."""
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def run(self, *command: Any, timeout: float = 60, cwd: Path | None = None, **environment: str) -> Run:
-        """Start one and wait for it."""
+        """Start a program, wait for its end, and return its output and exit code."""
         return self.finish(self.start(*command, cwd=cwd, **environment), timeout)
 
 
 def command(pid: int) -> str:
-    """Give the command line of a process; empty where there is none of this number."""
+    """Return the command line of a process, or an empty string if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -51,7 +51,7 @@ def command(pid: int) -> str:
 
 
 def environment(pid: int) -> str:
-    """Give the variables that a process was started with, each between two NULs; none where there is no process."""
+    """Return the initial variables of a process, each between two NULs, or an empty string if it does not exist."""
     try:
         return "\0" + Path(f"/proc/{pid}/environ").read_text()
     except OSError:
@@ -59,37 +59,37 @@ def environment(pid: int) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """List the processes that a process has started and that run."""
-    found = []
+    """List the child processes of a process, except zombies."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             fields = path.read_text().rpartition(") ")[2].split()
             if fields[1] == str(pid) and fields[0] != "Z":
-                found.append(int(path.parent.name))
-    return sorted(found)
+                pids.append(int(path.parent.name))
+    return sorted(pids)
 
 
 def find_ranks(pid: int) -> list[int]:
-    """List the ranks that a process has started with --spawn; another child only cleans up after them."""
+    """List the ranks that a process has started with --spawn, without multiprocessing's resource tracker."""
     return [child for child in children(pid) if "spawn_main" in command(child)]
 
 
 def wait_until_trains(process: subprocess.Popen[str]) -> None:
-    """Wait for the line of the first epoch, which rank 0 prints."""
+    """Wait until rank 0 has printed the line of the first epoch."""
     assert process.stdout is not None
     while ": epoch" not in (line := process.stdout.readline()):
         assert line, "it has ended"
 
 
 def imports_torch(pid: int) -> bool:
-    """Tell whether a process has come as far as loading torch's libraries, which takes seconds."""
+    """Return whether a process has begun to load torch's libraries, which takes seconds."""
     with suppress(OSError):
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
     return False
 
 
 def assert_trained(out: Path, ranks: int, *, run: str = "ddp") -> None:
-    """Check that the ranks' files are there, of these ranks, and equal but for BatchNorm's statistics."""
+    """Check that exactly these ranks have saved step 3, and that they differ only in BatchNorm's statistics."""
     files = sorted(out.glob("*.pth"))
     assert [file.name for file in files] == [f"{run}_rank{rank}.pth" for rank in range(ranks)]
     assert {load(file)["step"] for file in files} == {3}
@@ -98,7 +98,7 @@ def assert_trained(out: Path, ranks: int, *, run: str = "ddp") -> None:
 
 
 def errors(runs: Sequence[Run]) -> list[str]:
-    """Give the messages on stderr, which must be whole lines and nothing else."""
+    """Return the messages on stderr, and check that each line is a message of run.py."""
     lines = [line for run in runs for line in run.stderr.splitlines()]
     assert all(line.startswith("run.py: ") for line in lines), lines
     return [line.removeprefix("run.py: ") for line in lines]

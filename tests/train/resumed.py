@@ -1,4 +1,4 @@
-"""Runs that are interrupted and resumed, and how tests look at what they hold."""
+"""Interrupt and resume runs in tests, and compare their states."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from train.metrics import Meter
     from train.recorders.base import EpochRecord
 
-# Four steps an epoch, eight in all, and a state after each.
+# Four steps per epoch, eight in all, and a state saved after each step.
 TINY = Settings(method="ddp", width=4, limit_train=70, batch_size=16, epochs=2, save_per_rank=True, checkpoint_every=1)
-# What a state says of the launch, not of what was trained.
+# Entries of a state that describe the launch instead of the training.
 NOT_TRAINING = ("run_id", "versions", "host")
 
 
 class Crash(Exception):
-    """Ends a run on all ranks, in the middle."""
+    """An injected crash, on all ranks."""
 
 
 class Stops(Recorder):
-    """Lets a run crash right after a step, when its state has been saved."""
+    """Crashes a run right after a step, when the state of this step has been saved."""
 
     def __init__(self, step: int) -> None:
         self.last = step
@@ -45,18 +45,18 @@ class Stops(Recorder):
 
 
 class Notes(Recorder):
-    """Keeps which steps were trained, and what was reported of each epoch."""
+    """Records the trained steps and the report of each epoch."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.epochs: list[Any] = []
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Keep the step."""
+        """Record the step."""
         self.steps.append(step)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Keep it."""
+        """Record the report."""
         self.epochs.append((record.step, record.epoch, record.trained, record.test))
 
 
@@ -67,34 +67,34 @@ def interrupt(ctx: RankContext, settings: Settings, step: int) -> None:
 
 
 def resume(ctx: RankContext, settings: Settings) -> tuple[Result, Notes]:
-    """Go on from what is in the folder; returns the result and what was reported."""
+    """Resume from --out, and return the result and the recorded reports."""
     notes = Notes()
     return train(replace(settings, resume=True), ctx, notes), notes
 
 
 def whole(ctx: RankContext, settings: Settings) -> tuple[Result, Notes]:
-    """Train without an interruption."""
+    """Train without an interruption, and return the result and the recorded reports."""
     notes = Notes()
     return train(replace(settings, resume=False), ctx, notes), notes
 
 
 def state_of(ctx: RankContext, settings: Settings, step: int) -> dict[str, Any]:
-    """Read this rank's state after a step."""
+    """Return this rank's saved state of a step."""
     return load(state_path(states_folder(settings.out, settings.run), step, ctx.rank))
 
 
 def differences(a: Any, b: Any, at: str = "") -> list[str]:
-    """Name every place where two nested containers are not equal bit by bit."""
+    """List the paths and values in two nested containers that are not bitwise equal."""
     if type(a) is not type(b):
         return [f"{at}: {type(a).__name__} and {type(b).__name__}"]
     if isinstance(a, dict):
-        found = [] if list(a) == list(b) else [f"{at}: keys {set(a) ^ set(b)}"]
-        return found + [
+        messages = [] if list(a) == list(b) else [f"{at}: keys {set(a) ^ set(b)}"]
+        return messages + [
             d for key in a if key in b and key not in NOT_TRAINING for d in differences(a[key], b[key], f"{at}.{key}")
         ]
     if isinstance(a, (list, tuple)):
-        found = [] if len(a) == len(b) else [f"{at}: lengths {len(a)} and {len(b)}"]
-        return found + [d for i, pair in enumerate(zip(a, b, strict=False)) for d in differences(*pair, f"{at}.{i}")]
+        messages = [] if len(a) == len(b) else [f"{at}: lengths {len(a)} and {len(b)}"]
+        return messages + [d for i, pair in enumerate(zip(a, b, strict=False)) for d in differences(*pair, f"{at}.{i}")]
     if isinstance(a, torch.Tensor):
         a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
         same = a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
@@ -104,7 +104,7 @@ def differences(a: Any, b: Any, at: str = "") -> list[str]:
 
 
 def assert_bitwise(ctx: RankContext, shared: Path, settings: Settings, stops: list[int]) -> None:
-    """Run whole, and again with crashes after each of the stops; what both hold in the end is equal."""
+    """Check that a run with a crash after each of the stops ends bitwise equal to an uninterrupted run."""
     once, parts = replace(settings, out=shared / "once"), replace(settings, out=shared / "parts")
     result, notes = whole(ctx, once)
     interrupt(ctx, parts, stops[0])
@@ -116,8 +116,8 @@ def assert_bitwise(ctx: RankContext, shared: Path, settings: Settings, stops: li
     assert resumed.steps == result.steps
     assert (resumed.trained, resumed.test, resumed.epochs) == (result.trained, result.test, result.epochs)
     assert [path.relative_to(parts.out) for path in resumed.saved] == [p.relative_to(once.out) for p in result.saved]
-    mine, reference = (state_of(ctx, s, result.steps) for s in (parts, once))
-    assert differences(mine, reference) == []
+    actual, reference = (state_of(ctx, s, result.steps) for s in (parts, once))
+    assert differences(actual, reference) == []
     files = [path.relative_to(once.out) for path in result.saved if path.suffix == ".pth"]
     assert files
     for file in files:

@@ -1,4 +1,4 @@
-"""What several test files train, and how they read what it left."""
+"""Settings, runs and comparisons for several test files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
 
-# Small enough for a second, and all kinds of tensors are in it.
+# Trains for about a second; the checkpoints have all kinds of tensors.
 SMALL = Settings(method="ddp", width=4, max_steps=6, save_per_rank=True)
 
-# What makes the largest networks as small as they can be.
+# Options for the smallest variants of the largest networks.
 SMALLEST: dict[str, dict[str, int]] = {
     "pyramidnet": {"depth": 8, "alpha": 6},
     "pyramidnet_bottleneck": {"depth": 11, "alpha": 6},
@@ -40,17 +40,17 @@ def fsdp(*values: Any) -> Any:
 
 
 def slow_fsdp(*values: Any) -> Any:
-    """Mark the parameters of such a test that takes long too."""
+    """Mark the parameters of a slow test that needs FSDP2."""
     return pytest.param(*values, marks=[NEEDS_FSDP, pytest.mark.slow])
 
 
 def run(ctx: RankContext, settings: Settings) -> Result:
-    """Train. It ends with a collective, so all ranks' files are there when it returns on any of them."""
+    """Train. The last operation is a collective, so the files of all ranks exist when this function returns."""
     return train(settings, ctx, Recorder())
 
 
 def trained(ctx: RankContext, settings: Settings) -> Job:
-    """Train, and return what the process then holds in memory."""
+    """Train, and return the job with its model and optimizer."""
     job, position = prepare(settings, ctx), Position(ctx.device)
     logbook = Logbook(job, Recorder(), position)
     train_epoch(job, position, logbook)
@@ -61,19 +61,19 @@ def trained(ctx: RankContext, settings: Settings) -> Job:
 
 
 def whole_state(job: Job) -> dict[str, Tensor]:
-    """All tensors of the model; those that are divided over the ranks are put together, so it is a collective."""
+    """Return the model's full tensors by name; a collective, because ranks exchange shards."""
     state = job.method.module.state_dict()
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in state.items()}
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint as a careful user does."""
+    """Load a checkpoint with weights_only=True, as careful users do."""
     content: dict[str, Any] = torch.load(path, weights_only=True)
     return content
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, those of the optimizer too."""
+    """Return all tensors of a checkpoint by name, including the optimizer's."""
     content = load(path)
     flat = dict(content["model"])
     for index, states in content["optimizer"]["state"].items():
@@ -82,13 +82,13 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
 
 def differing(a: Path, b: Path) -> set[str]:
-    """Names of the tensors whose bytes differ between two checkpoints."""
+    """Return the names of the tensors whose bytes differ between two checkpoints."""
     left, right = tensors(a), tensors(b)
     assert list(left) == list(right)
     return {n for n in left if left[n].numpy().tobytes() != right[n].numpy().tobytes()}
 
 
 def widest_gap(a: Path, b: Path) -> float:
-    """Largest absolute difference between two checkpoints' model tensors."""
+    """Return the largest absolute difference between the model tensors of two checkpoints."""
     left, right = load(a)["model"], load(b)["model"]
     return max((left[n].double() - right[n].double()).abs().max().item() for n in left)

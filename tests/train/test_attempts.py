@@ -1,4 +1,4 @@
-"""Saves on the way of a run that fail: said, counted, tried again, and nothing that was saved is lost."""
+"""Periodic saves that fail: rank 0 reports each failure, the run continues, and earlier files stay."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ if TYPE_CHECKING:
 
 
 class Disk:
-    """Is full between two steps: each write fails when its bytes are to reach the disk."""
+    """Replaces os.fsync, and fails while the disk is full."""
 
     def __init__(self, fsync: Callable[[int], None]) -> None:
         self.fsync = fsync
         self.full = False
 
     def __call__(self, descriptor: int) -> None:
-        """Stand in for os.fsync."""
+        """Write to the disk, or raise OSError if the disk is full."""
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.fsync(descriptor)
 
 
-class Fills(Recorder):
-    """Fills the disk after one step and frees it after another."""
+class DiskFiller(Recorder):
+    """Fills the disk after one step, and frees space after another."""
 
     def __init__(self, disk: Disk, full: int, free: int) -> None:
-        self.disk, self.at = disk, {full: True, free: False}
+        self.disk, self.changes = disk, {full: True, free: False}
 
     def step(self, step: int, *_: object) -> None:
-        """Fill or free it."""
-        self.disk.full = self.at.get(step, self.disk.full)
+        """Fill or free the disk."""
+        self.disk.full = self.changes.get(step, self.disk.full)
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_disk_full_for_a_while(
+def test_a_temporarily_full_disk(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank cannot save steps 3 and 4: all go on, no rank leaves a file of them, and later saves are whole."""
+    """If rank 1 cannot save steps 3 and 4, no rank leaves a file of these steps, and later saves are complete."""
     disk = Disk(os.fsync)
     monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
     settings = replace(TINY, save_every=1, out=syncheck_rank.shared / "out")
-    result = train(settings, ctx, Fills(disk, 2, 4) if ctx.rank == 1 else Recorder())
+    result = train(settings, ctx, DiskFiller(disk, 2, 4) if ctx.rank == 1 else Recorder())
     path = state_path(states_folder(settings.out, settings.run), 4, 1)
     assert result.failed.startswith("4 of 16 ")
     assert result.failed.endswith(f"step 4 is not saved: rank 1: cannot write {path}: No space left on device")
@@ -73,12 +73,12 @@ def test_a_disk_full_for_a_while(
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that stays full costs no state that was complete, and the run can be resumed from it."""
+def test_a_full_disk_keeps_states(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk stays full, the last complete states remain, and the run can be resumed from them."""
     disk = Disk(os.fsync)
     monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
     settings = replace(TINY, save_per_rank=False, out=syncheck_rank.shared / "out")
-    result = train(settings, ctx, Fills(disk, 3, 8) if ctx.rank == 0 else Recorder())
+    result = train(settings, ctx, DiskFiller(disk, 3, 8) if ctx.rank == 0 else Recorder())
     assert result.failed.startswith("5 of 8 ")
     folder = states_folder(settings.out, settings.run)
     syncheck_rank.barrier()
@@ -89,10 +89,10 @@ def test_states_before_a_failure_stay(ctx: RankContext, syncheck_rank: Rank, mon
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_reason_is_the_full_disk(
+def test_a_slow_rank_reports_the_full_disk(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that is slow to open its file reports the full disk, though the other has removed its own file already."""
+    """A rank reports the full disk even if it opens its file after the other rank has removed its own file."""
     disk, mkdir = Disk(os.fsync), Path.mkdir
 
     def slow(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +103,7 @@ def test_the_reason_is_the_full_disk(
     monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
     monkeypatch.setattr(Path, "mkdir", slow)
     settings = replace(TINY, save_every=1, max_steps=3, out=syncheck_rank.shared / "out")
-    result = train(settings, ctx, Fills(disk, 1, 2))
+    result = train(settings, ctx, DiskFiller(disk, 1, 2))
     assert result.failed.startswith("2 of 6 ")
     if ctx.rank == 0:
         lines = capsys.readouterr().err.splitlines()
@@ -113,8 +113,8 @@ def test_the_reason_is_the_full_disk(
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_folder_in_the_way(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Where a folder has the name of rank 1's file, rank 0's file of that step does not appear either."""
+def test_a_folder_blocks_a_file_name(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """If a folder has the name of rank 1's file, rank 0 leaves no file of this step either."""
     settings = replace(TINY, checkpoint_every=None, save_every=3, out=syncheck_rank.shared)
     step = syncheck_rank.shared / "history" / "ddp" / "step_3"
     (step / "rank_1.pth").mkdir(parents=True, exist_ok=True)

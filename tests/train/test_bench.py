@@ -1,4 +1,4 @@
-"""The table of the field: what is run, what is read from it, and what is printed."""
+"""`python -m train.bench`: its cases, timings and tables."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit
 
 
 def test_excludes_the_first_epoch() -> None:
-    """The epoch that warms caches up does not count, the rest do; accuracy is the last one's, memory the most."""
+    """The first epoch is excluded as warm-up; accuracy is the last epoch's, and memory is the maximum."""
     records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
-    found = read_timing(records, began=990.0)
-    assert found == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7)
-    assert (found.epoch_time, found.throughput) == (3.0, 320 / 3)
+    timing = read_timing(records, began=990.0)
+    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7)
+    assert (timing.epoch_time, timing.throughput) == (3.0, 320 / 3)
 
 
 def test_includes_a_single_epoch() -> None:
-    """Where there is no other, the first epoch is better than nothing."""
+    """The only epoch is timed, although it includes the warm-up."""
     assert read_timing([record("start"), epoch(1, 5.0)], began=999.0).epochs == (5.0,)
 
 
 def test_excludes_an_incomplete_epoch() -> None:
-    """Of epochs of 10, 10 and 5 steps the second counts; where the short one is alone, its own steps do."""
+    """An epoch with fewer steps is excluded, unless it is the only epoch after the first."""
     short = {**epoch(3, 2.0), "step": 25, "samples": 160}
-    found = read_timing([record("start"), epoch(1, 99.0), epoch(2, 4.0), short], began=990.0)
-    assert (found.epochs, found.steps, found.samples) == ((4.0,), 10, 320)
-    found = read_timing([record("start"), epoch(1, 99.0), {**short, "epoch": 2, "step": 15}], began=990.0)
-    assert (found.epochs, found.steps, found.samples) == ((2.0,), 5, 160)
+    timing = read_timing([record("start"), epoch(1, 99.0), epoch(2, 4.0), short], began=990.0)
+    assert (timing.epochs, timing.steps, timing.samples) == ((4.0,), 10, 320)
+    timing = read_timing([record("start"), epoch(1, 99.0), {**short, "epoch": 2, "step": 15}], began=990.0)
+    assert (timing.epochs, timing.steps, timing.samples) == ((2.0,), 5, 160)
 
 
 def test_speed_up_is_over_single() -> None:
-    """Twice the samples a second is 2.0; without a measured `single` there is no number."""
+    """The speed-up is the throughput relative to `single`, or None if `single` was not measured."""
     rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]
     assert [compute_speed_up(r, rows) for r in rows] == [1.0, 2.0]
     assert compute_speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
 
 
 def test_all_formats_have_equal_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Text, markdown and JSON have the same medians, and name what could not be run."""
+    """Text, Markdown and JSON have the same medians, and report the case that could not run."""
     rows = [row("single", 4.0), row("ddp", 2.0), row("hsdp", problem="it will not")]
     text, markdown = as_text(rows, MACHINE, width=200), as_markdown(rows, MACHINE)
     document = json.loads(as_json(rows, MACHINE))
@@ -86,15 +86,15 @@ def test_no_number_is_cut_at_80_columns() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_is_a_command_line_that_run_accepts(name: str) -> None:
-    """No case names an option or a method that run.py does not have."""
+def test_run_accepts_the_command_line_of_every_case(name: str) -> None:
+    """All options and methods of the cases exist in run.py."""
     command = CASES[name].build_command(2, ["--epochs", "2"])
     args = build_parser().parse_args(command[command.index(next(w for w in command if w.endswith("run.py"))) + 1 :])
     assert args.method == CASES[name].method
 
 
 def test_single_comes_first() -> None:
-    """Whatever is asked for is compared with `single`, in the table's order."""
+    """`single` is always the first case, the table's order is fixed, and an unknown case is an error."""
     assert [case.name for case in select_cases(["zero", "ddp"])] == ["single", "ddp", "zero"]
     with pytest.raises(UserError, match=r"dpp.* single, "):
         select_cases(["dpp"])
@@ -123,7 +123,7 @@ def test_invalid_arguments_are_one_line(words: list[str], start: str, capsys: py
 
 @pytest.mark.slow
 def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
-    """One process, --spawn, torchrun and torch.distributed.launch are run, and recorded as JSON and markdown."""
+    """Runs on one process, with --spawn, torchrun and torch.distributed.launch are recorded as JSON and Markdown."""
     names = ["ddp", "ddp-torchrun", "ddp-launch"]
     files = ["-o", tmp_path / "t.json", "-o", tmp_path / "t.md"]
     done = programs.run(*BENCH, *names, "--rounds", 1, *files, *TINY, cwd=ROOT, timeout=240)
@@ -133,31 +133,31 @@ def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
     assert [case["processes"] for case in cases.values()] == [1, 2, 2, 2]
     assert cases["single"]["speed_up"] == 1
     for case in cases.values():
-        (only,) = case["runs"]
-        assert (only["steps"], only["samples"], len(only["epoch_times_s"])) == (4, 128, 1)
+        (run,) = case["runs"]
+        assert (run["steps"], run["samples"], len(run["epoch_times_s"])) == (4, 128, 1)
         assert case["samples_per_second"] == pytest.approx(128 / case["epoch_time_s"])
-        assert only["peak_memory_bytes"] > 10**7
-    # The same training whoever started it.
+        assert run["peak_memory_bytes"] > 10**7
+    # The launcher has no influence on the result of the training.
     assert len({cases[name]["runs"][0]["test_accuracy"] for name in names}) == 1
     assert (tmp_path / "t.md").read_text().count("\n| ") == 5
 
 
 @pytest.mark.slow
 def test_refusals_are_printed_below_the_table(programs: Programs) -> None:
-    """A refusal is a line below the table, by --spawn and torchrun; the rest is measured. Exit code 2 if nothing is."""
+    """A refused case is a line below the table; if no case was measured, the exit code is 2."""
     done = programs.run(*BENCH, "ddp", "--rounds", 1, *TINY, "--no-buffer-sync", cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "single: --no-buffer-sync: " in done.stdout
     assert re.search(r"^ddp +spawn +2 ", done.stdout, re.MULTILINE)
     words = ("ddp-torchrun", "--rounds", 1, *TINY, "--fault", "variance-only-bn")
     done = programs.run(*BENCH, *words, cwd=ROOT, timeout=120)
-    assert done.returncode == 2, done.stderr  # nothing was measured
+    assert done.returncode == 2, done.stderr
     assert "ddp-torchrun: --fault variance-only-bn: " in done.stdout
 
 
 @pytest.mark.slow
 def test_kills_a_case_after_its_timeout(programs: Programs) -> None:
-    """After --timeout all processes of the case are gone, the table says so, and the exit code is 1."""
+    """After --timeout, all processes of the case have ended, the table reports the timeout, and the exit code is 1."""
     process = programs.start(*BENCH, "ddp", "--rounds", 1, "--timeout", 0.5, *TINY, cwd=ROOT)
     done = programs.finish(process, 60)
     assert done.returncode == 1
@@ -169,7 +169,7 @@ def test_kills_a_case_after_its_timeout(programs: Programs) -> None:
 def test_signals_have_their_exit_codes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
-    """Ctrl-C and kill end the rounds with the table so far."""
+    """SIGINT and SIGTERM end the benchmark with the table so far and the exit code of the signal."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr("train.bench.__main__.run_rounds", lambda *_: (signal.raise_signal(number), time.sleep(5)))
     try:
@@ -183,8 +183,8 @@ def test_signals_have_their_exit_codes(
 
 
 @pytest.mark.slow
-def test_a_signal_prints_what_was_measured(programs: Programs) -> None:
-    """A killed benchmark prints the table so far, and nothing is left running."""
+def test_a_signal_prints_the_table_so_far(programs: Programs) -> None:
+    """A terminated benchmark prints the table so far, and leaves no process."""
     process = programs.start(*BENCH, "ddp", "--rounds", 99, *TINY, cwd=ROOT)
     wait_for(lambda: children(process.pid), 30)
     (first,) = children(process.pid)
@@ -201,7 +201,7 @@ def test_a_signal_prints_what_was_measured(programs: Programs) -> None:
 
 @pytest.mark.slow
 def test_measures_parts_and_overhead(programs: Programs) -> None:
-    """The parts of ddp's step, and the trainer against a bare loop, are measured on real processes."""
+    """--parts measures the parts of a ddp step, and --overhead compares the trainer with a bare loop."""
     done = programs.run(*BENCH, "--parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split("  ")[0] for line in done.stdout.splitlines()][3] == "2 processes, DDP"

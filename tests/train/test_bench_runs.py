@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def fake_runs(folder: Path, *codes: int) -> list[list[str]]:
-    """Command lines that record 10 steps, or end with a code and a line; the bench adds the folder to write to."""
+    """Return one command line per code: 0 records 10 steps, and other codes print an error and exit."""
     lines = [json.dumps(line) for line in (record("start"), epoch(1, 9.0), epoch(2, 4.0))]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     good = (
@@ -40,19 +40,19 @@ def fake_runs(folder: Path, *codes: int) -> list[list[str]]:
 
 
 def test_a_measured_case_is_not_refused(tmp_path: Path) -> None:
-    """A case that is refused at first is no failure; one that dies in its second round is, and keeps its first run."""
-    refused, dies = row("ddp"), row("zero")
+    """Exit code 2 in the first round is a refusal; in a later round it is a failure, and the first timing is kept."""
+    refused, failed = row("ddp"), row("zero")
     for turn, words in enumerate(fake_runs(tmp_path, 0, 2)):
         (tmp_path / f"logs{turn}").mkdir()
-        run_case(dies, words, tmp_path / f"logs{turn}", 1, 60)
+        run_case(failed, words, tmp_path / f"logs{turn}", 1, 60)
     run_case(refused, fake_runs(tmp_path, 2)[0], tmp_path / "logs0", 1, 60)
     assert (refused.refused, refused.problem, refused.timings) == (True, "no", [])
-    assert (dies.refused, dies.problem, len(dies.timings)) == (False, "no", 1)
+    assert (failed.refused, failed.problem, len(failed.timings)) == (False, "no", 1)
 
 
 @pytest.mark.slow
-def test_processes_in_sessions_of_their_own_are_ended(tmp_path: Path) -> None:
-    """As torchrun's are: after --timeout they are gone too, and nobody waits for them."""
+def test_timeout_ends_processes_in_other_sessions(tmp_path: Path) -> None:
+    """After --timeout, processes in their own session, such as torchrun's, have ended too."""
     inner = "import os, pathlib, time; pathlib.Path(r'{}').write_text(str(os.getpid())); time.sleep(300)".format(
         tmp_path / "pid"
     )
@@ -63,14 +63,14 @@ def test_processes_in_sessions_of_their_own_are_ended(tmp_path: Path) -> None:
     assert not command(int((tmp_path / "pid").read_text()))
 
 
-def test_a_table_that_cannot_be_written_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The name was taken by a folder meanwhile: the text goes elsewhere, and one line says where."""
+def test_an_unwritable_table_is_saved_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If the output path has become a folder, the table is saved in another file, and one line names this file."""
     (tmp_path / "t.json").mkdir()
     assert not write_file(tmp_path / "t.json", "all of it")
     (line,) = capsys.readouterr().err.splitlines()
-    found = re.search(r"cannot write .*t\.json: .* (\S+)$", line)
-    assert found
-    kept = Path(found[1])
+    match = re.search(r"cannot write .*t\.json: .* (\S+)$", line)
+    assert match
+    kept = Path(match[1])
     assert kept.read_text() == "all of it"
     kept.unlink()
     assert main(["-o", str(tmp_path / "t.json")]) == 2
@@ -78,39 +78,39 @@ def test_a_table_that_cannot_be_written_is_kept(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"accumulate": 2}, "not with --accumulate"),
         ({"batch_size": 65}, "--batch-size 65 "),
     ],
     ids=str,
 )
-def test_overhead_refuses_unsupported_settings(changes: dict[str, Any], says: str) -> None:
-    """Refused is what the bare loop does not do, and shares that are not even."""
+def test_overhead_refuses_unsupported_settings(changes: dict[str, Any], message: str) -> None:
+    """--overhead refuses --accumulate, and a batch size that does not divide evenly over the ranks."""
     check_settings(Settings(), RankContext(world_size=2))
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         check_settings(Settings(**changes), RankContext(world_size=2))
 
 
 def test_every_timed_epoch_of_the_trainer_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more rounds than --epochs there is still work in each: all epochs make their steps."""
-    made: list[int] = []
+    """All timed epochs train the same number of steps, even if there are more rounds than --epochs."""
+    steps: list[int] = []
 
     def counting(job: Job, position: Position, logbook: Logbook) -> None:
         before = position.step
         train_epoch(job, position, logbook)
-        made.append(position.step - before)
+        steps.append(position.step - before)
 
     monkeypatch.setattr("train.bench.overhead.train_epoch", counting)
     settings = Settings(width=2, limit_train=64, batch_size=32, epochs=1, max_steps=1)
     assert len(measure_overhead(settings, RankContext(), 3)["ratios"]) == 3
-    assert made == [2, 2, 2, 2]
+    assert steps == [2, 2, 2, 2]
 
 
 def test_parts_are_compared_with_one_process() -> None:
-    """Each part has its speed-up over one process with the global batch; DDP also has the time not hidden."""
-    found = {"whole": 1.0, "share": 0.5, "together": 0.6, "ddp": 0.8, "reduce": 0.1, "gradient_bytes": 44_700_000}
-    lines = format_parts(found, 2).splitlines()
+    """Each part has its speed-up over one process with the global batch, and DDP has the all-reduce's share of time."""
+    timings = {"whole": 1.0, "share": 0.5, "together": 0.6, "ddp": 0.8, "reduce": 0.1, "gradient_bytes": 44_700_000}
+    lines = format_parts(timings, 2).splitlines()
     assert [line.split(" ms per step ")[1].split()[0] for line in lines[:4]] == ["1.00", "2.00", "1.67", "1.25"]
     assert "25.0 % of the step waits for the all-reduce" in lines[3]
     assert lines[4].startswith("all-reduce of 44.7 MB")

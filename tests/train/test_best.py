@@ -1,4 +1,4 @@
-"""--save-best: the checkpoint of the epoch that was best on the test set, and what syncheck makes of it."""
+"""--save-best: the checkpoint of the epoch with the best test score, and its comparison by syncheck."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BEST = replace(SMALL, max_steps=None, epochs=3, limit_train=64, save_every=2, sa
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_best_holds_the_bits_of_its_step(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Written after the evaluation, it is what the last step of that epoch left: byte for byte the history's file."""
+def test_best_equals_the_periodic_checkpoint(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """The best checkpoint is bitwise equal to the periodic checkpoint of its step, although it is saved later."""
     out = syncheck_rank.shared
     result = run(ctx, replace(BEST, out=out))
     path = out / "best" / "ddp" / f"rank_{ctx.rank}.pth"
@@ -36,8 +36,8 @@ def test_best_holds_the_bits_of_its_step(ctx: RankContext, syncheck_rank: Rank) 
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_report_takes_best_for_the_step_that_it_is(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """It belongs to the run's series at its own step; mixed from two steps, as after a kill, it is SYN106."""
+def test_syncheck_compares_best_at_its_step(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """syncheck compares the best checkpoint at its own step, and reports SYN106 if its files are of two steps."""
     out = syncheck_rank.shared
     run(ctx, replace(BEST, out=out))
     if ctx.rank == 1:
@@ -50,6 +50,7 @@ def test_report_takes_best_for_the_step_that_it_is(ctx: RankContext, syncheck_ra
     assert {group.run for group in whole.groups} == {"ddp"}
     assert sorted(group.step for group in whole.groups) == sorted([2, 4, 6, 6, step])
     assert {len(group.replicas) for group in whole.groups} == {2}
+    # A killed save may leave files of two steps.
     other = next(s for s in (2, 4, 6) if s != step)
     shutil.copy(out / "history" / "ddp" / f"step_{other}" / "rank_1.pth", best)
     (torn,) = syncheck.compare(best).groups
@@ -57,7 +58,7 @@ def test_report_takes_best_for_the_step_that_it_is(ctx: RankContext, syncheck_ra
 
 
 def test_best_is_replaced_and_removed_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written when the score improves, and only then; the next run of the name clears it, nothing else there."""
+    """Only a better score replaces the best checkpoint; the next run of the same name removes only checkpoint files."""
     steps = []
     monkeypatch.setattr(
         Saver, "save_best", lambda self, step, save=Saver.save_best: steps.append(step) or save(self, step)

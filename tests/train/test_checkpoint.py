@@ -1,4 +1,4 @@
-"""Checkpoints: what is in them, that they are whole or not there, and whose files a run removes."""
+"""Checkpoints: their content, atomic writes, and the removal of an earlier run's files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SINGLE = replace(SMALL, method="single", max_steps=3)
 
 
 def files(folder: Path) -> list[str]:
-    """All files below a folder, hidden ones too."""
+    """List all files below a folder, including hidden files."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_content_and_metadata(tmp_path: Path) -> None:
-    """A checkpoint loads with weights_only, fits a fresh model and optimizer, and says what run it is from."""
+    """A checkpoint loads with weights_only, fits a new model and optimizer, and its metadata describes the run."""
     result = train(replace(SINGLE, max_steps=50, optimizer="adamw", lr=0.01, out=tmp_path), RankContext(), Recorder())
     (path,) = result.saved
     assert path == tmp_path / "single_rank0.pth"
@@ -54,8 +54,8 @@ def test_content_and_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_runs_pair_by_sync_bn_alone(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """`ddp` and `ddp-syncbn` differ in `sync_bn` only; ranks share a run id, runs do not; buffer sync is said."""
+def test_metadata_of_ddp_variants(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Only the ranks of a run share its run id, and the settings of `ddp` and `ddp-syncbn` differ in `sync_bn` only."""
     short = replace(SMALL, max_steps=2, out=syncheck_rank.shared)
     variants = {
         "ddp": (short, True),
@@ -76,8 +76,8 @@ def test_runs_pair_by_sync_bn_alone(ctx: RankContext, syncheck_rank: Rank) -> No
     assert {key for key in one if one[key] != other[key]} == {"sync_bn"}
 
 
-def test_a_run_replaces_the_one_before_when_it_saves(tmp_path: Path) -> None:
-    """Files of an earlier run of the same name stay until the new one saves first, and are counted when they go."""
+def test_the_first_save_replaces_the_earlier_run(tmp_path: Path) -> None:
+    """The files of an earlier run with the same name stay until the first save, and their number is returned."""
     ctx = RankContext()
     settings = replace(SINGLE, out=tmp_path, save_every=1)
     assert train(settings, ctx, Recorder()).replaced == 0
@@ -90,11 +90,11 @@ def test_a_run_replaces_the_one_before_when_it_saves(tmp_path: Path) -> None:
 
 
 def test_safetensors_is_flat(tmp_path: Path) -> None:
-    """Model tensors keep their names, the optimizer's are named after their parameter, the metadata is JSON text."""
+    """A safetensors file has model tensors, optimizer tensors named after their parameter, and metadata as JSON."""
     from safetensors import safe_open
 
-    for form in ("pth", "safetensors"):
-        train(replace(SINGLE, save_format=form, out=tmp_path / form), RankContext(), Recorder())
+    for save_format in ("pth", "safetensors"):
+        train(replace(SINGLE, save_format=save_format, out=tmp_path / save_format), RankContext(), Recorder())
     content = load(tmp_path / "pth" / "single_rank0.pth")
     names = content["syncheck"]["optimizer_parameters"]
     momenta = {
@@ -102,11 +102,11 @@ def test_safetensors_is_flat(tmp_path: Path) -> None:
         for index, state in content["optimizer"]["state"].items()
     }
     with safe_open(tmp_path / "safetensors" / "single_rank0.safetensors", "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         strings = file.metadata()
-    assert "optimizer.fc.weight.momentum_buffer" in found
-    assert set(found) == set(content["model"]) | set(momenta)
-    assert all(found[name].equal(tensor) for name, tensor in (content["model"] | momenta).items())
+    assert "optimizer.fc.weight.momentum_buffer" in stored
+    assert set(stored) == set(content["model"]) | set(momenta)
+    assert all(stored[name].equal(tensor) for name, tensor in (content["model"] | momenta).items())
     block = json.loads(strings["syncheck"])
     assert (block["run"], strings["step"], strings["epoch"]) == ("single", "3", "0")
 
@@ -121,7 +121,7 @@ def test_history_has_every_nth_step(tmp_path: Path) -> None:
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every write from now on fail after the first bytes."""
+    """Let every write from now on fail because the disk is full."""
 
     def refuse(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
@@ -130,7 +130,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the disk is full the older checkpoint is intact, nothing is left behind, and the error is one line."""
+    """If the disk is full, the older checkpoint stays intact, no temporary file remains, and the error is one line."""
     path = tmp_path / "ddp_rank0.pth"
     write_atomic(path, b"old")
     fill_disk(monkeypatch)
@@ -141,7 +141,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of a write leaves the older checkpoint, and no other file."""
+    """Ctrl-C during a write keeps the older checkpoint, and leaves no temporary file."""
     path = tmp_path / "ddp_rank0.pth"
     write_atomic(path, b"old")
 
@@ -156,8 +156,8 @@ def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_all_ranks_hear_of_a_full_disk(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that cannot write stops all ranks with the same error, instead of leaving them waiting."""
+def test_a_full_disk_stops_all_ranks(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If rank 1 cannot write, all ranks raise the same error, and the files of the earlier run stay unchanged."""
     settings = replace(SMALL, out=syncheck_rank.shared)
     run(ctx, settings)
     before = {path: path.read_bytes() for path in settings.out.iterdir()}
@@ -172,7 +172,7 @@ def test_all_ranks_hear_of_a_full_disk(ctx: RankContext, syncheck_rank: Rank, mo
 
 
 def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:
-    """Older files of the same run go, whatever rank, step or format; other runs and the user's files stay."""
+    """A run removes its earlier files of any rank, step and format, and keeps all other files."""
     own = [
         "ddp_rank0.pth",
         "ddp_rank11.safetensors",
@@ -197,11 +197,11 @@ def test_a_run_replaces_its_own_files_only(tmp_path: Path) -> None:
     assert files(tmp_path) == sorted(others)
     assert not (tmp_path / "history" / "ddp" / "step_5").exists()
     remove_run(tmp_path, "ddp-syncbn")
-    assert (tmp_path / "history").is_dir()  # where a run of another name may be about to write
+    assert (tmp_path / "history").is_dir()  # another run may be about to write there
 
 
-def test_a_new_run_starts_by_removing_the_old_one(tmp_path: Path) -> None:
-    """A run on one rank leaves no file of an earlier, longer run on two beside its own."""
+def test_a_run_on_fewer_ranks_removes_older_files(tmp_path: Path) -> None:
+    """A run on one rank removes rank 1's file of an earlier run with the same name."""
     (tmp_path / "single_rank1.pth").write_bytes(b"old")
     (tmp_path / "ddp_rank1.pth").write_bytes(b"other")
     train(replace(SINGLE, save_format="safetensors", out=tmp_path), RankContext(), Recorder())
@@ -209,7 +209,7 @@ def test_a_new_run_starts_by_removing_the_old_one(tmp_path: Path) -> None:
 
 
 def test_unwritable_folder_removes_nothing(tmp_path: Path) -> None:
-    """A folder that cannot be written to is found before training."""
+    """If --out is unwritable, the check raises UserError and removes no file."""
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match=r"^cannot write to --out .*: (Not a directory|File exists)$"):
         check_writable(tmp_path / "file")

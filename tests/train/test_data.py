@@ -37,7 +37,7 @@ def shares(samples: int, batch: int, world_size: int, epoch: int = 0, *, shuffle
 
 
 def test_digits_match_their_source() -> None:
-    """The file has the checksum of SOURCE.md; the split shares no image index and has all ten classes on both sides."""
+    """The file has the checksum of SOURCE.md, and training and test set together have its labels."""
     digest = hashlib.sha256((FOLDER / FILE).read_bytes()).hexdigest()
     assert digest in (FOLDER / "SOURCE.md").read_text()
     data = load_data("digits", None, None)
@@ -63,7 +63,7 @@ def test_limit_keeps_the_first_samples() -> None:
 
 
 def test_missing_or_damaged_digits(tmp_path: Path) -> None:
-    """A missing, a truncated and a damaged file, and one with other arrays, cause one line with the reason."""
+    """A missing, truncated or damaged file, and a file with other arrays, cause one line with the reason."""
     path = tmp_path / FILE
     with pytest.raises(UserError, match=rf"^{path}: .*--data-dir"):
         load_data("digits", tmp_path, None)
@@ -93,17 +93,17 @@ def test_shares_make_up_the_global_batch(world_size: int) -> None:
     assert len({index for batch in whole for index in batch}) == 100
 
 
-def test_shares_are_those_of_torch() -> None:
+def test_shares_equal_distributed_sampler() -> None:
     """If a batch splits evenly, a rank has the samples of torch's DistributedSampler."""
     for epoch in range(3):
         for rank, batches in enumerate(shares(100, 10, 2, epoch)):
-            theirs = DistributedSampler(range(100), num_replicas=2, rank=rank, seed=3)
-            theirs.set_epoch(epoch)
-            assert list(chain(*batches)) == list(theirs)
+            torch_sampler = DistributedSampler(range(100), num_replicas=2, rank=rank, seed=3)
+            torch_sampler.set_epoch(epoch)
+            assert list(chain(*batches)) == list(torch_sampler)
 
 
 def test_order_changes_with_the_epoch_only() -> None:
-    """Each epoch has its own order, the same whenever it is asked for; without shuffling there is one."""
+    """Each epoch has its own reproducible order; without shuffling, all epochs have the same order."""
     assert shares(50, 10, 1, 0) == shares(50, 10, 1, 0)
     assert shares(50, 10, 1, 0) != shares(50, 10, 1, 1)
     assert shares(50, 10, 2, 1, shuffle=False) == shares(50, 10, 2, 0, shuffle=False)
@@ -111,7 +111,7 @@ def test_order_changes_with_the_epoch_only() -> None:
 
 
 def test_smallest_share() -> None:
-    """The smallest share is that of the sampler, tensor_split and chunk, for all small numbers."""
+    """`smallest_share` matches the sampler, tensor_split and chunk for all small sizes."""
     for samples, world_size, parts, replicas in product(range(1, 30), range(1, 4), range(1, 4), range(1, 5)):
         if samples < world_size * parts:
             continue
@@ -123,7 +123,7 @@ def test_smallest_share() -> None:
 
 @pytest.mark.parametrize(("keep_last", "sizes"), [(False, [32, 32]), (True, [32, 32, 6])])
 def test_the_remainder_is_a_batch_only_if_kept(*, keep_last: bool, sizes: list[int]) -> None:
-    """The last 6 of 70 samples are a batch, split like any other, or skipped."""
+    """With keep_last, the last 6 of 70 samples form a batch; otherwise, they are skipped."""
     samplers = [
         DistributedBatchSampler(70, 32, rank, 2, shuffle=True, seed=0, keep_last=keep_last) for rank in range(2)
     ]
@@ -137,13 +137,13 @@ def test_the_remainder_is_a_batch_only_if_kept(*, keep_last: bool, sizes: list[i
 def test_one_rank_downloads_and_all_ranks_fail(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 downloads while the other waits; if it fails, both raise the same error."""
+    """Only rank 0 downloads; if the download fails, both ranks raise the same error."""
     folder = syncheck_rank.shared / "data"
     settings = Settings(method="ddp", data="mnist", data_dir=folder, download=True)
-    asked = []
+    downloads = []
 
     def broken(name: str, into: Path) -> None:
-        asked.append(name)
+        downloads.append(name)
         raise UserError(f"{into}: no network")
 
     monkeypatch.setattr("train.job.download", broken)
@@ -152,4 +152,4 @@ def test_one_rank_downloads_and_all_ranks_fail(
     monkeypatch.setattr("train.job.download", lambda _, into: into.mkdir())
     monkeypatch.setattr("train.job.load_data", lambda _, into, *__: into.is_dir())
     assert load(settings, ctx) is True
-    assert ctx.gather(len(asked)) == [1, 0]
+    assert ctx.gather(len(downloads)) == [1, 0]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 KINDS = ("basic", "strong")
-PLAIN = Normalize((0.0,), (1 / 255,))  # no change of the numbers
+PLAIN = Normalize((0.0,), (1 / 255,))  # keeps all values
 
 
 def make_images(samples: int = 24) -> Images:
@@ -44,14 +44,14 @@ def augmented(kind: str, seed: int = 5, samples: int = 24) -> Images:
 
 def load_epoch(images: Images, ranks: int, workers: int, *, skip: int = 0, epoch: int = 3) -> dict[int, bytes]:
     """Return the bytes of the images of one epoch by label, loaded on this number of ranks."""
-    found: dict[int, bytes] = {}
+    contents: dict[int, bytes] = {}
     for rank in range(ranks):
         sampler = DistributedBatchSampler(len(images), 8, rank, ranks, shuffle=True, seed=0)
         sampler.set_epoch(epoch, skip)
         images.set_epoch(epoch)
         for x, y in DataLoader(images, sampler=sampler, batch_size=None, num_workers=workers):
-            found |= {int(label): image.numpy().tobytes() for image, label in zip(x, y, strict=True)}
-    return found
+            contents |= {int(label): image.numpy().tobytes() for image, label in zip(x, y, strict=True)}
+    return contents
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +65,7 @@ def test_an_image_depends_on_seed_epoch_and_index_only(kind: str) -> None:
     rest = load_epoch(images, 2, 0, skip=1)
     assert len(rest) == 16
     assert rest.items() <= whole.items()
-    copied = pickle.loads(pickle.dumps(images))  # for a worker that is not forked; in the same epoch
+    copied = pickle.loads(pickle.dumps(images))  # as for a worker that is not forked; the copy keeps the epoch
     assert torch.equal(copied[:][0], images[:][0])
 
 
@@ -108,14 +108,14 @@ def test_basic_is_a_window_of_the_padded_image(flip: bool) -> None:
     padded = torch.nn.functional.pad(images.images, (4, 4, 4, 4))
     offsets, mirrored = set(), 0
     for before, after in zip(padded, moved, strict=True):
-        found = [
+        matches = [
             (top, left, mirror)
             for top in range(9)
             for left in range(9)
             for mirror in (False, True)
             if torch.equal(after.flip(2) if mirror else after, before[:, top : top + 32, left : left + 32])
         ]
-        ((top, left, mirror),) = found
+        ((top, left, mirror),) = matches
         offsets.add((top, left))
         mirrored += mirror
     assert len(offsets) > 60  # of 81
@@ -248,7 +248,7 @@ def test_seeds_are_scattered() -> None:
     """SplitMix64 has its published outputs; seeds of several numbers depend on their order and differ."""
     # The state increases by a constant.
     states = np.array([(1234567 + 0x9E3779B97F4A7C15 * n) % 2**64 for n in range(3)], np.uint64)
-    # The first outputs for the seed 1234567, as https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64 has them.
+    # The first outputs for the seed 1234567: https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64.
     assert scrambled(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     seeds = {mixed(seed, rank) for seed in range(30) for rank in range(30)}
     assert len(seeds) == 900

@@ -1,4 +1,4 @@
-"""DataParallel and its stand-in: what each replica sees, and what is left of it."""
+"""DataParallel and ThreadReplicas: the inputs and modes of each replica, and its recorded buffers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     Build = Callable[[nn.Module, ReplicaBuffers], nn.Module]
 
 
-def trained(build: Build, replicas: int) -> States:
-    """Train resnet8 for 20 steps; return what each replica would save."""
+def train_replicas(build: Build, replicas: int) -> States:
+    """Train resnet8 for 20 steps, and return the state of each replica."""
     torch.manual_seed(0)
     model, buffers = build_model("resnet8", 1, 10, 4), ReplicaBuffers(replicas)
     wrapper, sgd = build(model, buffers), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -35,56 +35,56 @@ def trained(build: Build, replicas: int) -> States:
     return buffers.states(model)
 
 
-def same(a: States, b: States) -> bool:
-    """Whether both hold the same bits under the same names, in one order."""
+def are_equal(a: States, b: States) -> bool:
+    """Return whether both have bitwise equal tensors, with the same names in the same order."""
     pairs = list(zip(a, b, strict=True))
     return all(list(x) == list(y) and all(x[n].equal(y[n]) for n in x) for x, y in pairs)
 
 
 class Probe(nn.Module):
-    """A linear layer that notes what it sees: the samples, its thread, and the type that it computes in."""
+    """A linear layer that records its first sample, number of samples, thread, autocast and gradient modes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
         self.register_buffer("calls", torch.zeros(()))
         self.calls: Tensor
-        self.seen: list[tuple[float, int, str, bool, torch.dtype, bool]] = []
+        self.records: list[tuple[float, int, str, bool, torch.dtype, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [N, 3], the first number a sample's index. Raises ValueError where it is negative."""
+        """x: [N, 3], with the sample's index first. Raises ValueError if the first index is negative."""
         self.calls += 1
         if x[0, 0] < 0:
             raise ValueError(f"sample {x[0, 0]:g}")
         y: Tensor = self.linear(x)
         modes = torch.is_autocast_enabled("cpu"), y.dtype, y.requires_grad
-        self.seen.append((x[0, 0].item(), len(x), threading.current_thread().name, *modes))
+        self.records.append((x[0, 0].item(), len(x), threading.current_thread().name, *modes))
         return y
 
 
 def numbered(samples: int) -> Tensor:
-    """Samples that start with their index."""
+    """Return samples that start with their index."""
     return torch.arange(float(samples))[:, None] * torch.tensor([1.0, 0.1, 0.01])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("samples", range(1, 10))
-def test_shares_are_those_of_torch(samples: int, replicas: int) -> None:
-    """Shares are contiguous, of ceil(N / replicas) samples, the last with what is left; outputs keep their order."""
+def test_shares_are_contiguous(samples: int, replicas: int) -> None:
+    """Replicas get contiguous shares of ceil(N / replicas) samples, or fewer at the end; outputs keep their order."""
     probe, buffers = Probe(), ReplicaBuffers(replicas)
     y = ThreadReplicas(probe, buffers)(numbered(samples))
     size = -(-samples // replicas)
     starts = list(range(0, samples, size))
-    assert sorted(seen[:2] for seen in probe.seen) == [(start, min(size, samples - start)) for start in starts]
+    assert sorted(record[:2] for record in probe.records) == [(start, min(size, samples - start)) for start in starts]
     torch.testing.assert_close(y, probe.linear(numbered(samples)))
-    # Who got nothing is as the module was before.
+    # A replica without samples has the module's buffers from before the forward.
     used = [1.0] * len(starts) + [0.0] * (replicas - len(starts))
     assert [state["calls"].item() for state in buffers.states(probe)] == used
-    assert len({seen[2] for seen in probe.seen}) == len(starts)
+    assert len({record[2] for record in probe.records}) == len(starts)
 
 
 def test_each_forward_starts_from_the_first_replica() -> None:
-    """An idle replica has missed one step, not all: the forward after that makes it anew from the first."""
+    """Each forward copies the replicas from the first replica, so an idle replica misses only one update."""
     probe, buffers = Probe(), ReplicaBuffers(4)
     wrapper, calls = ThreadReplicas(probe, buffers), []
     for samples in (4, 3, 2, 4):
@@ -97,18 +97,18 @@ def test_each_forward_starts_from_the_first_replica() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_replicas_compute_in_the_callers_precision(at_once: bool, dtype: torch.dtype) -> None:
-    """Autocast and its type reach every replica, which a new thread has off and set to bfloat16."""
+    """Each replica has the caller's autocast mode and dtype, although a new thread has autocast off with bfloat16."""
     probe = Probe()
     wrapper = ThreadReplicas(probe, ReplicaBuffers(2), at_once)
     with torch.autocast("cpu", dtype):
         assert wrapper(numbered(4)).dtype == dtype
-    assert [seen[3:] for seen in probe.seen] == [(True, dtype, True)] * 2
+    assert [record[3:] for record in probe.records] == [(True, dtype, True)] * 2
     assert wrapper(numbered(4)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_gradients_are_off_where_the_caller_has_them_off(at_once: bool) -> None:
-    """no_grad and inference_mode hold in the replicas, in training and in evaluation, and only there."""
+def test_replicas_inherit_grad_modes(at_once: bool) -> None:
+    """no_grad and inference_mode apply to the replicas only in the caller's block, in training and evaluation mode."""
     wrapper = ThreadReplicas(probe := Probe(), ReplicaBuffers(2), at_once)
     for training in (True, False):
         wrapper.train(training)
@@ -116,19 +116,19 @@ def test_gradients_are_off_where_the_caller_has_them_off(at_once: bool) -> None:
             wrapper(numbered(4))
             with off():
                 y = wrapper(numbered(4))
-            assert [seen[-1] for seen in probe.seen[-4:]] == [True, True, False, False]
+            assert [record[-1] for record in probe.records[-4:]] == [True, True, False, False]
             assert y.is_inference() == (off is torch.inference_mode)
 
 
-class Meet(nn.Module):
-    """Makes both replicas convert their weights while the other is within autocast, the second one later."""
+class OrderedLinear(nn.Module):
+    """Lets the first replica convert its weight before the second, while both are within autocast."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.turns, self.end = nn.Linear(3, 2, bias=False), threading.Event(), threading.Barrier(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [1, 3]. The sample that starts with 0 goes first."""
+        """x: [1, 3]. The replica with the sample that starts with 0 goes first."""
         if x[0, 0] > 0:
             assert self.turns.wait(10)
         y: Tensor = self.linear(x)
@@ -138,18 +138,18 @@ class Meet(nn.Module):
 
 
 def test_replicas_share_no_converted_weight() -> None:
-    """Gradients of two bfloat16 replicas add up in float32 whoever is faster, although autocast has one cache."""
-    meet, x = Meet(), torch.tensor([[0.0, 256.0, 0.0], [1.0, 1.0, 1.0]])
+    """The gradients of two bfloat16 replicas are added in float32, although all threads share autocast's cache."""
+    layer, x = OrderedLinear(), torch.tensor([[0.0, 256.0, 0.0], [1.0, 1.0, 1.0]])
     with torch.autocast("cpu", torch.bfloat16):
-        y = ThreadReplicas(meet, ReplicaBuffers(2))(x)
+        y = ThreadReplicas(layer, ReplicaBuffers(2))(x)
     y.float().sum().backward()
-    assert meet.linear.weight.grad is not None
-    assert meet.linear.weight.grad[0].tolist() == [1.0, 257.0, 1.0]  # bfloat16 has no 257
+    assert layer.linear.weight.grad is not None
+    assert layer.linear.weight.grad[0].tolist() == [1.0, 257.0, 1.0]  # bfloat16 cannot represent 257
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_exception_reaches_the_caller(at_once: bool) -> None:
-    """The first failing replica's exception is raised with its traceback and number; kept buffers stay as they were."""
+    """The first failed replica's exception is raised with its traceback and number; recorded buffers stay unchanged."""
     probe, buffers = Probe(), ReplicaBuffers(3)
     wrapper, x = ThreadReplicas(probe, buffers, at_once), numbered(3)
     wrapper(x)
@@ -162,11 +162,11 @@ def test_an_exception_reaches_the_caller(at_once: bool) -> None:
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_running_at_once_changes_no_bit(replicas: int) -> None:
-    """Training with replicas at once and one after the other ends in the same bits, four uneven shares too."""
-    at_once, in_turn = (trained(lambda m, b, t=t: ThreadReplicas(m, b, t), replicas) for t in (True, False))
-    assert same(at_once, in_turn)
-    assert not same(in_turn[:1], in_turn[1:2])
+def test_concurrent_and_sequential_training_are_equal(replicas: int) -> None:
+    """Concurrent and sequential replicas end bitwise equal, even with four uneven shares."""
+    at_once, in_turn = (train_replicas(lambda m, b, t=t: ThreadReplicas(m, b, t), replicas) for t in (True, False))
+    assert are_equal(at_once, in_turn)
+    assert not are_equal(in_turn[:1], in_turn[1:2])
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_running_at_once_changes_no_bit(replicas: int) -> None:
     ],
     ids=str,
 )
-def test_dropout_takes_turns_with_the_generator(layer: nn.Module, training: bool, at_once: bool) -> None:
-    """ReplicaGroup run at once unless a layer drops out: then one draws after the other."""
+def test_active_dropout_makes_replicas_sequential(layer: nn.Module, training: bool, at_once: bool) -> None:
+    """Replicas run concurrently, unless a layer has active dropout: then they run in sequence."""
     barrier, met = threading.Barrier(2), []
 
-    def meet(*_: object) -> None:
+    def wait_for_both(*_: object) -> None:
         try:
             barrier.wait(20 if at_once else 0.1)
             met.append(True)
@@ -191,26 +191,26 @@ def test_dropout_takes_turns_with_the_generator(layer: nn.Module, training: bool
             met.append(False)
 
     model = nn.Sequential(nn.Identity(), layer)
-    model[0].register_forward_hook(meet)
+    model[0].register_forward_hook(wait_for_both)
     ThreadReplicas(model, ReplicaBuffers(2)).train(training)(numbered(8))
     assert met == [at_once, at_once]
 
 
-def test_an_evaluation_keeps_what_training_left() -> None:
-    """A forward in eval mode gives the module's own output, and the replicas' statistics stay as they are."""
+def test_evaluation_keeps_recorded_buffers() -> None:
+    """A forward in eval mode returns the module's own output, and keeps the recorded buffers of the replicas."""
     model, buffers = build_model("resnet8", 1, 10, 4), ReplicaBuffers(2)
     wrapper = ThreadReplicas(model, buffers)
     wrapper(x := torch.randn(14, 1, 8, 8))
     before = [{n: t.clone() for n, t in state.items()} for state in buffers.states(model)]
-    assert not same(before[:1], before[1:])
+    assert not are_equal(before[:1], before[1:])
     wrapper.eval()
     with torch.no_grad():
         torch.testing.assert_close(wrapper(x), model(x))
-    assert same(buffers.states(model), before)
+    assert are_equal(buffers.states(model), before)
 
 
-def test_a_replica_follows_its_module() -> None:
-    """Ties, a bias that is None, frozen parts and replaced parameters are as in the module at that moment."""
+def test_replicas_mirror_their_module() -> None:
+    """A replica has the module's current ties, missing biases, training modes, frozen and replaced parameters."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[2].weight = model[0].weight
     model[3].running_mean = model[1].running_mean
@@ -223,18 +223,18 @@ def test_a_replica_follows_its_module() -> None:
     assert (twin[4] is twin[0], twin[0].bias, twin[0] is model[0]) == (True, None, False)
     assert [layer.training for layer in twin] == [True, False, True, True, True]
     assert twin[3].running_mean is twin[1].running_mean is not model[1].running_mean
-    assert same([twin.state_dict()], [model.state_dict()])
+    assert are_equal([twin.state_dict()], [model.state_dict()])
     ThreadReplicas(model, ReplicaBuffers(2))(torch.randn(8, 3)).sum().backward()
     assert [p.grad is not None for p in model.parameters()] == [p.requires_grad for p in model.parameters()]
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[int], detach: bool = False) -> list[list[Tensor]]:
-    """Broadcast as torch does to GPUs: on the first nothing is copied, and gradients come back from all."""
+    """Imitate torch's broadcast to GPUs: buffers are not copied on the first, and all copies propagate gradients."""
     return [[t if detach and not device else t.clone() for t in tensors] for device in devices]
 
 
 def in_threads(calls: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Sequence[int]) -> list[Any]:
-    """Run replicas with what torch's parallel_apply sets in its threads; its streams need a GPU."""
+    """Run replicas in threads with the modes of torch's parallel_apply, without its streams, which need a GPU."""
     outputs: dict[int, Any] = {}
     grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
@@ -250,9 +250,9 @@ def in_threads(calls: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices
 
 
 @pytest.fixture
-def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Build:
-    """torch's DataParallel without a GPU: its forward and its replicate are real, its copies stay on the CPU."""
-    # torch.nn.parallel has functions of the same names as these modules.
+def data_parallel_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Build:
+    """torch's DataParallel on the CPU, with torch's forward and replicate, and with imitated copies and threads."""
+    # Functions in torch.nn.parallel hide these modules of the same names.
     data_parallel = import_module("torch.nn.parallel.data_parallel")
     monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: None)
     monkeypatch.setattr(data_parallel, "parallel_apply", in_threads)
@@ -272,16 +272,16 @@ def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Build:
     return build
 
 
-def test_the_stand_in_does_what_torch_does(torchs_own: Build) -> None:
-    """Twenty steps with torch's own forward and replicas leave the same bits in parameters and in all buffers."""
-    assert same(trained(torchs_own, 2), trained(ThreadReplicas, 2))
+def test_thread_replicas_equal_data_parallel(data_parallel_on_cpu: Build) -> None:
+    """After 20 steps, ThreadReplicas and torch's DataParallel have bitwise equal parameters and buffers."""
+    assert are_equal(train_replicas(data_parallel_on_cpu, 2), train_replicas(ThreadReplicas, 2))
 
 
 @pytest.mark.parametrize("samples", [8, 3])
-def test_torchs_replicas_are_kept(torchs_own: Build, samples: int) -> None:
-    """Their names are the module's, their parameters those after the step, and who had no samples is as before."""
+def test_data_parallel_replicas_are_recorded(data_parallel_on_cpu: Build, samples: int) -> None:
+    """States have the module's names and current parameters; replicas without samples have the earlier buffers."""
     probe, buffers = Probe(), ReplicaBuffers(4)
-    wrapper = torchs_own(probe, buffers)
+    wrapper = data_parallel_on_cpu(probe, buffers)
     wrapper(numbered(samples)).sum().backward()
     with torch.no_grad():
         probe.linear.weight += probe.linear.weight.grad
@@ -291,10 +291,10 @@ def test_torchs_replicas_are_kept(torchs_own: Build, samples: int) -> None:
     assert [state["calls"].item() for state in states] == [1.0] * min(samples, 4) + [0.0] * max(0, 4 - samples)
 
 
-def test_torchs_replicas_compute_in_the_callers_precision(torchs_own: Build) -> None:
-    """torch's threads know that autocast is on and not for which type; the replicas do, and of no_grad too."""
+def test_data_parallel_replicas_compute_in_the_callers_precision(data_parallel_on_cpu: Build) -> None:
+    """Each replica has the caller's autocast dtype and no_grad, although torch passes no dtype to its threads."""
     probe = Probe()
-    wrapper = torchs_own(probe, ReplicaBuffers(2))
+    wrapper = data_parallel_on_cpu(probe, ReplicaBuffers(2))
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         wrapper(numbered(4))
-    assert [seen[3:] for seen in probe.seen] == [(True, torch.float16, False)] * 2
+    assert [record[3:] for record in probe.records] == [(True, torch.float16, False)] * 2

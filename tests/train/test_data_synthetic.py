@@ -22,7 +22,7 @@ SMALL_DATA = Settings(data="synthetic", image_size=8, channels=1, classes=3, tra
 
 
 def test_sizes() -> None:
-    """The default size is that of CIFAR-10; options set each number, and many large images need no memory."""
+    """The default sizes equal CIFAR-10's, options change each size, and large data sets need no memory."""
     data = load_data("synthetic", None, None)
     assert (len(data.train), len(data.test), data.channels, data.classes, data.image_size) == (50_000, 5_000, 3, 10, 32)
     x, y = data.train[[0, 49_999, 12]]
@@ -95,7 +95,7 @@ def test_a_run_on_synthetic_data_can_be_evaluated(ctx: RankContext, tmp_path_fac
         train_samples=256, model="pyramidnet", depth=8, alpha=6, sync_bn=True, out=Path(out),
     )  # fmt: skip
     result = run(ctx, settings)
-    found = scores(Path(out))
-    assert [rank.own.samples for rank in found.ranks] == [25, 25]
-    assert [rank.own.accuracy for rank in found.ranks] == [result.test.accuracy] * 2
-    assert found.replicas.task.alpha == 6
+    evaluation = scores(Path(out))
+    assert [rank.own.samples for rank in evaluation.ranks] == [25, 25]
+    assert [rank.own.accuracy for rank in evaluation.ranks] == [result.test.accuracy] * 2
+    assert evaluation.replicas.task.alpha == 6

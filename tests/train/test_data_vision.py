@@ -89,7 +89,7 @@ def test_cifar_is_read_and_normalized(
 
 
 def fail(capsys: pytest.CaptureFixture[str], name: str, folder: Path, *options: str) -> str:
-    """Run the trainer on a data set, which ends with exit code 2, and return the text of its one line."""
+    """Run the trainer on an invalid data set, check for exit code 2, and return the text of the only line."""
     assert main(["--data", name, "--data-dir", str(folder), "--progress", "none", *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("run.py: error: ")
@@ -166,7 +166,7 @@ class Bomb:
 def test_a_pickle_with_another_md5_is_never_read(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A CIFAR file that is not the published one causes exit code 2, and its pickle is not loaded."""
+    """A CIFAR file without the published MD5 causes exit code 2, and its pickle is not loaded."""
     folder = cifar(tmp_path, "CIFAR10", monkeypatch)
     (folder / file).write_bytes(pickle.dumps(Bomb(tmp_path / "ran"), protocol=2))
     line = fail(capsys, "cifar10", tmp_path)
@@ -183,7 +183,7 @@ BATCHES = {
 
 @pytest.mark.parametrize(("name", "content"), [(name, content) for name in BATCHES for content in BATCHES[name]])
 def test_an_invalid_batch(name: str, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch with the right MD5 that is no pickle, or has no images or other labels, causes one line."""
+    """If a batch has the right MD5 but is not a pickle, or has no images or invalid labels, the error is one line."""
     cifar(tmp_path, "CIFAR10", monkeypatch, lambda files: files.update({name: content}))
     part = "test" if name == "test_batch" else "training"
     with pytest.raises(UserError, match=f"^--data cifar10: the {part} files in {tmp_path} ") as info:
@@ -201,8 +201,8 @@ def test_mnist_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         publish_mnist(monkeypatch, files, address)
         settings = Settings(data="mnist", data_dir=tmp_path / "here" / "data", download=True)
         assert len(load(settings, RankContext()).train) == 200
-    found = sorted(path.name for path in (tmp_path / "here").rglob("*"))
-    assert found == sorted(["data", "MNIST", "raw", *(name.removesuffix(".gz") for name in files)])
+    names = sorted(path.name for path in (tmp_path / "here").rglob("*"))
+    assert names == sorted(["data", "MNIST", "raw", *(name.removesuffix(".gz") for name in files)])
     assert len(load(settings, RankContext()).test) == 40
 
 
@@ -222,20 +222,20 @@ def test_cifar_is_downloaded_and_repaired(tmp_path: Path, monkeypatch: pytest.Mo
     from torchvision.datasets import CIFAR10
 
     folder = cifar(tmp_path / "there", "CIFAR10", monkeypatch)
-    here = tmp_path / "here"
-    shutil.copytree(folder, here / folder.name)
-    (here / folder.name / "data_batch_1").write_bytes(b"damaged")
+    data_dir = tmp_path / "here"
+    shutil.copytree(folder, data_dir / folder.name)
+    (data_dir / folder.name / "data_batch_1").write_bytes(b"damaged")
     with server(tmp_path / "there") as address:
         monkeypatch.setattr(CIFAR10, "url", f"{address}cifar-10-python.tar.gz")
         with monkeypatch.context() as patch:
             patch.setattr(CIFAR10, "tgz_md5", "0" * 32)
-            with pytest.raises(UserError, match=rf"^--download: .*cifar10 .*{here}.* corrupted") as info:
-                download("cifar10", here)
+            with pytest.raises(UserError, match=rf"^--download: .*cifar10 .*{data_dir}.* corrupted") as info:
+                download("cifar10", data_dir)
             assert "\n" not in str(info.value)
-        assert [path.name for path in here.iterdir()] == ["cifar-10-batches-py"]
-        assert (here / folder.name / "data_batch_1").read_bytes() == b"damaged"
-        download("cifar10", here)
-    assert len(load_data("cifar10", here, None).train) == 100
+        assert [path.name for path in data_dir.iterdir()] == ["cifar-10-batches-py"]
+        assert (data_dir / folder.name / "data_batch_1").read_bytes() == b"damaged"
+        download("cifar10", data_dir)
+    assert len(load_data("cifar10", data_dir, None).train) == 100
 
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,8 +263,8 @@ def test_checkpoints_are_evaluated_on_files(tmp_path: Path, capsys: pytest.Captu
         torch.save({"model": model.state_dict(), "syncheck": block}, tmp_path / f"made_rank{rank}.pth")
     files = [str(tmp_path / f"made_rank{rank}.pth") for rank in range(2)]
     assert evaluate([*files, "--data-dir", str(tmp_path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["runs"]
-    assert [rank["own"]["samples"] for rank in found["ranks"]] == [40, 40]
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [rank["own"]["samples"] for rank in run["ranks"]] == [40, 40]
     assert evaluate(files) == 2
     assert capsys.readouterr().err.startswith("evaluate.py: --data mnist: needs --data-dir")
 

@@ -1,4 +1,4 @@
-"""What --method dp promises: replicas that end as DDP's ranks do, bit for bit, and files of each."""
+"""--method dp: replicas end bitwise equal to the ranks of DDP, and each replica has its own files."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ STATISTICS = (".running_mean", ".running_var")
 
 
 def batches(size: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first batches of the digits."""
+    """Yield the first batches of the digits."""
     train = load_data("digits", None, None).train
     for step in range(STEPS):
         x, y = zip(*(train[i] for i in range(step * size, (step + 1) * size)), strict=True)
         yield torch.stack(x), torch.stack(y)
 
 
-def trained(settings: Settings, ctx: RankContext) -> tuple[Method, Optimizer]:
-    """Train on contiguous shares of each batch, as DataParallel deals them out; the trainer's sampler interleaves."""
+def train_on_shares(settings: Settings, ctx: RankContext) -> tuple[Method, Optimizer]:
+    """Train on contiguous shares of each batch, like DataParallel; the trainer's sampler interleaves the shares."""
     torch.manual_seed(settings.seed)
     method = METHODS[settings.method](settings, ctx)
     forward = method.wrap(build_model(settings.model, 1, 10, settings.width))
@@ -60,39 +60,39 @@ def trained(settings: Settings, ctx: RankContext) -> tuple[Method, Optimizer]:
     return method, optimizer
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Whether two state dicts hold the same names, in one order, and the same bits."""
+def are_bitwise_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Return whether two state dicts have the same names in the same order, and bitwise equal tensors."""
     return list(a) == list(b) and all(a[n].numpy().tobytes() == b[n].numpy().tobytes() for n in a)
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "adamw", "lr": 0.005}, {"amp": "bf16"}], ids=str)
-def test_replicas_end_as_the_ranks_of_ddp(ctx: RankContext, changes: dict[str, Any]) -> None:
-    """Replica r holds bitwise what rank r of DDP holds after 24 steps: parameters, own statistics, optimizer."""
-    ddp, ddp_optimizer = trained(replace(SMALL, **changes), ctx)
-    dp, dp_optimizer = trained(replace(DP, **changes), RankContext())
+def test_replicas_equal_the_ranks_of_ddp(ctx: RankContext, changes: dict[str, Any]) -> None:
+    """After 24 steps, replica r is bitwise equal to rank r of DDP: parameters, own statistics and optimizer state."""
+    ddp, ddp_optimizer = train_on_shares(replace(SMALL, **changes), ctx)
+    dp, dp_optimizer = train_on_shares(replace(DP, **changes), RankContext())
     replicas = [replica.model for replica in dp.state(dp_optimizer)]
-    assert same(replicas[ctx.rank], ddp.state(ddp_optimizer)[0].model)
-    assert not same(*replicas)
+    assert are_bitwise_equal(replicas[ctx.rank], ddp.state(ddp_optimizer)[0].model)
+    assert not are_bitwise_equal(*replicas)
     states = zip(dp_optimizer.state_dict()["state"].values(), ddp_optimizer.state_dict()["state"].values(), strict=True)
-    assert all(same(*pair) for pair in states)
+    assert all(are_bitwise_equal(*pair) for pair in states)
 
 
-class Dealt(DistributedBatchSampler):
-    """The samples of each batch in the order in which two ranks would take them, one rank after the other."""
+class SplitByRank(DistributedBatchSampler):
+    """Batches in which the samples of rank 0 precede the samples of rank 1."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Put every second sample last."""
+        """Move every second sample to the end of its batch."""
         return (batch[0::2] + batch[1::2] for batch in super().__iter__())
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_files_of_both_are_the_same(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A whole run of dp on what two ranks see writes their tensors bitwise, evaluations between included."""
+def test_dp_and_ddp_write_equal_files(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the samples of two ranks, dp writes tensors bitwise equal to DDP's, with evaluations between the steps."""
     out = syncheck_rank.shared
     settings = replace(SMALL, limit_train=64, max_steps=20, save_every=3, out=out)
     run(ctx, settings)
-    monkeypatch.setattr("train.job.DistributedBatchSampler", Dealt)
+    monkeypatch.setattr("train.job.DistributedBatchSampler", SplitByRank)
     alone = replace(settings, method="dp", out=out / f"alone{ctx.rank}")
     saved = run(RankContext(), alone).saved
     assert len(saved) == 14
@@ -102,7 +102,7 @@ def test_files_of_both_are_the_same(ctx: RankContext, syncheck_rank: Rank, monke
 
 
 def check_files(settings: Settings, ctx: RankContext, replicas: int) -> None:
-    """Train, and see that syncheck finds one step of drift and nothing else, and that files name their replica."""
+    """Train, then check that syncheck reports only SYN201 and that the metadata of each file contains its replica."""
     saved = run(ctx, settings).saved
     assert [path.name for path in saved] == [f"{settings.run}_rank{rank}.pth" for rank in range(replicas)]
     (group,) = syncheck.compare(settings.out).groups
@@ -112,32 +112,32 @@ def check_files(settings: Settings, ctx: RankContext, replicas: int) -> None:
     assert [(block["rank"], block["world_size"]) for block in blocks] == [(rank, replicas) for rank in range(replicas)]
 
 
-def test_files_are_judged_as_those_of_ddp(tmp_path: Path) -> None:
-    """Of four replicas' files syncheck says what it says of DDP's: running statistics are apart by one step's drift."""
+def test_files_get_the_finding_of_ddp(tmp_path: Path) -> None:
+    """For four replicas, syncheck reports the finding of plain DDP: running statistics drift by one step."""
     check_files(replace(DP, replicas=4, out=tmp_path), RankContext(), 4)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_on_gpus(tmp_path: Path, amp: str) -> None:
-    """The same holds of torch's own replicas on two GPUs, in mixed precision too."""
+    """The files of torch's own replicas on two GPUs get the same finding, in mixed precision too."""
     ctx = RankContext(device=GPUS[0], devices=GPUS[:2])
     check_files(replace(DP, amp=amp, out=tmp_path), ctx, 2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"batch_size": 3, "replicas": 4}, {"batch_size": 33}])
 def test_trains_like_single_without_batchnorm(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Without BatchNorm the weights end where one process ends: micro-batches, uneven and missing shares too."""
+    """Without BatchNorm, weights end within rounding of one process, also with micro-batches and uneven shares."""
     base = replace(DP, model="convnet", width=None, max_steps=20, out=tmp_path, **changes)
     run(RankContext(), base)
     single = replace(base, method="single", replicas=None)
     run(RankContext(), single)
-    # As in test_methods.py: a batch's gradient is added up in parts.
+    # The tolerance of test_methods.py: a batch's gradient is summed in parts.
     assert widest_gap(tmp_path / f"{base.run}_rank1.pth", tmp_path / f"{single.run}_rank0.pth") < 5e-6
 
 
 @pytest.mark.parametrize(
-    ("ctx", "asked", "replicas", "devices"),
+    ("ctx", "requested", "replicas", "devices"),
     [
         (RankContext(), None, 2, (torch.device("cpu"),)),
         (RankContext(), 5, 5, (torch.device("cpu"),)),
@@ -146,17 +146,17 @@ def test_trains_like_single_without_batchnorm(tmp_path: Path, changes: dict[str,
         (RankContext(device=GPUS[0], devices=GPUS), 2, 2, GPUS[:2]),
     ],
 )
-def test_replicas_by_default_are_the_gpus(
-    ctx: RankContext, asked: int | None, replicas: int, devices: tuple[torch.device, ...]
+def test_default_is_one_replica_per_gpu(
+    ctx: RankContext, requested: int | None, replicas: int, devices: tuple[torch.device, ...]
 ) -> None:
-    """One replica for each GPU or for as many as asked for, two where there are not two GPUs."""
-    dp = Dp(Settings(method="dp", replicas=asked), ctx)
+    """By default, dp has one replica per GPU, but at least two; --replicas sets another number."""
+    dp = Dp(Settings(method="dp", replicas=requested), ctx)
     assert (dp.replicas, dp.devices) == (replicas, devices)
     assert dp.buffers.count == replicas
 
 
-def test_what_cannot_be_is_refused() -> None:
-    """More replicas than GPUs, a share of one sample for BatchNorm, and options without a meaning, with the reason."""
+def test_invalid_settings_are_refused() -> None:
+    """More replicas than GPUs, BatchNorm shares of one sample, and inapplicable options are refused with a reason."""
     with pytest.raises(UserError, match="--replicas 4: must be at most 3"):
         Dp(Settings(replicas=4), RankContext(device=GPUS[0], devices=GPUS))
     for option, changes in (

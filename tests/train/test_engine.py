@@ -1,4 +1,4 @@
-"""The training loop: its plan, its schedule, and an evaluation that changes nothing."""
+"""The training loop: its plan, its schedule, and evaluations without side effects."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 def test_single_learns_the_digits() -> None:
-    """Three epochs in one process get nine of ten digits right, on images that were not trained on."""
+    """After three epochs in one process, accuracy on the test images is above 90 %."""
     result = train(Settings(epochs=3), RankContext(), Recorder())
     assert result.test.accuracy > 0.9
     assert (result.epochs, result.steps, result.test.samples, result.saved) == (3, 132, 360, ())
 
 
 def test_adamw_learns_too() -> None:
-    """The other optimizer works with its own default rate."""
+    """After two epochs of AdamW with its default learning rate, accuracy on the test images is above 80 %."""
     result = train(Settings(epochs=2, width=8, optimizer="adamw", lr=0.005), RankContext(), Recorder())
     assert result.test.accuracy > 0.8
 
@@ -51,17 +51,17 @@ def test_adamw_learns_too() -> None:
         ((1.0, math.inf, math.nan), 2),
     ],
 )
-def test_divergence_is_told_since_its_last_begin(
+def test_divergence_ignores_a_recovered_loss(
     monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], since: int | None
 ) -> None:
-    """A loss that became a number again, as after one overflow, does not count; the epochs since then do."""
+    """`diverged` is the epoch since which the loss is not finite, or None if the loss has recovered."""
     scores = iter([Score(loss, 0.5, 10) for loss in losses])
     monkeypatch.setattr("train.engine.evaluate", lambda *_: next(scores))
     assert train(Settings(epochs=3, width=4, limit_train=32), RankContext(), Recorder()).diverged == since
 
 
 def test_evaluation_changes_nothing() -> None:
-    """Neither parameters nor buffers change by a bit, and the model is back in training mode."""
+    """An evaluation changes no parameter or buffer, and the model returns to training mode."""
     model = build_model("resnet8", 1, 10, 4)
     data = load_data("digits", None, None)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -72,8 +72,8 @@ def test_evaluation_changes_nothing() -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_scores_are_exact_over_ranks(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Both ranks report the same scores, each sample counted once, as one process finds from the saved weights."""
-    # 33 samples a step: the ranks train on 17 and 16, so a mean of their means would be off.
+    """Both ranks report equal scores that count each sample once and equal the scores of the saved weights."""
+    # Ranks train on 17 and 16 of 33 samples per step, so a mean of their means would be wrong.
     settings = replace(SMALL, sync_bn=True, batch_size=33, max_steps=20, out=syncheck_rank.shared)
     result = run(ctx, settings)
     assert ctx.gather((result.trained, result.test)) == [(result.trained, result.test)] * 2
@@ -85,8 +85,8 @@ def test_scores_are_exact_over_ranks(ctx: RankContext, syncheck_rank: Rank) -> N
     assert alone.loss == pytest.approx(result.test.loss, rel=1e-6)  # summed in another order
 
 
-def test_evaluation_counts_each_sample_once() -> None:
-    """Ranks take different samples, together all of them, also where the number does not divide."""
+def test_evaluation_shares_cover_all_samples() -> None:
+    """Seven ranks evaluate 51 or 52 samples each, which add up to all 360 test samples."""
     data = load_data("digits", None, None)
     shares = [evaluation_batches(data.test, RankContext(rank, 7)) for rank in range(7)]
     counts = [sum(len(labels) for _, labels in share) for share in shares]
@@ -94,8 +94,8 @@ def test_evaluation_counts_each_sample_once() -> None:
 
 
 @pytest.mark.parametrize(("samples", "world_size", "forwards"), [(1025, 2, 2), (1024, 2, 1), (360, 7, 1), (7, 7, 1)])
-def test_evaluation_takes_equally_many_forwards(samples: int, world_size: int, forwards: int) -> None:
-    """All ranks make the same number of forwards, also where one share ends just beyond a full batch."""
+def test_ranks_evaluate_with_equally_many_forwards(samples: int, world_size: int, forwards: int) -> None:
+    """All ranks make the same number of forwards, even if one share is just larger than a full batch."""
     data = TensorDataset(torch.arange(samples))
     for rank in range(world_size):
         sizes = [len(x) for (x,) in evaluation_batches(data, RankContext(rank, world_size))]
@@ -104,7 +104,7 @@ def test_evaluation_takes_equally_many_forwards(samples: int, world_size: int, f
 
 
 def test_evaluation_needs_a_sample_for_each_rank() -> None:
-    """More ranks than test samples are refused with both numbers."""
+    """More ranks than test samples raise an error with both numbers."""
     with pytest.raises(UserError, match="2 test samples for 3 ranks: "):
         evaluation_batches(TensorDataset(torch.arange(2)), RankContext(0, 3))
 
@@ -114,19 +114,19 @@ def test_evaluation_needs_a_sample_for_each_rank() -> None:
     [({"epochs": 3}, 3, 132), ({"epochs": 3, "max_steps": 45}, 2, 45), ({"epochs": 1, "max_steps": 500}, 1, 44)],
 )
 def test_plan_ends_at_the_first_limit(limits: dict[str, int], epochs: int, steps: int) -> None:
-    """Whichever of epochs and steps is used up first ends the run."""
+    """A run ends after --epochs or --max-steps, whichever comes first."""
     plan = make_plan(Settings(**limits), samples=1437, steps_per_epoch=44)
     assert (plan.epochs, plan.steps) == (epochs, steps)
 
 
 def test_plan_needs_one_full_batch() -> None:
-    """A batch larger than the data is refused with both numbers."""
+    """A batch larger than the training data raises an error with both numbers."""
     with pytest.raises(UserError, match="--batch-size 32 is more than the 20 training samples"):
         make_plan(Settings(), samples=20, steps_per_epoch=0)
 
 
 def test_schedule_rises_and_falls() -> None:
-    """The learning rate rises over a tenth of the steps, reaches its peak once, and ends near zero, never at it."""
+    """The learning rate rises over the first tenth of the steps, then falls from its peak to nearly zero."""
     rates = [compute_lr_scale(step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert max(rates) == rates[9] == rates[10] == 1
@@ -145,8 +145,8 @@ def test_schedule_rises_and_falls() -> None:
     ],
     ids=str,
 )
-def test_batchnorm_needs_two_samples_a_rank(settings: Settings, world_size: int, refused: bool) -> None:
-    """A share of one sample is refused where BatchNorm would see it alone, and nowhere else."""
+def test_batchnorm_needs_two_samples_per_rank(settings: Settings, world_size: int, refused: bool) -> None:
+    """A share of one sample is refused only if a BatchNorm layer would normalize the sample alone."""
     check_batchnorm(nn.Linear(2, 2), settings, world_size, 1)
     if refused:
         with pytest.raises(UserError, match="BatchNorm"):
@@ -156,7 +156,7 @@ def test_batchnorm_needs_two_samples_a_rank(settings: Settings, world_size: int,
 
 
 def test_optimizer_takes_all_parameters_in_order() -> None:
-    """The integer ids of the optimizer's state follow the model's own order of parameters."""
+    """The optimizer has all parameters in the order of the model, so the integer ids of its state follow this order."""
     for name, kind in (("sgd", torch.optim.SGD), ("adamw", torch.optim.AdamW)):
         settings = Settings(optimizer=name)
         method = Single(settings, RankContext())
@@ -167,8 +167,8 @@ def test_optimizer_takes_all_parameters_in_order() -> None:
         assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
 
 
-def test_dropout_does_not_hear_of_evaluations() -> None:
-    """How often the model is scored decides nothing of what is trained, with random numbers in the model too."""
+def test_evaluations_do_not_affect_dropout() -> None:
+    """The number of evaluations does not affect training, even if the model draws random numbers for dropout."""
     settings = Settings(model="mnist_convnet", limit_train=32, epochs=2)
     results = [train(replace(settings, eval_every=every), RankContext(), Recorder()) for every in (1, 2)]
     assert results[0].trained == results[1].trained

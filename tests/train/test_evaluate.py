@@ -1,4 +1,4 @@
-"""`python -m train.evaluate`: scores per rank on real checkpoints, and the averaged statistics."""
+"""`python -m train.evaluate` on real checkpoints: scores per rank, with own and with averaged statistics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of two ranks, of a training that started just now: DDP whose buffers are never synchronized."""
+    """Train with DDP and --no-buffer-sync on two ranks; return the folder of the checkpoints."""
     folder = tmp_path_factory.mktemp("drifted")
     started = Programs(folder)
     try:
@@ -44,17 +44,17 @@ def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def synced(tmp_path: Path) -> Path:
-    """Copy the files of two ranks that trained with SyncBatchNorm into a folder of the test's own."""
+    """Copy the checkpoints of two ranks trained with SyncBatchNorm into the test's folder."""
     return copy_synced(tmp_path)
 
 
 def scale_statistics(path: Path, factor: float) -> None:
-    """Plant a drift: multiply every running mean and variance."""
+    """Inject a drift: multiply every running mean and variance."""
     change(path, lambda content: [t.mul_(factor) for n, t in content["model"].items() if "running_" in n])
 
 
 def score_by_hand(state: dict[str, torch.Tensor], width: int | None) -> tuple[float, float]:
-    """Accuracy and loss of a resnet8 in one forward over the whole test set."""
+    """Return accuracy and loss of a resnet8 in one forward over the whole test set."""
     model = build_model("resnet8", 1, 10, width)
     model.load_state_dict(state)
     x, y = load_data("digits", None, None).test[:]
@@ -63,8 +63,8 @@ def score_by_hand(state: dict[str, torch.Tensor], width: int | None) -> tuple[fl
     return (logits.argmax(1) == y).double().mean().item(), F.cross_entropy(logits, y).item()
 
 
-def test_scores_are_those_of_a_plain_forward(drifted: Path) -> None:
-    """Each rank's accuracy and loss are those of its file, the averaged ones those of numpy's averages."""
+def test_scores_equal_a_plain_forward(drifted: Path) -> None:
+    """Own scores equal a plain forward with the rank's file; averaged scores equal a forward with NumPy's averages."""
     result = scores(drifted)
     states = [load(drifted / f"ddp-nobufsync_rank{rank}.pth")["model"] for rank in range(2)]
     merged = dict(states[0])
@@ -79,17 +79,17 @@ def test_scores_are_those_of_a_plain_forward(drifted: Path) -> None:
     expected = score_by_hand(merged, 4)
     for rank, state in zip(result.ranks, states, strict=True):
         assert rank.averaged is not None
-        for found, (accuracy, loss) in ((rank.own, score_by_hand(state, 4)), (rank.averaged, expected)):
-            assert found.samples == 360
-            assert found.accuracy == accuracy
-            assert found.loss == pytest.approx(loss, rel=1e-5)  # float32 sums in another order
+        for score, (accuracy, loss) in ((rank.own, score_by_hand(state, 4)), (rank.averaged, expected)):
+            assert score.samples == 360
+            assert score.accuracy == accuracy
+            assert score.loss == pytest.approx(loss, rel=1e-5)  # float32 sums in another order
     assert result.ranks[0].own.loss != result.ranks[1].own.loss
     assert result.ranks[0].averaged == result.ranks[1].averaged
     assert (result.replicas.statistics_differ, result.replicas.parameters_differ) == (True, False)
 
 
-def test_averaged_statistics_are_those_of_all_samples() -> None:
-    """Means and variances of three ranks' equal shares merge into mean and variance of all their samples together."""
+def test_averaged_statistics_cover_all_samples() -> None:
+    """The means and variances of three ranks' equal shares merge into the mean and variance of all samples."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 5, 1), torch.nn.BatchNorm2d(5))
     shares = torch.randn(3, 50, 5, dtype=torch.float64) + torch.tensor([0.0, 3.0, -2.0]).view(3, 1, 1)
@@ -99,20 +99,20 @@ def test_averaged_statistics_are_those_of_all_samples() -> None:
     assert list(averaged) == ["1.running_mean", "1.running_var"]
     assert torch.allclose(averaged["1.running_mean"], everything.mean(0), rtol=0, atol=1e-14)
     assert torch.allclose(averaged["1.running_var"], everything.var(0, correction=0), rtol=1e-14)
-    # The ranks' means lie up to 5 apart: without their variance the result would be far off.
+    # The ranks' means differ by up to 5, so a result without the variance of the means would be far too small.
     assert (averaged["1.running_var"] / states[0]["1.running_var"]).min() > 3
 
 
 def test_a_synchronized_run_has_no_spread(synced: Path) -> None:
-    """With SyncBatchNorm all ranks score alike, exactly, and averaging what is equal changes no bit of it."""
+    """With SyncBatchNorm, all ranks have equal scores, and averaging equal statistics does not change the scores."""
     result = scores(synced)
     assert (result.spread, result.averaged_spread) == (0.0, 0.0)
     assert len({score for rank in result.ranks for score in (rank.own, rank.averaged)}) == 1
     assert result.sentence.endswith("on every rank: weights and BatchNorm statistics agree")
 
 
-def test_a_planted_drift_is_a_spread(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Statistics of rank 1 times 20 cost it accuracy: the table, the spread and the sentence say so."""
+def test_an_injected_drift_causes_a_spread(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Multiplying rank 1's statistics by 20 changes its accuracy; table, spread and sentence report the difference."""
     scale_statistics(synced / SYNCED.format(1), 20)
     result = scores(synced)
     assert result.spread > 0.05
@@ -142,30 +142,30 @@ def test_a_planted_drift_is_a_spread(synced: Path, capsys: pytest.CaptureFixture
     ],
     ids=lambda changes: "-".join(map(str, changes.values())) or "ddp",
 )
-def test_runs_of_the_methods(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
-    """Real runs whose ranks hold whole models are evaluated; only what each method lets drift is told as differing."""
+def test_runs_with_whole_models_are_evaluated(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
+    """Runs with a whole model per rank are evaluated; only tensors that drift by design are reported as different."""
     settings = replace(SMALL, **changes, out=syncheck_rank.shared)
     run(ctx, settings)
     result = scores(settings.out)
     assert [rank.rank for rank in result.ranks] == [0, 1]
     own = [rank.own for rank in result.ranks]
-    apart = (not settings.sync_bn, settings.method == "localsgd")  # 10 steps: two after the last average
-    assert (result.replicas.statistics_differ, result.replicas.parameters_differ) == apart
+    expected = (not settings.sync_bn, settings.method == "localsgd")  # 10 steps end two steps after the last average
+    assert (result.replicas.statistics_differ, result.replicas.parameters_differ) == expected
     assert (own[0] == own[1]) is settings.sync_bn
     assert (result.ranks[0].averaged == result.ranks[1].averaged) is (settings.method != "localsgd")
 
 
-def test_replicas_of_one_process(tmp_path: Path) -> None:
-    """The replicas of DataParallel are evaluated like ranks, one group for each step that was saved."""
+def test_replicas_of_one_process_are_evaluated(tmp_path: Path) -> None:
+    """The replicas of DataParallel are evaluated like ranks, with one group per saved step."""
     run(RankContext(), replace(SMALL, method="dp", replicas=2, save_every=3, max_steps=6, out=tmp_path))
-    found, refused = find_replicas([str(tmp_path / "history")])
+    groups, refused = find_replicas([str(tmp_path / "history")])
     assert refused == []
-    assert [(r.run, r.step, [file.rank for file in r.files]) for r in found] == [("dp", 3, [0, 1]), ("dp", 6, [0, 1])]
-    assert all(score_run(r, None).ranks[0].averaged is not None for r in found)
+    assert [(r.run, r.step, [file.rank for file in r.files]) for r in groups] == [("dp", 3, [0, 1]), ("dp", 6, [0, 1])]
+    assert all(score_run(r, None).ranks[0].averaged is not None for r in groups)
 
 
-def test_a_model_without_batchnorm() -> None:
-    """Where there is no BatchNorm nothing is averaged, and the sentence says so."""
+def test_a_model_without_batchnorm_has_no_averages() -> None:
+    """Without BatchNorm, nothing is averaged, and the sentence reports the missing BatchNorm."""
     result = scores(FIXTURES / "in_sync" / "ddp_no_bn")
     assert result.averaged_spread is None
     assert [rank.averaged for rank in result.ranks] == [None, None]
@@ -176,8 +176,8 @@ def test_a_model_without_batchnorm() -> None:
     "name", [pytest.param(n, marks=pytest.mark.slow if n.startswith("tv_") or "50" in n else ()) for n in MODELS]
 )
 def test_every_model_is_built(name: str, tmp_path: Path) -> None:
-    """Each model of the trainer is built from the metadata, and scores what its state dict scores."""
-    width = None if name.startswith("tv_") else 4  # torchvision's have one width only
+    """Each model of the trainer is built from the metadata, and has the accuracy of its state dict."""
+    width = None if name.startswith("tv_") else 4  # torchvision's networks have a fixed width
     small = SMALLEST.get(name, {})
     model = build_model(name, 1, 10, width, image_size=8, **small)
     config = {"model": name, "width": width, "data": "digits", **small}
@@ -187,29 +187,29 @@ def test_every_model_is_built(name: str, tmp_path: Path) -> None:
     result = scores(tmp_path)
     x, y = load_data("digits", None, None).test[:]
     with torch.no_grad():
-        right = (model.eval()(x).argmax(1) == y).double().mean().item()
-    assert [rank.own.accuracy for rank in result.ranks] == [right, right]
+        expected = (model.eval()(x).argmax(1) == y).double().mean().item()
+    assert [rank.own.accuracy for rank in result.ranks] == [expected, expected]
 
 
-def test_a_loss_that_is_no_number_is_null(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """JSON on stdout is a whole document with every number; a rank with a NaN weight has the loss null."""
+def test_a_nan_loss_is_null_in_json(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If a rank has a NaN weight, its loss is null, and stdout is still a complete and valid JSON document."""
     change(synced / SYNCED.format(1), lambda content: content["model"]["fc.bias"].fill_(float("nan")))
     assert main([str(synced), "--json"]) == 0
     document = json.loads(capsys.readouterr().out, parse_constant=lambda text: pytest.fail(text))
     assert (document["schema"], document["refused"]) == (1, [])
-    (found,) = document["runs"]
-    assert (found["run"], found["step"], found["model"], found["world_size"]) == ("ddp-syncbn", 12, "resnet8", 2)
-    assert (found["parameters_differ"], found["statistics_differ"]) == (True, False)
-    assert [Path(rank["path"]).name for rank in found["ranks"]] == [SYNCED.format(0), SYNCED.format(1)]
-    assert found["ranks"][0]["own"]["loss"] > 0
-    assert found["ranks"][1]["own"]["loss"] is None
-    assert found["spread"] == found["ranks"][0]["own"]["accuracy"] - found["ranks"][1]["own"]["accuracy"]
-    assert "between ranks with different weights" in found["sentence"]
+    (entry,) = document["runs"]
+    assert (entry["run"], entry["step"], entry["model"], entry["world_size"]) == ("ddp-syncbn", 12, "resnet8", 2)
+    assert (entry["parameters_differ"], entry["statistics_differ"]) == (True, False)
+    assert [Path(rank["path"]).name for rank in entry["ranks"]] == [SYNCED.format(0), SYNCED.format(1)]
+    assert entry["ranks"][0]["own"]["loss"] > 0
+    assert entry["ranks"][1]["own"]["loss"] is None
+    assert entry["spread"] == entry["ranks"][0]["own"]["accuracy"] - entry["ranks"][1]["own"]["accuracy"]
+    assert "between ranks with different weights" in entry["sentence"]
 
 
 @pytest.mark.slow
-def test_as_a_user_types_it(drifted: Path, programs: Programs) -> None:
-    """`python -m train.evaluate ckpts/` prints the table and leaves with 0; --help names the exit codes."""
+def test_the_command_line(drifted: Path, programs: Programs) -> None:
+    """`python -m train.evaluate ckpts/` prints the table and exits with code 0; --help lists the exit codes."""
     command = (sys.executable, "-m", "train.evaluate")
     done = programs.run(*command, drifted, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
@@ -220,12 +220,12 @@ def test_as_a_user_types_it(drifted: Path, programs: Programs) -> None:
 
 
 def test_prints_the_last_saved_step_once(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--save-every and --save-per-rank both write the last step: one table and one sentence have it."""
+    """If --save-every and --save-per-rank both write the last step, the output reports this step once."""
     assert main([str(synced)]) == 0
-    once = capsys.readouterr().out
+    output = capsys.readouterr().out
     step = synced / "history" / "ddp-syncbn" / "step_12"
     step.mkdir(parents=True)
     for rank in range(2):
         shutil.copy(synced / f"ddp-syncbn_rank{rank}.pth", step / f"rank_{rank}.pth")
     assert main([str(synced)]) == 0
-    assert capsys.readouterr().out == once
+    assert capsys.readouterr().out == output

@@ -1,4 +1,4 @@
-"""`python -m train.evaluate` on what it cannot evaluate: one line each, exit code 2, and nothing in a file is run."""
+"""`python -m train.evaluate` on invalid input: one line per refusal, exit code 2, and no code from a file runs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def synced(tmp_path: Path) -> Path:
-    """Two equal ranks' files, to be spoilt."""
+    """Return a folder with the checkpoints of two equal ranks."""
     return copy_synced(tmp_path)
 
 
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=2)
 def test_shards_are_refused(ctx: RankContext, syncheck_rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parts of an FSDP model are refused with the reason and what to do, whatever else is evaluated."""
+    """Shards of an FSDP model are refused with the reason and the fix; other runs are evaluated as usual."""
     run(ctx, replace(SMALL, method="fsdp", max_steps=1, out=syncheck_rank.shared))
     assert main([str(syncheck_rank.shared), str(FIXTURES / "in_sync" / "sync_bn")]) == 2
     out, err = capsys.readouterr()
@@ -42,7 +42,7 @@ def test_shards_are_refused(ctx: RankContext, syncheck_rank: Rank, capsys: pytes
 
 
 def damage(name: str, folder: Path) -> list[str]:
-    """Make the files of two ranks unfit in one way; returns the arguments of the program."""
+    """Damage the checkpoints of two ranks in one way; return the arguments of the program."""
     first, second = (folder / SYNCED.format(rank) for rank in range(2))
 
     def both(edit: Callable[[dict[str, Any]], object]) -> None:
@@ -107,7 +107,7 @@ def damage(name: str, folder: Path) -> list[str]:
 def test_refuses_invalid_files_and_options(
     name: str, message: str, synced: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each kind of unfit file or option is one line with the reason and exit code 2, and no table."""
+    """An invalid file or option produces one line with the reason, exit code 2, and no table."""
     code = main(damage(name, synced))
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
@@ -117,28 +117,28 @@ def test_refuses_invalid_files_and_options(
 
 
 def test_reports_a_truncated_file(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A truncated file and the rank without a peer are reported, and the exit code is 2."""
+    """A truncated file and the rank left without a replica are reported, and the exit code is 2."""
     assert main(damage("cut", synced)) == 2
     err = capsys.readouterr().err
     assert SYNCED.format(1) in err
     assert "rank 0 has no other replica" in err
 
 
-def test_a_hostile_pickle_is_not_run(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint that would make a folder when it is loaded is refused, and the folder is not there."""
+def test_a_malicious_pickle_does_not_run(synced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that would create a folder during loading is refused, and the folder does not exist."""
     trap = synced.parent / "trap"
 
     class Trap:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
             return Path.mkdir, (trap,)  # type: ignore[return-value]
 
-    (found,), _ = find_replicas([str(synced)])
+    (replicas,), _ = find_replicas([str(synced)])
     for rank in range(2):
         content = load(synced / SYNCED.format(rank))
         torch.save({**content, "extra": Trap()}, synced / SYNCED.format(rank))
     assert main([str(synced)]) == 2
     assert SYNCED.format(0) in capsys.readouterr().err
-    # Nor where syncheck has not looked at the file before.
+    # load_weights also refuses a file changed since find_replicas read it.
     with pytest.raises(UserError, match="cannot be loaded"):
-        load_weights(found.files[0])
+        load_weights(replicas.files[0])
     assert not trap.exists()

@@ -1,4 +1,4 @@
-"""--channels-last: the same training in another memory format, and files that mean the same."""
+"""--channels-last: equal training in another memory format, and files that compare as equal."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ if TYPE_CHECKING:
     from syncheck.testing import Rank
 
 CONVNET = replace(SMALL, method="single", model="convnet", max_steps=20)
-# As in test_methods.py: sums in another order, carried along for 20 steps.
+# The tolerance of test_methods.py: sums in another order, over 20 steps.
 ROUNDING = 5e-6
 
 
-def in_format(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rearrange the tensors of 4 dimensions; their values stay where they are in the logical order."""
+def to_channels_last(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert 4-dimensional tensors to channels_last, which keeps their logical values."""
     nhwc = torch.channels_last
     return {name: t.contiguous(memory_format=nhwc) if t.dim() == 4 else t for name, t in state.items()}
 
 
 def is_nhwc(tensor: Tensor) -> bool:
-    """Tell whether a tensor is in the format, and not contiguous at the same time."""
+    """Return whether a tensor is in channels_last format and not also contiguous."""
     return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def test_trains_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, momentum and what flows between layers are in the format; the result is the usual within rounding."""
-    between: list[bool] = []
+def test_channels_last_changes_only_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, momentum and activations are in channels_last; the result is within rounding of the usual format."""
+    activations: list[bool] = []
     forward = ConvNet.forward
 
-    def looking(self: ConvNet, x: Tensor) -> Tensor:
+    def record_format(self: ConvNet, x: Tensor) -> Tensor:
         if self.training:
-            between.append(is_nhwc(self.conv1(x)))
+            activations.append(is_nhwc(self.conv1(x)))
         return forward(self, x)
 
-    monkeypatch.setattr(ConvNet, "forward", looking)
+    monkeypatch.setattr(ConvNet, "forward", record_format)
     usual = run(RankContext(), replace(CONVNET, out=tmp_path)).saved[0]
-    assert not any(between)
-    between.clear()
+    assert not any(activations)
+    activations.clear()
     settings = replace(CONVNET, channels_last=True, out=tmp_path)
     job = trained(RankContext(), settings)
-    assert between
-    assert all(between)
+    assert activations
+    assert all(activations)
     weight = job.method.module.get_parameter("conv2.weight")
     assert is_nhwc(weight)
     assert is_nhwc(job.trainer.optimizer.state[weight]["momentum_buffer"])
     assert widest_gap(usual, tmp_path / "single-channels-last_rank0.pth") < ROUNDING
 
 
-def test_files_mean_the_same(tmp_path: Path) -> None:
-    """Files of the same values in the format and without it are identical to syncheck; one other element is found."""
+def test_files_compare_equal_in_both_formats(tmp_path: Path) -> None:
+    """Files of equal values compare as identical in both formats, and a single changed element is located."""
     settings = replace(CONVNET, channels_last=True, max_steps=2, out=tmp_path)
     (saved,) = run(RankContext(), settings).saved
     state = load(saved)["model"]
-    (flat,) = run(RankContext(), replace(settings, save_format="safetensors")).saved  # replaces the other
-    values = load_file(flat)  # contiguous, which is all that the format knows
+    (flat,) = run(RankContext(), replace(settings, save_format="safetensors")).saved  # replaces the .pth file
+    values = load_file(flat)  # always contiguous in safetensors
     assert all(values[name].equal(tensor) for name, tensor in state.items())
     assert is_nhwc(state["conv2.weight"])
     pair = [tmp_path / f"pair_rank{rank}.pth" for rank in range(2)]
-    torch.save({"model": in_format(state)}, pair[0])
+    torch.save({"model": to_channels_last(state)}, pair[0])
     torch.save({"model": {name: t.contiguous() for name, t in state.items()}}, pair[1])
     counts = syncheck.compare(*pair).groups[0].counts
     assert (counts.identical, counts.different) == (len(state), 0)
@@ -84,8 +84,8 @@ def test_files_mean_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_ranks_may_hold_them_otherwise(syncheck_rank: Rank) -> None:
-    """In a job a rank whose weights are in the format agrees with one whose are not, and an element apart is seen."""
+def test_ranks_may_have_different_formats(syncheck_rank: Rank) -> None:
+    """A rank with channels_last weights is in sync with a contiguous rank, and a different element is reported."""
     torch.manual_seed(0)
     model: nn.Module = ConvNet(1, 10, 4)
     if syncheck_rank.rank == 1:
@@ -101,17 +101,17 @@ def test_ranks_may_hold_them_otherwise(syncheck_rank: Rank) -> None:
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("hook", ["none", "powersgd"])
 def test_ranks_stay_equal(ctx: RankContext, syncheck_rank: Rank, hook: str) -> None:
-    """Under ddp the ranks' gradients are averaged element by element in the format too, with a hook as well."""
+    """Under ddp, channels_last ranks stay in sync and close to a run in the usual format, with PowerSGD too."""
     settings = replace(CONVNET, method="ddp", sync_bn=True, out=syncheck_rank.shared)
     usual = run(ctx, replace(settings, comm_hook=hook)).saved[0]
     saved = run(ctx, replace(settings, comm_hook=hook, channels_last=True)).saved
     assert syncheck.compare(*saved).verdict == "in_sync"
-    # A bucket holds its gradients in the order of memory, so that PowerSGD's random Q falls on other elements.
+    # A bucket holds its gradients in memory order, so PowerSGD's random Q applies to other elements.
     assert widest_gap(usual, saved[0]) < (ROUNDING if hook == "none" else 0.1)
 
 
-def test_other_layers_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A model without a convolution trains with the same bits with and without the option."""
+def test_other_layers_do_not_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model without convolutions trains bitwise equally with and without --channels-last."""
 
     def linear(*_: Any, **__: Any) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))

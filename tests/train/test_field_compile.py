@@ -1,4 +1,4 @@
-"""--compile: generated code trains alike, on all ranks the same, and says what it lacks."""
+"""--compile: compiled code trains the same model, ranks stay equal, and a missing compiler is reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from scenarios import NEEDS_FSDP, SMALL, load, run, widest_gap
-from test_matrix import BASE, table, verdict
+from test_matrix import BASE, read_table, train_and_compare
 
 from train.job import prepare
 from train.launch import RankContext
@@ -27,8 +27,8 @@ TINY = ("--model", "convnet", "--width", 2, "--max-steps", 3, "--save-per-rank",
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Trace as torch.compile does, and run what was traced without generating code, in seconds; counts its graphs."""
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Trace like torch.compile, but run the graphs without slow code generation; list the sizes of the graphs."""
     graphs: list[int] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -53,39 +53,41 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=4)]),
     ],
 )
-def test_the_tables_row(method: str, request: pytest.FixtureRequest, tmp_path: Path, traced: list[int]) -> None:
-    """What syncheck says of compiled runs is what the page says, and what it says of others."""
+def test_the_table_is_correct_for_compile(
+    method: str, request: pytest.FixtureRequest, tmp_path: Path, graphs: list[int]
+) -> None:
+    """The verdict of a compiled run is that of the page: `refused`, or the verdict of the method alone."""
     grouped = METHODS[method].grouped
     ctx: RankContext = request.getfixturevalue("ctx") if grouped else RankContext()
     out = request.getfixturevalue("syncheck_rank").shared if grouped else tmp_path
-    found = verdict(ctx, replace(BASE, method=method, compile=True, out=out))
-    assert found == table()[method]["--compile"]
-    assert found in ("refused", table()[method]["alone"])
-    assert bool(traced) is (found != "refused")
+    actual = train_and_compare(ctx, replace(BASE, method=method, compile=True, out=out))
+    assert actual == read_table()[method]["--compile"]
+    assert actual in ("refused", read_table()[method]["alone"])
+    assert bool(graphs) is (actual != "refused")
 
 
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=2)
-def test_sync_bn_is_left_out_of_it(ctx: RankContext, syncheck_rank: Rank, traced: list[int]) -> None:
-    """Around SyncBatchNorm the rest is compiled: the result is that of the usual run, bit by bit, on both ranks."""
+def test_sync_bn_is_not_compiled(ctx: RankContext, syncheck_rank: Rank, graphs: list[int]) -> None:
+    """With SyncBatchNorm, only the other layers are compiled, and both ranks end bitwise equal to the usual run."""
     settings = replace(SMALL, sync_bn=True, out=syncheck_rank.shared)
     usual = run(ctx, settings).saved
-    assert not traced
+    assert not graphs
     saved = run(ctx, replace(settings, compile=True)).saved
-    assert len(traced) > 2
+    assert len(graphs) > 2
     assert widest_gap(usual[0], saved[0]) == 0
     assert widest_gap(*saved) == 0
     job = prepare(replace(settings, compile=True), ctx)
-    assert job.trainer.forward is not job.method.module  # what is saved and evaluated stays as it was
+    assert job.trainer.forward is not job.method.module  # checkpoints and evaluations use the module as before
     assert list(job.method.module.state_dict()) == list(load(usual[0])["model"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_real_code(script: Callable[..., Run], tmp_path: Path) -> None:
-    """Generated code, on one process and under ddp on two with a cold cache, ends within rounding of the usual run.
+def test_generated_code(script: Callable[..., Run], tmp_path: Path) -> None:
+    """Generated code ends within rounding of the usual run, in one process and under ddp with a cold cache.
 
-    The usual run is that of one process: the network has no BatchNorm, so ddp ends within rounding of it.
+    The usual run is a run of one process. The network has no BatchNorm, so ddp ends within rounding of this run too.
     """
     for options in ((), ("--compile",), ("--compile", "--spawn", 2, "--timeout", 300)):
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache{len(options)}")}
@@ -101,8 +103,8 @@ def test_real_code(script: Callable[..., Run], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_missing_compiler_is_said(script: Callable[..., Run], tmp_path: Path) -> None:
-    """Without a C++ compiler both ranks end with one line that says so, and exit code 2."""
+def test_a_missing_compiler_is_reported(script: Callable[..., Run], tmp_path: Path) -> None:
+    """Without a C++ compiler, two ranks print one error line in total, and the exit code is 2."""
     done = script(*TINY, "--spawn", 2, "--compile", timeout=100, CXX="/nowhere", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("run.py: ")]

@@ -1,4 +1,4 @@
-"""--join: ranks with unequal numbers of batches, and what must be sent when the last of them is done."""
+"""--join: ranks with unequal numbers of batches, and the broadcast after the last batch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
 
-# 9 batches of 8 or 7 samples: rank 0 has 5 an epoch, rank 1 has 4.
+# 9 batches of 8 or 7 samples per epoch: rank 0 has 5, rank 1 has 4.
 UNEVEN = replace(SMALL, join=True, limit_train=71, batch_size=16, epochs=2, max_steps=None)
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_all_agree_in_the_end(ctx: RankContext, syncheck_rank: Rank, optimizer: str) -> None:
-    """After two epochs of 5 and 4 batches all ranks hold the same bits, BatchNorm's statistics and momentum too."""
+def test_ranks_end_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, optimizer: str) -> None:
+    """After two epochs of 5 and 4 batches, ranks are bitwise equal, including BatchNorm statistics and momentum."""
     settings = replace(UNEVEN, optimizer=optimizer, out=syncheck_rank.shared)
     job = prepare(settings, ctx)
     assert len(job.sampler.sizes) == (5, 4)[ctx.rank]
@@ -47,28 +47,28 @@ def test_all_agree_in_the_end(ctx: RankContext, syncheck_rank: Rank, optimizer: 
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_speed_counts_real_samples(ctx: RankContext) -> None:
-    """The last steps of an epoch, which not all ranks make, are no whole batches: 71 samples, not 5 times 16."""
+def test_throughput_counts_real_samples(ctx: RankContext) -> None:
+    """Throughput counts the 71 samples of an epoch, not 5 times 16, because rank 1 has no batch at the last step."""
     epochs: list[EpochRecord] = []
 
-    class Kept(Recorder):
+    class KeepEpochs(Recorder):
         def epoch(self, record: EpochRecord) -> None:
             epochs.append(record)
 
-    train(replace(UNEVEN, save_per_rank=False), ctx, Kept())
+    train(replace(UNEVEN, save_per_rank=False), ctx, KeepEpochs())
     if ctx.is_main:
         assert [record.samples_per_second * record.train_time_s for record in epochs] == [pytest.approx(71)] * 2
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_without_the_optimizer_momentum_parts(
+def test_ddp_join_alone_leaves_momentum_out_of_sync(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DDP's join alone makes the models equal and leaves each rank its own momentum, which syncheck says."""
+    """DDP's join alone synchronizes the models but not the momentum, and syncheck reports this difference."""
     monkeypatch.setattr("train.methods.ddp.broadcast_optimizer_state", lambda *_: None)
     saved = run(ctx, replace(UNEVEN, out=syncheck_rank.shared)).saved
-    apart = differing(*saved)
-    assert apart == {f"optimizer.{i}.momentum_buffer" for i in range(23)}
+    names = differing(*saved)
+    assert names == {f"optimizer.{i}.momentum_buffer" for i in range(23)}
     (group,) = syncheck.compare(*saved).groups
     assert group.verdict == "out_of_sync"
     assert [finding.code for finding in group.findings] == ["SYN299"]
@@ -76,17 +76,17 @@ def test_without_the_optimizer_momentum_parts(
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_it_is_what_it_says(ctx: RankContext) -> None:
-    """It ends where one process ends that sums each step's batches by hand: every sample weighs the same."""
-    settings = replace(UNEVEN, model="convnet", batch_size=24, save_per_rank=False, shuffle=False)  # 3, 3 and 3 batches
-    settings = replace(settings, limit_train=60)  # 8 batches, the last of 4: ranks have 3, 3 and 2
-    found = trained(ctx, settings).method.module.state_dict()
-    expected = by_hand(settings, 3).state_dict()
-    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
+def test_join_equals_training_by_hand(ctx: RankContext) -> None:
+    """A run ends within rounding of one process on the union of all batches, with equal weight for each sample."""
+    settings = replace(UNEVEN, model="convnet", batch_size=24, save_per_rank=False, shuffle=False)
+    settings = replace(settings, limit_train=60)  # 8 batches, the last with 4 samples: ranks have 3, 3 and 2
+    actual = trained(ctx, settings).method.module.state_dict()
+    expected = train_by_hand(settings, 3).state_dict()
+    assert max((actual[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
 
 
-def by_hand(settings: Settings, ranks: int) -> nn.Module:
-    """Train in one process on the batches that all ranks have at each step together."""
+def train_by_hand(settings: Settings, ranks: int) -> nn.Module:
+    """Train in one process on the union of all ranks' batches at each step."""
     torch.manual_seed(settings.seed)
     model = build_model(settings.model, 1, 10, settings.width)
     optimizer = torch.optim.SGD(
@@ -98,8 +98,8 @@ def by_hand(settings: Settings, ranks: int) -> nn.Module:
     per_epoch = -(-len(x) // settings.batch_size)
     for step in range(settings.epochs * per_epoch):
         start = step % per_epoch * settings.batch_size
-        mine = slice(start, start + ranks * (settings.batch_size // ranks))
-        loss = F.cross_entropy(model(x[mine]), y[mine], reduction="sum") / settings.batch_size
+        window = slice(start, start + ranks * (settings.batch_size // ranks))
+        loss = F.cross_entropy(model(x[window]), y[window], reduction="sum") / settings.batch_size
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         set_learning_rate(optimizer, settings.lr * compute_lr_scale(step, settings.epochs * per_epoch))
@@ -108,20 +108,20 @@ def by_hand(settings: Settings, ranks: int) -> nn.Module:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_ranks_meet_at_the_end_of_an_epoch(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Files of each epoch's end agree; any other step to save or check at is refused on all ranks."""
+def test_checkpoints_and_checks_are_due_at_epoch_ends(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Checkpoints at epoch ends are in sync; intervals with other steps are refused on all ranks."""
     settings = replace(UNEVEN, save_every=5, monitor=5, out=syncheck_rank.shared)
     saved = run(ctx, settings).saved
     assert len(saved) == 6
     assert syncheck.compare(syncheck_rank.shared).verdict == "in_sync"
-    for given in ({"save_every": 2}, {"monitor": 2}, {"checkpoint_every": 7}):
+    for changes in ({"save_every": 2}, {"monitor": 2}, {"checkpoint_every": 7}):
         with pytest.raises(UserError, match="must be a multiple of 5"):
-            prepare(replace(UNEVEN, **given), ctx)
+            prepare(replace(UNEVEN, **changes), ctx)
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_resumed_run_goes_on_bit_by_bit(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """A run that crashed in its second epoch goes on from the end of the first, and ends with the same bits."""
+def test_a_resumed_run_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A run that crashed in its second epoch resumes from the end of the first, and ends bitwise equal."""
     settings = replace(UNEVEN, checkpoint_every=5, out=syncheck_rank.shared / "parts")
     whole = run(ctx, replace(settings, out=syncheck_rank.shared / "whole")).saved
     interrupt(ctx, settings, 6)
@@ -133,7 +133,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(ctx: RankContext, syncheck_rank: Rank)
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_single_sample_is_refused(ctx: RankContext) -> None:
-    """A last batch of one sample, which BatchNorm refuses on its rank alone, is refused on all before it hangs."""
+    """If one rank would have no batch, or a single sample for BatchNorm, all ranks refuse instead of hanging."""
     with pytest.raises(UserError, match="the last batch of an epoch would be a single sample"):
         prepare(replace(UNEVEN, limit_train=73), ctx)
     prepare(replace(UNEVEN, limit_train=73, model="convnet"), ctx)
@@ -142,23 +142,23 @@ def test_a_single_sample_is_refused(ctx: RankContext) -> None:
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(71, 2), (64, 4), (65, 4), (9, 3)])
-def test_every_sample_once(samples: int, ranks: int) -> None:
-    """The ranks' batches are all samples, each once; rank 0 has as many as any, and a skip leaves out the first."""
-    seen: list[int] = []
+def test_every_sample_is_used_once(samples: int, ranks: int) -> None:
+    """The ranks' batches contain each sample once; rank 0 has the most batches, and `skip` drops the first batches."""
+    indices: list[int] = []
     for rank in range(ranks):
         sampler = OwnSharesSampler(samples, 4 * ranks, rank, ranks, shuffle=True, seed=1)
         sampler.set_epoch(2)
         batches = list(sampler)
         assert len(batches) == len(sampler) == len(sampler.sizes) <= sampler.longest
         assert rank > 0 or len(batches) == sampler.longest
-        seen += [index for batch in batches for index in batch]
+        indices += [index for batch in batches for index in batch]
         sampler.set_epoch(2, 1)
         assert list(sampler) == batches[1:]
-    assert sorted(seen) == list(range(samples))
+    assert sorted(indices) == list(range(samples))
 
 
 @pytest.mark.parametrize(
-    "given",
+    "changes",
     [
         {"sync_bn": True},
         {"amp": "fp16"},
@@ -168,9 +168,9 @@ def test_every_sample_once(samples: int, ranks: int) -> None:
         {"fault": "extra-forward"},
         {"log_interval": 1},
     ],
-    ids=lambda given: next(iter(given)),
+    ids=lambda changes: next(iter(changes)),
 )
-def test_what_does_not_go_with_it(given: dict[str, Any]) -> None:
-    """What waits for ranks that are done, or misses their last steps, is refused with the reason."""
+def test_incompatible_options_are_refused(changes: dict[str, Any]) -> None:
+    """Options that need all ranks at each step are refused with a reason."""
     with pytest.raises(UserError, match=r"--join: not with --[a-z -]+[0-9]*: \w+.* \w+ \w+"):
-        check(replace(UNEVEN, **given), 2)
+        check(replace(UNEVEN, **changes), 2)

@@ -1,4 +1,4 @@
-"""Files of a real HSDP run: the copies of each shard are compared, and a difference in one is told with its ranks."""
+"""Files of a real HSDP run: replicas of each shard are compared, and a difference is reported with its rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 @NEEDS_FSDP
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
-def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Two copies on four ranks agree in all tensors; a bit that flips in rank 3's file is laid to it alone."""
+def test_replicas_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Two replicas on four ranks are equal in all tensors; a bit flip in rank 3's file is attributed to rank 3."""
     settings = replace(SMALL, method="hsdp", sync_bn=True, out=syncheck_rank.shared)
     run(ctx, settings)
     (group,) = syncheck.compare(settings.out).groups
@@ -30,7 +30,7 @@ def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) ->
     assert fact.parameters["layout"] == "copied to 2 along replicate, divided in 2 along shard (dimension 0)"
     assert fact.parameters["groups"][0] == (0, 2)
 
-    syncheck_rank.barrier()  # compare looks into every folder, and a slower rank must not find another's copies
+    syncheck_rank.barrier()  # compare reads all subfolders, and a slower rank must not read the copies of a faster rank
     damaged = settings.out / f"damaged{ctx.rank}"
     damaged.mkdir()
     for rank in range(4):
@@ -43,5 +43,5 @@ def test_copies_of_shards_are_compared(ctx: RankContext, syncheck_rank: Rank) ->
     (diff,) = group.tensors
     assert (group.verdict, diff.name, diff.mismatched) == ("out_of_sync", "fc.weight", 1)
     assert (diff.replica_groups, diff.clusters) == (((0, 2), (1, 3)), ((1,), (3,)))
-    # Bytes tell of ranks 1 and 3 only; the checksum in rank 3's file tells which of the two.
+    # The bytes show only a difference between ranks 1 and 3; the checksum in rank 3's file shows the changed rank.
     assert [(finding.code, finding.ranks) for finding in group.findings if finding.fails] == [("SYN223", (3,))]

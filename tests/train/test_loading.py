@@ -1,4 +1,4 @@
-"""How batches are loaded: by processes or not, the bits are the same, and no process outlives its rank."""
+"""Loading with and without worker processes: batches are bitwise equal, and no worker outlives its rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 TINY = Settings(width=4, limit_train=96, epochs=2)
 
 
-def test_an_epoch_draws_nothing_at_random() -> None:
-    """Starting and reading an epoch leaves torch's random numbers where they were."""
+def test_an_epoch_does_not_change_the_rng_state() -> None:
+    """Starting and reading an epoch does not change torch's RNG state."""
     samples = load_data("digits", None, None).train
     sampler = DistributedBatchSampler(len(samples), 64, 0, 1, shuffle=True, seed=0)
     before = torch.get_rng_state()
@@ -34,7 +34,7 @@ def test_an_epoch_draws_nothing_at_random() -> None:
 
 @pytest.mark.slow
 def test_workers_load_the_same_bits() -> None:
-    """Two processes that load, augmented samples too, end with the bits of none."""
+    """Training with two workers ends bitwise equal to training without workers, augmentation included."""
     settings = replace(TINY, augment="basic")
     states = [trained(RankContext(), replace(settings, workers=n)).method.module.state_dict() for n in (0, 2)]
     assert all(tensor.equal(states[1][name]) for name, tensor in states[0].items())
@@ -43,9 +43,9 @@ def test_workers_load_the_same_bits() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
 def test_workers_end_with_their_rank(programs: Programs, signal_number: signal.Signals) -> None:
-    """A rank that is killed, or interrupted at its terminal, leaves none of its loading processes behind."""
+    """If a rank is killed, or interrupted at its terminal, all its workers end too."""
     process = programs.start(*TRAIN, "--width", 4, "--epochs", 1000, "--workers", 2, "--log-interval", 1)
-    wait_until_trains(process)  # a step: they have loaded a batch
+    wait_until_trains(process)  # after one step, workers have loaded a batch
     wait_for(lambda: any(len(children(child)) == 2 for child in children(process.pid)))
     process.send_signal(signal_number)
     process.wait(30)

@@ -1,4 +1,4 @@
-"""docs/methods.md is true: every method with every modifier is run, and syncheck's verdict is the one in the table."""
+"""docs/methods.md is correct: every method runs with every modifier, and syncheck's verdicts equal the table."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
-# The settings of each row but the last, which holds all that the method does not refuse; of two that exclude each
-# other, the later.
+# The settings of each row except "all together", which combines all modifiers that the method does not refuse. If two
+# values of one option exclude each other, the later value applies.
 RUNS: dict[str, dict[str, Any]] = {
     "alone": {},
     "--sync-bn": {"sync_bn": True},
@@ -40,14 +40,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "--ema": {"ema": 0.9},
     "--save-format safetensors": {"save_format": "safetensors"},
 }
-# Not among "all together": what most others exclude, and what takes minutes. test_field_compile.py runs the latter.
-NOT_TRAINING = ("--join", "--compile")
-# Eight steps: localsgd has just averaged.
+# Not part of "all together": --join excludes most modifiers, and --compile takes minutes, so only test_field_compile.py
+# runs it.
+NOT_COMBINED = ("--join", "--compile")
+# Eight steps, because localsgd averages after the eighth.
 BASE = replace(SMALL, max_steps=8)
 
 
-def table() -> dict[str, dict[str, str]]:
-    """Read the page's table: method, modifier, verdict."""
+def read_table() -> dict[str, dict[str, str]]:
+    """Return the page's verdicts by method and modifier."""
     lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
     start = next(i for i, row in enumerate(rows) if row[0] == "modifier")
@@ -56,8 +57,8 @@ def table() -> dict[str, dict[str, str]]:
 
 
 def test_table_is_complete() -> None:
-    """Each method has a column and each modifier a row, and what is refused in the code is refused in the table."""
-    methods = table()
+    """Each method has a column, each modifier has a row, and code and table refuse the same combinations."""
+    methods = read_table()
     assert list(methods) == list(METHODS), "the page's columns are METHODS, in their order"
     for name, cells in methods.items():
         assert set(cells) == {*RUNS, "all together"} == {"alone", "all together", *MODIFIERS}
@@ -65,21 +66,21 @@ def test_table_is_complete() -> None:
 
 
 def test_page_gives_every_reason() -> None:
-    """The page quotes the reason of each refusal, as the program says it."""
+    """The page quotes the program's reason for each refusal word for word."""
     text = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for name, method in METHODS.items():
-        unsaid = [f"{option}: {reason}" for option, reason in method.refuses.items() if reason not in text]
-        assert unsaid == [], f"docs/methods.md has to say, word for word, what {name} refuses and why"
+        missing = [f"{option}: {reason}" for option, reason in method.refuses.items() if reason not in text]
+        assert missing == [], f"docs/methods.md has to say, word for word, what {name} refuses and why"
 
 
 def test_page_lists_every_fault() -> None:
-    """The page's table of faults is what --list-faults prints."""
+    """The page ends with the name, code and summary of every fault in FAULTS."""
     text = PAGE.read_text(encoding="utf-8")
     rows = [f"| `{name}` | {fault.code} | {fault.summary} |" for name, fault in FAULTS.items()]
     assert text.splitlines()[-len(rows) :] == rows, "docs/methods.md ends with a row for each fault, in FAULTS' order"
 
 
-# What each method is run with: so many ranks, and in the slow tests where it takes long.
+# The pytest marks of each method: its number of ranks, and `slow` if its runs take long.
 SLOW = pytest.mark.slow
 CELLS: dict[str, list[pytest.MarkDecorator]] = {
     "single": [],
@@ -92,39 +93,39 @@ CELLS: dict[str, list[pytest.MarkDecorator]] = {
 }
 
 
-def test_every_method_is_run() -> None:
-    """No method of the trainer is left out of the runs below."""
+def test_runs_include_every_method() -> None:
+    """The runs below include every method of the trainer."""
     assert list(CELLS) == list(METHODS), "CELLS has to name every method"
 
 
 @pytest.mark.parametrize("method", [pytest.param(name, marks=marks) for name, marks in CELLS.items()])
-def test_every_cell(method: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Each modifier is run with the method, on real files; refused, in sync, or the findings are as the page says."""
+def test_the_table_is_correct(method: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """With each modifier, the verdict on the method's real files is that of the page: refused, in sync, or findings."""
     grouped = METHODS[method].grouped
     ctx: RankContext = request.getfixturevalue("ctx") if grouped else RankContext()
     rank: Rank | None = request.getfixturevalue("syncheck_rank") if grouped else None
     out = rank.shared if rank is not None else tmp_path
     runs = {row: settings for row, settings in RUNS.items() if row != "--compile"}
-    found = {row: verdict(ctx, replace(BASE, method=method, out=out, **s)) for row, s in runs.items()}
-    together = [s for row, s in runs.items() if found[row] != "refused" and row not in NOT_TRAINING]
+    verdicts = {row: train_and_compare(ctx, replace(BASE, method=method, out=out, **s)) for row, s in runs.items()}
+    together = [s for row, s in runs.items() if verdicts[row] != "refused" and row not in NOT_COMBINED]
     accepted = {key: value for settings in together for key, value in settings.items()}
-    found["all together"] = verdict(ctx, replace(BASE, method=method, out=out, **accepted))
-    assert found == {row: cell for row, cell in table()[method].items() if row != "--compile"}
+    verdicts["all together"] = train_and_compare(ctx, replace(BASE, method=method, out=out, **accepted))
+    assert verdicts == {row: cell for row, cell in read_table()[method].items() if row != "--compile"}
 
 
-def verdict(ctx: RankContext, settings: Settings) -> str:
-    """Train and ask syncheck about the files of this run."""
+def train_and_compare(ctx: RankContext, settings: Settings) -> str:
+    """Train, compare the files of this run, and return the verdict in the table's words."""
     if any(option in METHODS[settings.method].refuses and used(settings) for option, used in MODIFIERS.items()):
         with pytest.raises(UserError, match=f"not with --method {settings.method}: "):
             run(ctx, settings)
         return "refused"
     saved = run(ctx, settings).saved
     (group,) = syncheck.compare(*saved).groups
-    return words(group)
+    return describe_group(group)
 
 
-def words(group: Group) -> str:
-    """Say in the table's words what was found."""
+def describe_group(group: Group) -> str:
+    """Return the verdict on a group in the table's words."""
     if group.verdict == "alone":
         return "one replica"
     codes = [finding.code for finding in group.findings if finding.severity != "info"]

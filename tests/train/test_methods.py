@@ -1,4 +1,4 @@
-"""What the parallel methods promise: the same training, and which tensors agree between ranks."""
+"""The parallel methods: training equal to one process, and the tensors that are in sync between ranks."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 
 STATISTICS = (".running_mean", ".running_var")
 EQUIVALENCE = replace(SMALL, model="convnet", width=None, shuffle=False, max_steps=20)
-# `ddp` sums a batch's gradient in two parts, so it rounds otherwise than `single`: 6e-8 relative in float32
-# for each sum, on weights below 1, carried along for 20 steps of momentum at a learning rate of up to 0.1.
-# Measured: 3e-8, and 4e-7 for one seed of twelve. Ten times that is allowed; the planted faults below are at
-# 1e-3 and more.
+# `ddp` sums a batch's gradient in two parts, which rounds differently from `single`: 6e-8 relative in float32 per sum,
+# on weights below 1, over 20 steps of momentum at a learning rate of up to 0.1. Measured: 3e-8, and 4e-7 for 1 of 12
+# seeds. The tolerance is ten times as large; the injected faults below cause differences of at least 1e-3.
 ROUNDING = 5e-6
 
 
-def gap_to_single(ctx: RankContext, settings: Settings) -> float:
-    """Train on all ranks, then in each rank's process alone; return how far apart the weights end."""
+def difference_to_single(ctx: RankContext, settings: Settings) -> float:
+    """Train on all ranks, then in each rank's process alone; return the maximum difference of the weights."""
     run(ctx, settings)
     alone = replace(settings, method="single", out=settings.out / f"alone{ctx.rank}")
     run(RankContext(), alone)
@@ -45,39 +44,39 @@ def gap_to_single(ctx: RankContext, settings: Settings) -> float:
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("batch_size", [32, 33], ids=["even shares", "uneven shares"])
 def test_ddp_trains_like_single(ctx: RankContext, syncheck_rank: Rank, batch_size: int) -> None:
-    """Twenty steps without BatchNorm on two ranks end where one process ends, also where 33 samples are 17 and 16."""
+    """Without BatchNorm, 20 steps on two ranks end within rounding of one process, even with shares of 17 and 16."""
     settings = replace(EQUIVALENCE, batch_size=batch_size, out=syncheck_rank.shared)
-    assert gap_to_single(ctx, settings) < ROUNDING
+    assert difference_to_single(ctx, settings) < ROUNDING
     assert differing(settings.out / "ddp_rank0.pth", settings.out / "ddp_rank1.pth") == set()
 
 
-def mean_of_each_rank(self: Ddp, loss: Tensor) -> None:
-    """Average the ranks' own means, as if their shares were equal: 17 and 16 samples of 33 are not."""
+def average_rank_means(self: Ddp, loss: Tensor) -> None:
+    """Average the ranks' own means as if their shares were equal, although they have 17 and 16 samples."""
     (loss * 33 / (17, 16)[self.ctx.rank]).backward()
 
 
-def not_scaled(self: Ddp, loss: Tensor) -> None:
-    """Let DDP divide by the number of ranks what is a share of the global mean already."""
+def omit_scaling(self: Ddp, loss: Tensor) -> None:
+    """Omit the scaling, so DDP divides a share of the global mean by the number of ranks again."""
     loss.backward()
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize(("backward", "least"), [(mean_of_each_rank, 1e-3), (not_scaled, 1e-2)])
-def test_the_comparison_sees_wrong_weights(
+@pytest.mark.parametrize(("backward", "least"), [(average_rank_means, 1e-3), (omit_scaling, 1e-2)])
+def test_wrong_averages_exceed_the_tolerance(
     ctx: RankContext,
     syncheck_rank: Rank,
     monkeypatch: pytest.MonkeyPatch,
     backward: Callable[[Ddp, Tensor], None],
     least: float,
 ) -> None:
-    """Averaging the ranks' own means, or dividing twice, is far outside the tolerance of the test above."""
+    """Averaging the ranks' own means, or dividing twice, far exceeds the tolerance of the test above."""
     monkeypatch.setattr(Ddp, "backward", backward)
-    assert gap_to_single(ctx, replace(EQUIVALENCE, batch_size=33, out=syncheck_rank.shared)) > least
+    assert difference_to_single(ctx, replace(EQUIVALENCE, batch_size=33, out=syncheck_rank.shared)) > least
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_same_seed_same_bits(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Two runs with one seed write bitwise equal tensors on each rank; another seed does not."""
+    """Two runs with the same seed write bitwise equal tensors on each rank; a run with another seed does not."""
     files = {}
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         run(ctx, replace(SMALL, out=syncheck_rank.shared / name, seed=seed))
@@ -87,9 +86,9 @@ def test_same_seed_same_bits(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_ddp_leaves_running_statistics_apart(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Under default DDP every running mean and variance differs between ranks in every file, and nothing else does."""
-    # Epochs of two steps: step 2 and 4 end one, step 3 and 5 follow an evaluation.
+def test_ddp_leaves_running_statistics_out_of_sync(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Under default DDP, exactly the running means and variances differ between ranks, in every file."""
+    # An epoch has two steps: steps 2 and 4 end an epoch, steps 3 and 5 follow an evaluation.
     out = syncheck_rank.shared
     run(ctx, replace(SMALL, limit_train=64, save_every=1, out=out))
     folders = [out / "history" / "ddp" / f"step_{step}" for step in range(1, 7)]
@@ -101,8 +100,8 @@ def test_ddp_leaves_running_statistics_apart(ctx: RankContext, syncheck_rank: Ra
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("changes", [{}, {"buffer_sync": False, "batch_size": 33}], ids=["default", "uneven shares"])
-def test_sync_bn_leaves_nothing_apart(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
-    """With --sync-bn all tensors are bitwise equal between ranks, with and without buffer sync, uneven shares too."""
+def test_sync_bn_keeps_all_tensors_in_sync(ctx: RankContext, syncheck_rank: Rank, changes: dict[str, Any]) -> None:
+    """With --sync-bn, all tensors are bitwise equal between ranks, even without buffer sync and with uneven shares."""
     settings = replace(SMALL, sync_bn=True, out=syncheck_rank.shared, **changes)
     run(ctx, settings)
     a, b = (settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2))
@@ -112,11 +111,11 @@ def test_sync_bn_leaves_nothing_apart(ctx: RankContext, syncheck_rank: Rank, cha
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """What a run of this test holds in memory, for a look at it when the run is over."""
+    """Keep the jobs of the test's runs, so that the test can inspect their memory."""
     kept: list[Job] = []
 
-    def keep(*given: Any) -> Job:
-        kept.append(prepare(*given))
+    def keep(*arguments: Any) -> Job:
+        kept.append(prepare(*arguments))
         return kept[-1]
 
     monkeypatch.setattr("train.engine.prepare", keep)
@@ -125,16 +124,16 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
 @pytest.mark.syncheck(ranks=[2, 3])
 def test_sync_bn_is_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -> None:
-    """With --sync-bn the model and the optimizer that two or three ranks hold are the same, file or no file."""
+    """With --sync-bn, two or three ranks hold equal models and optimizers in memory."""
     run(ctx, replace(SMALL, sync_bn=True, save_per_rank=False))
     assert_in_sync(jobs[0].method.module, jobs[0].trainer.optimizer)
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_plain_ddp_is_not_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -> None:
-    """Without it the running statistics are each rank's own, after an evaluation too, and all else is the same.
+    """Without --sync-bn, only the running statistics differ between ranks, even after an evaluation.
 
-    The evaluation must not pass through DDP's wrapper, which would make them equal and hide the difference.
+    The evaluation must not use DDP's wrapper, which would synchronize the statistics and hide the difference.
     """
     run(ctx, replace(SMALL, save_per_rank=False))
     model, optimizer = jobs[0].method.module, jobs[0].trainer.optimizer
@@ -145,29 +144,29 @@ def test_plain_ddp_is_not_in_sync_in_memory(ctx: RankContext, jobs: list[Job]) -
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.slow
-def test_without_buffer_sync_statistics_run_free(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """With --no-buffer-sync a drift is carried into the next step; with DDP's default each step starts afresh."""
-    kept = {}
+def test_without_buffer_sync_statistics_are_unsynchronized(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """With --no-buffer-sync, the drift carries over to the next step; with DDP's default, each step starts in sync."""
+    similarity = {}
     for sync in (True, False):
         settings = replace(SMALL, buffer_sync=sync, max_steps=20, save_every=19, out=syncheck_rank.shared)
         run(ctx, settings)
-        moment = settings.out / "history" / settings.run / "step_19"
-        before = drift(moment / "rank_0.pth", moment / "rank_1.pth")
-        after = drift(*(settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)))
-        kept[sync] = torch.cosine_similarity(before, after, dim=0).item()
-    assert kept[False] > 0.7  # nine tenths of it stay, and one step is added
-    assert abs(kept[True]) < 0.6  # one step of two batches each, unrelated
+        folder = settings.out / "history" / settings.run / "step_19"
+        before = measure_drift(folder / "rank_0.pth", folder / "rank_1.pth")
+        after = measure_drift(*(settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)))
+        similarity[sync] = torch.cosine_similarity(before, after, dim=0).item()
+    assert similarity[False] > 0.7  # nine tenths of the drift remain, and one step is added
+    assert abs(similarity[True]) < 0.6  # each drift comes from one step only, so the two are unrelated
 
 
-def drift(a: Path, b: Path) -> Tensor:
-    """All running means' differences in one vector; all else must be equal."""
+def measure_drift(a: Path, b: Path) -> Tensor:
+    """Return the differences of the running means as one vector; only running statistics may differ."""
     left, right = load(a)["model"], load(b)["model"]
     assert all(left[name].equal(right[name]) for name in left if not name.endswith(STATISTICS))
     return torch.cat([left[name] - right[name] for name in left if name.endswith("running_mean")])
 
 
-def test_buffer_argument_follows_the_torch_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--no-buffer-sync uses the argument that DDP documents now, and the older one where there is no other."""
+def test_buffer_argument_depends_on_the_torch_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--no-buffer-sync sets DDP's documented argument, or the older argument in older versions of torch."""
 
     def older(self: DistributedDataParallel, module: object, broadcast_buffers: bool = True) -> None: ...
 
@@ -180,8 +179,8 @@ def test_buffer_argument_follows_the_torch_at_hand(monkeypatch: pytest.MonkeyPat
     assert ddp.build_buffer_arguments(False) == {"forward_sync_buffers": False}
 
 
-def test_table_names_every_method() -> None:
-    """The table contains every method module under its own name."""
+def test_table_of_methods_is_complete() -> None:
+    """METHODS contains every method module under its own name."""
     folder = Path(ddp.__file__).parent
     assert set(METHODS) == {path.stem for path in folder.glob("*.py")} - {"__init__", "base", "table"}
     assert all(method.__module__ == f"train.methods.{name}" for name, method in METHODS.items())

@@ -16,7 +16,7 @@ from train.models.transformer import choose_patch_size
 from train.options import list_models
 
 
-def parameters(name: str, channels: int = 3, classes: int = 10, **options: int) -> int:
+def count_parameters(name: str, channels: int = 3, classes: int = 10, **options: int) -> int:
     """Return the number of parameters of a model, without allocating it."""
     with torch.device("meta"):
         model = build_model(name, channels, classes, options.pop("width", None), **options)
@@ -45,8 +45,8 @@ def test_small_images(name: str, size: int) -> None:
 
 def test_parameters_of_resnets() -> None:
     """resnet20 has 0.27 million parameters, as in table 6 of the paper, and resnet18 has 11.17 million."""
-    assert round(parameters("resnet20") / 1e6, 2) == 0.27
-    assert parameters("resnet18") == 11_173_962
+    assert round(count_parameters("resnet20") / 1e6, 2) == 0.27
+    assert count_parameters("resnet18") == 11_173_962
     convolutions = [m for m in build_model("resnet8", 1, 10, None).modules() if isinstance(m, nn.Conv2d)]
     assert len(convolutions) == 7
     with pytest.raises(ValueError, match="6n"):
@@ -68,7 +68,7 @@ def test_parameters_of_resnets() -> None:
 )
 def test_parameters_of_pyramidnets(name: str, depth: int, alpha: int, expected: float) -> None:
     """All seven networks have the paper's number of parameters in millions, truncated, or the exact number."""
-    count = parameters(name, depth=depth, alpha=alpha)
+    count = count_parameters(name, depth=depth, alpha=alpha)
     assert (count if isinstance(expected, int) else int(count / 1e5) / 10) == expected
 
 
@@ -113,7 +113,7 @@ def test_resnet50_computes_torchvisions_features() -> None:
 
 def test_mnist_convnet() -> None:
     """mnist_convnet has the shapes of PyTorch's example for 28x28 images, and refuses images below 6x6."""
-    assert parameters("mnist_convnet", 1, image_size=28) == 1_199_882
+    assert count_parameters("mnist_convnet", 1, image_size=28) == 1_199_882
     with torch.device("meta"):
         shapes = [list(p.shape) for p in build_model("mnist_convnet", 1, 10, None, image_size=28).parameters()]
     assert shapes == [[32, 1, 3, 3], [32], [64, 32, 3, 3], [64], [128, 9216], [128], [10, 128], [10]]
@@ -141,14 +141,14 @@ def test_a_transformer_depends_on_the_position_of_patches() -> None:
 def test_width() -> None:
     """A smaller width has fewer parameters; torchvision's networks refuse it; the convnet has no BatchNorm."""
     for name in ("resnet8", "resnet18", "convnet", "resnet50", "transformer", "mnist_convnet"):
-        assert parameters(name, width=4) < parameters(name, width=8)
+        assert count_parameters(name, width=4) < count_parameters(name, width=8)
     with pytest.raises(UserError, match=r"^--width 4: .*tv_resnet50"):
         build_model("tv_resnet50", 3, 10, 4)
     assert not any(isinstance(m, _BatchNorm) for m in build_model("convnet", 1, 10, None).modules())
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("name", "options", "message"),
     [
         ("resnet8", {"depth": 20}, "^--depth 20: .*resnet8; .* pyramidnet, pyramidnet_bottleneck, transformer$"),
         ("transformer", {"alpha": 48}, "^--alpha 48: .*transformer"),
@@ -160,9 +160,9 @@ def test_width() -> None:
         ("transformer", {"width": 10}, "^--width 10: .* 4 heads"),
     ],
 )
-def test_unsupported_options_are_refused(name: str, options: dict[str, int], says: str) -> None:
+def test_unsupported_options_are_refused(name: str, options: dict[str, int], message: str) -> None:
     """An option that the model lacks, or an unsupported number, is an error before allocation."""
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         build_model(name, 3, 10, options.pop("width", None), **options)
 
 
@@ -190,10 +190,10 @@ def test_fsdp_finds_the_blocks(name: str) -> None:
         pytest.importorskip("torchvision")
     with torch.device("meta"):
         model = build_model(name, 3, 10, None)
-    found = list(find_blocks(model))
+    blocks = list(find_blocks(model))
     if name in SHALLOW:
-        assert found == []
+        assert blocks == []
         return
-    inside = sum(p.numel() for block in found for p in block.parameters())
-    assert len(found) >= 3, "stages are nn.Sequential; list a network without stages in SHALLOW"
+    inside = sum(p.numel() for block in blocks for p in block.parameters())
+    assert len(blocks) >= 3, "stages are nn.Sequential; list a network without stages in SHALLOW"
     assert inside > 0.8 * sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""What the options do to a method: precision, messages sent, refusals, and who holds what."""
+"""The modifiers of a method: precision, communication, refusals, and the tensors of each rank."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ CONVNET = replace(SMALL, model="convnet", save_per_rank=False)
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
-    """Precision of what the network's first layer gives and of its weight, at each forward."""
-    found: dict[str, set[torch.dtype]] = {"activation": set(), "weight": set()}
+def dtypes(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
+    """Record the dtypes of the first layer's output and weight at each training forward."""
+    dtypes: dict[str, set[torch.dtype]] = {"activation": set(), "weight": set()}
     forward = ConvNet.forward
 
-    def watch(self: ConvNet, x: Tensor) -> Tensor:
+    def record_dtypes(self: ConvNet, x: Tensor) -> Tensor:
         if self.training:
-            found["activation"].add(self.conv1(x).dtype)
-            found["weight"].add(self.conv1.weight.dtype)
+            dtypes["activation"].add(self.conv1(x).dtype)
+            dtypes["weight"].add(self.conv1.weight.dtype)
         return forward(self, x)
 
-    monkeypatch.setattr(ConvNet, "forward", watch)
-    return found
+    monkeypatch.setattr(ConvNet, "forward", record_dtypes)
+    return dtypes
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -54,11 +54,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[torch.dtype]]:
     ("amp", "dtype"), [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)], ids=str
 )
 def test_amp_computes_in_its_precision(
-    ctx: RankContext, seen: dict[str, set[torch.dtype]], method: str, amp: str, dtype: torch.dtype
+    ctx: RankContext, dtypes: dict[str, set[torch.dtype]], method: str, amp: str, dtype: torch.dtype
 ) -> None:
-    """Layers compute in the precision asked for, while weights and their optimizer state stay in float32."""
+    """Layers compute in the requested precision, while weights and optimizer state stay in float32."""
     job = trained(ctx, replace(CONVNET, method=method, amp=amp))
-    assert seen == {"activation": {dtype}, "weight": {torch.float32}}
+    assert dtypes == {"activation": {dtype}, "weight": {torch.float32}}
     states = job.method.state(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
     assert {t.dtype for state in states for t in state.values() if isinstance(t, Tensor)} == {torch.float32}
     assert job.trainer.scaler.is_enabled() is (amp == "fp16")
@@ -66,12 +66,12 @@ def test_amp_computes_in_its_precision(
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("method", ["ddp", "zero", fsdp("fsdp")])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
     ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """With fp16 a gradient that overflows on rank 1 alone costs every rank that step and halves every scale.
+    """With fp16, if a gradient overflows on rank 1 alone, all ranks skip the step and halve their scales.
 
-    The state of the scale is in the checkpoints, equal on all ranks.
+    The checkpoints contain the state of the scaler, equal on all ranks.
     """
     backward = METHODS[method].backward
     calls = []
@@ -94,8 +94,8 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
 
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=2)
-def test_an_overflow_in_one_shard_is_known_to_all(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under FSDP an infinite gradient in a part that only rank 1 holds costs rank 0 that step too."""
+def test_an_overflow_in_one_shard_skips_the_step_on_all(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under FSDP, an infinite gradient in a shard of rank 1 makes rank 0 skip the step too."""
     backward = METHODS["fsdp"].backward
     calls = []
 
@@ -113,43 +113,43 @@ def test_an_overflow_in_one_shard_is_known_to_all(ctx: RankContext, monkeypatch:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
-def test_accumulation_sends_gradients_once_a_step(
+def test_accumulation_sends_gradients_once_per_step(
     ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """Three micro-batches cost as many all-reduces as one batch; without no_sync they cost three times as many."""
+    """Three micro-batches cost as many all-reduces as one batch, and three times as many without no_sync."""
     sent: list[int] = []
 
-    def counting(_: object, bucket: Any) -> Any:
+    def count_bucket(_: object, bucket: Any) -> Any:
         sent.append(bucket.index())
         return allreduce_hook(None, bucket)
 
-    # DDP looks at them as they are, and those of this file are text.
-    counting.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    # DDP inspects the annotations, and annotations in this file are strings.
+    count_bucket.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     wrap = Ddp.wrap
 
-    def hooked(self: Ddp, model: nn.Module) -> nn.Module:
+    def wrap_with_hook(self: Ddp, model: nn.Module) -> nn.Module:
         wrapper = wrap(self, model)
-        self.wrapper.register_comm_hook(None, counting)
+        self.wrapper.register_comm_hook(None, count_bucket)
         return wrapper
 
-    monkeypatch.setattr(Ddp, "wrap", hooked)
-    if method == "localsgd":  # one hook is all that DDP takes: count through the library's own
+    monkeypatch.setattr(Ddp, "wrap", wrap_with_hook)
+    if method == "localsgd":  # DDP accepts only one hook, so replace the hook of localsgd
         monkeypatch.setattr(Ddp, "wrap", wrap)
-        monkeypatch.setattr("train.methods.localsgd.post_localSGD_hook", counting)
+        monkeypatch.setattr("train.methods.localsgd.post_localSGD_hook", count_bucket)
     counts = []
     for accumulate in (1, 3):
         sent.clear()
         trained(ctx, replace(CONVNET, method=method, accumulate=accumulate))
         counts.append(len(sent))
     assert counts[0] == counts[1] >= 6
-    monkeypatch.setattr(Step, "run", without_no_sync(Step.run))
+    monkeypatch.setattr(Step, "run", disable_no_sync(Step.run))
     sent.clear()
     trained(ctx, replace(CONVNET, method=method, accumulate=3))
     assert len(sent) == 3 * counts[0]
 
 
-def without_no_sync(run_step: Any) -> Any:
-    """Run a step as if its method could not wait."""
+def disable_no_sync(run_step: Any) -> Any:
+    """Wrap `Step.run` so that the method synchronizes gradients in every micro-batch."""
     from contextlib import nullcontext
 
     def run_synced(self: Step, *arguments: Any) -> None:
@@ -160,18 +160,18 @@ def without_no_sync(run_step: Any) -> Any:
 
 
 @NEEDS_FSDP
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # the counting below makes views
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")  # CommDebugMode creates views
 @pytest.mark.syncheck(ranks=2)
-def test_fsdp_accumulation_sends_gradients_once_a_step(ctx: RankContext) -> None:
-    """Under FSDP three micro-batches cost as many reduce-scatters as one batch."""
+def test_fsdp_accumulation_sends_gradients_once_per_step(ctx: RankContext) -> None:
+    """Under FSDP, three micro-batches cost as many reduce-scatters as one batch."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     counts = []
     for accumulate in (1, 3):
         with CommDebugMode() as mode:
             trained(ctx, replace(CONVNET, method="fsdp", accumulate=accumulate))
-        found = {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
-        counts.append(sum(count for name, count in found.items() if "reduce_scatter" in name))
+        calls = {str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()}
+        counts.append(sum(count for name, count in calls.items() if "reduce_scatter" in name))
     assert counts[0] == counts[1] == 6  # one group of parameters, six steps
 
 
@@ -185,8 +185,8 @@ class Unused(ConvNet):
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
-def test_find_unused_lets_ddp_go_on(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """A parameter that no step uses stops DDP at its second step, unless --find-unused lets it look for such."""
+def test_find_unused_allows_unused_parameters(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """An unused parameter fails DDP at the second step; with --find-unused, the run completes with equal ranks."""
     monkeypatch.setattr("train.job.build_from_settings", lambda *_, **__: Unused(1, 10, 4))
     settings = replace(CONVNET, method=method)
     with pytest.raises(RuntimeError, match="finished reduction"):
@@ -197,8 +197,8 @@ def test_find_unused_lets_ddp_go_on(ctx: RankContext, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_zero_deals_out_the_optimizer(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Each parameter's state is in exactly one rank's file, under its own name, and syncheck counts it as sharded."""
+def test_zero_partitions_the_optimizer(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Each parameter's optimizer state is in exactly one rank's file, by name, and syncheck reports it as sharded."""
     settings = replace(SMALL, method="zero", optimizer="adamw", lr=0.005, sync_bn=True, out=syncheck_rank.shared)
     run(ctx, settings)
     paths = [settings.out / f"zero-syncbn_rank{rank}.pth" for rank in range(2)]
@@ -206,11 +206,11 @@ def test_zero_deals_out_the_optimizer(ctx: RankContext, syncheck_rank: Rank) -> 
     for path in paths:
         content = load(path)
         assert content["syncheck"]["optimizer_sharded"] is True
-        of_this_rank = content["syncheck"]["optimizer_parameters"]
+        own_parameters = content["syncheck"]["optimizer_parameters"]
         for index, state in content["optimizer"]["state"].items():
-            assert state["exp_avg"].shape == content["model"][of_this_rank[index]].shape
-        assert len(content["optimizer"]["state"]) == len(of_this_rank) > 0
-        names.append(set(of_this_rank))
+            assert state["exp_avg"].shape == content["model"][own_parameters[index]].shape
+        assert len(content["optimizer"]["state"]) == len(own_parameters) > 0
+        names.append(set(own_parameters))
     assert names[0].isdisjoint(names[1])
     assert names[0] | names[1] == {name for name in load(paths[0])["model"] if name.endswith(("weight", "bias"))}
     (group,) = syncheck.compare(settings.out).groups
@@ -221,7 +221,7 @@ def test_zero_deals_out_the_optimizer(ctx: RankContext, syncheck_rank: Rank) -> 
 
 @pytest.mark.syncheck(ranks=2)
 def test_localsgd_agrees_when_averaged(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Parameters agree while gradients are averaged and after each fourth step, and differ between; files say when."""
+    """Parameters are equal only in the warm-up and after each fourth step; files record the last averaged step."""
     out = syncheck_rank.shared
     run(ctx, replace(SMALL, method="localsgd", model="convnet", width=None, max_steps=14, save_every=1, out=out))
     agree, last = [], []
@@ -238,16 +238,16 @@ def test_localsgd_agrees_when_averaged(ctx: RankContext, syncheck_rank: Rank) ->
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("steps", [9, 8], ids=["averaged", "between"])
-def test_localsgd_is_what_it_says(ctx: RankContext, steps: int) -> None:
-    """It ends where models trained one by one, averaged by hand and stepped by plain SGD end, in uneven shares too."""
+def test_localsgd_equals_training_by_hand(ctx: RankContext, steps: int) -> None:
+    """With uneven shares, localsgd ends within rounding of models trained by plain SGD and averaged by hand."""
     settings = replace(CONVNET, method="localsgd", average_every=3, shuffle=False, max_steps=steps, batch_size=35)
-    found = trained(ctx, settings).method.module.state_dict()
-    expected = local_sgd_by_hand(settings, ctx.world_size)[ctx.rank].state_dict()
-    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
+    actual = trained(ctx, settings).method.module.state_dict()
+    expected = train_local_sgd_by_hand(settings, ctx.world_size)[ctx.rank].state_dict()
+    assert max((actual[name] - expected[name]).abs().max().item() for name in expected) < 5e-6
 
 
-def local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
-    """Train one model for each rank in this process: N steps together, then alone, averaged after each N-th step."""
+def train_local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
+    """Train one model per rank in this process: N steps together, then alone, with an average after each N-th step."""
     torch.manual_seed(settings.seed)
     first = build_model(settings.model, 1, 10, settings.width)
     models = [deepcopy(first) for _ in range(ranks)]
@@ -257,30 +257,30 @@ def local_sgd_by_hand(settings: Settings, ranks: int) -> list[nn.Module]:
     every, size, (x, y) = settings.average_every, settings.batch_size, load_data("digits", None, None).train[:]
     for step in range(settings.max_steps):
         for rank, model in enumerate(models):
-            mine = slice(step * size + rank, (step + 1) * size, ranks)
-            loss = F.cross_entropy(model(x[mine]), y[mine], reduction="sum") / size
+            samples = slice(step * size + rank, (step + 1) * size, ranks)
+            loss = F.cross_entropy(model(x[samples]), y[samples], reduction="sum") / size
             (loss * ranks).backward()
         if step < every:
-            for same in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([p.grad for p in same]).mean(0)
-                for p in same:
+            for replicas in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.grad for p in replicas]).mean(0)
+                for p in replicas:
                     p.grad = mean.clone()
         for job in jobs:
             set_learning_rate(job, settings.lr * compute_lr_scale(step, settings.max_steps))
             job.step()
             job.zero_grad()
         if step >= every and (step + 1) % every == 0:
-            for same in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([p.detach() for p in same]).mean(0)
-                for p in same:
+            for replicas in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.detach() for p in replicas]).mean(0)
+                for p in replicas:
                     p.data.copy_(mean)
     return models
 
 
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=2)
-def test_fsdp_files_hold_parts(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Each rank's file holds its rows of every parameter and says which; syncheck calls them sharded, not different."""
+def test_fsdp_files_hold_shards(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Each rank's file holds its rows of every parameter and the mesh; syncheck reports the tensors as sharded."""
     settings = replace(SMALL, method="fsdp", sync_bn=True, out=syncheck_rank.shared)
     job = trained(ctx, settings)
     contents = [tensors(settings.out / f"fsdp-syncbn_rank{rank}.pth") for rank in range(2)]
@@ -296,15 +296,15 @@ def test_fsdp_files_hold_parts(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 def test_refusals_name_options_that_exist() -> None:
-    """What a method refuses is in the table of modifiers, and each refusal gives a reason of some words."""
+    """Methods refuse only options in the table of modifiers, each with a reason of at least five words."""
     for method in METHODS.values():
         assert set(method.refuses) <= set(MODIFIERS)
         assert all(len(reason.split()) > 4 for reason in method.refuses.values())
 
 
 @pytest.mark.parametrize("method", ["fsdp", "hsdp"])
-def test_fsdp_says_when_torch_is_too_old(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Where torch cannot shard on CPUs the method says so and from which version on it can."""
+def test_fsdp_reports_an_old_torch(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """If torch cannot shard on CPUs, the error names the installed and the required version."""
     monkeypatch.setattr("train.methods.fsdp.ON_CPU", False)
     with pytest.raises(UserError, match=rf"--method {method}: torch \S+ shards on GPUs only; use 2.7"):
         METHODS[method](replace(SMALL, method=method), RankContext(0, 2, backend="gloo"))

@@ -1,4 +1,4 @@
-"""--monitor: what each method's training says of its ranks, and how it ends where they are apart."""
+"""--monitor: the verdicts of checks during training, and the actions if ranks are out of sync."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 MONITORED = replace(SMALL, save_per_rank=False, monitor=2, max_steps=5)
 
 
-def told(ctx: RankContext, settings: Settings) -> list[str]:
-    """Train, and return of each check the step, the verdict and the codes of rank 0's line."""
-    heard = StringIO()
-    with redirect_stderr(heard):
+def train_and_list_checks(ctx: RankContext, settings: Settings) -> list[str]:
+    """Train, and return the step, verdict and codes of each check as rank 0 prints them; "?" for other lines."""
+    stderr = StringIO()
+    with redirect_stderr(stderr):
         run(ctx, settings)
-    lines = [line for line in heard.getvalue().splitlines() if line.startswith("syncheck: ")]
-    (lines,) = [found for found in ctx.gather(lines) if found]  # of one rank
-    found = [re.match(r"syncheck: step (\d+): (in sync|OUT OF SYNC)", line) for line in lines]
-    return [" ".join([*match.groups(), *re.findall(r"SYN\d+", match.string)]) if match else "?" for match in found]
+    lines = [line for line in stderr.getvalue().splitlines() if line.startswith("syncheck: ")]
+    (lines,) = [of_rank for of_rank in ctx.gather(lines) if of_rank]  # only one rank prints
+    matches = [re.match(r"syncheck: step (\d+): (in sync|OUT OF SYNC)", line) for line in lines]
+    return [" ".join([*match.groups(), *re.findall(r"SYN\d+", match.string)]) if match else "?" for match in matches]
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "verdict"),
     [
         ({}, "OUT OF SYNC SYN201"),
         ({"sync_bn": True}, "in sync"),
@@ -48,30 +48,31 @@ def told(ctx: RankContext, settings: Settings) -> list[str]:
     ids=["ddp", "ddp-syncbn", "ddp-syncbn-amp-ema", "zero-syncbn", "fsdp-syncbn"],
 )
 @pytest.mark.syncheck(ranks=2)
-def test_each_method_says_what_its_files_would(ctx: RankContext, changes: dict[str, Any], says: str) -> None:
-    """Plain DDP's BatchNorm drift is SYN201 at each check, with SyncBatchNorm there is none; the last is checked."""
-    assert told(ctx, replace(MONITORED, **changes)) == [f"2 {says}", f"4 {says}", f"5 {says}"]
+def test_verdicts_of_each_method(ctx: RankContext, changes: dict[str, Any], verdict: str) -> None:
+    """Plain DDP's BatchNorm drift is SYN201 at every check, also after the last step; SyncBatchNorm is in sync."""
+    checks = train_and_list_checks(ctx, replace(MONITORED, **changes))
+    assert checks == [f"2 {verdict}", f"4 {verdict}", f"5 {verdict}"]
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_localsgd_is_in_sync_until_it_leaves_its_warm_up(ctx: RankContext) -> None:
-    """Local SGD is plain DDP at first; then its ranks are apart by design, SYN241, as its files are."""
+    """Local SGD is in sync during its warm-up. Afterwards its ranks differ by design, which is SYN241."""
     settings = replace(MONITORED, method="localsgd", sync_bn=True, average_every=2)
-    assert told(ctx, settings) == ["2 in sync", "4 OUT OF SYNC SYN241", "5 OUT OF SYNC SYN241"]
+    assert train_and_list_checks(ctx, settings) == ["2 in sync", "4 OUT OF SYNC SYN241", "5 OUT OF SYNC SYN241"]
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_a_planted_fault_is_found_at_its_step(ctx: RankContext) -> None:
-    """A bit that flips at step 3 is SYN220 at the next check, and a moving average left behind is SYN219."""
+def test_an_injected_fault_is_reported_at_the_next_check(ctx: RankContext) -> None:
+    """A bit flip at step 3 is SYN220 at step 4, and a stale moving average is SYN219."""
     settings = replace(MONITORED, sync_bn=True, fault="bit-flip-weight", fault_step=3)
-    assert told(ctx, settings) == ["2 in sync", "4 OUT OF SYNC SYN220", "5 OUT OF SYNC SYN220"]
+    assert train_and_list_checks(ctx, settings) == ["2 in sync", "4 OUT OF SYNC SYN220", "5 OUT OF SYNC SYN220"]
     settings = replace(MONITORED, sync_bn=True, ema=0.9, fault="average-not-updated", fault_step=3)
-    assert told(ctx, settings)[1] == "4 OUT OF SYNC SYN219"
+    assert train_and_list_checks(ctx, settings)[1] == "4 OUT OF SYNC SYN219"
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_weights_are_the_same_bits_with_it(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """A run with --monitor saves the same tensors as one without."""
+def test_monitor_does_not_change_the_weights(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Runs with and without --monitor save bitwise equal tensors."""
     states = []
     for name, every in (("with", 1), ("without", 0)):
         settings = replace(SMALL, monitor=every, out=syncheck_rank.shared / name)
@@ -82,35 +83,35 @@ def test_weights_are_the_same_bits_with_it(ctx: RankContext, syncheck_rank: Rank
 
 
 @pytest.mark.syncheck(ranks=3)
-def test_resync_heals_a_planted_fault(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """With resync a flipped bit is repaired from the other two ranks, and the run ends as one without the fault."""
-    ends = []
+def test_resync_repairs_an_injected_fault(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """With resync, a flipped bit is repaired from the other two ranks, and the run ends as without the fault."""
+    final = []
     for changes in ({"fault": "bit-flip-weight", "fault_step": 4, "on_desync": "resync"}, {}):
         settings = replace(MONITORED, sync_bn=True, save_per_rank=True, out=syncheck_rank.shared, **changes)
         if changes:
-            assert told(ctx, settings) == ["2 in sync", "4 OUT OF SYNC SYN220", "?", "5 in sync"]
+            assert train_and_list_checks(ctx, settings) == ["2 in sync", "4 OUT OF SYNC SYN220", "?", "5 in sync"]
         else:
             run(ctx, settings)
-        ends.append(tensors(settings.out / f"{settings.run}_rank{ctx.rank}.pth"))
-    assert all(tensor.equal(ends[1][name]) for name, tensor in ends[0].items())
+        final.append(tensors(settings.out / f"{settings.run}_rank{ctx.rank}.pth"))
+    assert all(tensor.equal(final[1][name]) for name, tensor in final[0].items())
 
 
 FAULT = ("--sync-bn", "--fault", "bit-flip-weight", "--fault-step", 2, "--on-desync", "raise")
 
 
 def assert_ended_by_the_monitor(run: Run) -> None:
-    """Check that a run ended with one message, which is that of the check after step 2."""
+    """Assert that the check after step 2 ended the run with one message."""
     assert run.returncode == 1
     assert run.stderr.count("run.py: error: ") == 1
     assert "run.py: error: step 2 (in sync at step 1): replicas are out of sync: SYN220\n" in run.stderr
     assert run.stderr.count("1 different, 0 not compared\n") == 1
-    assert "train/engine.py" not in run.stderr  # as a traceback would have it
+    assert "train/engine.py" not in run.stderr  # no traceback
     assert run.stdout == ""
 
 
 @pytest.mark.slow
 def test_raise_ends_with_one_message(programs: Programs) -> None:
-    """With --on-desync raise a flipped bit is exit code 1 and one message, without traceback or a process left."""
+    """With --on-desync raise, a flipped bit ends the run with exit code 1, one message and no remaining process."""
     process = programs.start(*TRAIN, "--spawn", 2, "--monitor", 1, *FAULT, *SHORT)
     assert_ended_by_the_monitor(programs.finish(process))
     assert not alive(process)
@@ -118,5 +119,5 @@ def test_raise_ends_with_one_message(programs: Programs) -> None:
 
 @pytest.mark.slow
 def test_raise_ends_with_one_message_under_torchrun(torchrun: Callable[..., Run]) -> None:
-    """Under torchrun, which ends all ranks as soon as one has failed, rank 0 still says why."""
+    """Rank 0 prints the reason even though torchrun ends all ranks as soon as one rank fails."""
     assert_ended_by_the_monitor(torchrun("--monitor-every", 1, *FAULT, *SHORT))

@@ -1,4 +1,4 @@
-"""The console: what it shows out of the ordinary, and that its loss does not end a run."""
+"""Console output: the bar, messages about unusual settings, and a stdout that fails."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PLAN = Plan("ddp", epochs=10, steps=440, steps_per_epoch=44)
 
 
-def begin(shares: tuple[int, ...], settings: Settings | None = None, peak: float = 0.1) -> Start:
-    """Make the record of a start."""
+def make_start(shares: tuple[int, ...], settings: Settings | None = None, peak: float = 0.1) -> Start:
+    """Return the record of a run's start."""
     return Start(PLAN, settings or Settings(), RankContext(), shares, 1234, 1437, peak)
 
 
@@ -30,12 +30,12 @@ class Full(StringIO):
     """A file on a full disk."""
 
     def flush(self) -> None:
-        """Fail as the system does."""
+        """Raise the error of a full disk."""
         raise OSError(28, "No space left on device")
 
 
-def test_a_lost_console_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first failure nothing more is tried, and the reason is there for the end; a closed pipe is raised."""
+def test_output_keeps_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first failed write, Output keeps the error and writes nothing more; a closed pipe is raised."""
     output = Output()
     monkeypatch.setattr(sys, "stdout", Full())
     for _ in range(2):
@@ -54,10 +54,10 @@ def test_a_lost_console_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bar_draws_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rich puts a stand-in in stdout's place, the bar and what is printed beside it still reach the terminal."""
+    """The bar and text written beside it reach the terminal, although rich replaces sys.stdout."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with make_progress("bar", is_main=True) as progress:
-        progress.start(begin((11, 11, 10)))
+        progress.start(make_start((11, 11, 10)))
         assert progress.console is not None
         assert progress.console.is_terminal
         sys.stdout.write("beside\n")
@@ -66,27 +66,27 @@ def test_bar_draws_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "32 samples a step over 3 ranks: 11, 11, 10" in out
 
 
-def test_describes_uneven_shares() -> None:
-    """Unequal shares are listed or, for many ranks, counted; a scaled rate and --compile are described too."""
-    assert describe_surprises(begin((16, 16))) == []
-    assert describe_surprises(begin((11, 11, 10))) == ["32 samples a step over 3 ranks: 11, 11, 10"]
+def test_describe_surprises() -> None:
+    """Uneven shares are listed or, for many ranks, counted; a scaled rate and --compile are described too."""
+    assert describe_surprises(make_start((16, 16))) == []
+    assert describe_surprises(make_start((11, 11, 10))) == ["32 samples a step over 3 ranks: 11, 11, 10"]
     text = "32 samples a step over 10 ranks: 4 on each of the first 2 ranks, 3 on each other rank"
-    assert describe_surprises(begin((4,) * 2 + (3,) * 8)) == [text]
-    scaled = begin((16, 16), Settings(lr_scale="linear"), 0.2)
+    assert describe_surprises(make_start((4,) * 2 + (3,) * 8)) == [text]
+    scaled = make_start((16, 16), Settings(lr_scale="linear"), 0.2)
     assert describe_surprises(scaled) == ["learning rate 0.2: 0.1 x 2 (--lr-scale linear)"]
-    assert describe_surprises(begin((16, 16), Settings(compile=True)))[0].startswith("--compile: the first step")
+    assert describe_surprises(make_start((16, 16), Settings(compile=True)))[0].startswith("--compile: the first step")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(6.7, "0:07"), (754, "12:34"), (3723, "1:02:03"), (3599.9, "1:00:00")])
-def test_times_are_read_as_clocks(seconds: float, text: str) -> None:
-    """Seconds become minutes and hours where there are so many."""
+def test_format_time(seconds: float, text: str) -> None:
+    """Times are formatted as M:SS, or as H:MM:SS from one hour."""
     assert format_time(seconds) == text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(), ("--spawn", 2)], ids=["single", "spawn"])
-def test_a_full_stdout_costs_the_console_and_not_the_run(programs: Programs, ranks: tuple[object, ...]) -> None:
-    """With stdout on a full disk the run saves what it should, then ends with one line and exit code 2."""
+def test_a_full_stdout_does_not_end_the_run(programs: Programs, ranks: tuple[object, ...]) -> None:
+    """With stdout on a full disk, the run saves its checkpoints, then ends with one line and exit code 2."""
     full = ("bash", "-c", '"$@" > /dev/full', "bash")
     run = programs.run(*full, *TRAIN, *ranks, "--width", 4, "--max-steps", 3, "--save-per-rank")
     assert run.returncode == 2

@@ -1,4 +1,4 @@
-"""Metrics and what is shown of them."""
+"""Metrics, and the progress display on rank 0."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ START = Start(
 
 
 def epoch(step: int, epoch: int, trained: Score, test: Score | None, speed: float) -> EpochRecord:
-    """Make a record of an epoch that took no time."""
+    """Return the record of an epoch with all times zero."""
     return EpochRecord(step, epoch, trained, test, speed, 0.0, 0.0)
 
 
-def test_meter_weighs_by_samples() -> None:
-    """Batches of different size weigh by their samples, not equally."""
+def test_meter_weights_by_samples() -> None:
+    """Batches are weighted by their number of samples."""
     meter = Meter(torch.device("cpu"))
     assert math.isnan(meter.local().accuracy)
     meter.add(torch.tensor(3.0), torch.eye(3), torch.tensor([0, 1, 2]))
@@ -37,8 +37,8 @@ def test_meter_weighs_by_samples() -> None:
     assert meter.local() == meter.over_ranks(RankContext()) == Score(loss=1.0, accuracy=0.75, samples=4)
 
 
-def test_an_infinite_loss_leaves_the_next_records() -> None:
-    """One batch whose loss is no number spoils its own record, and the mean of the epoch, but not what comes after."""
+def test_an_infinite_loss_does_not_affect_later_records() -> None:
+    """An infinite loss makes its own record and the epoch's mean infinite, but not later records."""
     meter = Meter(torch.device("cpu"))
     for loss in (math.inf, 2.0):
         meter.add(torch.tensor(loss), torch.eye(2), torch.tensor([0, 0]))
@@ -48,7 +48,7 @@ def test_an_infinite_loss_leaves_the_next_records() -> None:
 
 
 def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal each epoch is one line with its numbers and no escape codes."""
+    """Without a terminal, each epoch prints one line without escape codes."""
     with make_progress("auto", is_main=True) as progress:
         assert isinstance(progress, Lines)
         progress.start(START)
@@ -59,15 +59,15 @@ def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_only_the_main_rank_shows_anything() -> None:
-    """Other ranks, and --progress none, are silent; a bar is there for who wants one."""
+def test_only_the_main_rank_shows_progress() -> None:
+    """Only the main rank displays a bar, and --progress none displays nothing."""
     assert type(make_progress("bar", is_main=False)) is Recorder
     assert type(make_progress("none", is_main=True)) is Recorder
     assert type(make_progress("bar", is_main=True)) is Bar
 
 
 def test_bar_ends_with_the_last_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar names epoch, step, loss, accuracy and speed, and fits a terminal of 80 columns."""
+    """The final bar shows epoch, step, loss, accuracy and speed, and fits 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     with make_progress("bar", is_main=True) as progress:
         progress.start(START)
@@ -81,8 +81,8 @@ def test_bar_ends_with_the_last_numbers(capsys: pytest.CaptureFixture[str], monk
     assert second.strip() == "loss 0.5000  train 100.0%  test 98.9%  12345 samples/s"
 
 
-def test_lines_of_steps_are_there_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """--log-interval prints a line with the learning rate; an epoch that is not evaluated has no test accuracy."""
+def test_log_interval_prints_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """--log-interval prints a line with the learning rate; an epoch without evaluation has no test accuracy."""
     pace = Pace(0.1, 0.2, 1)
     score = Score(0.5, 0.75, 44)
     for interval in (None, 22):
@@ -90,13 +90,13 @@ def test_lines_of_steps_are_there_when_asked_for(capsys: pytest.CaptureFixture[s
             progress.start(replace(START, settings=Settings(log_interval=interval)))
             progress.log(StepRecord(22, 1, 0.05, score, score, pace, pace, pace, 1234.5))
             progress.epoch(epoch(44, 1, score, None, 1234.5))
-    of_epoch = "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  1234 samples/s"
-    of_step = "ddp-syncbn: epoch  1/10  step 22/440  loss 0.5000  train 75.0%  lr 0.05  1234 samples/s"
-    assert capsys.readouterr().out.splitlines() == [of_epoch, of_step, of_epoch]
+    epoch_line = "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  1234 samples/s"
+    step_line = "ddp-syncbn: epoch  1/10  step 22/440  loss 0.5000  train 75.0%  lr 0.05  1234 samples/s"
+    assert capsys.readouterr().out.splitlines() == [epoch_line, step_line, epoch_line]
 
 
-def test_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the pace since its first step, a resumed run's too; the longest numbers fit 80 columns."""
+def test_bar_estimates_the_remaining_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run estimates the remaining time from its pace since the resume; long numbers fit 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     seconds = iter((0.0, 100.0))
     monkeypatch.setattr("train.recorders.progress.time.monotonic", lambda: next(seconds, 100.0))

@@ -1,4 +1,4 @@
-"""Random numbers in training: each rank draws its own, a run draws the same again; models without BatchNorm agree."""
+"""Random numbers in training: RNG streams differ between ranks and are reproducible between runs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DROPOUT = replace(SMALL, model="mnist_convnet", save_per_rank=False)
 
 
 def masks(ctx: RankContext, settings: Settings) -> list[bytes]:
-    """What the first dropout of the model leaves of the first steps' images: where it is zero."""
-    found: list[bytes] = []
+    """Return the masks of the model's first dropout layer in the first two steps."""
+    masks_of_steps: list[bytes] = []
 
     def keep(_: Any, __: Any, output: torch.Tensor) -> None:
-        # One sample's mask: shares may be of different sizes.
-        found.append((output[0] == 0).numpy().tobytes())
+        # One sample's mask, because ranks may have shares of different sizes.
+        masks_of_steps.append((output[0] == 0).numpy().tobytes())
 
     job = prepare(replace(settings, max_steps=2), ctx)
     layer = job.method.module.get_submodule("dropout1")
@@ -40,11 +40,11 @@ def masks(ctx: RankContext, settings: Settings) -> list[bytes]:
         job.trainer.run(step, x, y, settings.batch_size, _NoMeter())
         if step == 2:
             break
-    return found
+    return masks_of_steps
 
 
 class _NoMeter:
-    """Counts nothing."""
+    """A meter without effect."""
 
     def add(self, *_: Any) -> None:
         """Do nothing."""
@@ -53,15 +53,15 @@ class _NoMeter:
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("method", ["ddp", "zero", fsdp("fsdp")])
 def test_dropout_differs_between_ranks(ctx: RankContext, method: str) -> None:
-    """Each rank and each step drops other places; with one stream for all, every share would lose the same ones."""
-    everyone = ctx.gather(masks(ctx, replace(DROPOUT, method=method)))
-    assert len({mask for rank in everyone for mask in rank}) == 4
+    """Dropout masks differ between ranks and between steps."""
+    masks_of_ranks = ctx.gather(masks(ctx, replace(DROPOUT, method=method)))
+    assert len({mask for of_rank in masks_of_ranks for mask in of_rank}) == 4
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("method", ["ddp", fsdp("fsdp")])
 def test_a_run_with_dropout_is_reproducible(ctx: RankContext, method: str) -> None:
-    """With one seed it ends with the same bits again, on both ranks; with another it does not."""
+    """Two runs with the same seed end with bitwise equal weights; another seed changes the weights."""
     settings = replace(DROPOUT, method=method)
     first, again, other = (whole_state(trained(ctx, s)) for s in (settings, settings, replace(settings, seed=1)))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -73,20 +73,20 @@ def test_a_run_with_dropout_is_reproducible(ctx: RankContext, method: str) -> No
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_resumed_run_draws_on(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Crashed within the first and the second epoch and resumed, dropout and augmentation go on bit by bit."""
+def test_a_resumed_run_continues_its_streams(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A run with dropout and augmentation is bitwise equal after a crash in each epoch."""
     assert_bitwise(ctx, syncheck_rank.shared, replace(TINY, model="mnist_convnet", augment="basic"), [3, 6])
 
 
 def test_dropout_of_dp_is_reproducible() -> None:
-    """Replicas that are threads take turns, so a run with dropout ends with the same bits again."""
+    """Two dp runs with dropout end with bitwise equal weights, because the replicas' threads take turns."""
     settings = replace(DROPOUT, method="dp", replicas=3)
     states = [trained(RankContext(), settings).method.module.state_dict() for _ in range(2)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_a_model_without_dropout_draws_nothing() -> None:
-    """The generator stands where `prepare` left it after training, so nothing depends on the ranks' own streams."""
+def test_a_model_without_dropout_draws_no_random_numbers() -> None:
+    """A training step without dropout does not change the RNG state."""
     settings = replace(SMALL, method="single", save_per_rank=False)
     job = prepare(settings, RankContext())
     state = torch.get_rng_state()
@@ -97,7 +97,7 @@ def test_a_model_without_dropout_draws_nothing() -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_transformers_stay_in_sync(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Without BatchNorm plain DDP keeps replicas equal bit by bit: syncheck says in sync, and finds nothing."""
+    """Plain DDP keeps replicas of a model without BatchNorm in sync, and syncheck reports no findings."""
     settings = replace(SMALL, model="transformer", width=16, depth=2, out=syncheck_rank.shared)
     result = run(ctx, settings)
     report = syncheck.compare(*map(str, result.saved))
@@ -107,27 +107,27 @@ def test_transformers_stay_in_sync(ctx: RankContext, syncheck_rank: Rank) -> Non
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_transformer_learns_in_16_bits(ctx: RankContext) -> None:
-    """Its attention works in mixed precision on two ranks."""
+    """A transformer learns in bfloat16 on two ranks."""
     settings = Settings(method="ddp", model="transformer", width=16, depth=2, amp="bf16", max_steps=120, lr=0.01,
                         optimizer="adamw")  # fmt: skip
     assert run(ctx, settings).test.accuracy > 0.4
 
 
 def test_the_list_of_models_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """--list-models prints the table and leaves with 0; of several processes one prints it."""
+    """--list-models prints the table on rank 0 only and exits with 0."""
     pytest.importorskip("torchvision")
     for variables, lines in (({}, 14), ({"RANK": "0", "WORLD_SIZE": "2"}, 14), ({"RANK": "1", "WORLD_SIZE": "2"}, 0)):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as caught:
             build_parser().parse_args(["--list-models"])
-        assert left.value.code == 0
+        assert caught.value.code == 0
         assert len(capsys.readouterr().out.splitlines()) == lines
 
 
 @pytest.mark.slow
-def test_the_new_options_as_a_user_types_them(script: Any, tmp_path: Path) -> None:
-    """Data, augmentation and model of a run are chosen on the command line, with two ranks, and can be evaluated."""
+def test_data_and_model_options_on_the_command_line(script: Any, tmp_path: Path) -> None:
+    """Two ranks train with options for data, model and augmentation, and the checkpoint's config records them."""
     done = script(
         "--spawn", 2, "--data", "synthetic", "--image-size", 12, "--channels", 1, "--classes", 4, "--train-samples", 64,
         "--model", "pyramidnet", "--depth", 8, "--alpha", 6, "--augment", "basic", "--batch-size", 16, "--epochs", 1,

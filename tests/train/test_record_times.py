@@ -1,4 +1,4 @@
-"""What the records say of time, by delays that are planted: a sleep takes no less than it says, on any machine."""
+"""Times in the records, tested with injected delays, because a sleep never returns early on any machine."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ DELAY = 0.02
 ALONE = replace(SMALL, method="single", max_steps=None, epochs=2, limit_train=160, save_per_rank=False, log_interval=2)
 
 
-class Kept(Recorder):
-    """Keeps what it is given."""
+class RecordKeeper(Recorder):
+    """Keeps all records."""
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.epochs: list[EpochRecord] = []
 
     def log(self, record: StepRecord) -> None:
-        """Keep it."""
+        """Keep the record."""
         self.steps.append(record)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Keep it."""
+        """Keep the record."""
         self.epochs.append(record)
 
 
-def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Do it after a pause."""
+def delay(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that sleeps before it calls `work`."""
 
     def slow(*arguments: Any, **named: Any) -> Any:
         time.sleep(DELAY)
@@ -49,17 +49,17 @@ def delayed(work: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
-def kept(**changes: Any) -> Kept:
-    """Train, and return the records: of every second of 5 steps, twice."""
-    recorder = Kept()
+def train_and_keep_records(**changes: Any) -> RecordKeeper:
+    """Train 2 epochs of 5 steps, and return the records, by default of every second step."""
+    recorder = RecordKeeper()
     train(replace(ALONE, **changes), RankContext(), recorder)
     return recorder
 
 
 def test_slow_data_is_data_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that takes its time counts as waiting for data, and as part of the step."""
-    monkeypatch.setattr(Images, "take", delayed(Images.take))
-    records = kept()
+    """The time to load a batch counts as data time and as part of the step's time."""
+    monkeypatch.setattr(Images, "take", delay(Images.take))
+    records = train_and_keep_records()
     assert [record.step for record in records.steps] == [2, 4, 6, 8, 10]
     for record in records.steps:
         assert record.mean.batch_time_s >= record.mean.data_time_s >= DELAY
@@ -71,9 +71,9 @@ def test_slow_data_is_data_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_step_is_batch_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step itself takes is in its time, and not in that of the data."""
-    monkeypatch.setattr(Step, "run", delayed(Step.run))
-    records = kept()
+    """The time of the step itself counts as batch time but not as data time."""
+    monkeypatch.setattr(Step, "run", delay(Step.run))
+    records = train_and_keep_records()
     for record in records.steps:
         assert record.mean.batch_time_s - record.mean.data_time_s >= DELAY
     for epoch in records.epochs:
@@ -82,10 +82,10 @@ def test_a_slow_step_is_batch_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert epoch.samples_per_second * epoch.train_time_s == pytest.approx(160)
 
 
-def test_an_evaluation_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test set's time is told on its own: in no step's time, and not in the epoch's."""
-    monkeypatch.setattr("train.engine.evaluate", delayed(delayed(evaluate)))
-    records = kept(log_interval=1)
+def test_evaluation_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation has its own time, which is not part of any step's or epoch's training time."""
+    monkeypatch.setattr("train.engine.evaluate", delay(delay(evaluate)))
+    records = train_and_keep_records(log_interval=1)
     assert all(epoch.test_time_s >= 2 * DELAY for epoch in records.epochs)
     in_steps = sum(record.mean.batch_time_s for record in records.steps)
     assert in_steps <= sum(epoch.train_time_s for epoch in records.epochs)

@@ -1,4 +1,4 @@
-"""The files that --log-dir asks for: their schema is frozen, and their loss does not end a run."""
+"""The files of --log-dir: the schema is frozen, and a failed write does not end the run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from syncheck.testing import Rank
     from train.settings import Settings
 
+# 6 steps an epoch.
 ALONE = replace(SMALL, method="single", max_steps=None, epochs=2, limit_train=200, save_per_rank=False, log_interval=4)
-# 6 steps an epoch; the fields in their order.
+# The fields of each event, in order.
 EVENTS = {
     "start": "event time run method world_size model parameters data samples batch_size shares epochs steps "
     "steps_per_epoch resumed_at launcher torch host device backend config",
@@ -42,7 +43,7 @@ EVENTS = {
 
 
 def run(settings: Settings, ctx: RankContext | None = None) -> Result:
-    """Train with the recorders that run.py would make, but nothing on the terminal."""
+    """Train with the recorders of run.py, but without progress on the terminal."""
     ctx = ctx or RankContext()
     with make_recorder(settings, ctx, "none") as recorder:
         return train(settings, ctx, recorder)
@@ -55,7 +56,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Let no file of this process grow beyond 4 KiB, as on a disk that fills up."""
+    """Limit the files of this process to 4 KiB, to simulate a disk that fills up."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
@@ -65,7 +66,7 @@ def small_files() -> Iterator[None]:
 
 
 def test_metrics_have_their_fields(tmp_path: Path) -> None:
-    """Every event has exactly the documented fields, in order; steps and samples add up, also over an epoch's end."""
+    """Events have exactly the frozen fields, in order; step records add up to epoch records, also across epochs."""
     result = run(replace(ALONE, log_dir=tmp_path, grad_clip=1.0, eval_every=2))
     lines = records(tmp_path / "single-clip1" / "metrics.jsonl")
     assert [line["event"] for line in lines] == ["start", "step", "epoch", "step", "step", "epoch", "end"]
@@ -85,18 +86,18 @@ def test_metrics_have_their_fields(tmp_path: Path) -> None:
 
 
 def test_all_fields_are_documented() -> None:
-    """docs/running.md names every event, and every field of it."""
+    """docs/running.md names every event and its fields."""
     text = (ROOT / "docs" / "running.md").read_text()
     for event, names in EVENTS.items():
         (line,) = [line for line in text.split("\n- ") if line.startswith(f"**{event}**")]
         assert set(names.split()[3:]) - set(re.findall(r"`(\w+)`", line)) == set(), event
 
 
-def test_a_later_run_replaces_the_files_and_a_failed_one_says_so(tmp_path: Path) -> None:
-    """Nothing of the earlier run is left; the log ends with the traceback, and the metrics with `failed` and step."""
+def test_a_later_run_replaces_the_files_and_records_its_failure(tmp_path: Path) -> None:
+    """A failed run replaces the earlier files; its log has the traceback, and its metrics end with `failed`."""
     run(replace(ALONE, log_dir=tmp_path))
     settings = replace(ALONE, log_dir=tmp_path, max_steps=5)
-    with (  # noqa: PT012 - the recorder must see it
+    with (  # noqa: PT012 - the recorder must receive the exception
         pytest.raises(RuntimeError, match="planted"),
         make_recorder(settings, RankContext(), "none") as recorder,
     ):
@@ -111,8 +112,8 @@ def test_a_later_run_replaces_the_files_and_a_failed_one_says_so(tmp_path: Path)
     assert "Traceback (most recent call last)" in log
 
 
-def test_ctrl_c_is_a_stop(tmp_path: Path) -> None:
-    """A run that somebody interrupts is not said to have failed, and its log has no traceback."""
+def test_ctrl_c_is_recorded_as_stopped(tmp_path: Path) -> None:
+    """After Ctrl-C, the metrics end with `stopped`, and the log has no traceback."""
     settings = replace(ALONE, log_dir=tmp_path, max_steps=2)
     with pytest.raises(KeyboardInterrupt), make_recorder(settings, RankContext(), "none") as recorder:  # noqa: PT012
         train(settings, RankContext(), recorder)
@@ -121,8 +122,8 @@ def test_ctrl_c_is_a_stop(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "single" / "rank_0.log").read_text()
 
 
-def test_resumed_metrics_go_on_from_the_step(tmp_path: Path) -> None:
-    """What was recorded after the step resumed from is cut off, with how that run ended and what is half a line."""
+def test_resume_at_truncates_the_metrics(tmp_path: Path) -> None:
+    """`resume_at` removes the records of later steps, the end of the earlier run and a partial line."""
     path = tmp_path / "single" / "metrics.jsonl"
     run(replace(ALONE, log_dir=tmp_path))
     with path.open("a") as file:
@@ -134,11 +135,14 @@ def test_resumed_metrics_go_on_from_the_step(tmp_path: Path) -> None:
     metrics.resume_at(3)
     assert [line["event"] for line in records(path)] == ["start"]
     path.unlink()
-    metrics.resume_at(3)  # of a run that wrote none
+    metrics.resume_at(3)  # no error without a file
 
 
-def test_a_resumed_run_goes_on_with_its_files(tmp_path: Path) -> None:
-    """After a crash between two states the metrics are those of an uninterrupted run, with one more start."""
+def test_a_resumed_run_appends_to_its_files(tmp_path: Path) -> None:
+    """A resumed run records the same metrics as an uninterrupted run, except for one more start and a shorter interval.
+
+    The first interval after the resume counts only the steps since then.
+    """
     settings = replace(TINY, method="single", checkpoint_every=3, log_interval=2)
     whole = replace(settings, out=tmp_path / "a", log_dir=tmp_path / "a")
     run(whole)
@@ -147,23 +151,23 @@ def test_a_resumed_run_goes_on_with_its_files(tmp_path: Path) -> None:
     with pytest.raises(Crash), both:
         train(parts, RankContext(), both)
     run(replace(parts, resume=True))
-    expected, found = (records(tmp_path / name / "single" / "metrics.jsonl") for name in "ab")
+    expected, resumed = (records(tmp_path / name / "single" / "metrics.jsonl") for name in "ab")
     events = ["start", "step", "start", "step", "epoch", "step", "step", "epoch", "end"]
-    assert [line["event"] for line in found] == events
-    assert found[2]["resumed_at"] == 3
-    for before, after in zip(expected[2:], found[3:], strict=True):
+    assert [line["event"] for line in resumed] == events
+    assert resumed[2]["resumed_at"] == 3
+    for before, after in zip(expected[2:], resumed[3:], strict=True):
         assert (before["event"], before.get("step")) == (after["event"], after.get("step"))
         names = ("test_accuracy", "best", "best_epoch", "best_accuracy", "lr")
         names += ("loss", "samples") if after.get("step") != 4 or after["event"] == "epoch" else ()
         assert all(before.get(name) == after.get(name) for name in names), after
-    assert found[3]["samples"] == 16  # of the steps since it was resumed
+    assert resumed[3]["samples"] == 16  # one step since the resume
     log = (tmp_path / "b" / "single" / "rank_0.log").read_text()
     assert log.index("failed after step 5: Crash") < log.index("resumed after step 3") < log.index("finished")
 
 
 @pytest.mark.usefixtures("small_files")
-def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The training ends as ever, stderr has one warning for each file, and what is in the files are whole lines."""
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If the disk fills up, the run completes with one warning, and the metrics file contains only whole lines."""
     run(replace(ALONE, log_dir=tmp_path, log_interval=1))
     path = tmp_path / "single" / "metrics.jsonl"
     assert 2000 < path.stat().st_size <= 4096
@@ -175,8 +179,8 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.usefixtures("small_files")
-def test_a_line_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line that does not fit leaves nothing of itself, and a shorter one after it is written."""
+def test_a_shorter_line_is_written_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that does not fit is removed completely, and a later, shorter line is written."""
     file = LineFile(tmp_path / "log", append=False)
     for line in ("a" * 4000, "b" * 200, "c" * 200, "d"):
         file.write(f"{line}\n")
@@ -185,8 +189,8 @@ def test_a_line_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
-    """A file in place of the folder, and a device that is full, are one line before any training."""
+def test_an_unwritable_log_is_refused_at_the_start(tmp_path: Path) -> None:
+    """If the folder is a file or the device is full, the run is refused with a UserError that names the log."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write the log .*/file/single/rank_0.log: Not a directory"):
         run(replace(ALONE, log_dir=tmp_path / "file"))
@@ -197,14 +201,14 @@ def test_a_log_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) ->
 
 
 def test_tensorboard_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package it is one line that says what to install."""
+    """Without the tensorboard package, the error names the package to install."""
     monkeypatch.setattr("train.recorders.tensorboard.find_spec", lambda _name: None)
     with pytest.raises(UserError, match=r"^--tensorboard: .*pip install tensorboard"):
         run(replace(ALONE, log_dir=tmp_path, tensorboard=True))
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
-    """TensorBoard's own reader finds the scalars at their steps; a later run replaces them."""
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    """TensorBoard's own reader returns the scalars of the latest run at their steps."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for epochs in (3, 2):
         run(replace(ALONE, log_dir=tmp_path, tensorboard=True, epochs=epochs))
@@ -217,8 +221,8 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_records_are_of_all_ranks_and_change_nothing(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Loss and accuracy weigh uneven shares by their samples; with the records the same bits are trained."""
+def test_records_cover_all_ranks_without_changing_the_weights(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Loss and accuracy are weighted by the samples of uneven shares, and logging does not change the weights."""
     settings = replace(SMALL, batch_size=33, max_steps=6)
     shared = syncheck_rank.shared
     run(replace(settings, out=shared / "without"), ctx)
@@ -239,34 +243,34 @@ def test_records_are_of_all_ranks_and_change_nothing(ctx: RankContext, syncheck_
 
 @pytest.mark.parametrize("method", ["ddp", fsdp("fsdp")])
 @pytest.mark.syncheck(ranks=2)
-def test_the_norm_is_that_of_the_whole_gradient(ctx: RankContext, syncheck_rank: Rank, method: str) -> None:
-    """Where ranks hold parts of the gradient too, what is recorded is the norm of all of it, as one process finds."""
+def test_grad_norm_covers_the_whole_gradient(ctx: RankContext, syncheck_rank: Rank, method: str) -> None:
+    """The recorded norm equals that of a single process, even if each rank holds only a shard of the gradient."""
     logs = syncheck_rank.shared
     settings = replace(ALONE, model="convnet", max_steps=4, log_dir=logs, grad_clip=1.0)
     run(replace(settings, method=method), ctx)
     if ctx.rank == 0:
         run(settings)
-        found, expected = (records(logs / f"{name}-clip1" / "metrics.jsonl") for name in (method, "single"))
-        assert found[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=1e-4)
-        assert found[1]["loss"] == pytest.approx(expected[1]["loss"], rel=1e-5)
+        actual, expected = (records(logs / f"{name}-clip1" / "metrics.jsonl") for name in (method, "single"))
+        assert actual[1]["grad_norm"] == pytest.approx(expected[1]["grad_norm"], rel=1e-4)
+        assert actual[1]["loss"] == pytest.approx(expected[1]["loss"], rel=1e-5)
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_log_has_what_the_monitor_found(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Each check that finds the ranks apart is a warning in every rank's log, with its codes; others are not."""
-    for sync_bn, lines in ((False, [2, 4, 5]), (True, [])):
+def test_out_of_sync_checks_are_logged(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Every rank's log has one warning with the codes for each out-of-sync check, and no other warnings."""
+    for sync_bn, steps in ((False, [2, 4, 5]), (True, [])):
         settings = replace(SMALL, save_per_rank=False, monitor=2, max_steps=5, sync_bn=sync_bn)
         settings = replace(settings, log_dir=syncheck_rank.shared)
         run(settings, ctx)
         log = (settings.log_dir / settings.run / f"rank_{ctx.rank}.log").read_text()
-        found = re.findall(r"warning: step (\d+): the ranks are out of sync: SYN201", log)
-        assert [int(step) for step in found] == lines
-        assert log.count("warning") == len(lines)
+        logged = re.findall(r"warning: step (\d+): the ranks are out of sync: SYN201", log)
+        assert [int(step) for step in logged] == steps
+        assert log.count("warning") == len(steps)
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_all_ranks_hear_of_a_folder_that_one_cannot_write(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """One rank's log cannot be opened: both end with the same line that names it, and neither waits."""
+def test_all_ranks_report_a_log_that_one_cannot_write(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """If rank 1 cannot open its log, both ranks raise an error that names the rank and the file."""
     folder = syncheck_rank.shared / "ddp"
     folder.mkdir(exist_ok=True)
     (folder / "rank_1.log").mkdir(exist_ok=True)
@@ -274,8 +278,8 @@ def test_all_ranks_hear_of_a_folder_that_one_cannot_write(ctx: RankContext, sync
         run(replace(SMALL, save_per_rank=False, log_dir=syncheck_rank.shared), ctx)
 
 
-def test_best_is_the_first_of_equals() -> None:
-    """A score that is not higher is not better; the state survives a resume."""
+def test_equal_score_does_not_replace_the_best() -> None:
+    """Only a higher accuracy replaces the best one, also after the best is saved and restored."""
     best = Best()
     assert [best.update(Score(1.0, accuracy, 8), epoch, 10 * epoch) for epoch, accuracy in ((1, 0.5), (2, 0.75))] == [
         True,

@@ -1,4 +1,4 @@
-"""What the trainer refuses: options that make no sense together, misspelt names, numbers that no machine could take."""
+"""Refused options: incompatible options, misspelled names, and numbers out of range."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ NEXT = "; add --spawn 2, or start with torchrun"
         ),
     ],
 )
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
-    """What the user can mend is one line that says how, and exit code 2, before anything is built."""
+def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    """A usage error prints exactly one line on stderr and exits with 2."""
     assert main(arguments.split()) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"run.py: error: {message}\n")
@@ -117,8 +117,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: st
         ("--method fsdpp", "fsdp"),
     ],
 )
-def test_misspelt_name_lists_the_known(capsys: pytest.CaptureFixture[str], arguments: str, meant: str) -> None:
-    """A misspelt name is answered with the names there are, and with the one that was probably meant."""
+def test_misspelled_name_lists_the_choices(capsys: pytest.CaptureFixture[str], arguments: str, meant: str) -> None:
+    """A misspelled name is refused in one line with the valid choices and the closest match."""
     assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -126,8 +126,8 @@ def test_misspelt_name_lists_the_known(capsys: pytest.CaptureFixture[str], argum
     assert meant in error.partition("you mean")[2]
 
 
-def test_too_large_a_model_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model for which there is no memory is refused in one line; other errors of torch are not hidden."""
+def test_out_of_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model too large for the memory is refused in one line; other RuntimeErrors propagate."""
 
     def fail(message: str) -> None:
         def start(*_: object, **__: object) -> None:
@@ -144,8 +144,8 @@ def test_too_large_a_model_is_one_line(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that cannot be printed is one line and exit code 2."""
-    full = Path("/dev/full").open("w")  # noqa: SIM115 - to close it fails, too
+    """If a list cannot be printed, one line reports the error, and the exit code is 2."""
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it also fails
     monkeypatch.setattr("sys.stdout", full)
     assert main(["--list-faults"]) == 2
     assert capsys.readouterr().err == "run.py: error: cannot write to stdout: No space left on device\n"
@@ -154,15 +154,15 @@ def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("program", "speaker"),
+    ("program", "prefix"),
     [
         ((RUN,), "run.py: error"),
         (("-m", "train.evaluate", "ckpts"), "evaluate.py"),
         (("-m", "train.bench"), "train.bench: error"),
     ],
 )
-def test_without_torch_it_says_what_to_install(programs: Programs, program: tuple[object, ...], speaker: str) -> None:
-    """Where only syncheck was installed the trainer is one line, not the end of an import."""
+def test_missing_torch_is_one_line(programs: Programs, program: tuple[object, ...], prefix: str) -> None:
+    """Without torch, each program exits with one line that names the install command."""
     done = programs.run(sys.executable, "-S", *program, PYTHONPATH=str(ROOT))  # -S: without site-packages
-    message = f"{speaker}: torch is not installed; in this clone: pip install -e '.[train]'\n"
+    message = f"{prefix}: torch is not installed; in this clone: pip install -e '.[train]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)

@@ -1,4 +1,4 @@
-"""A run that was interrupted and resumed ends with the bits of one that was not."""
+"""A resumed run is bitwise equal to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from syncheck.testing import Rank
 
-# Each option with the methods on which it leaves a state of its own.
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "lr": 0.005}
 UNEVEN: dict[str, Any] = {"batch_size": 15, "keep_last": True}  # five steps an epoch, of 15 and 10 samples
+# Changed settings, and the steps after which the run crashes. Each option appears with methods for which it adds state.
 CASES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "ddp, first step": ({"ema": 0.9, **ADAMW}, [1]),
     "ddp, end of an epoch": ({}, [4]),
@@ -61,20 +61,20 @@ ALONE: dict[str, tuple[dict[str, Any], list[int]]] = {
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("case", [fsdp(name) if "fsdp" in name else name for name in CASES] + SLOW)
 def test_resumed_is_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, case: str) -> None:
-    """Weights, buffers, optimizer, scale, averages, counts, random states, files and scores are the same bits."""
+    """After crashes and resumes, the final state, files and scores are bitwise equal to an uninterrupted run."""
     changes, stops = (CASES | MORE)[case]
     assert_bitwise(ctx, syncheck_rank.shared, replace(TINY, **changes), stops)
 
 
 @pytest.mark.parametrize("case", ALONE)
 def test_one_process_resumes_bitwise(tmp_path: Path, case: str) -> None:
-    """So it is without a process group, after any step, and with replicas as threads of one process."""
+    """Runs without a process group, including dp, resume bitwise after any step."""
     changes, stops = ALONE[case]
     assert_bitwise(RankContext(), tmp_path, replace(TINY, **changes), stops)
 
 
-def test_a_state_and_a_checkpoint_of_one_step_carry_one_block(tmp_path: Path) -> None:
-    """Both count the epochs that are done, as syncheck.metadata() says; the epoch that a run is in is one more."""
+def test_state_and_checkpoint_have_equal_metadata(tmp_path: Path) -> None:
+    """State and checkpoint of a step share one syncheck block; its epoch counts only completed epochs."""
     settings = replace(TINY, method="single", max_steps=7, save_every=1, out=tmp_path)
     whole(RankContext(), settings)
     state = load(state_path(states_folder(tmp_path, settings.run), 7, 0))
@@ -86,19 +86,19 @@ def test_a_state_and_a_checkpoint_of_one_step_carry_one_block(tmp_path: Path) ->
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd", fsdp("hsdp")])
 def test_four_ranks_resume_bitwise(ctx: RankContext, syncheck_rank: Rank, method: str) -> None:
-    """With four ranks the order in which gradients are summed counts, and it is that of the uninterrupted run."""
+    """Four ranks resume bitwise, although the order of the gradients' sums affects rounding."""
     settings = replace(TINY, method=method, batch_size=17, **ADAMW)
     assert_bitwise(ctx, syncheck_rank.shared, settings, [3, 6])
 
 
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
-@pytest.mark.parametrize("rehearsed", [True, False])
+@pytest.mark.parametrize("rebuilt", [True, False])
 def test_buckets_must_be_rebuilt_before_the_first_step(
-    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, *, rehearsed: bool
+    ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch, *, rebuilt: bool
 ) -> None:
-    """Without the forward and backward that let DDP lay out its buckets, four ranks round otherwise in one step."""
-    if not rehearsed:
+    """On four ranks, a resumed run is bitwise equal only if DDP rebuilds its buckets before the first step."""
+    if not rebuilt:
         monkeypatch.setattr(Step, "warm_up_buckets", lambda *_: None)
     settings = replace(TINY, model="convnet", width=None, batch_size=17, out=syncheck_rank.shared, save_per_rank=False)
     whole(ctx, settings)
@@ -106,11 +106,11 @@ def test_buckets_must_be_rebuilt_before_the_first_step(
     interrupt(ctx, settings, 3)
     resume(ctx, settings)
     again = state_of(ctx, settings, 8)["model"]
-    assert all(once[name].equal(again[name]) for name in once) is rehearsed
+    assert all(once[name].equal(again[name]) for name in once) is rebuilt
 
 
 class Draws(nn.Module):
-    """Draws from all generators: a forward depends on the state of each. Has a buffer that is not saved with it."""
+    """A model whose forward depends on the RNG states of torch, Python and NumPy, and on a non-persistent buffer."""
 
     steps: Tensor
 
@@ -133,15 +133,15 @@ class Draws(nn.Module):
 
 
 @pytest.mark.parametrize("stop", [3, 4])
-def test_random_numbers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
-    """Dropout, Python's and numpy's numbers go on as uninterrupted, and so does a buffer outside state dicts."""
+def test_random_numbers_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """A resumed run restores the RNG states of torch, Python and NumPy, and a non-persistent buffer."""
     monkeypatch.setattr("train.job.build_from_settings", Draws)
     assert_bitwise(RankContext(), tmp_path, replace(TINY, method="single"), [stop])
 
 
 @pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
-def test_each_random_state_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: str) -> None:
-    """With any one generator in another state the run ends elsewhere: the test above would see it."""
+def test_each_rng_state_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: str) -> None:
+    """If one RNG has a different state, the final weights differ, so `assert_bitwise` detects each RNG."""
     monkeypatch.setattr("train.job.build_from_settings", Draws)
     settings = replace(TINY, method="single", out=tmp_path)
     whole(RankContext(), settings)
@@ -158,8 +158,8 @@ def test_each_random_state_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_files_of_later_steps_go(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """History that a run wrote behind the state it goes on from is replaced; what came before stays as it is."""
+def test_history_of_later_steps_is_removed(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A resumed run removes history files of later steps, and keeps earlier files and the run id unchanged."""
     settings = replace(TINY, checkpoint_every=4, save_every=1, out=syncheck_rank.shared, save_format="safetensors")
     interrupt(ctx, settings, 6)
     ctx.gather(None)
@@ -178,8 +178,8 @@ def test_files_of_later_steps_go(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_syncheck_sees_states_only_where_named(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """A report of the folder is the same with states in it; named, they are compared, without random states."""
+def test_states_are_compared_only_if_passed_explicitly(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """`compare` ignores states in an output folder. It compares states passed explicitly, but tolerates RNG states."""
     settings = replace(TINY, save_every=4, sync_bn=True, ema=0.9, amp="bf16", out=syncheck_rank.shared)
     whole(ctx, settings)
     ctx.gather(None)
@@ -187,15 +187,15 @@ def test_syncheck_sees_states_only_where_named(ctx: RankContext, syncheck_rank: 
         return
     with_states = syncheck.compare(settings.out)
     assert len(with_states.groups) == 3
-    named = states_folder(settings.out, settings.run) / "step_8"
-    (group,) = syncheck.compare(named).groups
+    states = states_folder(settings.out, settings.run) / "step_8"
+    (group,) = syncheck.compare(states).groups
     assert (group.verdict, len(group.ranks), group.counts.different) == ("in_sync", 2, 0)
     assert {diff.reason for diff in group.tensors} == {"rng"}
-    path = named / "rank_1.pth"
+    path = states / "rank_1.pth"
     state = torch.load(path, weights_only=True)
     state["model"]["fc.weight"][0, 0] += 1
     torch.save(state, path)
-    (group,) = syncheck.compare(named).groups
+    (group,) = syncheck.compare(states).groups
     assert [diff.name for diff in group.tensors if diff.reason != "rng"] == ["fc.weight"]
     (settings.out / ".resume").rename(settings.out.parent / "elsewhere")
     assert syncheck.compare(settings.out) == with_states

@@ -1,4 +1,4 @@
-"""Programs that are killed, and started again with --resume, as a job script does that is queued again."""
+"""Programs that are killed and restarted with --resume, like a requeued job script."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LONG = (
 )
 
 
-def ranks_of(pid: int) -> list[int]:
-    """List the processes below one that have loaded torch, or itself where there are none: those that train."""
+def training_processes(pid: int) -> list[int]:
+    """Return the child processes that train, recognized by torch's libraries, or the process itself without any."""
     return [child for child in children(pid) if imports_torch(child)] or [pid]
 
 
 def command(launcher: str, port: int) -> list[Any]:
-    """Give the command line that starts two ranks, or one process."""
+    """Return the command line that starts two ranks, or one process."""
     launchers: dict[str, list[Any]] = {
         "none": [*TRAIN],
         "--spawn": [*TRAIN, "--spawn", 2],
@@ -44,31 +44,31 @@ def command(launcher: str, port: int) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Run]]:
-    """Runs that nobody killed: their folder and what they said, by their method."""
-    found = {}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Run]]:
+    """Return the folder and output of an uninterrupted run, by method."""
+    runs = {}
     for method, launcher in (("single", "none"), ("ddp", "--spawn")):
         programs = Programs(tmp_path_factory.mktemp(method))
         try:
-            found[method] = (programs.folder / "ckpts", programs.run(*command(launcher, 0), *LONG))
+            runs[method] = (programs.folder / "ckpts", programs.run(*command(launcher, 0), *LONG))
         finally:
             programs.kill()
-        assert found[method][1].returncode == 0, found[method][1].stderr
-    return found
+        assert runs[method][1].returncode == 0, runs[method][1].stderr
+    return runs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["none", "--spawn", "torchrun"])
-def test_killed_and_queued_again(
-    programs: Programs, tmp_path: Path, free_port: int, once: dict[str, tuple[Path, Run]], launcher: str
+def test_killed_and_requeued(
+    programs: Programs, tmp_path: Path, free_port: int, uninterrupted: dict[str, tuple[Path, Run]], launcher: str
 ) -> None:
-    """After kill -9 of all ranks the same line goes on where the last state was, to the bits of a run nobody killed."""
+    """After SIGKILL of all ranks, the same command resumes and ends bitwise equal to an uninterrupted run."""
     method, size = ("single", 1) if launcher == "none" else ("ddp", 2)
     out = tmp_path / "ckpts"
     folder = states_folder(out, method)
     process = programs.start(*command(launcher, free_port), *LONG)
     wait_for(lambda: all(state_path(folder, 14, rank).exists() for rank in range(size)), 60, 0.005)
-    for pid in ranks_of(process.pid):
+    for pid in training_processes(process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     killed = programs.finish(process)
@@ -77,23 +77,23 @@ def test_killed_and_queued_again(
     assert not list(out.glob("*.pth"))
     again = programs.run(*command(launcher, free_port + 1), *LONG)
     assert again.returncode == 0, again.stderr
-    (told,) = [line for line in again.stderr.splitlines() if "resumed" in line]
-    assert told.startswith(f"run.py: resumed {method} at step ")
-    reference, whole = once[method]
+    (note,) = [line for line in again.stderr.splitlines() if "resumed" in line]
+    assert note.startswith(f"run.py: resumed {method} at step ")
+    reference, whole = uninterrupted[method]
     for rank in range(size):
         name = f"{method}_rank{rank}.pth"
         assert differences(load(out / name), load(reference / name)) == []
-    assert reported(again)[-2:] == reported(whole)[-2:]
+    assert epoch_lines(again)[-2:] == epoch_lines(whole)[-2:]
 
 
-def reported(run: Run) -> list[str]:
-    """Give what each epoch's line says, but for the speed."""
+def epoch_lines(run: Run) -> list[str]:
+    """Return the line of each epoch without its speed."""
     return [line.rpartition("  ")[0] for line in run.stdout.splitlines() if ": epoch " in line]
 
 
 @pytest.mark.slow
-def test_refusals_are_one_line(script: Callable[..., Run], tmp_path: Path) -> None:
-    """Another learning rate, and states that are all damaged, end with one line of reason and exit code 2."""
+def test_refused_resumes_are_short(script: Callable[..., Run], tmp_path: Path) -> None:
+    """A changed learning rate is refused in one line; if all states are damaged, a line names each."""
     few = ("--width", 4, "--max-steps", 3, "--checkpoint-every", 3, "--progress", "none", "--resume")
     assert script(*few).returncode == 0
     refused = script(*few, "--lr", 0.2)
@@ -103,6 +103,6 @@ def test_refusals_are_one_line(script: Callable[..., Run], tmp_path: Path) -> No
     (tmp_path / "ckpts/.resume/single/step_3/rank_0.pth").write_bytes(b"PK")
     refused = script(*few)
     assert (refused.returncode, refused.stdout) == (2, "")
-    passed, none = errors([refused])
-    assert passed.startswith("--resume: skipping step 3: ckpts/.resume/single/step_3/rank_0.pth: damaged")
-    assert none.startswith("error: --resume: no state in ckpts/.resume/single is usable")
+    skipped, error = errors([refused])
+    assert skipped.startswith("--resume: skipping step 3: ckpts/.resume/single/step_3/rank_0.pth: damaged")
+    assert error.startswith("error: --resume: no state in ckpts/.resume/single is usable")

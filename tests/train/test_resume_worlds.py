@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks: what is exact, what is rounding, and what is said of it."""
+"""Resuming with another number of ranks: the exact state, the rounding afterwards, and the printed notes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from syncheck.testing import Rank
     from train.settings import Settings
 
-# Without BatchNorm, and with statistics over all ranks; 16 samples are 4 for each of 4 ranks.
+# A model without BatchNorm. The batch size 16 is divisible by 4 ranks.
 PLAIN = replace(TINY, model="convnet", width=None, save_per_rank=False)
-# As in test_equivalence.py: other sums, carried along for five steps of momentum.
+# As in test_equivalence.py: sums in another order, accumulated over five steps of momentum.
 ROUNDING = 1e-5
 
 
 @contextmanager
 def world(syncheck_rank: Rank, name: str, size: int) -> Iterator[RankContext | None]:
-    """Put the first `size` ranks in a process group of their own for the block; None for the others."""
+    """Put the first `size` ranks in a separate process group for the block; the remaining ranks get None."""
     if dist.is_initialized():
         leave_group()
     rank = syncheck_rank.rank
@@ -51,10 +51,10 @@ def world(syncheck_rank: Rank, name: str, size: int) -> Iterator[RankContext | N
 
 
 def leave_group() -> None:
-    """Close the process group when all ranks are connected, and gloo's threads have let go of the last tensors.
+    """Close the process group after all ranks have connected and gloo's threads have released the last tensors.
 
-    They need the interpreter for it, for which the older torch would wait while it holds it
-    (https://github.com/pytorch/pytorch/pull/179291).
+    The threads need the GIL to release tensors. Older torch versions deadlock because they hold the GIL while they
+    wait for the threads (https://github.com/pytorch/pytorch/pull/179291).
     """
     dist.barrier()
     time.sleep(0.2)
@@ -62,8 +62,7 @@ def leave_group() -> None:
 
 
 def whole_optimizer(settings: Settings, ctx: RankContext) -> dict[str, Tensor]:
-    """Resume, and give the optimizer's tensors of all ranks, whole, by the name of their parameter."""
-
+    """Resume, and return the full tensors of the model and of all ranks' optimizers by parameter name."""
     job = prepare(replace(settings, resume=True), ctx)
     optimizer = find_local_optimizer(job.trainer)
     names = parameter_names(job.method.module, optimizer)
@@ -81,22 +80,22 @@ def whole_optimizer(settings: Settings, ctx: RankContext) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2)])
 @pytest.mark.slow
 def test_state_is_exact_on_another_number_of_ranks(syncheck_rank: Rank, method: str, old: int, new: int) -> None:
-    """Parameters and Adam's moments are the same bits on 2 and on 4 ranks, whoever holds them; then all goes on alike.
+    """Parameters and Adam's moments are bitwise equal after a resume with 2 instead of 4 ranks and vice versa.
 
-    To the end of the run the weights differ by rounding only.
+    At the end of the run, the weights differ from an uninterrupted run only by rounding.
     """
     settings = replace(PLAIN, method=method, optimizer="adamw", lr=0.005, out=syncheck_rank.shared / "parts")
-    then: dict[str, Tensor] = {}
+    saved_state: dict[str, Tensor] = {}
     with world(syncheck_rank, "old", old) as ctx:
         if ctx is not None:
             interrupt(ctx, settings, 3)
-            then = whole_optimizer(settings, ctx)
+            saved_state = whole_optimizer(settings, ctx)
     with world(syncheck_rank, "new", new) as ctx:
         if ctx is not None:
-            now = whole_optimizer(settings, ctx)
-            if then:
-                assert then.keys() == now.keys()
-                assert [name for name in then if not then[name].equal(now[name])] == []
+            restored_state = whole_optimizer(settings, ctx)
+            if saved_state:
+                assert saved_state.keys() == restored_state.keys()
+                assert [name for name in saved_state if not saved_state[name].equal(restored_state[name])] == []
             _, notes = resume(ctx, settings)
             assert notes.steps == [4, 5, 6, 7, 8]
             reference, uninterrupted = whole(ctx, replace(settings, out=syncheck_rank.shared / "once"))
@@ -104,20 +103,20 @@ def test_state_is_exact_on_another_number_of_ranks(syncheck_rank: Rank, method: 
             for mine, theirs in zip(notes.epochs, uninterrupted.epochs, strict=True):
                 assert mine[2].samples == theirs[2].samples
                 assert mine[2].loss == pytest.approx(theirs[2].loss, rel=1e-5)
-            gap = _gap(settings, replace(settings, out=syncheck_rank.shared / "once"), ctx)
-            assert 0 < gap < ROUNDING
+            difference = _max_difference(settings, replace(settings, out=syncheck_rank.shared / "once"), ctx)
+            assert 0 < difference < ROUNDING
 
 
-def _gap(a: Settings, b: Settings, ctx: RankContext) -> float:
-    """Resume two runs at their ends, and return how far apart their weights are."""
+def _max_difference(a: Settings, b: Settings, ctx: RankContext) -> float:
+    """Load the final states of two runs, and return the largest difference between their weights."""
     left, right = (whole_state(prepare(replace(s, resume=True), ctx)) for s in (a, b))
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("model", ["convnet", "resnet8"])
-def test_goes_on_alone(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str], model: str) -> None:
-    """ddp of two ranks goes on as ddp of one, within rounding, with SyncBatchNorm too; what is not bitwise is said."""
+def test_one_rank_resumes_ddp_of_two(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str], model: str) -> None:
+    """One rank resumes a ddp run of two ranks within rounding, also with SyncBatchNorm, and prints a note."""
     settings = replace(PLAIN, model=model, width=4 if model == "resnet8" else None, out=syncheck_rank.shared / "parts")
     settings = replace(settings, sync_bn=model == "resnet8")
     with world(syncheck_rank, "old", 2) as ctx:
@@ -137,16 +136,17 @@ def test_goes_on_alone(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str], m
         assert [epoch[2].samples for epoch in notes.epochs] == [64, 64]
         for mine, theirs in zip(notes.epochs, uninterrupted.epochs, strict=True):
             assert mine[2].loss == pytest.approx(theirs[2].loss, rel=1e-4)
-        assert 0 < _gap(settings, replace(settings, out=syncheck_rank.shared / "once"), alone) < 10 * ROUNDING
+        difference = _max_difference(settings, replace(settings, out=syncheck_rank.shared / "once"), alone)
+        assert 0 < difference < 10 * ROUNDING
 
 
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd", fsdp("fsdp")])
-def test_each_rank_starts_as_one_of_then(syncheck_rank: Rank, method: str) -> None:
-    """BatchNorm's own statistics, and all that localsgd leaves to each rank, go on as those of rank r modulo 2.
+def test_new_ranks_start_from_saved_ranks(syncheck_rank: Rank, method: str) -> None:
+    """Rank r of 4 restores the per-rank tensors of saved rank r modulo 2: BatchNorm buffers, or all for localsgd.
 
-    Width 2 leaves ranks 2 and 3 of fsdp without a row of most tensors.
+    With width 2, ranks 2 and 3 of fsdp hold no rows of most tensors.
     """
     settings = replace(TINY, method=method, width=2, average_every=2 if method == "localsgd" else None)
     settings = replace(settings, out=syncheck_rank.shared, save_per_rank=False)
@@ -175,39 +175,39 @@ def test_each_rank_starts_as_one_of_then(syncheck_rank: Rank, method: str) -> No
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize("size", [3, 2])
-def test_back_from_empty_parts(syncheck_rank: Rank, size: int) -> None:
-    """Tensors of two rows, of which two of four ranks hold nothing, are whole again on fewer ranks, bit by bit."""
+def test_empty_shards_are_merged(syncheck_rank: Rank, size: int) -> None:
+    """Tensors of two rows, of which two of four ranks hold empty shards, are bitwise equal on fewer ranks."""
     settings = replace(PLAIN, model="resnet8", width=2, method="fsdp", sync_bn=True, out=syncheck_rank.shared)
-    then: dict[str, Tensor] = {}
+    saved_state: dict[str, Tensor] = {}
     with world(syncheck_rank, "old", 4) as ctx:
         assert ctx is not None
         interrupt(ctx, settings, 3)
-        then = whole_optimizer(settings, ctx)
+        saved_state = whole_optimizer(settings, ctx)
     with world(syncheck_rank, "new", size) as ctx:
         if ctx is not None:
-            now = whole_optimizer(settings, ctx)
-            assert [name for name in then if not then[name].equal(now[name])] == []
+            restored_state = whole_optimizer(settings, ctx)
+            assert [name for name in saved_state if not saved_state[name].equal(restored_state[name])] == []
             assert resume(ctx, settings)[1].steps == [4, 5, 6, 7, 8]
 
 
 @pytest.mark.slow
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
-def test_copies_of_parts_are_put_together_once(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Under hsdp the files of the first copy make the whole model; cut for the mesh, it is what each rank held."""
+def test_hsdp_merges_the_shards_of_one_replica(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Merging the states of an hsdp run returns the full model, and restoring it returns each rank's shard."""
     settings = replace(TINY, method="hsdp", optimizer="adamw", lr=0.005, save_per_rank=False, out=syncheck_rank.shared)
     interrupt(ctx, settings, 3)
     folder = states_folder(settings.out, settings.run)
     states = {rank: torch.load(state_path(folder, 3, rank), weights_only=True) for rank in range(4)}
     job = prepare(replace(settings, resume=True), ctx)
     before = {name: _local(tensor).clone() for name, tensor in job.method.module.state_dict().items()}
-    together = merge_states(states, ctx.rank)
+    merged = merge_states(states, ctx.rank)
     full = whole_state(job)
-    assert [name for name in full if not full[name].equal(together["model"][name])] == []
+    assert [name for name in full if not full[name].equal(merged["model"][name])] == []
     with torch.no_grad():
         for parameter in job.method.module.parameters():
             _local(parameter).zero_()
-    restore_state(together, job.trainer)
+    restore_state(merged, job.trainer)
     after = job.method.module.state_dict()
     assert [name for name in before if not _local(after[name]).equal(before[name])] == []
 
@@ -217,8 +217,8 @@ def _local(tensor: Any) -> Tensor:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_parts_need_all_files(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]) -> None:
-    """With another number of ranks zero needs the files of all; ddp goes on from any one of them."""
+def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]) -> None:
+    """With another number of ranks, zero needs the files of all saved ranks; ddp needs only one file."""
     for method in ("zero", "ddp"):
         settings = replace(PLAIN, method=method, out=syncheck_rank.shared)
         with world(syncheck_rank, f"{method} old", 2) as ctx:
@@ -233,7 +233,7 @@ def test_parts_need_all_files(syncheck_rank: Rank, capfd: pytest.CaptureFixture[
             if method == "zero":
                 with pytest.raises(UserError, match=r"no state in .* is usable"):
                     train(replace(settings, resume=True), alone, Stops(8))
-                told = capfd.readouterr().err
-                assert f"skipping step 1: rank 0 cannot read {lost}" in told
+                stderr = capfd.readouterr().err
+                assert f"skipping step 1: rank 0 cannot read {lost}" in stderr
             else:
                 assert resume(alone, settings)[1].steps[0] == 2

@@ -1,4 +1,4 @@
-"""The command line: as README types it, and what it says when something is wrong."""
+"""The command line: options, output and errors, as in the README."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def test_flags_are_frozen() -> None:
-    """Users' scripts depend on these names; every one has a help text."""
+    """Option names do not change, because users' scripts depend on them; every option has a help text."""
     actions = build_parser()._actions
     names = {name for action in actions for name in action.option_strings if name.startswith("--")}
     assert names == {f"--{name}" for name in FLAGS.split()}
@@ -43,7 +43,7 @@ def test_flags_are_frozen() -> None:
 
 
 def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No option means the defaults of Settings, single without torchrun, ddp with it."""
+    """Without options, the defaults are those of Settings, except for method ddp under torchrun."""
     assert settings_from(build_parser().parse_args([])) == Settings()
     monkeypatch.setenv("RANK", "0")
     assert settings_from(build_parser().parse_args([])).method == "ddp"
@@ -52,18 +52,18 @@ def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None
     assert (settings.lr, settings.save_per_rank) == (0.005, True)
 
 
-def test_a_loss_that_is_no_number_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """A rate that blows the weights up in the first epoch is told once, on stderr, and the exit code stays 0."""
+def test_a_non_finite_loss_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """If the loss becomes infinite or NaN, stderr has one warning, and the exit code is 0."""
     assert main("--lr 3e38 --limit-train 64 --epochs 2 --width 4 --progress none".split()) == 0
-    told = "run.py: warning: the loss is not finite since epoch 1; lower --lr, or add --grad-clip\n"
-    assert capsys.readouterr().err == told
+    warning = "run.py: warning: the loss is not finite since epoch 1; lower --lr, or add --grad-clip\n"
+    assert capsys.readouterr().err == warning
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-def test_only_rank_zero_says_what_is_wrong(
+def test_only_rank_0_reports_errors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
 ) -> None:
-    """Under a launcher every rank exits with 2 before it waits for another, and one of them says why."""
+    """Under a launcher, every rank exits with 2 before any communication, and only rank 0 prints the error."""
     environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -72,10 +72,10 @@ def test_only_rank_zero_says_what_is_wrong(
     assert capsys.readouterr().err == expected * lines
 
 
-def test_broken_environment_is_said_by_its_own_rank(
+def test_broken_environment_is_reported_by_its_own_rank(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank number without a world size is reported by the process that has it, whatever its rank."""
+    """A process with RANK but without WORLD_SIZE reports the error itself, also if its rank is not 0."""
     monkeypatch.setenv("RANK", "3")
     assert main([]) == 2
     assert capsys.readouterr().err.startswith("run.py: error: the environment variable WORLD_SIZE is not set")
@@ -83,7 +83,7 @@ def test_broken_environment_is_said_by_its_own_rank(
 
 @pytest.mark.slow
 def test_single_from_any_folder(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """`python train/run.py` in another folder trains, prints plain lines and one summary, and says what it saved."""
+    """`python train/run.py` runs in any folder, and prints a line per epoch, a summary and the saved files."""
     run = script("--width", 4, "--epochs", 2, "--save-per-rank", "--save-format", "safetensors")
     assert (run.returncode, run.stderr) == (0, "")
     epoch_one, epoch_two, summary, saved = run.stdout.splitlines()
@@ -94,8 +94,8 @@ def test_single_from_any_folder(script: Callable[..., subprocess.CompletedProces
     assert [path.name for path in (tmp_path / "ckpts").iterdir()] == ["single_rank0.safetensors"]
 
 
-def test_torchrun_as_in_the_readme(torchrun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """README's line trains ddp on two processes and writes two checkpoints; only rank 0 prints, nothing on stderr."""
+def test_torchrun_of_the_readme(torchrun: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """The README's command trains ddp on two processes, saves the files of both, and prints only on rank 0."""
     run = torchrun("--save-per-rank", "--epochs", 2, "--save-every", 44)
     assert (run.returncode, run.stderr) == (0, "")
     assert [line.split(":")[0] for line in run.stdout.splitlines()] == ["ddp", "ddp", "ddp", "saved 6 files"]
@@ -107,7 +107,7 @@ def test_torchrun_as_in_the_readme(torchrun: Callable[..., subprocess.CompletedP
 
 @pytest.mark.slow
 def test_single_under_two_processes_is_refused(torchrun: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Both ranks exit with 2, and the reason comes once, before torchrun's own summary."""
+    """Both ranks exit with 2, and the error appears once, before torchrun's summary."""
     run = torchrun("--method", "single")
     assert run.returncode != 0
     line = "run.py: error: --method single is one process, the launcher started 2\n"
@@ -119,7 +119,7 @@ def test_single_under_two_processes_is_refused(torchrun: Callable[..., subproces
 
 @pytest.mark.slow
 def test_unwritable_out_stops_all_ranks(torchrun: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """A folder that cannot be written to is found by the ranks together, inside the process group."""
+    """If --out is not writable, all ranks end, and the error appears once."""
     run = torchrun("--save-per-rank", "--out", "/dev/null/ckpts")
     assert run.returncode != 0
     assert run.stderr.count("run.py: error: cannot write to --out /dev/null/ckpts: Not a directory\n") == 1
@@ -129,12 +129,12 @@ def test_unwritable_out_stops_all_ranks(torchrun: Callable[..., subprocess.Compl
 @pytest.mark.syncheck(ranks=2, timeout=110)
 @pytest.mark.parametrize("sync_bn", [False, True])
 def test_defaults_reach_97_percent(ctx: RankContext, *, sync_bn: bool) -> None:
-    """The default run gets 97% or more of the digits right, under DDP's own BatchNorm and under SyncBatchNorm."""
+    """The default run reaches at least 97% test accuracy with BatchNorm and with SyncBatchNorm."""
     assert train(Settings(method="ddp", sync_bn=sync_bn), ctx, Recorder()).test.accuracy >= 0.97
 
 
-def test_imports_the_clone_it_lies_in(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """Another `train` in the working folder or on PYTHONPATH is not taken."""
+def test_imports_its_own_clone(script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """`run.py` ignores another `train` package in the working folder."""
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "__init__.py").write_text("raise ImportError('the wrong one')\n")
     assert script("--help").returncode == 0

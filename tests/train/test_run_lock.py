@@ -1,4 +1,4 @@
-"""Two live runs of one name in one --out, locks that killed runs leave, and states that are gone."""
+"""The lock of --out: two live runs with one name, stale locks, and missing states."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait for shorter than in earnest."""
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten all waiting times."""
     for name, seconds in (("PATIENCE", 0.3), ("WATCH", 0.6), ("POLL", 0.05), ("BEAT", 0.1)):
         monkeypatch.setattr(locks, name, seconds)
 
 
 def leave_lock(out: Path, **changes: object) -> Path:
-    """Write what a run of another process has left in its lock."""
+    """Write the lock file of another process."""
     path = out / ".single.lock"
     content = {"machine": MACHINE, "host": "node3", "pid": 4711, "since": "now", "token": "another", "state": None}
     path.write_text(json.dumps(content | changes))
@@ -62,7 +62,7 @@ def leave_lock(out: Path, **changes: object) -> Path:
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process of this machine that holds the lock."""
+    """Start another process on this machine that holds the lock."""
     command = (sys.executable, "-c", HOLD, leave_lock(tmp_path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -71,8 +71,8 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_live_run_keeps_another_one_out(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    """A second run is refused before it writes anything; once the first is killed, its lock is free at once."""
+def test_a_second_live_run_is_refused(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    """A second run is refused before it writes anything; if the first run is killed, its lock is free at once."""
     (tmp_path / "single_rank0.pth").write_bytes(b"of the live run")
     settings = replace(SINGLE, out=tmp_path)
     with pytest.raises(UserError, match=r"process 4711 on node3.*--out"):
@@ -86,7 +86,7 @@ def test_a_live_run_keeps_another_one_out(tmp_path: Path, holder: subprocess.Pop
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": ""}', b"\xff\x00"])
 def test_a_lock_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None:
-    """What a crash or a full disk has left of a lock keeps nobody out."""
+    """A lock file that a crash or a full disk left empty or damaged is free."""
     (tmp_path / ".single.lock").write_bytes(content)
     assert train(replace(SINGLE, checkpoint_every=None, out=tmp_path), ALONE, Recorder()).steps == 3
     assert [path.name for path in tmp_path.iterdir()] == ["single_rank0.pth"]
@@ -94,11 +94,11 @@ def test_a_lock_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_the_lock_of_another_machine(tmp_path: Path, *, alive: bool) -> None:
-    """Where flock does not reach, a run is alive as long as it moves the time of its lock, and dead after a while."""
-    path, over = leave_lock(tmp_path, machine="another"), threading.Event()
+    """A run on another machine is alive while it updates its lock's time, and dead after WATCH seconds."""
+    path, finished = leave_lock(tmp_path, machine="another"), threading.Event()
 
     def beat() -> None:
-        while alive and not over.wait(0.1):
+        while alive and not finished.wait(0.1):
             os.utime(path)
 
     thread = threading.Thread(target=beat)
@@ -116,27 +116,27 @@ def test_the_lock_of_another_machine(tmp_path: Path, *, alive: bool) -> None:
                 before = path.stat().st_mtime_ns
                 wait_for(lambda: path.stat().st_mtime_ns != before)
     finally:
-        over.set()
+        finished.set()
         thread.join()
     assert path.exists() == alive
 
 
 class Suspended(Recorder):
-    """Lets another machine take the lock over after the second step, as if this run had been suspended."""
+    """Lets another machine take over the lock after the second step, as if this run had been suspended."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
 
     def step(self, step: int, *_: object) -> None:
-        """Take it over, and save as the other run."""
+        """Take over the lock, and save a checkpoint of the other run."""
         if step == 2:
             leave_lock(self.out, machine="another")
             shutil.rmtree(self.out / ".resume" / "single" / "step_1")
             (self.out / "single_rank0.pth").write_bytes(b"of the other run")
 
 
-def test_a_run_that_lost_its_lock_touches_nothing(tmp_path: Path) -> None:
-    """It neither saves nor removes from then on, and leaves the lock to the other run."""
+def test_a_run_without_its_lock_changes_no_files(tmp_path: Path) -> None:
+    """A run that has lost its lock saves and removes nothing, and leaves the lock to the other run."""
     with pytest.raises(UserError, match="node3"):
         train(replace(SINGLE, out=tmp_path), ALONE, Suspended(tmp_path))
     assert (tmp_path / "single_rank0.pth").read_bytes() == b"of the other run"
@@ -144,12 +144,12 @@ def test_a_run_that_lost_its_lock_touches_nothing(tmp_path: Path) -> None:
     assert json.loads((tmp_path / ".single.lock").read_text())["token"] == "another"
 
 
-@pytest.mark.parametrize("gone", [".resume", ".resume/single/step_*", ".resume/*"])
-def test_resume_where_states_had_been(tmp_path: Path, gone: str) -> None:
-    """--resume does not start at step 0 in a folder whose states have vanished; without it a run does."""
+@pytest.mark.parametrize("missing", [".resume", ".resume/single/step_*", ".resume/*"])
+def test_resume_without_the_recorded_states_is_refused(tmp_path: Path, missing: str) -> None:
+    """If the recorded states are missing, --resume is refused; a run without --resume starts at step 0."""
     settings = replace(SINGLE, out=tmp_path)
     train(settings, ALONE, Recorder())
-    for path in tmp_path.glob(gone):
+    for path in tmp_path.glob(missing):
         shutil.rmtree(path)
     before = (tmp_path / "single_rank0.pth").stat().st_mtime_ns
     for checkpoint_every in (1, None):
@@ -159,12 +159,12 @@ def test_resume_where_states_had_been(tmp_path: Path, gone: str) -> None:
     notes = Notes()
     train(settings, ALONE, notes)
     assert notes.steps == [1, 2, 3]
-    assert resume(ALONE, settings)[1].steps == []  # there are states again
+    assert resume(ALONE, settings)[1].steps == []  # the new run saved states
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_ranks_share_the_lock(syncheck_rank: Rank, ctx: RankContext) -> None:
-    """Ranks of two nodes in one folder hold one lock, and a second run is refused on both."""
+    """Ranks on two nodes with a shared folder hold one lock, and a second run is refused on both nodes."""
     ctx = replace(ctx, local_rank=0, node=ctx.rank)
     settings = replace(TINY, out=syncheck_rank.shared)
     with RunLock(settings, ctx) as lock:
@@ -182,7 +182,7 @@ def test_ranks_share_the_lock(syncheck_rank: Rank, ctx: RankContext) -> None:
 
 @pytest.mark.slow
 def test_two_runs_at_once(programs: Programs, tmp_path: Path) -> None:
-    """The second of two live runs ends with 2 and costs no state; both gone, the same line goes on."""
+    """The second of two live runs exits with 2; after the first run is killed, --resume finds its states."""
     states, line = states_folder(tmp_path / "ckpts", "single"), (*TRAIN, "--width", 4, "--progress", "none")
     first = programs.start(*line, "--epochs", 400, "--checkpoint-every", 1, "--resume")
     wait_for(lambda: (states / "step_3").exists(), timeout=100)
@@ -192,5 +192,5 @@ def test_two_runs_at_once(programs: Programs, tmp_path: Path) -> None:
     first.kill()
     programs.finish(first)
     again = programs.run(*line, "--max-steps", 1, "--checkpoint-every", 1, "--resume", timeout=100)
-    assert again.returncode == 2  # a state of a later step is there
+    assert again.returncode == 2  # a later state exists
     assert "the run ends after 1" in again.stderr

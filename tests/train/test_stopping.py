@@ -27,50 +27,50 @@ if TYPE_CHECKING:
     from train.recorders.base import EpochRecord
 
 
-class Told:
-    """Signals as a test sends them."""
+class FakeSignals:
+    """Signals set by a test."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
         self.deferred = False
 
     def defer(self) -> None:
-        """Take note."""
+        """Record the call."""
         self.deferred = True
 
 
-class Tells(Recorder):
+class SignalSender(Recorder):
     """Sends a signal to this rank after a step."""
 
-    def __init__(self, told: Told, step: int, number: int) -> None:
-        self.told, self.at, self.number = told, step, number
+    def __init__(self, signals: FakeSignals, step: int, number: int) -> None:
+        self.signals, self.at, self.number = signals, step, number
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Send it at the step."""
+        """Send the signal after the step."""
         if step == self.at:
-            self.told.number = self.number
+            self.signals.number = self.number
 
 
 def test_steps_until_the_next_agreement() -> None:
-    """Half a second of steps, whatever a step takes, and one at least."""
+    """Agreements are half a second apart, but at least one step."""
     assert [count_steps_within(10, seconds) for seconds in (0.1, 1.0, 100.0)] == [50, 5, 1]
     assert count_steps_within(1, 0.0) == 500_000
 
 
 def test_one_process_needs_no_agreement() -> None:
     """A process without a group is stopped by its own signal at the next step."""
-    told = Told()
-    stopping = Stopping(RankContext(), told)
+    signals = FakeSignals()
+    stopping = Stopping(RankContext(), signals)
     stopping.begin()
-    assert told.deferred
+    assert signals.deferred
     assert stopping.agree_on_signal(1) == 0
-    told.number = signal.SIGINT
+    signals.number = signal.SIGINT
     assert stopping.agree_on_signal(2) == signal.SIGINT
 
 
-def test_nobody_listens() -> None:
-    """In a process whose signals are its owner's there is no agreement at all."""
-    ctx = RankContext(0, 2, 0, backend="gloo")  # there is no group: a collective would raise
+def test_no_agreement_without_signals() -> None:
+    """Without Signals, for example in a notebook, ranks never agree."""
+    ctx = RankContext(0, 2, 0, backend="gloo")  # without a process group, a collective would raise
     stopping = Stopping(ctx)
     stopping.begin()
     assert [stopping.agree_on_signal(step, now=True) for step in (1, 2)] == [0, 0]
@@ -78,11 +78,11 @@ def test_nobody_listens() -> None:
 
 @pytest.mark.syncheck(ranks=2)
 def test_agreements_are_rare(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks agree at the same steps, every half second by the slower one's clock, not at every step."""
+    """Ranks agree at the same steps, every half second by the slower rank's clock."""
     now = [100.0]
     monkeypatch.setattr("train.launch.signals.time.monotonic", lambda: now[0])
-    stopping, told = Stopping(ctx, Told()), Told()
-    stopping.signals = told
+    stopping, signals = Stopping(ctx, FakeSignals()), FakeSignals()
+    stopping.signals = signals
     agreed: list[int] = []
     for step in range(1, 101):
         now[0] += 0.01 * (1 + ctx.rank)  # 0.02 s a step on the slower rank
@@ -90,25 +90,25 @@ def test_agreements_are_rare(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) 
         assert stopping.agree_on_signal(step) == 0
         agreed += [step] if stopping.last != before else []
     assert agreed == [1, 2, 27, 52, 77]
-    told.number = signal.SIGTERM if ctx.rank == 1 else 0
+    signals.number = signal.SIGTERM if ctx.rank == 1 else 0
     assert [stopping.agree_on_signal(step) for step in (101, 102)] == [0, signal.SIGTERM]
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_between_epochs_only(ctx: RankContext) -> None:
-    """Ranks that take different numbers of steps agree where they are together again."""
-    stopping = Stopping(ctx, Told(signal.SIGTERM), between=False)
+def test_agreement_between_epochs_only(ctx: RankContext) -> None:
+    """Ranks with different numbers of steps agree only between epochs."""
+    stopping = Stopping(ctx, FakeSignals(signal.SIGTERM), between=False)
     assert [stopping.agree_on_signal(step) for step in range(1, 4 + ctx.rank)] == [0] * (3 + ctx.rank)
     assert stopping.agree_on_signal(9, now=True) == signal.SIGTERM
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """One rank hears; both stop after the same step, saved; resumed, the run ends with the bits of one left alone."""
+    """After a signal to one rank, both save and stop after the same step, and the resumed run is bitwise equal."""
     settings = replace(TINY, checkpoint_every=1000, save_per_rank=False, out=syncheck_rank.shared / "stopped")
-    told = Told()
+    signals = FakeSignals()
     with pytest.raises(Stopped) as caught:
-        train(settings, ctx, Tells(told, 2, signal.SIGUSR1) if ctx.rank == 1 else Recorder(), told)
+        train(settings, ctx, SignalSender(signals, 2, signal.SIGUSR1) if ctx.rank == 1 else Recorder(), signals)
     assert caught.value.number == signal.SIGUSR1
     steps = ctx.gather(caught.value.step)
     assert steps == [steps[0]] * 2
@@ -122,28 +122,28 @@ def test_a_signal_to_one_rank_stops_all(ctx: RankContext, syncheck_rank: Rank) -
     assert differences(mine, reference) == []
 
 
-class TellsAfterEpoch(Recorder):
-    """Sends SIGTERM while the model is scored after the first epoch."""
+class EpochSignalSender(Recorder):
+    """Sends SIGTERM after the first epoch."""
 
-    def __init__(self, told: Told) -> None:
-        self.told = told
+    def __init__(self, signals: FakeSignals) -> None:
+        self.signals = signals
 
     def epoch(self, record: EpochRecord) -> None:
-        """Send it."""
+        """Send the signal after epoch 1."""
         if record.epoch == 1:
-            self.told.number = signal.SIGTERM
+            self.signals.number = signal.SIGTERM
 
 
 def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
-    """A run that is resumed scores that epoch again: same dropout, same files, and one record of each epoch."""
+    """A run stopped after an evaluation evaluates the epoch again, with equal RNG state, scores and files."""
     settings = replace(TINY, method="single", model="mnist_convnet", width=None, checkpoint_every=1000, save_best=True)
     runs = {name: replace(settings, out=tmp_path / name, log_dir=tmp_path / name) for name in ("once", "parts")}
     with make_recorder(runs["once"], RankContext(), "none") as recorder:
         train(runs["once"], RankContext(), recorder)
-    told = Told()
-    both = CompositeRecorder([make_recorder(runs["parts"], RankContext(), "none"), TellsAfterEpoch(told)])
+    signals = FakeSignals()
+    both = CompositeRecorder([make_recorder(runs["parts"], RankContext(), "none"), EpochSignalSender(signals)])
     with pytest.raises(Stopped, match="after step 4; its state is saved"), both:
-        train(runs["parts"], RankContext(), both, told)
+        train(runs["parts"], RankContext(), both, signals)
     with make_recorder(runs["parts"], RankContext(), "none") as recorder:
         train(replace(runs["parts"], resume=True), RankContext(), recorder)
     mine, reference = (state_of(RankContext(), run, 8) for run in runs.values())
@@ -161,30 +161,30 @@ def test_stopped_after_an_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_without_states(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """A run that keeps no states says that nothing is saved and which option does; a signal after the end is late."""
+def test_stop_without_checkpoint_every(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """Without states, the error names --checkpoint-every; a signal at the last step does not stop the run."""
     settings = replace(TINY, checkpoint_every=None, save_per_rank=False, out=syncheck_rank.shared / "out")
     with pytest.raises(Stopped, match=r"step 1; nothing was saved; use --checkpoint-every N"):
-        train(settings, ctx, Recorder(), Told(signal.SIGTERM))
+        train(settings, ctx, Recorder(), FakeSignals(signal.SIGTERM))
     assert not list(settings.out.glob("**/*.pth"))
-    told = Told()
-    assert train(settings, ctx, Tells(told, 8, signal.SIGTERM), told).steps == 8
+    signals = FakeSignals()
+    assert train(settings, ctx, SignalSender(signals, 8, signal.SIGTERM), signals).steps == 8
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_a_save_that_fails(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """When the state cannot be saved at the signal, all ranks stop all the same, and say why it is not."""
+def test_failed_save_at_a_signal(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """If the state cannot be saved after a signal, all ranks stop, and the error names the reason."""
     settings = replace(TINY, checkpoint_every=1000, save_per_rank=False, out=syncheck_rank.shared / "out")
-    told = Told()
+    signals = FakeSignals()
 
-    class Breaks(Recorder):
+    class StateBlocker(Recorder):
         def step(self, *_: Any) -> None:
-            """Put a file where the folder was to be."""
+            """Create a file at the path of the states' folder."""
             if ctx.rank == 1:
                 settings.out.mkdir(exist_ok=True)
                 states_folder(settings.out, settings.run).parent.write_text("in the way")
-            told.number = signal.SIGTERM
+            signals.number = signal.SIGTERM
 
     with pytest.raises(Stopped, match=r"after step 1; its state is not saved: .*cannot write .*: (Not a dir|File ex)"):
-        train(settings, ctx, Breaks(), told)
+        train(settings, ctx, StateBlocker(), signals)
     assert not state_path(states_folder(settings.out, settings.run), 1, 0).exists()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
 
 CHANNELS = 5
-# What follows the channels in the input's shape, samples per rank, and arguments of the layer.
+# Dimensions after the channels, samples per rank, and arguments of the layer.
 TWO_RANKS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "2d": ((), (3, 5), {}),
     "3d": ((4,), (2, 2), {}),
@@ -30,13 +30,15 @@ TWO_RANKS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = 
     "no affine": ((4, 3), (3, 5), {"affine": False}),
     "no running statistics": ((4, 3), (3, 5), {"track_running_stats": False}),
 }
-# float64 has 2.2e-16 per operation. Sums over up to 96 values, and a division by a standard deviation near 1,
-# leave some tens of that; ten times as much is allowed. A wrong formula is off by 1e-2 or more.
+# Tolerance: float64 rounds by 2.2e-16 per operation. Sums over up to 96 values and a division by a standard deviation
+# near 1 accumulate some tens of roundings; the limit is ten times larger. A wrong formula causes errors above 1e-2.
 FLOAT64 = 1e-13
 
 
-def gaps(ctx: RankContext, layer: SyncBatchNorm, tail: tuple[int, ...], split: tuple[int, ...]) -> dict[str, float]:
-    """Run three steps and the evaluation; return this rank's largest gaps to BatchNorm on the whole batch."""
+def max_differences(
+    ctx: RankContext, layer: SyncBatchNorm, tail: tuple[int, ...], split: tuple[int, ...]
+) -> dict[str, float]:
+    """Run three steps and an evaluation; return this rank's largest differences from BatchNorm on the whole batch."""
     whole = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[len(tail)]
     options = {name: getattr(layer, name) for name in ("momentum", "affine", "track_running_stats")}
     reference = whole(CHANNELS, **options).double()
@@ -54,7 +56,7 @@ def gaps(ctx: RankContext, layer: SyncBatchNorm, tail: tuple[int, ...], split: t
             worst[name] = max(worst.get(name, 0.0), (a.detach() - b.detach()).abs().max().item())
 
     for step in range(3):
-        torch.manual_seed(10 + step)  # all ranks draw the same batch, and take their shares
+        torch.manual_seed(10 + step)  # all ranks draw the same batch
         x = torch.randn(sum(split), CHANNELS, *tail, dtype=torch.float64) * 3 + 2
         dy = torch.randn_like(x)
         whole_x, my_x = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
@@ -66,7 +68,7 @@ def gaps(ctx: RankContext, layer: SyncBatchNorm, tail: tuple[int, ...], split: t
         note("output", y, expected[mine])
         note("input gradient", my_x.grad, whole_x.grad[mine])
         for name, parameter in layer.named_parameters():
-            # Each rank has its own samples' share; together they are the whole batch's.
+            # Parameter gradients cover only this rank's samples; their sum covers the whole batch.
             total = ctx.sum_over_ranks(parameter.grad.clone())
             note(f"{name} gradient", total, reference.get_parameter(name).grad)
         for name, buffer in layer.named_buffers():
@@ -78,52 +80,52 @@ def gaps(ctx: RankContext, layer: SyncBatchNorm, tail: tuple[int, ...], split: t
     return worst
 
 
-def check(ctx: RankContext, tail: tuple[int, ...], split: tuple[int, ...], **arguments: Any) -> None:
-    """Compare with BatchNorm on the whole batch, and the layer with those of the other ranks."""
+def assert_matches_batchnorm(ctx: RankContext, tail: tuple[int, ...], split: tuple[int, ...], **arguments: Any) -> None:
+    """Assert that a layer matches BatchNorm on the whole batch and is in sync over the ranks."""
     layer = SyncBatchNorm(CHANNELS, **arguments).double()
-    worst = gaps(ctx, layer, tail, split)
+    worst = max_differences(ctx, layer, tail, split)
     assert max(worst.values()) < FLOAT64, worst
     assert split[ctx.rank] == 0 or {"output", "input gradient"} <= set(worst)
-    assert_in_sync(layer)  # bit by bit, running statistics too
+    assert_in_sync(layer)  # bitwise, including running statistics
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_matches_batchnorm_on_the_whole_batch(ctx: RankContext, case: str) -> None:
-    """Two ranks with shares of a batch compute what one BatchNorm computes on all of it, forward and backward."""
+    """Two ranks with shares of a batch match one BatchNorm on the whole batch, forward and backward."""
     tail, split, arguments = TWO_RANKS[case]
-    check(ctx, tail, split, **arguments)
+    assert_matches_batchnorm(ctx, tail, split, **arguments)
 
 
 @pytest.mark.syncheck(ranks=3)
 @pytest.mark.parametrize("split", [(3, 5, 1), (4, 0, 3)], ids=str)
 def test_merges_three_ranks(ctx: RankContext, split: tuple[int, ...]) -> None:
-    """Three unequal shares, one of them empty, merge into the statistics of the whole batch."""
-    check(ctx, (4, 3), split)
+    """Three unequal shares, also with an empty share, match BatchNorm on the whole batch."""
+    assert_matches_batchnorm(ctx, (4, 3), split)
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_check_sees_a_backward_that_stays_local(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that normalizes globally but differentiates locally is told from a right one."""
+def test_detects_a_local_backward(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer with global statistics but a local backward exceeds the tolerance of the input gradient."""
     monkeypatch.setattr(sync_batchnorm.dist, "all_reduce", lambda tensor, group=None: None)
-    worst = gaps(ctx, SyncBatchNorm(CHANNELS).double(), (4, 3), (3, 5))
+    worst = max_differences(ctx, SyncBatchNorm(CHANNELS).double(), (4, 3), (3, 5))
     assert worst["input gradient"] > 1e-3
     assert worst["output"] < FLOAT64
 
 
 @pytest.mark.syncheck(ranks=2)
-def test_the_check_sees_statistics_that_stay_local(ctx: RankContext) -> None:
-    """Plain BatchNorm on each share is far from BatchNorm on the whole batch."""
+def test_detects_local_statistics(ctx: RankContext) -> None:
+    """Plain BatchNorm on a share differs by more than 1e-3 from BatchNorm on the whole batch."""
     torch.manual_seed(0)
     x = torch.randn(8, CHANNELS, 2, 2)
     mine = slice(4 * ctx.rank, 4 * ctx.rank + 4)
-    gap = nn.BatchNorm2d(CHANNELS)(x[mine]) - SyncBatchNorm(CHANNELS)(x)[mine]
-    assert gap.abs().max() > 1e-3
+    difference = nn.BatchNorm2d(CHANNELS)(x[mine]) - SyncBatchNorm(CHANNELS)(x)[mine]
+    assert difference.abs().max() > 1e-3
 
 
 @pytest.mark.syncheck(ranks=2)
 def test_gradient_matches_finite_differences(ctx: RankContext) -> None:
-    """Backward is the slope of the loss of all ranks in the inputs of each of them."""
+    """The input gradient on each rank equals the finite difference of the loss summed over all ranks."""
     torch.manual_seed(3)
     batch, scale = torch.randn(2, 3, 2, dtype=torch.float64), torch.randn(2, 3, 2, dtype=torch.float64)
     layer = SyncBatchNorm(2).double()
@@ -138,15 +140,14 @@ def test_gradient_matches_finite_differences(ctx: RankContext) -> None:
             loss = (layer(moved[ctx.rank]).sin() * scale[ctx.rank]).sum().detach()
             sums.append(ctx.sum_over_ranks(loss))
         slopes.view(-1)[index] = (sums[0] - sums[1]) / (2 * step)
-    # Central differences with a step of 1e-6 err by 1e-12 / 6 of the third derivative and 1e-16 / 1e-6 of
-    # rounding.
+    # Error of central differences with a step of 1e-6: 1e-12 / 6 of the third derivative, and 1e-16 / 1e-6 of rounding.
     assert (slopes[ctx.rank] - mine.grad).abs().max() < 1e-7
 
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("split", [(1, 0), (0, 0)], ids=str)
 def test_refuses_fewer_than_two_values(ctx: RankContext, split: tuple[int, int]) -> None:
-    """One value per channel over all ranks raises on every rank, rather than divide by zero on some."""
+    """Fewer than two values per channel over all ranks raise an error on every rank."""
     message = rf"^expected 2 or more values per channel over all ranks, got {sum(split)}$"
     with pytest.raises(ValueError, match=message):
         SyncBatchNorm(CHANNELS)(torch.zeros(split[ctx.rank], CHANNELS))
@@ -155,7 +156,7 @@ def test_refuses_fewer_than_two_values(ctx: RankContext, split: tuple[int, int])
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_keeps_float32_statistics(ctx: RankContext, dtype: torch.dtype) -> None:
-    """Half-precision input gives half-precision output and float32 statistics, on an empty rank too."""
+    """Half-precision inputs give half-precision outputs and float32 statistics, also on a rank without samples."""
     torch.manual_seed(0)
     x = torch.randn(6, CHANNELS, 4, 4).to(dtype)
     mine = (x if ctx.rank == 0 else x[:0]).clone().requires_grad_()
@@ -169,8 +170,8 @@ def test_half_precision_keeps_float32_statistics(ctx: RankContext, dtype: torch.
     assert (layer.running_var - reference.running_var).abs().max() < 1e-6  # float32 rounding of a variance near 1
 
 
-def test_alone_it_is_batchnorm() -> None:
-    """Without a process group it gives the bits of nn.BatchNorm2d."""
+def test_equals_batchnorm_without_a_group() -> None:
+    """Without a process group, outputs and statistics are bitwise equal to nn.BatchNorm2d."""
     torch.manual_seed(0)
     x = torch.randn(4, CHANNELS, 3, 3)
     layer, reference = SyncBatchNorm(CHANNELS), nn.BatchNorm2d(CHANNELS)
@@ -181,7 +182,7 @@ def test_alone_it_is_batchnorm() -> None:
 
 
 def test_conversion_keeps_the_tensors() -> None:
-    """Converted layers hold the same Parameter and buffer objects, keep their mode, and shared ones stay shared."""
+    """Converted layers keep their parameter and buffer objects and their mode; shared layers stay shared."""
     shared = nn.BatchNorm2d(4, momentum=None)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), shared, nn.ModuleDict({"a": nn.BatchNorm1d(4, affine=False), "b": shared})

@@ -1,4 +1,4 @@
-"""A real run, 2 data-parallel x 2 tensor-parallel, with the fault of BLOOM-176B and without."""
+"""A real run, 2 data-parallel x 2 tensor-parallel, with and without the fault of BLOOM-176B."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [False, True])
 def test_clipping_on_one_tensor_parallel_rank(programs: Programs, tmp_path: Path, fault: bool) -> None:
-    """Without the fault plain parts and DTensors are in sync; with it norms and row-parallel biases are SYN231."""
+    """With the fault, norms and row-parallel biases are SYN231; without the fault, all tensors are in sync."""
     out = tmp_path / "out"
     done = programs.run(
         sys.executable, ROOT / "fixtures" / "tensor_parallel.py", out, *["--fault"] * fault, timeout=150

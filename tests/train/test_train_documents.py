@@ -1,4 +1,4 @@
-"""The documents know every option of the trainer, and every method, network and data set."""
+"""The documents cover every option, method, model and data set of the trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_option_is_documented() -> None:
-    """No option stands in --help only."""
+    """README.md or a page of docs/ names every option."""
     text = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     options = [name for action in build_parser()._actions for name in action.option_strings if name.startswith("--")]
     assert len(options) > 70
@@ -33,8 +33,8 @@ def test_every_option_is_documented() -> None:
     ids=["README", "methods", "models", "data sets"],
 )
 def test_every_choice_is_documented(page: str, names: Iterable[str]) -> None:
-    """What --method, --model and --data take has a row or a word on the page that is about it."""
+    """Every choice of --method, --model and --data has a table row on its page, and methods are named in the README."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    if page != "README.md":  # a row of its own, or one with others
+    if page != "README.md":  # the first column of tables
         text = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
     assert [name for name in names if f"`{name}`" not in text] == [], f"add to {page}"

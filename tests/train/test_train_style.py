@@ -13,7 +13,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_functions_are_short(path: Path) -> None:
-    """A function has at most 60 lines, and files are ASCII."""
+    """Functions have at most 60 lines, and files are ASCII."""
     text = path.read_text()
     assert text.isascii()
     for node in ast.walk(ast.parse(text)):

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 
 class Preprocessing:
-    """A class that only this program knows, as users keep in their hyperparameters."""
+    """A class known only to this program, as in the hyperparameters of users."""
 
     def __init__(self) -> None:
         self.scale = torch.ones(2)
@@ -41,7 +41,7 @@ class Net(lightning.LightningModule):
 
 
 class SaveEveryRank(DDPStrategy):
-    """DDP that saves on every rank: Lightning's own saves on rank 0."""
+    """DDP with a save on every rank; Lightning's DDP saves on rank 0."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save this rank's checkpoint under its rank."""

@@ -22,39 +22,40 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
 
-# With SyncBatchNorm nothing differs by itself, and with AdamW each parameter has a step counter.
+# SyncBatchNorm keeps replicas equal without a fault, and AdamW has a step counter for each parameter.
 QUIET = replace(SMALL, sync_bn=True, optimizer="adamw", lr=0.005)
-# Options that a fault needs.
-NEEDS: dict[str, dict[str, Any]] = {
+# Options required by a fault.
+NEEDED_OPTIONS: dict[str, dict[str, Any]] = {
     "buffers-never-synced": {"sync_bn": False},
     "extra-forward": {"sync_bn": False},
     "scaler-diverged": {"amp": "fp16"},
     "average-not-updated": {"ema": 0.9},
 }
-# If the metadata claims a synchronization in each step, the drift may be that of one step.
-ALIKE = {"SYN202": {"SYN202", "SYN201"}}
+# If the metadata claims a synchronization in each step, SYN201 may explain the drift as the drift of one step.
+EQUIVALENT_CODES = {"SYN202": {"SYN202", "SYN201"}}
 
-# Runs without a fault. The processes of the ranks live longer than a test, and so do its files.
-CLEAN: dict[Settings, tuple[Path, set[str]]] = {}
+# Runs without a fault, shared by the tests: the rank processes and the files outlive a test.
+CLEAN_RUNS: dict[Settings, tuple[Path, set[str]]] = {}
 
 
 @dataclass(frozen=True)
 class Pair:
     """Two ranks' files at the end of one run.
 
-    clean: names of the tensors that differ without the fault. without: rank 0's file of that run.
+    clean_differences: names of the tensors that differ in a run without the fault. clean_file: rank 0's file of that
+    run.
     """
 
     settings: Settings
     good: Path
     bad: Path
-    clean: set[str]
-    without: Path
+    clean_differences: set[str]
+    clean_file: Path
 
     @property
     def differing(self) -> set[str]:
         """Return the names of the tensors that differ between the ranks."""
-        return unlike(self.good, self.bad)
+        return differing_tensors(self.good, self.bad)
 
     def values(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the values of a tensor on rank 0 and rank 1."""
@@ -66,53 +67,57 @@ class Pair:
         return folder / "rank_0.pth", folder / "rank_1.pth"
 
 
-def unlike(a: Path, b: Path) -> set[str]:
-    """Return the names of the tensors that only one checkpoint has, or that differ in dtype or bytes."""
-    left, right = held(a), held(b)
-    return {n for n in left | right if n not in left or n not in right or raw(left[n]) != raw(right[n])}
+def differing_tensors(a: Path, b: Path) -> set[str]:
+    """Return the names of tensors that differ in dtype or bytes, or are missing from one checkpoint."""
+    left, right = all_tensors(a), all_tensors(b)
+    return {
+        n
+        for n in left | right
+        if n not in left or n not in right or dtype_and_bytes(left[n]) != dtype_and_bytes(right[n])
+    }
 
 
-def held(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, with the averages of --ema."""
+def all_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, including the averages of --ema."""
     return tensors(path) | {f"ema.{name}": tensor for name, tensor in load(path).get("ema", {}).items()}
 
 
-def raw(tensor: Tensor) -> tuple[torch.dtype, bytes]:
+def dtype_and_bytes(tensor: Tensor) -> tuple[torch.dtype, bytes]:
     """Return a tensor's dtype and bytes. NumPy has no bfloat16."""
     return tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def plant(ctx: RankContext, out: Path, fault: str, *, explained: bool = True, **changes: Any) -> Pair:
+def train_with_fault(ctx: RankContext, out: Path, fault: str, *, explained: bool = True, **changes: Any) -> Pair:
     """Train on two ranks, once without the fault and once with it.
 
     explained: whether to check that syncheck reports the fault's finding.
     """
-    settings = replace(QUIET, **NEEDS.get(fault, {}) | changes, fault=fault, out=out / "planted")
-    without = replace(settings, fault=None, fault_step=None, save_every=None, out=out / "clean")
-    clean, differing_there = train_clean(ctx, without)
+    settings = replace(QUIET, **NEEDED_OPTIONS.get(fault, {}) | changes, fault=fault, out=out / "planted")
+    settings_without_fault = replace(settings, fault=None, fault_step=None, save_every=None, out=out / "clean")
+    clean_file, clean_differences = train_clean(ctx, settings_without_fault)
     run(ctx, settings)
     good, bad = (settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2))
     if explained:
         check_report(syncheck.compare(settings.out), FAULTS[fault].code)
-    return Pair(settings, good, bad, differing_there, clean)
+    return Pair(settings, good, bad, clean_differences, clean_file)
 
 
 def train_clean(ctx: RankContext, settings: Settings) -> tuple[Path, set[str]]:
-    """Train without a fault, once for each settings: return rank 0's file, and the tensors that differ."""
+    """Train without a fault, once for each settings; return rank 0's file and the names of differing tensors."""
     key = replace(settings, out=DEFAULT.out)
-    if not all(ctx.gather(key in CLEAN)):
+    if not all(ctx.gather(key in CLEAN_RUNS)):
         run(ctx, settings)
         files = [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(2)]
-        CLEAN[key] = files[0], differing(*files)
-    return CLEAN[key]
+        CLEAN_RUNS[key] = files[0], differing(*files)
+    return CLEAN_RUNS[key]
 
 
 def check_report(report: Report, code: str) -> None:
-    """Check that a report is out of sync and has this finding, if there is a rule for it."""
+    """Check that a report is out of sync, and has this finding if a rule exists for the code."""
     assert report.verdict == "out_of_sync"
-    found = {finding.code for group in report.groups for finding in group.findings}
+    codes = {finding.code for group in report.groups for finding in group.findings}
     if code in {rule.CODE for rule in RULES}:
-        assert found & ALIKE.get(code, {code}), found
+        assert codes & EQUIVALENT_CODES.get(code, {code}), codes
 
 
 def parameters(path: Path) -> set[str]:
@@ -122,9 +127,9 @@ def parameters(path: Path) -> set[str]:
 
 
 def optimizer_names(path: Path, *states: str) -> set[str]:
-    """Return the names of the optimizer's tensors. states: only these."""
-    named = {name for name in tensors(path) if name.startswith("optimizer.")}
-    return {name for name in named if not states or name.rpartition(".")[2] in states}
+    """Return the names of the optimizer's tensors, or only of these states."""
+    names = {name for name in tensors(path) if name.startswith("optimizer.")}
+    return {name for name in names if not states or name.rpartition(".")[2] in states}
 
 
 def statistics(path: Path, *kinds: str) -> set[str]:
@@ -132,11 +137,11 @@ def statistics(path: Path, *kinds: str) -> set[str]:
     return {name for name in load(path)["model"] if name.rpartition(".")[2] in kinds}
 
 
-def elements(left: Tensor, right: Tensor) -> list[int]:
-    """Return the indices, in C order, of the elements whose bits differ between two float32 tensors."""
-    apart = left.reshape(-1).view(torch.int32) != right.reshape(-1).view(torch.int32)
-    places: list[int] = apart.nonzero().flatten().tolist()
-    return places
+def differing_elements(left: Tensor, right: Tensor) -> list[int]:
+    """Return the indices, in C order, of the elements with different bits in two float32 tensors."""
+    differs = left.reshape(-1).view(torch.int32) != right.reshape(-1).view(torch.int32)
+    indices: list[int] = differs.nonzero().flatten().tolist()
+    return indices
 
 
 def flipped_bits(left: Tensor, right: Tensor) -> int:

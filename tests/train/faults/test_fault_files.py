@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from planted import check_report, held, optimizer_names, parameters, plant, unlike
+from planted import all_tensors, check_report, differing_tensors, optimizer_names, parameters, train_with_fault
 from scenarios import load, tensors
 
 import syncheck
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.syncheck(ranks=2, timeout=60)
 
 @pytest.mark.parametrize("model", ["resnet8", "convnet"])
 def test_adapter_on_one_rank(ctx: RankContext, syncheck_rank: Rank, model: str) -> None:
-    """Only the last rank has the adapter, which it trained, with optimizer state; all other tensors are equal."""
-    pair = plant(ctx, syncheck_rank.shared, "adapter-on-one-rank", model=model)
-    assert pair.clean == set()
+    """Only the last rank has a trained adapter with optimizer state; all other tensors are equal."""
+    pair = train_with_fault(ctx, syncheck_rank.shared, "adapter-on-one-rank", model=model)
+    assert pair.clean_differences == set()
     adapter = load(pair.bad)["syncheck"]["optimizer_parameters"].index("fc.adapter.weight")
     states = {f"optimizer.{adapter}.{state}" for state in ("exp_avg", "exp_avg_sq", "step")}
     assert pair.differing == {"fc.adapter.weight"} | states
@@ -30,9 +30,9 @@ def test_adapter_on_one_rank(ctx: RankContext, syncheck_rank: Rank, model: str) 
 
 
 def test_other_dtype_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The last rank's model is rank 0's, rounded to bfloat16; counts of batches and the optimizer are untouched."""
-    pair = plant(ctx, syncheck_rank.shared, "other-dtype-on-one-rank")
-    assert pair.clean == set()
+    """The last rank's model is rank 0's model rounded to bfloat16; batch counts and optimizer state are equal."""
+    pair = train_with_fault(ctx, syncheck_rank.shared, "other-dtype-on-one-rank")
+    assert pair.clean_differences == set()
     assert pair.differing == {name for name in load(pair.good)["model"] if not name.endswith("num_batches_tracked")}
     for name in pair.differing:
         right, wrong = pair.values(name)
@@ -40,20 +40,20 @@ def test_other_dtype_on_one_rank(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 def test_last_save_failed(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The last rank's final file has the tensors and the step of half of the run; its history is complete."""
-    pair = plant(ctx, syncheck_rank.shared, "last-save-failed", save_every=1, explained=False)
-    assert pair.clean == unlike(*pair.at(6)) == set()
-    assert unlike(pair.at(3)[1], pair.bad) == set()
+    """The last rank's final file has the tensors and the step from the middle of the run; its history is complete."""
+    pair = train_with_fault(ctx, syncheck_rank.shared, "last-save-failed", save_every=1, explained=False)
+    assert pair.clean_differences == differing_tensors(*pair.at(6)) == set()
+    assert differing_tensors(pair.at(3)[1], pair.bad) == set()
     assert [load(path)["step"] for path in (pair.good, pair.bad)] == [6, 3]
-    assert unlike(pair.without, pair.good) == set()
-    # Beside the history it would equal the other rank's earlier step.
+    assert differing_tensors(pair.clean_file, pair.good) == set()
+    # Compare without the history, because rank 0's earlier file there equals the last rank's final file.
     check_report(syncheck.compare(pair.good, pair.bad), "SYN106")
 
 
 def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """One element of one weight differs in the last rank's file, with a wrong checksum; the rank's memory was right."""
-    pair = plant(ctx, syncheck_rank.shared, "damaged-on-disk", save_every=6)
-    assert pair.clean == unlike(*pair.at(6)) == set()
+    """One weight element in the last rank's file differs and fails its checksum; the value in memory was correct."""
+    pair = train_with_fault(ctx, syncheck_rank.shared, "damaged-on-disk", save_every=6)
+    assert pair.clean_differences == differing_tensors(*pair.at(6)) == set()
     (name,) = pair.differing
     right, wrong = pair.values(name)
     assert (right != wrong).sum() == 1
@@ -66,9 +66,9 @@ def test_damaged_on_disk(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 @pytest.mark.parametrize(("fault", "share"), [("other-learning-rate", 0.5), ("smaller-steps", 1.0)])
 def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank, fault: str, share: float) -> None:
-    """Every parameter differs, no moment of AdamW does, and the file has the rank's rate or the common one."""
-    pair = plant(ctx, syncheck_rank.shared, fault)
-    assert pair.clean == set()
+    """Every parameter differs, AdamW's moments are equal, and the file records the rank's rate or the common rate."""
+    pair = train_with_fault(ctx, syncheck_rank.shared, fault)
+    assert pair.clean_differences == set()
     # Averaged gradients are equal, although the models differ.
     assert pair.differing == parameters(pair.good)
     assert optimizer_names(pair.good, "exp_avg")
@@ -77,15 +77,15 @@ def test_other_learning_rate(ctx: RankContext, syncheck_rank: Rank, fault: str, 
 
 
 def test_average_not_updated(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The last rank's averages are those of the step before the fault, and trained tensors are equal."""
-    pair = plant(ctx, syncheck_rank.shared, "average-not-updated", save_every=1)
-    assert pair.clean == unlike(*pair.at(2)) == set()
+    """The last rank's averages stay at the step before the fault; trained tensors are equal."""
+    pair = train_with_fault(ctx, syncheck_rank.shared, "average-not-updated", save_every=1)
+    assert pair.clean_differences == differing_tensors(*pair.at(2)) == set()
     averages = {f"ema.{name}" for name in parameters(pair.good)}
     assert pair.differing == averages
-    before, after = held(pair.at(2)[1]), held(pair.bad)
+    before, after = all_tensors(pair.at(2)[1]), all_tensors(pair.bad)
     assert all(torch.equal(before[name], after[name]) for name in averages)
-    # Rank 0 averages: 0.9 of the previous average and 0.1 of the parameters.
-    first, second, now = (held(pair.at(step)[0])["ema.fc.weight"] for step in (1, 2, 3))
-    weight = held(pair.at(3)[0])["fc.weight"]
-    assert torch.equal(first, held(pair.at(1)[0])["fc.weight"])
+    # Rank 0's new average: 0.9 of the previous average plus 0.1 of the parameters.
+    first, second, now = (all_tensors(pair.at(step)[0])["ema.fc.weight"] for step in (1, 2, 3))
+    weight = all_tensors(pair.at(3)[0])["fc.weight"]
+    assert torch.equal(first, all_tensors(pair.at(1)[0])["fc.weight"])
     assert torch.allclose(now, 0.9 * second + 0.1 * weight, atol=1e-6)

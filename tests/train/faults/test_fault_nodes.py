@@ -1,4 +1,4 @@
-"""Gradients averaged within each node only."""
+"""The fault that averages gradients only within each node."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FAULT = "differs-by-node"
 
 
 def files(settings: Settings) -> list[Path]:
-    """The files of four ranks."""
+    """Return the files of four ranks."""
     return [settings.out / f"{settings.run}_rank{rank}.pth" for rank in range(4)]
 
 
 @pytest.mark.syncheck(ranks=4, timeout=120)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.slow
-def test_halves_are_nodes(ctx: RankContext, syncheck_rank: Rank, accumulate: int) -> None:
-    """Ranks 0 and 1 are equal, ranks 2 and 3 are equal, and trained tensors and hosts differ between the pairs."""
+def test_each_half_of_the_ranks_acts_as_a_node(ctx: RankContext, syncheck_rank: Rank, accumulate: int) -> None:
+    """Ranks 0 and 1 are equal, ranks 2 and 3 are equal, and trained tensors and hosts differ between the halves."""
     settings = replace(QUIET, max_steps=3, accumulate=accumulate, out=syncheck_rank.shared)
     run(ctx, settings)
     assert all(differing(files(settings)[0], file) == set() for file in files(settings))
@@ -49,7 +49,7 @@ def test_halves_are_nodes(ctx: RankContext, syncheck_rank: Rank, accumulate: int
 @pytest.mark.syncheck(ranks=4, timeout=120)
 @pytest.mark.slow
 def test_real_nodes(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """If the ranks know their nodes, these are the groups in any order, and the host is the machine."""
+    """If the ranks know their nodes, each node averages by itself, and the recorded host is the real host."""
     settings = replace(QUIET, max_steps=2, fault=FAULT, out=syncheck_rank.shared)
     run(replace(ctx, node=ctx.rank % 2), settings)
     a, b, c, d = files(settings)
@@ -59,15 +59,17 @@ def test_real_nodes(ctx: RankContext, syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.syncheck(ranks=4, timeout=120)
-def test_size_of_the_steps(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """The mean of both nodes' parameters after one step equals the average over all ranks."""
+def test_mean_of_both_nodes_equals_the_global_average(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """After one step, the mean of both nodes' parameters equals the parameters of a run without the fault."""
     plain = replace(SMALL, model="convnet", max_steps=1, out=syncheck_rank.shared)
     settings = replace(plain, fault=FAULT, out=syncheck_rank.shared / "planted")
     run(ctx, plain)
     run(ctx, settings)
-    whole, low, high = (tensors(path) for path in (files(plain)[0], files(settings)[0], files(settings)[3]))
+    clean, first_node, second_node = (
+        tensors(path) for path in (files(plain)[0], files(settings)[0], files(settings)[3])
+    )
     for name in parameters(files(plain)[0]):
-        mean = (low[name].double() + high[name].double()) / 2
-        # Rounding of float32 weights below 1; a step is some 1e-3.
-        assert (mean - whole[name]).abs().max() < 2e-7
-        assert (low[name] - high[name]).abs().max() > 1e-5
+        mean = (first_node[name].double() + second_node[name].double()) / 2
+        # The tolerance covers float32 rounding of weights below 1; a step is about 1e-3.
+        assert (mean - clean[name]).abs().max() < 2e-7
+        assert (first_node[name] - second_node[name]).abs().max() > 1e-5

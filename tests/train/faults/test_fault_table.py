@@ -1,4 +1,4 @@
-"""The table of injected faults, and the settings in which a fault has no effect."""
+"""The table of injected faults, and settings that give a fault no effect."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ BASES = {"Fault", "BatchNormFault", "FileFault", "LateLayer", "MemoryFault", "Un
 
 
 def test_every_fault_is_in_the_table() -> None:
-    """Each fault class of each module has a name, a place in the table, one line for --list-faults, and a code."""
+    """Each fault class has a name in FAULTS, a one-line summary and a code."""
     classes = set()
     for path in Path(faults.__file__).parent.glob("*.py"):
         module = importlib.import_module(f"train.faults.{path.stem}" if path.stem != "__init__" else "train.faults")
-        found = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Fault)]
-        classes |= {kind for kind in found if kind.__name__ not in BASES}
+        fault_classes = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Fault)]
+        classes |= {kind for kind in fault_classes if kind.__name__ not in BASES}
     assert classes == set(FAULTS.values()), "each needs a line in FAULTS; a base class, one in BASES above"
     assert len(FAULTS) == len(classes)
     for name, kind in FAULTS.items():
@@ -46,12 +46,12 @@ def test_every_fault_is_in_the_table() -> None:
         assert kind.summary
         assert "\n" not in kind.summary
         assert kind.when in ("always", "half", "last")
-        assert "summary" in vars(kind)  # its own, not that of the fault it is made from
+        assert "summary" in vars(kind)  # not inherited from another fault
         assert "code" in vars(kind)
 
 
-def test_the_list_has_a_line_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--list-faults names every fault with its finding and with what it does, a line each, folded on a terminal."""
+def test_list_faults_prints_a_line_per_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--list-faults prints the name, finding and summary of each fault on one line, wrapped on a terminal."""
     lines = list_faults().splitlines()
     assert [line.split(maxsplit=2) for line in lines] == [[name, f.code, f.summary] for name, f in FAULTS.items()]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -61,7 +61,7 @@ def test_the_list_has_a_line_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split()[0] for line in folded if not line.startswith(" ")] == list(FAULTS)
 
 
-# Fault, settings, and a part of the message: the option or fault to blame, or the option that fixes it.
+# Fault, settings, and a part of the message: the problem, or the option to change.
 REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
     ("nothing", {}, "--fault nothing: unknown; choose from adapter-on-one-rank, "),
     ("late-head", {"method": "single"}, "add --spawn 2, or start with torchrun"),
@@ -90,23 +90,23 @@ REFUSALS: list[tuple[str | None, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fault", "changes", "message"), REFUSALS, ids=lambda value: str(value)[:40])
-def test_refusals_are_one_line(fault: str, changes: dict[str, Any], message: str) -> None:
-    """A fault without an effect is rejected before the run starts, with the reason and a fix."""
+def test_faults_without_an_effect_are_rejected(fault: str, changes: dict[str, Any], message: str) -> None:
+    """A fault without an effect is rejected in one line, with the reason or a fix, before the run starts."""
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         make_fault(replace(DDP, fault=fault, **changes), TWO, steps=10)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("--fault")
 
 
-def test_one_rank_is_refused() -> None:
-    """A single rank has nobody to differ from."""
+def test_a_single_rank_is_rejected() -> None:
+    """A fault needs at least two ranks, because a single rank has no peer to differ from."""
     with pytest.raises(UserError, match="needs at least 2 ranks"):
         make_fault(replace(DDP, fault="late-head"), RankContext(), steps=10)
 
 
 @pytest.mark.syncheck(ranks=2, timeout=60)
-def test_models_without_batchnorm_are_refused(ctx: RankContext) -> None:
-    """The faults of BatchNorm say on both ranks that the model has none, and the next run is not disturbed."""
+def test_models_without_batchnorm_are_rejected(ctx: RankContext) -> None:
+    """For a model without BatchNorm, BatchNorm faults raise an error on both ranks and leave no pending collective."""
     for fault, sync_bn in (("buffers-never-synced", False), ("extra-forward", False), ("variance-only-bn", True)):
         settings = replace(QUIET, model="convnet", fault=fault, sync_bn=sync_bn, save_per_rank=False)
         with pytest.raises(UserError, match=r"--model convnet has no BatchNorm layers; use --model resnet8$"):
@@ -115,8 +115,8 @@ def test_models_without_batchnorm_are_refused(ctx: RankContext) -> None:
 
 
 @pytest.mark.syncheck(ranks=2, timeout=60)
-def test_a_bit_that_cannot_be_flipped_is_refused_by_both(ctx: RankContext) -> None:
-    """Where the chosen tensor has no fitting element, both ranks raise, and none is left waiting."""
+def test_tensor_without_a_suitable_bit_is_rejected_on_both_ranks(ctx: RankContext) -> None:
+    """If the chosen tensor has no suitable element, both ranks raise an error and neither rank waits."""
     settings = replace(DDP, fault="bit-flip-weight", fault_step=1)
     fault = make_fault(settings, ctx, steps=1)
     model = nn.Linear(2, 2)
@@ -127,8 +127,8 @@ def test_a_bit_that_cannot_be_flipped_is_refused_by_both(ctx: RankContext) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("tv_")])
-def test_the_other_model_has_the_same_shapes(name: str) -> None:
-    """For every model of ours a second one can be built from another seed, and drawing it disturbs no other draw."""
+def test_second_model_has_the_same_shapes(name: str) -> None:
+    """A second model from another seed has the same shapes and other weights, and leaves the RNG state unchanged."""
     small = SMALLEST.get(name, {})
     settings = replace(DDP, fault="init-not-broadcast", model=name, width=4, **small)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on this machine, with its configuration, key and ports in one folder."""
+"""A SLURM cluster of two nodes on this machine, with its configuration, key and state in one folder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "sinfo", "squeue", "scancel")
 SBIN = ":/usr/sbin:/usr/local/sbin"  # daemons are seldom on a user's path
-# Names that lead here on any machine: 127.0.0.1 and 127.0.0.2, which the resolver reads in hexadecimal too. (With
-# several slurmd on one machine no node may have the machine's own name, nor localhost, which SLURM takes for it.)
+# 127.0.0.1 and 127.0.0.2 in hexadecimal, which resolve to this machine. With several slurmd on one machine, no node may
+# be called localhost or have the machine's name, because SLURM treats both as the machine itself.
 NODES = ("0x7f000001", "0x7f000002")
-# No accounting, no cgroups, no limits: all that a cluster needs for starting processes.
+# The minimum for starting processes: no accounting, no cgroups, no limits.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -57,7 +57,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class Cluster:
-    """The daemons; `environment` leads SLURM's programs to them."""
+    """The daemons of a cluster; SLURM's programs connect to them with the variables in `environment`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,32 +66,32 @@ class Cluster:
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start all daemons and wait for the nodes; skips the test where that cannot be."""
+        """Start all daemons and wait for idle nodes; skip the test if SLURM is missing or cannot start."""
         missing = [name for name in NEEDED if shutil.which(name, path=self.path) is None]
         if missing:
             unavailable("slurm", f"not installed: {', '.join(missing)}")
-        self._write()
-        at = self.folder / "munge"
-        self._daemon("munged", "--foreground", "--force", f"--key-file={at}.key", f"--socket={at}.socket",
-                     f"--pid-file={at}.pid", f"--log-file={at}.log", f"--seed-file={at}.seed")  # fmt: skip
-        self._daemon("slurmctld", "-D", "-i")
+        self._write_configuration()
+        munge = self.folder / "munge"
+        self._start_daemon("munged", "--foreground", "--force", f"--key-file={munge}.key", f"--socket={munge}.socket",
+                     f"--pid-file={munge}.pid", f"--log-file={munge}.log", f"--seed-file={munge}.seed")  # fmt: skip
+        self._start_daemon("slurmctld", "-D", "-i")
         for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node)
+            self._start_daemon("slurmd", "-D", "-N", node)
         deadline = time.monotonic() + 30
         states: list[str] = []
         while states != ["idle", "idle"]:
             time.sleep(0.5)
-            if not self._run() or time.monotonic() > deadline:
-                log = " / ".join(line for file in self.folder.glob("*.out") for line in _tail(file))
+            if not self._is_running() or time.monotonic() > deadline:
+                log = " / ".join(line for file in self.folder.glob("*.out") for line in _last_lines(file))
                 unavailable("slurm", f"the daemons do not start: {log}")
-            states = self._ask("sinfo", "--noheader", "--Node", "--format", "%T")
+            states = self._query("sinfo", "--noheader", "--Node", "--format", "%T")
 
     def stop(self) -> None:
-        """Cancel all jobs and end all daemons."""
+        """Cancel all jobs and stop all daemons."""
         deadline = time.monotonic() + 15
-        if self._run():
-            self._ask("scancel", "--user", getpass.getuser())
-        while self._run() and self._ask("squeue", "--noheader") and time.monotonic() < deadline:
+        if self._is_running():
+            self._query("scancel", "--user", getpass.getuser())
+        while self._is_running() and self._query("squeue", "--noheader") and time.monotonic() < deadline:
             time.sleep(0.2)
         for daemon in reversed(self.daemons):
             with suppress(ProcessLookupError):
@@ -103,10 +103,10 @@ class Cluster:
                 os.killpg(daemon.pid, signal.SIGKILL)
                 daemon.wait()
 
-    def _run(self) -> bool:
+    def _is_running(self) -> bool:
         return bool(self.daemons) and all(daemon.poll() is None for daemon in self.daemons)
 
-    def _write(self) -> None:
+    def _write_configuration(self) -> None:
         (self.folder / "state").mkdir()
         for node in NODES:
             (self.folder / node).mkdir()
@@ -114,12 +114,16 @@ class Cluster:
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(1024))
         text = CONFIGURATION.format(
-            host=socket.gethostname(), user=getpass.getuser(), folder=self.folder, ports=_ports(3), nodes=NODES
+            host=socket.gethostname(),
+            user=getpass.getuser(),
+            folder=self.folder,
+            ports=_find_free_ports(3),
+            nodes=NODES,
         )
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=autodetect\n")
 
-    def _daemon(self, *command: str) -> None:
+    def _start_daemon(self, *command: str) -> None:
         with (self.folder / f"{command[0]}.{len(self.daemons)}.out").open("wb") as log:
             environment = {**os.environ, **self.environment, "PATH": self.path}
             program = shutil.which(command[0], path=self.path) or command[0]
@@ -128,16 +132,18 @@ class Cluster:
             )
         self.daemons.append(daemon)
 
-    def _ask(self, *command: str) -> list[str]:
+    def _query(self, *command: str) -> list[str]:
         environment = {**os.environ, **self.environment, "PATH": self.path}
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+            completed = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=20, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return []
-        return done.stdout.split()
+        return completed.stdout.split()
 
 
-def _ports(number: int) -> Sequence[int]:
+def _find_free_ports(number: int) -> Sequence[int]:
     probes = [socket.socket() for _ in range(number)]
     try:
         for probe in probes:
@@ -148,5 +154,5 @@ def _ports(number: int) -> Sequence[int]:
             probe.close()
 
 
-def _tail(file: Path) -> list[str]:
+def _last_lines(file: Path) -> list[str]:
     return file.read_text(errors="replace").splitlines()[-2:]

@@ -1,4 +1,4 @@
-"""One rank is killed: the others name it and end, no process is left, and the run goes on from what was saved."""
+"""Killed ranks: the survivors name the rank and exit, no process remains, and the run resumes from its checkpoint."""
 
 from __future__ import annotations
 
@@ -22,59 +22,61 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-ENDED = r"error: rank {} lost rank {} \(.*\)"
+LOST_RANK = r"error: rank {} lost rank {} \(.*\)"
 
 
-def by_hand(programs: Programs, ranks: int, *arguments: Any) -> list[subprocess.Popen[str]]:
-    """Start each rank as from a shell of its own."""
+def start_by_hand(programs: Programs, ranks: int, *arguments: Any) -> list[subprocess.Popen[str]]:
+    """Start each rank with its own command line."""
     return [programs.start(*TRAIN, "--rank", rank, "--world-size", ranks, *arguments) for rank in range(ranks)]
 
 
-def gone(programs: Programs, processes: list[subprocess.Popen[str]]) -> list[Run]:
-    """Wait for the ends, well within 30 s; nothing is left."""
+def wait_for_exit(programs: Programs, processes: list[subprocess.Popen[str]]) -> list[Run]:
+    """Wait at most 25 s until each process exits, and check that no child process remains."""
     runs = [programs.finish(process, timeout=25) for process in processes]
     assert not any(alive(process) for process in processes)
     return runs
 
 
-@pytest.mark.parametrize(("where", "victim", "ranks"), [("tcp", 1, 3), ("tcp", 0, 3), ("file", 2, 4)])
-def test_by_hand(programs: Programs, tmp_path: Path, free_port: int, where: str, victim: int, ranks: int) -> None:
-    """Each survivor names the killed rank in one line, even if that rank served the store or was no neighbor."""
+@pytest.mark.parametrize(("store", "victim", "ranks"), [("tcp", 1, 3), ("tcp", 0, 3), ("file", 2, 4)])
+def test_killed_rank_of_a_run_by_hand(
+    programs: Programs, tmp_path: Path, free_port: int, store: str, victim: int, ranks: int
+) -> None:
+    """Each survivor names the killed rank in one line, even if the killed rank served the store or was no neighbor."""
     address = ("--ip", "127.0.0.1", "--port", free_port)
-    place = address if where == "tcp" else ("--init-method", f"file://{tmp_path}/meeting")
-    processes = by_hand(programs, ranks, *place, *LONG)
+    rendezvous = address if store == "tcp" else ("--init-method", f"file://{tmp_path}/meeting")
+    processes = start_by_hand(programs, ranks, *rendezvous, *LONG)
     wait_until_trains(processes[0])
     processes[victim].kill()
-    runs = gone(programs, processes)
+    runs = wait_for_exit(programs, processes)
     for rank in set(range(ranks)) - {victim}:
         (line,) = errors([runs[rank]])
-        assert re.fullmatch(ENDED.format(rank, victim), line), line
+        assert re.fullmatch(LOST_RANK.format(rank, victim), line), line
         assert runs[rank].returncode == 1
 
 
-def test_torchrun(programs: Programs) -> None:
-    """Under torchrun each survivor's line comes before its report."""
+def test_killed_rank_under_torchrun(programs: Programs) -> None:
+    """Under torchrun each survivor names the killed rank in one line."""
     process = programs.start(*TORCHRUN, 3, RUN, *LONG)
     wait_until_trains(process)
     (victim,) = [pid for pid in children(process.pid) if "\0RANK=2\0" in environment(pid)]
     os.kill(victim, signal.SIGKILL)
-    (run,) = gone(programs, [process])
+    (run,) = wait_for_exit(programs, [process])
     assert run.returncode == 1
     lines = [line.removeprefix("run.py: ") for line in run.stderr.splitlines() if line.startswith("run.py: ")]
     assert len(lines) == 2
     for rank, line in enumerate(sorted(lines)):
-        assert re.fullmatch(ENDED.format(rank, 2), line), line
+        assert re.fullmatch(LOST_RANK.format(rank, 2), line), line
 
 
-def test_killed_while_it_saves(programs: Programs, tmp_path: Path) -> None:
-    """After -9 in a run that saves at every step all files load, and it can be resumed."""
+def test_killed_while_saving(programs: Programs, tmp_path: Path) -> None:
+    """After SIGKILL in a run that saves at every step, all files load and the run resumes."""
     saves = ("--checkpoint-every", 1, "--save-every", 1, "--max-steps", 60, "--width", 4, "--progress", "none")
-    where = ("--init-method", f"file://{tmp_path}/meeting", "--out", "parts", "--timeout", 30)
-    ranks = by_hand(programs, 2, *where, *saves)
+    options = ("--init-method", f"file://{tmp_path}/meeting", "--out", "parts", "--timeout", 30)
+    ranks = start_by_hand(programs, 2, *options, *saves)
     history = tmp_path / "parts" / "history" / "ddp"
     wait_for(lambda: (history / "step_10" / "rank_1.pth").exists(), timeout=60)
     ranks[1].kill()
-    gone(programs, ranks)
+    wait_for_exit(programs, ranks)
     files = list(history.glob("step_*/rank_*.pth"))
     assert len(files) >= 19
     for file in files:
@@ -86,25 +88,25 @@ def test_killed_while_it_saves(programs: Programs, tmp_path: Path) -> None:
 
 
 def test_stopped_and_continued(programs: Programs, tmp_path: Path) -> None:
-    """A rank that is stopped is named after --timeout; continued, it ends too."""
-    ranks = by_hand(programs, 3, "--init-method", f"file://{tmp_path}/meeting", *LONG, "--timeout", 3)
+    """After --timeout the other ranks name the stopped rank; once continued, the stopped rank exits with an error."""
+    ranks = start_by_hand(programs, 3, "--init-method", f"file://{tmp_path}/meeting", *LONG, "--timeout", 3)
     wait_until_trains(ranks[0])
     os.kill(ranks[1].pid, signal.SIGSTOP)
     runs = [programs.finish(ranks[rank], timeout=25) for rank in (0, 2)]
     for rank, run in zip((0, 2), runs, strict=True):
         (line,) = errors([run])
-        assert re.fullmatch(ENDED.format(rank, 1), line), line
+        assert re.fullmatch(LOST_RANK.format(rank, 1), line), line
     os.kill(ranks[1].pid, signal.SIGCONT)
-    (run,) = gone(programs, ranks[1:2])
+    (run,) = wait_for_exit(programs, ranks[1:2])
     assert run.returncode == 1
     (line,) = errors([run])
     assert line.startswith("error: rank 1 lost ")
 
 
-def test_killed_while_it_starts(programs: Programs) -> None:
-    """A rank that is killed before the ranks have met ends the run in one line, which names it."""
+def test_killed_before_the_rendezvous(programs: Programs) -> None:
+    """If a rank is killed before the rendezvous, the run ends with one line that names the rank and the signal."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: len(find_ranks(process.pid)) == 2)
     os.kill(find_ranks(process.pid)[1], signal.SIGKILL)
-    (run,) = gone(programs, [process])
+    (run,) = wait_for_exit(programs, [process])
     assert (run.returncode, errors([run])) == (1, ["error: rank 1 was ended by signal 9 (SIGKILL)"])

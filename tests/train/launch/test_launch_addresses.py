@@ -1,4 +1,4 @@
-"""Addresses and ports that cannot be: what the command line answers, without starting anything."""
+"""Errors of the command line for invalid addresses, invalid ports and a missing rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 @pytest.mark.parametrize("port", ["0", "70000"])
-def test_a_port_of_the_environment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: str
-) -> None:
-    """A MASTER_PORT that cannot be, set by hand, is one line and exit code 2 before anybody waits."""
+def test_invalid_master_port(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    """An invalid MASTER_PORT is reported in one line with exit code 2."""
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -23,13 +21,10 @@ def test_a_port_of_the_environment(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"])
-def test_rank_zero_alone(
+def test_rank_zero_times_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, free_port: int, address: str
 ) -> None:
-    """Rank 0, which serves the store, waits for no longer than --timeout, whatever address the others would use.
-
-    It reports the missing rank.
-    """
+    """Rank 0, which serves the store, waits only until --timeout at any address, and reports the missing rank."""
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port)}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -41,7 +36,7 @@ def test_rank_zero_alone(
 
 @pytest.mark.parametrize("name", ["a..b", "a" * 64])
 def test_an_invalid_host_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """A host name that Python cannot even encode is reported in one line with exit code 2 as well."""
+    """A host name that Python cannot encode is reported in one line with exit code 2."""
     assert main(["--rank", "1", "--world-size", "2", "--ip", name, "--port", "29500", "--timeout", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"tcp://{name}:29500" in line

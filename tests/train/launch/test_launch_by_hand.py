@@ -1,4 +1,4 @@
-"""A shell per process: --rank, --world-size, and a file or an address to meet at."""
+"""Ranks started by hand: --rank, --world-size, and a file or an address for the rendezvous."""
 
 from __future__ import annotations
 
@@ -25,58 +25,58 @@ if TYPE_CHECKING:
 
     from syncheck.testing import Rank
 
-    Ended = tuple[int, list[str], str]
+    Outcome = tuple[int, list[str], str]
 
-# Real processes that several tests share, because starting one takes seconds; each calls run.py's `main`.
+# Rank processes shared by several tests, because starting a process takes seconds; the tests call `main` of run.py.
 RANKS = pytest.mark.syncheck(ranks=2, group=False)
 
 
 def run_all(programs: Programs, *arguments: Any, ranks: int = 2) -> list[Run]:
-    """Start all ranks, the last one first, and wait for them."""
+    """Start all ranks, the last rank first, and wait until all ranks exit."""
     size = ("--world-size", ranks)
     started = [programs.start(*TRAIN, "--rank", rank, *size, *arguments) for rank in reversed(range(ranks))]
     return [programs.finish(process) for process in reversed(started)]
 
 
-def start_long(programs: Programs, *where: Any) -> list[subprocess.Popen[str]]:
-    """Start two ranks, and wait until they train."""
-    ranks = [programs.start(*TRAIN, "--rank", rank, "--world-size", 2, *where, *LONG) for rank in range(2)]
+def start_long(programs: Programs, *rendezvous: Any) -> list[subprocess.Popen[str]]:
+    """Start two ranks, and wait until training starts."""
+    ranks = [programs.start(*TRAIN, "--rank", rank, "--world-size", 2, *rendezvous, *LONG) for rank in range(2)]
     wait_until_trains(ranks[0])
     return ranks
 
 
 class Shell:
-    """This rank as a shell of its own, in the common folder of the test."""
+    """The shell of one rank, in a folder shared by both ranks."""
 
-    def __init__(self, me: Rank, capsys: pytest.CaptureFixture[str]) -> None:
-        self.rank, self.folder, self.capsys, self.waits = me.rank, me.shared, capsys, 0
-        self.meeting = me.shared / "meeting"
+    def __init__(self, rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+        self.rank, self.folder, self.capsys, self.waits = rank.rank, rank.shared, capsys, 0
+        self.rendezvous_file = rank.shared / "meeting"
 
     def wait(self) -> None:
-        """Wait until both ranks have come here."""
+        """Wait until both ranks have called this method."""
         self.waits += 1
         (self.folder / f"wait{self.waits}.{self.rank}").touch()
         wait_for(lambda: all((self.folder / f"wait{self.waits}.{rank}").exists() for rank in range(2)))
 
-    def call(self, *arguments: Any) -> Ended:
-        """Call `main`, and wait for the other rank; return the exit code, the errors and the output."""
+    def call(self, *arguments: Any) -> Outcome:
+        """Call `main` and wait for the other rank; return the exit code, the errors and the output."""
         code = main([str(word) for word in arguments])
-        said = self.capsys.readouterr()
-        lines = said.err.splitlines()
+        captured = self.capsys.readouterr()
+        lines = captured.err.splitlines()
         assert all(line.startswith("run.py: ") for line in lines), lines
         self.wait()
-        return code, [line.removeprefix("run.py: ") for line in lines], said.out
+        return code, [line.removeprefix("run.py: ") for line in lines], captured.out
 
-    def run(self, *arguments: Any, rank: int | None = None, size: int = 2) -> Ended:
-        """Call `main` as a rank, by default with the file for the rendezvous."""
-        where = () if {"--ip", "--init-method"} & set(arguments) else ("--init-method", self.meeting.as_uri())
+    def run(self, *arguments: Any, rank: int | None = None, size: int = 2) -> Outcome:
+        """Call `main` with the options of a rank, by default with the rendezvous file."""
+        address = () if {"--ip", "--init-method"} & set(arguments) else ("--init-method", self.rendezvous_file.as_uri())
         number = self.rank if rank is None else rank
-        return self.call("--rank", number, "--world-size", size, *where, *arguments)
+        return self.call("--rank", number, "--world-size", size, *address, *arguments)
 
 
 @pytest.fixture
 def shell(syncheck_rank: Rank, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
-    """Let this rank type its own command line."""
+    """Return this rank's shell, without launchers' variables, in the shared folder."""
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(syncheck_rank.shared)
@@ -84,66 +84,75 @@ def shell(syncheck_rank: Rank, capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 @RANKS
-def test_trains_through_a_file(shell: Shell) -> None:
-    """Two ranks train ddp; the file is gone afterwards, so that the same lines work again."""
+def test_trains_with_a_rendezvous_file(shell: Shell) -> None:
+    """Two ranks train with DDP and remove the rendezvous file, so the same command lines work again."""
     for replaced in ("", " (replaced 2 of an earlier run of this name)"):
         code, errors, out = shell.run(*SHORT)
         assert (code, errors) == (0, [])
         saved = f"saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth{replaced}"
         assert out.splitlines()[1:] == ([saved] if shell.rank == 0 else [])
         assert_trained(shell.folder / "ckpts", 2)
-        wait_for(lambda: not shell.meeting.exists())
+        wait_for(lambda: not shell.rendezvous_file.exists())
         shell.wait()
 
 
 @RANKS
-@pytest.mark.parametrize("how", ["options", "url", "variables"])
-def test_trains_over_tcp(shell: Shell, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """An address and a port of rank 0 do as well, in either spelling; so do the variables of torchrun, set by hand."""
+@pytest.mark.parametrize("source", ["options", "url", "variables"])
+def test_trains_over_tcp(shell: Shell, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Two ranks train with rank 0's address, given as options, as a URL, or in torchrun's variables."""
     path = shell.folder / "port"
     if shell.rank == 0:
         path.write_text(str(free_port()))
     shell.wait()
     port = path.read_text()
-    if how == "variables":
+    if source == "variables":
         variables = {"RANK": str(shell.rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        ended = shell.call(*SHORT)
-    elif how == "url":
-        ended = shell.run("--init-method", f"tcp://localhost:{port}", *SHORT)
+        outcome = shell.call(*SHORT)
+    elif source == "url":
+        outcome = shell.run("--init-method", f"tcp://localhost:{port}", *SHORT)
     else:
-        ended = shell.run("--ip", "127.0.0.1", "--port", port, *SHORT)
-    assert ended[:2] == (0, [])
+        outcome = shell.run("--ip", "127.0.0.1", "--port", port, *SHORT)
+    assert outcome[:2] == (0, [])
     assert_trained(shell.folder / "ckpts", 2)
 
 
 @RANKS
-def test_mistakes_are_said_in_each_shell(shell: Shell) -> None:
-    """Where each rank has a terminal of its own, none of them ends without a word; the file does not stay."""
+def test_each_shell_reports_the_error(shell: Shell) -> None:
+    """Each rank reports the error in its own shell, and the rendezvous file is removed."""
     code, errors, _ = shell.run("--save-per-rank", "--out", "/dev/null/x")
     assert (code, errors) == (2, ["error: cannot write to --out /dev/null/x: Not a directory"])
-    wait_for(lambda: not shell.meeting.exists())
+    wait_for(lambda: not shell.rendezvous_file.exists())
 
 
 @RANKS
-def test_a_rank_that_does_not_come(shell: Shell) -> None:
-    """Ranks that wait in vain say which one is missing, and leave no file in the way of the next try."""
+def test_missing_rank_is_named(shell: Shell) -> None:
+    """After the timeout, the waiting ranks name the missing rank and remove the rendezvous file."""
     code, (line,), _ = shell.run("--timeout", 2, rank=(0, 2)[shell.rank], size=3)
     assert code == 2
-    assert f"waited 2 s at file://{shell.meeting}: rank 1 did not join" in line
-    wait_for(lambda: not shell.meeting.exists())
+    assert f"waited 2 s at file://{shell.rendezvous_file}: rank 1 did not join" in line
+    wait_for(lambda: not shell.rendezvous_file.exists())
 
 
 @RANKS
-def test_a_second_try_in_the_same_file(shell: Shell) -> None:
-    """A rank that waited for rank 0 in vain leaves no file behind, so that both meet there at the next try."""
+def test_retry_with_the_same_rendezvous_file(shell: Shell) -> None:
+    """A rank that times out without rank 0 removes the rendezvous file, and a retry with the same path succeeds."""
     if shell.rank == 1:
-        where = ("--rank", "1", "--world-size", "2", "--init-method", shell.meeting.as_uri(), "--timeout", "1")
-        assert main([*where]) == 2
+        arguments = (
+            "--rank",
+            "1",
+            "--world-size",
+            "2",
+            "--init-method",
+            shell.rendezvous_file.as_uri(),
+            "--timeout",
+            "1",
+        )
+        assert main([*arguments]) == 2
         (line,) = shell.capsys.readouterr().err.splitlines()
-        assert f"waited 1 s at file://{shell.meeting}: rank 0 did not join" in line
-        wait_for(lambda: not shell.meeting.exists())
+        assert f"waited 1 s at file://{shell.rendezvous_file}: rank 0 did not join" in line
+        wait_for(lambda: not shell.rendezvous_file.exists())
     shell.wait()
     assert shell.run(*SHORT)[:2] == (0, [])
     assert_trained(shell.folder / "ckpts", 2)
@@ -152,24 +161,24 @@ def test_a_second_try_in_the_same_file(shell: Shell) -> None:
 @RANKS
 @pytest.mark.parametrize(("option", "values"), [("lr", ("0.1", "0.2")), ("width", ("4", "8"))])
 def test_different_options(shell: Shell, option: str, values: tuple[str, str]) -> None:
-    """Ranks with different options end before they train, and both shells say who was given what."""
+    """Ranks with different options exit before training, and both shells report the option and both values."""
     code, (line,), _ = shell.run("--max-steps", 3, "--save-per-rank", f"--{option}", values[shell.rank])
     assert code == 2
     assert line.startswith(f"error: rank 1 was started with {option}={values[1]}, rank 0 with {values[0]}; ")
     assert not (shell.folder / "ckpts").exists()
-    wait_for(lambda: not shell.meeting.exists())
+    wait_for(lambda: not shell.rendezvous_file.exists())
 
 
 @pytest.mark.parametrize(("ip", "timeout"), [("127.0.0.1", 1), ("no-such-host.invalid", 600), ("192.0.2.1", 1)])
-def test_nobody_answers(
+def test_unreachable_rank_zero(
     capfd: pytest.CaptureFixture[str], no_launcher: None, free_port: int, ip: str, timeout: int
 ) -> None:
-    """A name that does not resolve is reported at once, and after --timeout an address without an answer.
+    """An unknown host name is reported at once, and an address without an answer after --timeout.
 
-    The message is one line, without torch's pages of warnings.
+    Both messages are one line, without torch's pages of warnings.
     """
-    where = ("--rank", 1, "--world-size", 2, "--ip", ip, "--port", free_port, "--timeout", timeout)
-    assert main([str(word) for word in where]) == 2
+    arguments = ("--rank", 1, "--world-size", 2, "--ip", ip, "--port", free_port, "--timeout", timeout)
+    assert main([str(word) for word in arguments]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert f"tcp://{ip}:{free_port}" in line
     assert ip != "127.0.0.1" or "(Connection refused)" in line
@@ -177,7 +186,7 @@ def test_nobody_answers(
 
 @pytest.mark.slow
 def test_file_of_a_killed_run(programs: Programs, tmp_path: Path) -> None:
-    """The file of ranks that were all killed serves the next run, with as many ranks or more."""
+    """The rendezvous file of a killed run serves the next run, with the same number of ranks or more."""
     for process in start_long(programs, "--init-method", f"file://{tmp_path}/meeting2"):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=10)
@@ -190,7 +199,7 @@ def test_file_of_a_killed_run(programs: Programs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_port_in_use(programs: Programs) -> None:
-    """Rank 0 reports a port in use, and the other ranks a server that never answers, after the timeout."""
+    """If another program uses the port, each rank reports in one line that the address is unusable."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -203,7 +212,7 @@ def test_port_in_use(programs: Programs) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
-    """Ctrl-C in one shell stops all ranks after the same step, each with the same line, and the meeting's file goes."""
+    """Ctrl-C in one shell stops all ranks after the same step with the same line, and removes the rendezvous file."""
     zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
     os.kill(one.pid, signal.SIGINT)
     runs = [programs.finish(process) for process in (zero, one)]
@@ -218,7 +227,7 @@ def test_ctrl_c(programs: Programs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_inside_a_collective(programs: Programs, tmp_path: Path) -> None:
-    """A second Ctrl-C ends a rank at once, even while it waits inside torch for one that stands still."""
+    """A second Ctrl-C ends a rank at once, even inside a collective that waits for a stopped rank."""
     zero, one = start_long(programs, "--init-method", f"file://{tmp_path}/meeting")
     os.kill(one.pid, signal.SIGSTOP)
     time.sleep(1.0)
@@ -232,13 +241,13 @@ def test_ctrl_c_inside_a_collective(programs: Programs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["imports", pytest.param("waits", marks=pytest.mark.slow)])
 def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
-    """Ctrl-C while the modules are imported, or while a rank waits for others, shows no traceback."""
-    meeting = tmp_path / "meeting"
-    process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, "--init-method", f"file://{meeting}")
+    """Ctrl-C during the imports or the rendezvous ends a rank without a traceback."""
+    rendezvous_file = tmp_path / "meeting"
+    process = programs.start(*TRAIN, "--rank", 0, "--world-size", 2, "--init-method", f"file://{rendezvous_file}")
     if when == "imports":
         wait_for(lambda: imports_torch(process.pid))
     else:
-        wait_for(lambda: meeting.exists() and b"joined/0" in meeting.read_bytes())
+        wait_for(lambda: rendezvous_file.exists() and b"joined/0" in rendezvous_file.read_bytes())
     os.kill(process.pid, signal.SIGINT)
     run = programs.finish(process, timeout=10)
     assert run.returncode == 130
@@ -246,11 +255,11 @@ def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
 
 
 @pytest.mark.slow
-def test_rank_zero_goes_away(programs: Programs, free_port: int) -> None:
-    """A rank that waits for others when rank 0, and with it the store, goes away says so in one line."""
-    where = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 30)
-    zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *where) for rank in range(2))
-    # An onlooker in rank 0's store sees when rank 1 has come.
+def test_rank_zero_killed_during_the_rendezvous(programs: Programs, free_port: int) -> None:
+    """If rank 0 is killed during the rendezvous, a waiting rank reports the lost store's address in one line."""
+    address = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 30)
+    zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *address) for rank in range(2))
+    # An additional client of rank 0's store detects when rank 1 has joined.
     store: Any = TCPStore("127.0.0.1", free_port, None, False, timedelta(seconds=120), wait_for_workers=False)
     wait_for(lambda: store.check(["train/joined/1"]))
     os.kill(zero.pid, signal.SIGKILL)

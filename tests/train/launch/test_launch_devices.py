@@ -1,4 +1,4 @@
-"""Which GPUs a rank computes on, with a machine's GPUs made up."""
+"""The choice of GPUs for a rank, with a simulated number of GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from train.launch.environment import (
     read_slurm,
 )
 
-HERE = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, init_method="tcp://127.0.0.1:29500")
-TASK = {
+ONE_MACHINE = RankInfo(
+    rank=1, world_size=2, local_rank=1, local_world_size=2, node=0, init_method="tcp://127.0.0.1:29500"
+)
+SLURM_TASK = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "0",
@@ -27,77 +29,77 @@ TASK = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
 }
-BY_HAND = replace(HERE, rank=5, world_size=8, local_rank=None, local_world_size=None)
+BY_HAND = replace(ONE_MACHINE, rank=5, world_size=8, local_rank=None, local_world_size=None)
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-    """Let torch count as many GPUs as the test says."""
+    """Make torch report the number of GPUs given by the test."""
     number: int = request.param
     monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
     return number
 
 
-def names(option: str | None, place: RankInfo | None) -> str:
-    """Write the devices as one string."""
-    return " ".join(str(device) for device in choose_devices(option, place))
+def device_names(option: str | None, info: RankInfo | None) -> str:
+    """Return the names of the chosen devices as one string."""
+    return " ".join(str(device) for device in choose_devices(option, info))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "option", "place", "expected"),
+    ("gpus", "option", "info", "expected"),
     [
-        (2, None, HERE, "cuda:1"),
-        (1, None, HERE, ""),
-        (0, None, HERE, ""),
-        (4, "2,3", HERE, "cuda:3"),
-        (4, "3,2", HERE, "cuda:2"),
-        (4, "none", HERE, ""),
+        (2, None, ONE_MACHINE, "cuda:1"),
+        (1, None, ONE_MACHINE, ""),
+        (0, None, ONE_MACHINE, ""),
+        (4, "2,3", ONE_MACHINE, "cuda:3"),
+        (4, "3,2", ONE_MACHINE, "cuda:2"),
+        (4, "none", ONE_MACHINE, ""),
         (4, None, None, "cuda:0 cuda:1 cuda:2 cuda:3"),
         (4, "1,3", None, "cuda:1 cuda:3"),
         (4, " 1, 3", None, "cuda:1 cuda:3"),
         (4, "none", None, ""),
         (0, None, None, ""),
-        (0, "none", HERE, ""),
+        (0, "none", ONE_MACHINE, ""),
         (4, None, BY_HAND, "cuda:1"),
         (4, "0,2", BY_HAND, "cuda:2"),
         (4, None, replace(BY_HAND, local_rank=3), "cuda:3"),
         (0, None, replace(BY_HAND, local_rank=3), ""),
-        (1, None, replace(HERE, own_gpus=True), "cuda:0"),
+        (1, None, replace(ONE_MACHINE, own_gpus=True), "cuda:0"),
     ],
     indirect=["gpus"],
 )
-def test_each_rank_has_its_own(gpus: int, option: str | None, place: RankInfo | None, expected: str) -> None:
-    """Ranks of one machine get one GPU each, in the order of --gpus; one process gets all; too few mean the CPU."""
-    assert names(option, place) == expected
+def test_each_rank_gets_its_own_gpu(gpus: int, option: str | None, info: RankInfo | None, expected: str) -> None:
+    """Ranks of one machine get one GPU each in the order of --gpus, or use the CPU; a single process gets all GPUs."""
+    assert device_names(option, info) == expected
 
 
 @pytest.mark.parametrize(
-    ("gpus", "option", "place", "kind", "message"),
+    ("gpus", "option", "info", "kind", "message"),
     [
         (2, "2", None, RankError, "--gpus 2: this machine has 2 GPUs, 0 to 1; or give --gpus none"),
-        (1, "0,1", HERE, RankError, "--gpus 0,1: this machine has 1 GPU; or give --gpus none"),
+        (1, "0,1", ONE_MACHINE, RankError, "--gpus 0,1: this machine has 1 GPU; or give --gpus none"),
         (0, "0", None, RankError, "--gpus 0: this machine has no GPUs; or give --gpus none"),
         (4, "1,1", None, UserError, "--gpus 1,1: GPU 1 is repeated"),
         (4, "a", None, UserError, "--gpus a: must be comma-separated numbers like 0,1, or none for the CPU"),
         (4, "0,", None, UserError, "--gpus 0,: must be comma-separated numbers like 0,1, or none for the CPU"),
         (4, "-1", None, UserError, "--gpus -1: must be comma-separated numbers like 0,1, or none for the CPU"),
-        (4, "3", HERE, UserError, "--gpus 3: 1 GPU for 2 ranks on this machine; each needs one"),
+        (4, "3", ONE_MACHINE, UserError, "--gpus 3: 1 GPU for 2 ranks on this machine; each needs one"),
         (2, None, replace(BY_HAND, local_rank=2), RankError, "--local-rank 2: this machine has 2 GPUs for its ranks"),
     ],
     indirect=["gpus"],
 )
-def test_wrong_choice_is_named(
-    gpus: int, option: str | None, place: RankInfo | None, kind: type[UserError], message: str
+def test_invalid_gpus_are_rejected(
+    gpus: int, option: str | None, info: RankInfo | None, kind: type[UserError], message: str
 ) -> None:
-    """A GPU that is not there, one named twice, and too few for the ranks are refused, with what there is."""
+    """--gpus is rejected if a GPU is missing, repeated or invalid, or if the ranks outnumber the GPUs."""
     with pytest.raises(UserError) as caught:
-        choose_devices(option, place)
+        choose_devices(option, info)
     assert (type(caught.value), str(caught.value)) == (kind, message)
 
 
 def test_backend_follows_the_device() -> None:
-    """NCCL between GPUs and gloo between CPUs, unless gloo is asked for; NCCL on the CPU is refused."""
+    """The default is NCCL for GPUs and gloo for CPUs; --backend can select gloo for GPUs, but not NCCL for CPUs."""
     cuda = (torch.device("cuda", 0),)
     assert [choose_backend(None, cuda), choose_backend(None, ()), choose_backend("gloo", cuda)] == [
         "nccl",
@@ -110,7 +112,7 @@ def test_backend_follows_the_device() -> None:
 
 @pytest.mark.parametrize("gpus", [4], indirect=True)
 def test_context_of_gpus(gpus: int) -> None:
-    """A rank's context holds its own GPU; a process without a group holds all that --gpus names, the first first."""
+    """A rank's context has its own GPU; a process without a group has all GPUs of --gpus and rejects --backend."""
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     ctx = make_rank_context(environment, "ddp", grouped=True, options=LaunchOptions(gpus="0,3"))
     assert (str(ctx.device), ctx.devices, ctx.backend) == ("cuda:3", (ctx.device,), "nccl")
@@ -130,9 +132,9 @@ def test_context_of_gpus(gpus: int) -> None:
     ],
     indirect=["gpus"],
 )
-def test_idle_gpus_are_said(gpus: int, option: str | None, expected: str) -> None:
-    """Ranks that fall back to the CPU beside GPUs say so, unless it was asked for."""
-    assert describe_idle_gpus(option, choose_devices(option, HERE), 2) == expected
+def test_idle_gpus_are_reported(gpus: int, option: str | None, expected: str) -> None:
+    """Idle GPUs are reported if too few GPUs force the ranks to use the CPU, but not with --gpus none."""
+    assert describe_idle_gpus(option, choose_devices(option, ONE_MACHINE), 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -147,5 +149,5 @@ def test_idle_gpus_are_said(gpus: int, option: str | None, expected: str) -> Non
     ids=str,
 )
 def test_slurm_hides_gpus(variables: dict[str, str], own: bool) -> None:
-    """Where SLURM shows each task its own GPUs only, the first of these is the task's; two tasks on one share it."""
-    assert read_slurm({**TASK, **variables}, LaunchOptions()).own_gpus is own
+    """A task has its own GPUs if SLURM hides the GPUs of other tasks, but not if two tasks share a GPU."""
+    assert read_slurm({**SLURM_TASK, **variables}, LaunchOptions()).own_gpus is own

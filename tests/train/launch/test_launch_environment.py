@@ -1,4 +1,4 @@
-"""Who a process is, from its environment and its options, without starting anything."""
+"""The rank of a process, read from its environment and its options, without starting a process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
-# As SLURM 22.05 sets them: two nodes, the second task of the first node.
+# Variables set by SLURM 22.05 for the second task on the first of two nodes.
 STEP = {
     "SLURM_JOB_ID": "42",
     "SLURM_STEP_ID": "0",
@@ -48,12 +48,12 @@ BY_HAND: dict[str, Any] = {"rank": 1, "world_size": 2, "init_method": "file:///s
 
 
 def change(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
-    """Set variables, or take away those that are None."""
+    """Set variables; None removes a variable."""
     return {key: value for key, value in {**environment, **changes}.items() if value is not None}
 
 
 def test_reads_torchrun() -> None:
-    """torchrun's variables become a context; without GPUs it is gloo on the CPU."""
+    """torchrun's variables determine the context; without GPUs the backend is gloo."""
     ctx = make_rank_context(TORCHRUN, "ddp", grouped=True)
     assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.is_main) == (3, 4, 1, False)
     assert (ctx.local_world_size, ctx.node, ctx.init_method) == (2, 1, "tcp://127.0.0.1:29500")
@@ -61,7 +61,7 @@ def test_reads_torchrun() -> None:
 
 
 def test_reads_options_by_hand() -> None:
-    """--rank and --world-size become a context, --ip and --port are short for tcp, IPv6 gets its brackets."""
+    """The options determine the context; --ip and --port become a tcp:// address, with IPv6 in brackets."""
     ctx = make_rank_context({}, "ddp", grouped=True, options=LaunchOptions(**BY_HAND))
     assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.init_method) == (1, 2, 1, "file:///shared/f")
     for ip, expected in (("10.0.0.1", "tcp://10.0.0.1:29500"), ("::1", "tcp://[::1]:29500")):
@@ -72,7 +72,7 @@ def test_reads_options_by_hand() -> None:
 
 
 def test_reads_slurm() -> None:
-    """A step's own number of tasks counts, not the job's; the port comes from the job and the step."""
+    """The world size is the number of tasks of the step, not of the job; the port depends on the job and the step."""
     ctx = make_rank_context(STEP, "ddp", grouped=True)
     assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node) == (1, 3, 1, 2, 0)
     assert ctx.init_method == "tcp://first:20672"
@@ -90,14 +90,14 @@ def test_reads_slurm() -> None:
     ],
     ids=str,
 )
-def test_slurm_meets_where_it_is_told(changes: dict[str, str | None], options: dict[str, Any], expected: str) -> None:
-    """--ip and --port come first, then MASTER_ADDR and MASTER_PORT, then what SLURM's variables give."""
+def test_precedence_of_slurm_addresses(changes: dict[str, str | None], options: dict[str, Any], expected: str) -> None:
+    """--ip and --port override MASTER_ADDR and MASTER_PORT, and all of these override SLURM's variables."""
     ctx = make_rank_context(change(STEP, changes), "ddp", grouped=True, options=LaunchOptions(**options))
     assert ctx.init_method == expected
 
 
-def test_slurm_ports_are_in_their_range() -> None:
-    """Neighbouring jobs and steps get different ports, all from 20000 to 31999."""
+def test_slurm_ports_are_distinct_and_in_range() -> None:
+    """Neighboring jobs and steps get different ports, all from 20000 to 31999."""
     ports = [
         choose_slurm_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
         for job in range(700, 1400)
@@ -111,21 +111,21 @@ def test_slurm_ports_are_in_their_range() -> None:
     [("2(x3),1", [2, 2, 2, 1, None]), ("4", [4, None]), ("1,3(x2)", [1, 3, 3, None]), ("", [None])],
 )
 def test_slurm_counts_tasks_per_node(text: str, expected: list[int | None]) -> None:
-    """SLURM's short form for tasks per node is read; what is not in it is unknown."""
-    found = [count_slurm_tasks({"SLURM_STEP_TASKS_PER_NODE": text}, node) for node in range(len(expected))]
-    assert found == expected
+    """SLURM's short form for tasks per node is expanded; the count of an unlisted node is None."""
+    counts = [count_slurm_tasks({"SLURM_STEP_TASKS_PER_NODE": text}, node) for node in range(len(expected))]
+    assert counts == expected
 
 
 def test_group_of_one_task() -> None:
-    """A method with a group runs in a step of one task too, which needs no other machine."""
+    """In a step of one task, a method with a process group uses a local address."""
     ctx = make_rank_context({**ONE_TASK, "SLURM_STEP_NODELIST": "n[1-2]"}, "ddp", grouped=True)
     assert (ctx.world_size, ctx.backend is None, ctx.init_method) == (1, False, "tcp://127.0.0.1:20672")
 
 
 def test_single_needs_no_launcher() -> None:
-    """One process without a launcher, or under a launcher of one, has no process group."""
-    of_one = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for environment in ({}, of_one, {"RANK": "0", "WORLD_SIZE": "1"}, ONE_TASK, BATCH_SHELL):
+    """--method single has no process group, both without a launcher and under a launcher of one process."""
+    one_rank = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for environment in ({}, one_rank, {"RANK": "0", "WORLD_SIZE": "1"}, ONE_TASK, BATCH_SHELL):
         ctx = make_rank_context(environment, "single", grouped=False)
         assert (ctx.world_size, ctx.backend) == (1, None)
 
@@ -147,15 +147,15 @@ def test_single_needs_no_launcher() -> None:
     ],
     ids=str,
 )
-def test_a_group_was_asked_for(environment: dict[str, str], args: dict[str, Any], expected: bool) -> None:
-    """ddp is the default under torchrun, --spawn, by hand and srun of several tasks, not in a batch script's shell."""
+def test_launchers_that_request_a_group(environment: dict[str, str], args: dict[str, Any], expected: bool) -> None:
+    """torchrun, --spawn, ranks by hand and srun with several tasks request a group; a batch script's shell does not."""
     assert is_group_requested(environment, Namespace(**args)) == expected
     if not args:
         assert is_group_requested(environment) == expected
 
 
-def test_torchrun_inside_srun_wins() -> None:
-    """The order of the table decides: torchrun's variables, then options, then SLURM's."""
+def test_precedence_of_launchers() -> None:
+    """torchrun's variables, and the options for starting by hand, take precedence over SLURM's variables."""
     ctx = make_rank_context({**STEP, **TORCHRUN}, "ddp", grouped=True)
     assert (ctx.rank, ctx.init_method) == (3, "tcp://127.0.0.1:29500")
     ctx = make_rank_context(STEP, "ddp", grouped=True, options=LaunchOptions(**BY_HAND))
@@ -178,8 +178,8 @@ def test_torchrun_inside_srun_wins() -> None:
     ],
     ids=str,
 )
-def test_broken_environment_is_named(changes: dict[str, str | None], message: str) -> None:
-    """A variable that is missing or makes no sense is named, by the rank that has it."""
+def test_invalid_variables_are_named(changes: dict[str, str | None], message: str) -> None:
+    """A rank with a missing or invalid variable raises an error that names the variable."""
     with pytest.raises(RankError, match=message):
         make_rank_context(change(TORCHRUN, changes), "ddp", grouped=True)
 
@@ -200,8 +200,8 @@ def test_broken_environment_is_named(changes: dict[str, str | None], message: st
     ],
     ids=str,
 )
-def test_broken_slurm_is_named(changes: dict[str, str | None], message: str) -> None:
-    """A variable of SLURM's that is missing or makes no sense is named, and so is a scontrol that is not there."""
+def test_invalid_slurm_variables_are_named(changes: dict[str, str | None], message: str) -> None:
+    """The error names a missing or invalid variable of SLURM, or the scontrol command that failed."""
     with pytest.raises(UserError, match=message):
         make_rank_context(change(STEP, changes), "ddp", grouped=True)
 
@@ -247,8 +247,8 @@ def test_broken_slurm_is_named(changes: dict[str, str | None], message: str) -> 
     ],
     ids=str,
 )
-def test_contradictions_are_named(environment: dict[str, str], options: dict[str, Any], message: str) -> None:
-    """Options that contradict the launcher or each other, or lack one another, are refused with what to change."""
+def test_contradictory_options_are_rejected(environment: dict[str, str], options: dict[str, Any], message: str) -> None:
+    """Options that are incomplete, invalid, or contradict the launcher or each other are rejected by name."""
     with pytest.raises(UserError) as caught:
         make_rank_context(environment, "ddp", grouped=True, options=LaunchOptions(**options))
     assert str(caught.value).startswith(message)
@@ -265,8 +265,8 @@ def test_contradictions_are_named(environment: dict[str, str], options: dict[str
     ],
     ids=str,
 )
-def test_spawn_is_alone(environment: dict[str, str], options: dict[str, Any], message: str) -> None:
-    """--spawn contradicts every other way to start several processes."""
+def test_spawn_rejects_other_launchers(environment: dict[str, str], options: dict[str, Any], message: str) -> None:
+    """--spawn cannot be combined with another launcher of several processes, but works in a single SLURM task."""
     with pytest.raises(UserError) as caught:
         spawn.check_options(environment, LaunchOptions(**options))
     assert str(caught.value).startswith(message)
@@ -274,7 +274,7 @@ def test_spawn_is_alone(environment: dict[str, str], options: dict[str, Any], me
 
 
 def test_launcher_must_fit_the_method() -> None:
-    """ddp without a launcher says how to start it; single under several processes is refused."""
+    """ddp without a launcher is rejected with a command to use; single and dp are rejected under several processes."""
     with pytest.raises(UserError, match="--method ddp needs a launcher: start with 'torchrun --nproc-per-node 2"):
         make_rank_context({}, "ddp", grouped=True)
     with pytest.raises(UserError, match="--method single is one process, the launcher started 4"):
@@ -296,8 +296,8 @@ def test_launcher_must_fit_the_method() -> None:
     ],
     ids=str,
 )
-def test_who_speaks_for_all(environment: dict[str, str], args: dict[str, Any], expected: bool) -> None:
-    """Rank 0 says what all ranks have to say, unless each rank was started in a shell of its own."""
+def test_rank_zero_prints_for_all_ranks(environment: dict[str, str], args: dict[str, Any], expected: bool) -> None:
+    """Rank 0 prints the messages common to all ranks, except if each rank was started in its own shell."""
     assert prints_for_all_ranks(environment, Namespace(**args)) == expected
 
 
@@ -311,8 +311,8 @@ def test_who_speaks_for_all(environment: dict[str, str], args: dict[str, Any], e
         ({}, {}, "alone"),
     ],
 )
-def test_launchers_have_names(environment: dict[str, str], options: dict[str, Any], name: str) -> None:
-    """What a log says of how the processes were started is what started them."""
+def test_launcher_is_identified(environment: dict[str, str], options: dict[str, Any], name: str) -> None:
+    """`find_launcher` returns the launcher that started the processes."""
     assert find_launcher(environment, LaunchOptions(**options)) == name
 
 
@@ -334,7 +334,7 @@ ELASTIC = {**ONE, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE":
         ("--save-per-rank", ONE_TASK, 0, 2),
         ("--spawn 1 --save-per-rank", {}, 0, 1),
         ("--spawn 3 --method zero", {}, 0, 3),
-        # One rank stays.
+        # These cases keep one rank.
         ("", {}, 0, None),
         ("--checkpoint-every 1", {}, 8, None),
         ("--save-per-rank --method ddp", {}, 8, None),
@@ -349,7 +349,7 @@ ELASTIC = {**ONE, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE":
         ("--save-per-rank", STEP, 8, None),
     ],
 )
-def test_one_process_of_torchrun(
+def test_torchrun_with_one_process(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     line: str,
@@ -357,7 +357,7 @@ def test_one_process_of_torchrun(
     gpus: int,
     ranks: int | None,
 ) -> None:
-    """Files of replicas need two ranks; the trainer's own options are a choice, torchrun's default of one is none."""
+    """If files per rank are requested, torchrun's single process implies --spawn, unless options select one rank."""
     for module in ("spawn", "environment"):
         monkeypatch.setattr(f"train.launch.{module}.count_gpus", lambda: gpus)
     environment, args = change(ELASTIC, changes), build_parser().parse_args(line.split())

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from syncheck.testing import Rank
 
-# For root no folder is closed, but for this capability.
+# Without these capabilities, root cannot write to a read-only folder.
 CAPABILITIES = "-dac_override,-dac_read_search"
 WITHOUT = ("setpriv", f"--inh-caps={CAPABILITIES}", f"--bounding-set={CAPABILITIES}")
 
 
-def rank_of(path: Path, rank: int = 0, world_size: int = 2) -> RankContext:
-    """Describe a rank that meets the others in a file."""
+def make_context(path: Path, rank: int = 0, world_size: int = 2) -> RankContext:
+    """Return the context of a rank with a rendezvous file."""
     return RankContext(rank, world_size, rank, backend="gloo", init_method=path.as_uri())
 
 
@@ -39,10 +39,10 @@ def rank_of(path: Path, rank: int = 0, world_size: int = 2) -> RankContext:
 @pytest.mark.parametrize(
     ("kind", "device"),
     [(stat.S_IFIFO, (0, 0)), (stat.S_IFCHR, (1, 3))],
-    ids=["pipe", "null"],  # under a name of ours; and not zero, which would fill the memory if it were read
+    ids=["pipe", "null"],  # not /dev/zero, because reading it would fill the memory
 )
-def test_pipes_and_devices_are_refused(tmp_path: Path, kind: int, device: tuple[int, int], link: bool) -> None:
-    """A pipe, which has no end, and a device, which must not be removed, are refused at once and left there."""
+def test_pipes_and_devices_are_rejected(tmp_path: Path, kind: int, device: tuple[int, int], link: bool) -> None:
+    """A pipe or a device is rejected at once and not removed, given by its path or through a link."""
     node = path = tmp_path / "node"
     try:
         os.mknod(node, kind | 0o600, os.makedev(*device))
@@ -52,7 +52,7 @@ def test_pipes_and_devices_are_refused(tmp_path: Path, kind: int, device: tuple[
     if link:
         path = tmp_path / "link"
         path.symlink_to(node)
-    with pytest.raises(RankError) as caught, process_group(rank_of(path), 1.0):
+    with pytest.raises(RankError) as caught, process_group(make_context(path), 1.0):
         pass
     assert f"file://{path}" in str(caught.value)
     assert stat.S_IFMT(node.lstat().st_mode) == kind
@@ -60,15 +60,15 @@ def test_pipes_and_devices_are_refused(tmp_path: Path, kind: int, device: tuple[
 
 
 @pytest.mark.slow
-def test_a_folder_that_one_may_not_write(programs: Programs, tmp_path: Path) -> None:
-    """A user who may not write in the folder is told so in one line, with exit code 2."""
+def test_read_only_folder(programs: Programs, tmp_path: Path) -> None:
+    """A folder without write permission is reported in one line with exit code 2."""
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o555)
     user = WITHOUT if os.geteuid() == 0 else ()
     if user and (shutil.which("setpriv") is None or programs.run(*user, "test", "!", "-w", closed).returncode):
         pytest.skip("root cannot become a user for whom folders are closed")
-    where = ("--rank", 0, "--world-size", 2, "--init-method", f"file://{closed}/meeting")
-    run = programs.run(*user, *TRAIN, *where)
+    arguments = ("--rank", 0, "--world-size", 2, "--init-method", f"file://{closed}/meeting")
+    run = programs.run(*user, *TRAIN, *arguments)
     assert (run.returncode, run.stdout) == (2, "")
     (line,) = errors([run])
     assert f"file://{closed}/meeting" in line
@@ -77,31 +77,31 @@ def test_a_folder_that_one_may_not_write(programs: Programs, tmp_path: Path) -> 
 
 
 @pytest.mark.syncheck(ranks=2, group=False)
-def test_a_link_to_the_file(syncheck_rank: Rank) -> None:
-    """If the path is a link, the last rank removes the target, so that the ranks can use the link again."""
-    me = syncheck_rank
-    link, target = me.shared / "link", me.shared / "file"
-    if me.rank == 0:
+def test_link_to_the_rendezvous_file(syncheck_rank: Rank) -> None:
+    """If the path is a link, the ranks use its target, and the last rank removes the target."""
+    folder, rank = syncheck_rank.shared, syncheck_rank.rank
+    link, target = folder / "link", folder / "file"
+    if rank == 0:
         link.symlink_to(target)
     wait_for(link.is_symlink)
-    ctx = rank_of(link, me.rank)
+    ctx = make_context(link, rank)
     with process_group(ctx, 20.0):
         assert ctx.sum_over_ranks(torch.ones(1)).item() == 2
         assert target.exists()
     wait_for(lambda: not target.exists())
 
 
-def test_a_link_after_a_timeout(tmp_path: Path) -> None:
-    """A rank that waited in vain removes the target of a link, not only the link."""
+def test_link_target_is_removed_after_a_timeout(tmp_path: Path) -> None:
+    """If the path is a link, a rank that times out removes the target."""
     link, target = tmp_path / "link", tmp_path / "file"
     link.symlink_to(target)
-    with pytest.raises(UserError, match="rank 1 did not join"), process_group(rank_of(link), 0.1):
+    with pytest.raises(UserError, match="rank 1 did not join"), process_group(make_context(link), 0.1):
         pass
     assert not target.exists()
 
 
-def test_ranks_that_create_the_file_at_once(tmp_path: Path) -> None:
-    """Four ranks may create the file at the same moment; none of them takes it for another kind of file."""
+def test_ranks_create_the_file_concurrently(tmp_path: Path) -> None:
+    """If four ranks create the rendezvous file at the same moment, every rank accepts the file."""
     barrier = threading.Barrier(4)
 
     def check(number: int) -> None:

@@ -1,4 +1,4 @@
-"""How a program ends when nobody reads what it says."""
+"""The exit of a program whose output pipe is closed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), ("--spawn", 2)], ids=["one", "spawn"])
-def test_a_pipe_that_is_closed(programs: Programs, launcher: tuple[str | int, ...]) -> None:
-    """`run.py ... | head -1` prints its line and ends in silence, with the code that shells give to SIGPIPE."""
+def test_closed_output_pipe(programs: Programs, launcher: tuple[str | int, ...]) -> None:
+    """`run.py ... | head -1` prints one line and exits without an error message, with the shell's code for SIGPIPE."""
     pipe = ("bash", "-c", 'set -o pipefail; "$@" | head -1', "bash")
     process = programs.start(*pipe, *TRAIN, *launcher, "--width", 4, "--epochs", 10_000, "--progress", "plain")
     run = programs.finish(process)

@@ -1,4 +1,4 @@
-"""Two machines: two network namespaces joined by a cable, each with a torchrun of its own."""
+"""Two machines, simulated by two connected network namespaces."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 MULTI_NODE = ROOT / "train" / "scripts" / "multi_node.sh"
 
 
-def test_what_is_required_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that lacks something is skipped with the reason, unless SYNCHECK_REQUIRE names what it lacks."""
+def test_required_resources_are_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test with a missing resource is skipped with the reason, or fails if SYNCHECK_REQUIRE names the resource."""
     monkeypatch.setenv("SYNCHECK_REQUIRE", "slurm")
     with pytest.raises(pytest.skip.Exception, match="netns: no permission"):
         unavailable("netns", "no permission")
@@ -32,14 +32,14 @@ def test_what_is_required_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    """Two machines in one network, gone after the test."""
+    """Yield two machines in one network, and remove both after the test."""
     with two_hosts() as two:
         yield two
 
 
 @pytest.mark.slow
 def test_two_machines(programs: Programs, hosts: list[Host], tmp_path: Path) -> None:
-    """multi_node.sh on two machines trains ddp on four ranks, which all know their node."""
+    """multi_node.sh on two machines trains four ranks with DDP, and only the first machine prints."""
     started = [
         programs.start(*host.command(MULTI_NODE, 2, node, hosts[0].address, 29700, *SHORT), NPROC="2")
         for node, host in enumerate(hosts)
@@ -53,20 +53,22 @@ def test_two_machines(programs: Programs, hosts: list[Host], tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_two_machines_by_hand(programs: Programs, hosts: list[Host], tmp_path: Path) -> None:
-    """--ip and --port connect a shell on each of two machines."""
-    where = ("--world-size", 2, "--ip", hosts[0].address, "--port", 29700)
-    started = [programs.start(*host.command(*TRAIN, "--rank", rank, *where, *SHORT)) for rank, host in enumerate(hosts)]
+    """--ip and --port connect two ranks on two machines."""
+    options = ("--world-size", 2, "--ip", hosts[0].address, "--port", 29700)
+    started = [
+        programs.start(*host.command(*TRAIN, "--rank", rank, *options, *SHORT)) for rank, host in enumerate(hosts)
+    ]
     runs = [programs.finish(process) for process in started]
     assert ([run.returncode for run in runs], errors(runs)) == ([0, 0], [])
     assert_trained(tmp_path / "ckpts", 2)
 
 
 @pytest.mark.slow
-def test_a_machine_that_does_not_answer(programs: Programs, hosts: list[Host]) -> None:
-    """A rank whose packets get no answer says after its timeout that rank 0 did not come, and how it looked."""
+def test_unreachable_machine(programs: Programs, hosts: list[Host]) -> None:
+    """If rank 0's machine does not answer, a rank reports rank 0's address after the timeout."""
     ip("-n", hosts[0].name, "link", "set", hosts[0].device, "down")
-    where = ("--world-size", 2, "--ip", hosts[0].address, "--port", 29700, "--timeout", 2)
-    run = programs.run(*hosts[1].command(*TRAIN, "--rank", 1, *where))
+    options = ("--world-size", 2, "--ip", hosts[0].address, "--port", 29700, "--timeout", 2)
+    run = programs.run(*hosts[1].command(*TRAIN, "--rank", 1, *options))
     assert run.returncode == 2
     (line,) = errors([run])
     assert "rank 0 at tcp://10.77.0.1:29700" in line

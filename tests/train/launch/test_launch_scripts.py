@@ -1,4 +1,4 @@
-"""The scripts that one starts training with."""
+"""The launch scripts in train/scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("multi_node.sh", "single_gpu.sh", "single_node.sh", "slurm.sbatch")
 
 @pytest.mark.slow
 def test_single_gpu(programs: Programs, tmp_path: Path) -> None:
-    """single_gpu.sh trains one process, from any folder, with options passed on."""
+    """single_gpu.sh, started in another folder, trains one process and passes options on."""
     run = programs.run(SCRIPTS / "single_gpu.sh", *SHORT)
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "ckpts" / "single_rank0.pth").exists()
@@ -29,14 +29,14 @@ def test_single_gpu(programs: Programs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_single_node(programs: Programs, tmp_path: Path) -> None:
-    """single_node.sh trains as many processes as NPROC says."""
+    """single_node.sh trains NPROC processes."""
     run = programs.run(SCRIPTS / "single_node.sh", *SHORT, NPROC="2")
     assert (run.returncode, run.stderr) == (0, "")
     assert_trained(tmp_path / "ckpts", 2)
 
 
-def test_multi_node_says_how_to_use_it(programs: Programs) -> None:
-    """Without its arguments multi_node.sh prints its usage and starts nothing."""
+def test_multi_node_prints_its_usage(programs: Programs) -> None:
+    """If an argument is missing, multi_node.sh prints only its usage and exits with code 2."""
     run = programs.run(SCRIPTS / "multi_node.sh", 2, 0)
     usage = "usage: multi_node.sh NODES NODE_RANK MASTER_ADDR [MASTER_PORT] [options of run.py]\n"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", usage)
@@ -44,12 +44,12 @@ def test_multi_node_says_how_to_use_it(programs: Programs) -> None:
 
 @pytest.mark.parametrize("name", ["multi_node.sh", "single_gpu.sh", "single_node.sh"])
 def test_scripts_behind_links(programs: Programs, tmp_path: Path, name: str) -> None:
-    """A script that is started through a link, and one to that link, in other folders finds run.py beside itself."""
+    """A script finds its own run.py if started through a link, or through a link to a link, in another folder."""
     (tmp_path / "bin").mkdir()
     link, second = tmp_path / "bin" / "direct", tmp_path / "train"
     link.symlink_to(os.path.relpath(SCRIPTS / name, link.parent))
     second.symlink_to(link)
-    python = tmp_path / "bin" / "python"  # says what it would be started with
+    python = tmp_path / "bin" / "python"  # prints its arguments
     python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     python.chmod(0o755)
     arguments = (2, 0, "127.0.0.1", "--seed", 7) if name == "multi_node.sh" else ("--seed", 7)
@@ -62,7 +62,7 @@ def test_scripts_behind_links(programs: Programs, tmp_path: Path, name: str) -> 
 
 
 def test_scripts_are_safe() -> None:
-    """Every script can be executed, stops at the first error, and passes its arguments on."""
+    """Every script is executable, stops at the first error, and passes its arguments on."""
     assert sorted(path.name for path in SCRIPTS.iterdir()) == sorted(NAMES)
     for name in NAMES:
         text = (SCRIPTS / name).read_text()
@@ -73,9 +73,9 @@ def test_scripts_are_safe() -> None:
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")
-def test_shellcheck_is_content() -> None:
-    """shellcheck finds nothing to say."""
-    done = subprocess.run(
+def test_shellcheck_reports_no_problem() -> None:
+    """shellcheck reports no problem in the scripts."""
+    completed = subprocess.run(
         ["shellcheck", *(SCRIPTS / name for name in NAMES)], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (completed.returncode, completed.stdout) == (0, "")

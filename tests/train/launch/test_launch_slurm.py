@@ -1,4 +1,4 @@
-"""SLURM itself: srun, sbatch, salloc and a job array on a cluster of two nodes."""
+"""srun, sbatch, salloc and a job array on a SLURM cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two idle nodes."""
+    """Yield a cluster with two idle nodes."""
     started = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
         started.start()
@@ -38,22 +38,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def slurm(cluster: Cluster, programs: Programs) -> Callable[..., Run]:
-    """Run one of SLURM's programs; what it says itself is taken out of its stderr."""
+    """Return a function that runs a SLURM program and removes SLURM's own lines from stderr."""
 
     def run(*command: Any, **options: Any) -> Run:
-        done = programs.run(*command, timeout=90, **options, **cluster.environment)
-        lines = done.stderr.splitlines(keepends=True)
-        done.stderr = "".join(
+        completed = programs.run(*command, timeout=90, **options, **cluster.environment)
+        lines = completed.stderr.splitlines(keepends=True)
+        completed.stderr = "".join(
             line for line in lines if not line.startswith(("srun:", "salloc:", "sbatch:", "slurmstepd"))
         )
-        return done
+        return completed
 
     return run
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone to submit from, in which jobs may write."""
+    """Return a writable clone for submitting jobs."""
     folder = tmp_path / "clone"
     folder.mkdir()
     (folder / "train").symlink_to(ROOT / "train")
@@ -61,7 +61,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def test_srun(slurm: Callable[..., Run], tmp_path: Path) -> None:
-    """Two tasks of srun on two nodes train ddp without being told anything else."""
+    """Two srun tasks on two nodes train with DDP without launch options."""
     run = slurm("srun", "--nodes", 2, "--ntasks", 2, *TRAIN, *SHORT)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[1] == "saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth"
@@ -69,7 +69,7 @@ def test_srun(slurm: Callable[..., Run], tmp_path: Path) -> None:
 
 
 def test_context_of_a_task(slurm: Callable[..., Run]) -> None:
-    """Ranks, local ranks and nodes are those of the step, on nodes with different numbers of tasks."""
+    """Ranks, local ranks and nodes match the step if the nodes have different numbers of tasks."""
     code = (
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from train.launch.environment import make_rank_context;"
         "c = make_rank_context(os.environ, 'ddp', grouped=True);"
@@ -79,63 +79,61 @@ def test_context_of_a_task(slurm: Callable[..., Run]) -> None:
     assert (run.returncode, run.stderr) == (0, "")
     lines = sorted(run.stdout.splitlines())
     assert [line.rpartition(" ")[0] for line in lines] == ["0 3 0 2 0", "1 3 1 2 0", "2 3 0 1 1"]
-    (where,) = {line.split()[-1] for line in lines}
-    assert where.startswith(tuple(f"tcp://{node}:2" for node in NODES))
+    (address,) = {line.split()[-1] for line in lines}
+    assert address.startswith(tuple(f"tcp://{node}:2" for node in NODES))
 
 
 def test_one_task_is_single(slurm: Callable[..., Run], tmp_path: Path) -> None:
-    """srun with one task trains as without a launcher."""
+    """srun with one task trains with --method single, as without a launcher."""
     run = slurm("srun", "--ntasks", 1, *TRAIN, *SHORT)
     assert (run.returncode, run.stderr) == (0, "")
     assert (tmp_path / "ckpts" / "single_rank0.pth").exists()
 
 
 def test_torchrun_inside_srun(slurm: Callable[..., Run], tmp_path: Path) -> None:
-    """torchrun, started by srun, decides about the processes that it starts."""
+    """torchrun inside one srun task trains its two ranks with DDP."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     run = slurm("srun", "--ntasks", 1, sys.executable, *torchrun, RUN, *SHORT)
     assert (run.returncode, run.stderr) == (0, "")
     assert_trained(tmp_path / "ckpts", 2)
 
 
-def test_mistake_is_said_once(slurm: Callable[..., Run]) -> None:
-    """What all tasks refuse is one line, also if srun ends all others at the first."""
+def test_error_is_printed_once(slurm: Callable[..., Run]) -> None:
+    """An error common to all tasks is printed once, even if srun ends the step at the first failed task."""
     line = "run.py: error: --method single is one process, the launcher started 2\n"
     for option in ("--kill-on-bad-exit=0", "--kill-on-bad-exit=1"):
         run = slurm("srun", option, "--ntasks", 2, *TRAIN, "--method", "single")
-        # srun ends with the highest code, and on a busy machine a task may not have come to its own when it is ended.
+        # srun returns the highest exit code; on a busy machine srun may end a task before the task exits by itself.
         assert run.returncode in (2, 128 + signal.SIGTERM)
         assert run.stderr == line
 
 
-def tasks(rank: int) -> list[int]:
-    """Process ids of the trainers that srun has started as this rank."""
+def find_tasks(rank: int) -> list[int]:
+    """Return the process ids of the trainers started by srun as this rank."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [pid for pid in pids if f"\0SLURM_PROCID={rank}\0" in environment(pid) and str(RUN) in command(pid)]
 
 
 @pytest.mark.parametrize("kill_on_bad_exit", [0, 1])
-def test_a_task_is_killed(
-    slurm: Callable[..., Run], cluster: Cluster, programs: Programs, kill_on_bad_exit: int
-) -> None:
-    """When a task of the step is killed the other one ends too, within 30 s, and says whom it lost if it may."""
+def test_killed_task(slurm: Callable[..., Run], cluster: Cluster, programs: Programs, kill_on_bad_exit: int) -> None:
+    """If a task is killed, the other task exits within 30 s and names the lost rank, unless srun ends it first."""
     options = (f"--kill-on-bad-exit={kill_on_bad_exit}", "--nodes", 2, "--ntasks", 2)
     step = programs.start("srun", "--unbuffered", *options, *TRAIN, *LONG, **cluster.environment)
     wait_until_trains(step)
-    (victim,) = tasks(1)
+    (victim,) = find_tasks(1)
     os.kill(victim, signal.SIGKILL)
     run = programs.finish(step, timeout=30)
     assert run.returncode == 128 + signal.SIGKILL
-    assert not tasks(0)
-    said = [line for line in run.stderr.splitlines() if line.startswith("run.py: ")]
-    if not kill_on_bad_exit or said:  # srun may end the other one before it has spoken
-        (line,) = said
+    assert not find_tasks(0)
+    messages = [line for line in run.stderr.splitlines() if line.startswith("run.py: ")]
+    if not kill_on_bad_exit or messages:  # srun may end the other task before the message
+        (line,) = messages
         assert re.fullmatch(r"run.py: error: rank 0 lost rank 1\b.*", line), line
-    wait_for(lambda: slurm("squeue", "--noheader").stdout == "")  # nothing holds the nodes
+    wait_for(lambda: slurm("squeue", "--noheader").stdout == "")  # no job holds the nodes
 
 
 def test_shells_without_srun(slurm: Callable[..., Run], clone: Path) -> None:
-    """In a batch script and under salloc, without srun, there are no peers: one process, as without a launcher."""
+    """Without srun, a batch script and salloc train one process, as without a launcher."""
     command = " ".join(map(str, ("python", "train/run.py", *SHORT)))
     job = slurm("sbatch", "--wait", "--ntasks", 2, "--output", "job.out", "--wrap", command, cwd=clone)
     assert (job.returncode, (clone / "job.out").read_text().split(":")[0]) == (0, "single")
@@ -144,7 +142,7 @@ def test_shells_without_srun(slurm: Callable[..., Run], clone: Path) -> None:
 
 
 def test_sbatch(slurm: Callable[..., Run], clone: Path) -> None:
-    """slurm.sbatch trains two tasks, options of run.py passed on, into a folder of the job."""
+    """slurm.sbatch trains two tasks with options of run.py, and saves to a folder of the job."""
     run = slurm("sbatch", "--parsable", "--wait", "train/scripts/slurm.sbatch", *SHORT, cwd=clone)
     job = run.stdout.strip()
     output = (clone / f"train-{job}.out").read_text()
@@ -153,7 +151,7 @@ def test_sbatch(slurm: Callable[..., Run], clone: Path) -> None:
 
 
 def test_job_array(slurm: Callable[..., Run], clone: Path) -> None:
-    """The tasks of an array run side by side, each with its seed, its port and its folder."""
+    """Each task of a job array trains with its own seed and saves to its own folder."""
     run = slurm("sbatch", "--parsable", "--wait", "--array=0-1", "train/scripts/slurm.sbatch", *SHORT, cwd=clone)
     assert run.returncode == 0, [file.read_text() for file in clone.glob("*.out")]
     folders = [clone / "ckpts" / f"job_{run.stdout.strip()}_seed_{seed}" for seed in (0, 1)]
@@ -164,7 +162,7 @@ def test_job_array(slurm: Callable[..., Run], clone: Path) -> None:
 
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_scancel(slurm: Callable[..., Run], cluster: Cluster, programs: Programs, tmp_path: Path, name: str) -> None:
-    """scancel, and the notice that --signal=USR1 asks for, reach both tasks, which save and stop after one step."""
+    """scancel, with its default signal or with --signal=USR1, makes both tasks save and stop after the same step."""
     process = start_long(programs, "srun", "--ntasks", 2, *TRAIN, **cluster.environment)
     cancel = ("scancel", *(() if name == "TERM" else ("--signal=USR1",)), "--user", getpass.getuser())
     assert slurm(*cancel).returncode == 0

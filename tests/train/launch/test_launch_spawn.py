@@ -1,4 +1,4 @@
-"""--spawn: this process starts the others, and answers for them."""
+"""--spawn: start all ranks in one command, and report one exit status."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from programs import Programs, Run
 
 STOPPED = "run.py: stopped by {} after step \\d+; nothing was saved; .*--checkpoint-every N.*\n"
-MISTAKE, ALIKE = ExitStatus(2, "only here"), ExitStatus(2, "everywhere", shared=True)
-LOST, DONE = ExitStatus(1, "lost another rank"), ExitStatus()
+USER_ERROR, SHARED_ERROR = ExitStatus(2, "only here"), ExitStatus(2, "everywhere", shared=True)
+LOST_PEER, DONE = ExitStatus(1, "lost another rank"), ExitStatus()
 
 
 def start_long(programs: Programs, *arguments: Any) -> subprocess.Popen[str]:
-    """Start two ranks, and wait until they train."""
+    """Start a run on two ranks, and wait until it trains."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG, *arguments)
     wait_until_trains(process)
     assert len(find_ranks(process.pid)) == 2
     return process
 
 
-def finished(programs: Programs, process: subprocess.Popen[str]) -> Run:
-    """Wait for the end, which leaves neither a process nor a file."""
+def wait_for_clean_end(programs: Programs, process: subprocess.Popen[str]) -> Run:
+    """Wait for the end of a run, and check that no process and no temporary file remains."""
     run = programs.finish(process)
     assert not alive(process)
     assert [path for path in programs.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
@@ -46,36 +46,36 @@ def finished(programs: Programs, process: subprocess.Popen[str]) -> Run:
 
 @pytest.mark.slow
 def test_trains(programs: Programs, tmp_path: Path) -> None:
-    """Two processes train ddp as torchrun's do, without any launcher; nothing of them is left."""
-    run = finished(programs, programs.start(*TRAIN, "--spawn", 2, *SHORT))
+    """Without a launcher, two processes train ddp, and leave no process and no temporary file."""
+    run = wait_for_clean_end(programs, programs.start(*TRAIN, "--spawn", 2, *SHORT))
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.splitlines()[1] == "saved 2 files: ckpts/ddp_rank0.pth to ckpts/ddp_rank1.pth"
     assert_trained(tmp_path / "ckpts", 2)
 
 
 @pytest.mark.slow
-def test_mistakes_of_ranks_are_one_line(programs: Programs) -> None:
-    """What the ranks refuse together is said once, with exit code 2."""
-    run = finished(programs, programs.start(*TRAIN, "--spawn", 2, "--save-per-rank", "--out", "/dev/null/x"))
+def test_an_error_of_all_ranks_is_one_line(programs: Programs) -> None:
+    """An error on all ranks is reported in one line, with exit code 2."""
+    run = wait_for_clean_end(programs, programs.start(*TRAIN, "--spawn", 2, "--save-per-rank", "--out", "/dev/null/x"))
     message = "run.py: error: cannot write to --out /dev/null/x: Not a directory\n"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", message)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named(programs: Programs) -> None:
-    """A rank ended with -9 is named with its signal in one line, not the ones that lost it; exit code 1."""
+def test_a_killed_rank_is_reported(programs: Programs) -> None:
+    """If a rank is killed, the only line names this rank and its signal, and the exit code is 1."""
     process = start_long(programs)
     os.kill(find_ranks(process.pid)[1], signal.SIGKILL)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert (run.returncode, run.stderr) == (1, "run.py: error: rank 1 was ended by signal 9 (SIGKILL)\n")
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named(programs: Programs) -> None:
-    """A rank that stands still is named after the others have waited --timeout for it, and is ended all the same."""
+def test_a_suspended_rank_is_reported(programs: Programs) -> None:
+    """After --timeout, one line names a suspended rank, and all processes end, including this rank."""
     process = start_long(programs, "--timeout", 2)
     os.kill(find_ranks(process.pid)[1], signal.SIGSTOP)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert run.returncode == 1
     assert re.match(r"run.py: error: rank 0 lost rank 1 \(", run.stderr)
     assert run.stderr.count("\n") == 1
@@ -83,114 +83,115 @@ def test_a_stopped_rank_is_named(programs: Programs) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all(programs: Programs) -> None:
-    """Ctrl-C, which all processes of a terminal get, stops all after a step, in one line."""
+    """Ctrl-C, which a terminal sends to all processes, stops all ranks after a step, with one line."""
     process = start_long(programs)
     os.killpg(process.pid, signal.SIGINT)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert run.returncode == 130
     assert re.fullmatch(STOPPED.format("SIGINT"), run.stderr)
 
 
 @pytest.mark.slow
 def test_a_closed_terminal_ends_all(programs: Programs) -> None:
-    """SIGHUP, which the shell sends to the parent, ends every rank at once; nobody waits for a step."""
+    """SIGHUP, which a shell sends to the parent, ends all ranks at once, without a wait for the end of a step."""
     process = start_long(programs)
     os.kill(process.pid, signal.SIGHUP)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert (run.returncode, run.stderr) == (128 + signal.SIGHUP, "run.py: ended by SIGHUP\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pause", [0.05, 0.0])
 def test_a_second_signal_changes_nothing(programs: Programs, pause: float) -> None:
-    """SIGTERM while Ctrl-C is heeded neither stops the cleaning up nor adds a line."""
+    """SIGTERM shortly after Ctrl-C neither interrupts the cleanup nor adds a line."""
     process = start_long(programs)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(pause)
     os.kill(process.pid, signal.SIGTERM)
-    run = finished(programs, process)
-    # Of two signals that wait for a process the kernel may let either be handled first.
+    run = wait_for_clean_end(programs, process)
+    # If both signals are pending, the kernel may deliver either signal first.
     name = signal.Signals(run.returncode - 128).name
     assert name in ("SIGINT", "SIGINT" if pause else "SIGTERM")
     assert re.fullmatch(STOPPED.format(name), run.stderr)
 
 
 @pytest.mark.slow
-def test_an_impatient_user(programs: Programs) -> None:
-    """Ctrl-C over and over, until all has ended, shows no traceback and leaves nothing; a late one ends it at once."""
+def test_repeated_ctrl_c(programs: Programs) -> None:
+    """Ctrl-C every 5 ms until the run ends causes one line without a traceback, and leaves no process."""
     process = start_long(programs)
     while process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.005)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert run.returncode == 130
+    # A Ctrl-C more than REPEAT seconds after the first ends the run in the middle of a step.
     assert re.fullmatch(f"{STOPPED.format('SIGINT')}|run.py: ended by SIGINT\n", run.stderr)
 
 
 @pytest.mark.slow
 def test_no_rank_outlives_its_parent(programs: Programs) -> None:
-    """When the parent is killed, the ranks notice, remove what it cannot, and end."""
+    """If the parent is killed, the ranks remove its temporary files and end."""
     process = start_long(programs)
     os.kill(process.pid, signal.SIGKILL)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(
-    ("codes", "notes", "expected"),
+    ("codes", "statuses", "expected"),
     [
         ([0, 0], [DONE, DONE], DONE),
-        ([2, 2], [ALIKE, ALIKE], ALIKE),
-        ([2, 2], [ALIKE, MISTAKE], ALIKE),
-        ([None, 2], [None, MISTAKE], MISTAKE),
-        ([1, 2], [LOST, MISTAKE], MISTAKE),
-        ([1, 1], [LOST, LOST], LOST),
-        ([1, -9], [LOST, None], ExitStatus(1, "rank 1 was ended by signal 9 (SIGKILL)")),
-        ([1, -40], [LOST, None], ExitStatus(1, "rank 1 was ended by signal 40")),
-        ([1, 1], [LOST, None], ExitStatus(1, "rank 1 ended with code 1; see its message above")),
+        ([2, 2], [SHARED_ERROR, SHARED_ERROR], SHARED_ERROR),
+        ([2, 2], [SHARED_ERROR, USER_ERROR], SHARED_ERROR),
+        ([None, 2], [None, USER_ERROR], USER_ERROR),
+        ([1, 2], [LOST_PEER, USER_ERROR], USER_ERROR),
+        ([1, 1], [LOST_PEER, LOST_PEER], LOST_PEER),
+        ([1, -9], [LOST_PEER, None], ExitStatus(1, "rank 1 was ended by signal 9 (SIGKILL)")),
+        ([1, -40], [LOST_PEER, None], ExitStatus(1, "rank 1 was ended by signal 40")),
+        ([1, 1], [LOST_PEER, None], ExitStatus(1, "rank 1 ended with code 1; see its message above")),
         ([0, None], [DONE, None], DONE),
     ],
 )
-def test_the_cause_is_chosen(codes: list[int | None], notes: list[ExitStatus | None], expected: ExitStatus) -> None:
-    """Who died comes before who refused, and that before who lost another; the first to end does not matter."""
-    assert choose_status(codes, notes) == expected
+def test_choose_status(codes: list[int | None], statuses: list[ExitStatus | None], expected: ExitStatus) -> None:
+    """A killed rank takes precedence over a user error, and a user error over a lost peer, in any order of ranks."""
+    assert choose_status(codes, statuses) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [("SIGINT", 1), ("SIGINT", 2), ("SIGTERM", 1)])
 def test_a_signal_while_starting(programs: Programs, name: str, ranks: int) -> None:
-    """A signal as soon as the first rank, or the last, is there is neither lost nor answered by a traceback."""
+    """A signal right after the start of the first or the last rank ends the run, with one line."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: len(find_ranks(process.pid)) >= ranks)
-    # Ctrl-C reaches all processes of a terminal.
+    # A terminal sends Ctrl-C to all processes.
     number = signal.Signals[name]
     (os.killpg if name == "SIGINT" else os.kill)(process.pid, number)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert (run.returncode, run.stderr) == (128 + number, f"run.py: ended by {name}\n")
 
 
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_rank(programs: Programs) -> None:
-    """Ctrl-C when the helper that is started before all ranks has just come ends the run as well."""
+    """Ctrl-C ends the run if only multiprocessing's resource tracker has started."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: any("resource_tracker" in command(pid) for pid in children(process.pid)), pause=0.0)
     os.killpg(process.pid, signal.SIGINT)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert (run.returncode, run.stderr) == (130, "run.py: ended by SIGINT\n")
 
 
 @pytest.mark.slow
 def test_no_rank_outlives_its_parent_while_starting(programs: Programs) -> None:
-    """When the parent is killed while the ranks still import, they end without a word, and remove what it cannot."""
+    """If the parent is killed while the ranks import torch, the ranks end silently and remove its files."""
     process = programs.start(*TRAIN, "--spawn", 2, *LONG)
     wait_for(lambda: len(find_ranks(process.pid)) == 2 and all(imports_torch(pid) for pid in find_ranks(process.pid)))
     os.kill(process.pid, signal.SIGKILL)
-    run = finished(programs, process)
+    run = wait_for_clean_end(programs, process)
     assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGKILL, "", "")
 
 
-class Shell:
-    """A process as multiprocessing shows it, which is told to end and takes a second for it."""
+class ShellProcess:
+    """Imitates a process of multiprocessing; ignores SIGTERM and SIGUSR1, and ends after a second."""
 
     def __init__(self) -> None:
         script = "trap '' TERM USR1; echo; sleep 1"
@@ -201,20 +202,20 @@ class Shell:
 
     @property
     def exitcode(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """The exit code, or None while the process runs."""
         return self.process.poll()
 
 
-def test_a_notice_is_no_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGUSR1 some time after SIGTERM does not cut short what the ranks save."""
+def test_sigusr1_is_no_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGUSR1 after SIGTERM does not end the wait for the ranks, which may be saving."""
     monkeypatch.setattr("train.launch.spawn.REPEAT", 0.1)
-    rank: Any = Shell()
+    rank: Any = ShellProcess()
     reader, writer = socket.socketpair()
     with reader, writer, rank.process:
         writer.send(bytes([signal.SIGTERM]))
-        notice = threading.Timer(0.4, writer.send, [bytes([signal.SIGUSR1])])
-        notice.start()
+        timer = threading.Timer(0.4, writer.send, [bytes([signal.SIGUSR1])])
+        timer.start()
         assert wait_for_ranks([rank], reader) == signal.SIGTERM
         assert rank.exitcode == 0
-        notice.join()
+        timer.join()
     os.close(rank.sentinel)

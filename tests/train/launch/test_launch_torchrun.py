@@ -22,7 +22,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 @pytest.mark.slow
 def test_standalone(programs: Programs, tmp_path: Path) -> None:
-    """`torchrun --standalone` trains ddp on two processes, in the store that torchrun's agent serves."""
+    """`torchrun --standalone` trains ddp on two processes with the store of its agent."""
     run = programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, RUN, *SHORT)
     assert (run.returncode, run.stderr) == (0, "")
     assert_trained(tmp_path / "ckpts", 2)
@@ -30,7 +30,7 @@ def test_standalone(programs: Programs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_process_is_a_group(programs: Programs, tmp_path: Path) -> None:
-    """Under torchrun even one process trains ddp; a method without a group runs there too. Its last line warns."""
+    """Under torchrun, ddp and single train on one process; with ddp, the last line recommends --spawn 2."""
     launcher = (*TORCHRUN, "--standalone", "--nproc-per-node", 1, RUN)
     for method in ("ddp", "single"):
         run = programs.run(*launcher, "--method", method, *SHORT)
@@ -40,8 +40,8 @@ def test_one_process_is_a_group(programs: Programs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_typed_without_a_number(programs: Programs, tmp_path: Path, free_port: int) -> None:
-    """`torchrun train/run.py --save-per-rank` alone trains two replicas, which differ by BatchNorm's statistics."""
+def test_default_number_of_processes(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """`torchrun train/run.py --save-per-rank` trains two replicas, which differ in BatchNorm's statistics."""
     run = programs.run(*TORCHRUN, "--master-port", free_port, RUN, *SHORT, timeout=100)
     assert run.returncode == 0
     (line,) = errors([run])
@@ -55,7 +55,7 @@ def test_typed_without_a_number(programs: Programs, tmp_path: Path, free_port: i
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_torchrun(programs: Programs, tmp_path: Path, number: signal.Signals) -> None:
-    """However torchrun ends, the ranks that the trainer started for it save a state and leave."""
+    """If torchrun is terminated or killed, the ranks started by --spawn save a state and end."""
     saves = ("--save-per-rank", "--checkpoint-every", 100_000)
     process = programs.start(*TORCHRUN, "--standalone", RUN, *LONG, *saves, "--timeout", 60)
     wait_until_trains(process)
@@ -74,7 +74,7 @@ def test_ranks_end_with_torchrun(programs: Programs, tmp_path: Path, number: sig
     importlib.util.find_spec("torch.distributed.launch") is None, reason="this torch has no torch.distributed.launch"
 )
 def test_the_older_launcher(programs: Programs, tmp_path: Path, free_port: int) -> None:
-    """`python -m torch.distributed.launch`, which passes --local-rank as well, works where torch has it."""
+    """`python -m torch.distributed.launch`, which adds --local-rank, trains ddp if this torch has it."""
     launcher = ("-m", "torch.distributed.launch", "--nproc-per-node", 2, "--master-port", free_port)
     run = programs.run(sys.executable, *launcher, RUN, *SHORT)
     assert run.returncode == 0
@@ -83,8 +83,8 @@ def test_the_older_launcher(programs: Programs, tmp_path: Path, free_port: int) 
 
 
 @pytest.mark.slow
-def test_ranks_started_again_meet_again(programs: Programs, tmp_path: Path) -> None:
-    """A second attempt of torchrun's has keys of its own in the same store, and is not taken for an old run."""
+def test_restarted_ranks_meet_in_the_same_store(programs: Programs, tmp_path: Path) -> None:
+    """After a restart by torchrun, the ranks train again, although the store has keys of the first attempt."""
     wrapper = tmp_path / "once.py"
     wrapper.write_text(
         "import os, runpy, sys\n"
@@ -101,8 +101,8 @@ def test_ranks_started_again_meet_again(programs: Programs, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_two_agents_start_again(programs: Programs, tmp_path: Path, free_port: int) -> None:
-    """When a rank is killed, two agents of torchrun's start their ranks again, and these meet whatever each counts."""
+def test_two_agents_restart_after_a_killed_rank(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """If a rank is killed, two torchrun agents restart their ranks and train, even if their restart counts differ."""
     agents = [
         programs.start(
             *(*TORCHRUN, "--nnodes", 2, "--node-rank", node, "--nproc-per-node", 1, "--max-restarts", 2),
@@ -112,7 +112,7 @@ def test_two_agents_start_again(programs: Programs, tmp_path: Path, free_port: i
         )
         for node in range(2)
     ]
-    # Only rank 0 prints, and the agents decide which of them has it.
+    # Only rank 0 prints, and either agent may start rank 0.
     (with_zero,), _, _ = select.select([agent.stdout for agent in agents], [], [], 60)
     assert with_zero.readline().startswith("ddp: epoch  1/40")
     (agent,) = [agent for agent in agents if agent.stdout is with_zero]

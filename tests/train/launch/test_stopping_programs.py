@@ -1,4 +1,4 @@
-"""Signals to runs as users start them: all ranks stop after the same step, saved, in one line, and leave nothing."""
+"""Signals to real programs: all ranks save, stop after the same step and print one line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 STATES = (*LONG, "--timeout", 60, "--checkpoint-every", 1_000_000)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, RUN)
 SAVED = r"run\.py: stopped by {} after step (\d+); its state is saved; add --resume to continue"
-# Signals alone, without a training: what it holds back, it prints.
-HOLDS = f"""
+# Listens for signals without training, and prints the number of the deferred signal.
+LISTENER = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from train.launch.signals import Signals
@@ -41,23 +41,23 @@ while True:
 
 
 def start_long(programs: Programs, *command: Any, **environment: str) -> subprocess.Popen[str]:
-    """Start a run that keeps states, and wait until it trains."""
+    """Start a run with --checkpoint-every, and wait until it trains."""
     process = programs.start(*command, *STATES, **environment)
     wait_until_trains(process)
     return process
 
 
-def holds(programs: Programs, *prefix: Any) -> subprocess.Popen[str]:
-    """Start the program that only listens."""
-    process = programs.start(*prefix, sys.executable, "-c", HOLDS)
+def start_listener(programs: Programs, *prefix: Any) -> subprocess.Popen[str]:
+    """Start the program LISTENER, and wait until it listens."""
+    process = programs.start(*prefix, sys.executable, "-c", LISTENER)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
 def stopped_at(folder: Path, stderr: str, name: str) -> int:
-    """Find the one line, and check that the states of that step are there, and no half of one; returns the step."""
-    (step,) = [int(found[1]) for line in stderr.splitlines() if (found := re.fullmatch(SAVED.format(name), line))]
+    """Return the step in the only message, and check that the folder has only complete states of this step."""
+    (step,) = [int(match[1]) for line in stderr.splitlines() if (match := re.fullmatch(SAVED.format(name), line))]
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert files == [f"step_{step}/rank_{rank}.pth" for rank in range(len(files))]
     assert files
@@ -77,10 +77,10 @@ def stopped_at(folder: Path, stderr: str, name: str) -> int:
     ],
     ids=["spawn", "notice", "single", "workers", "torchrun", "ctrl-c"],
 )
-def test_stops_and_goes_on(
+def test_stops_and_resumes(
     programs: Programs, tmp_path: Path, launcher: tuple[Any, ...], number: int, group: bool, code: int
 ) -> None:
-    """A signal to whoever started the ranks, or Ctrl-C to all, saves a state from which --resume goes on."""
+    """A signal to the launcher, or Ctrl-C to all processes, saves a state, and --resume continues from it."""
     process = start_long(programs, *launcher)
     (os.killpg if group else os.kill)(process.pid, number)
     run = programs.finish(process, timeout=30)
@@ -95,9 +95,9 @@ def test_stops_and_goes_on(
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_come_to_a_step(programs: Programs) -> None:
-    """SIGTERM is noted, and ends the process with the reason when its grace is over."""
-    process = holds(programs)
+def test_a_process_without_steps_ends_after_its_grace(programs: Programs) -> None:
+    """If a process reaches no step after SIGTERM, it ends with one line when the grace period is over."""
+    process = start_listener(programs)
     process.terminate()
     run = programs.finish(process, timeout=20)
     assert (run.returncode, run.stdout) == (143, "15\n")
@@ -107,8 +107,8 @@ def test_a_process_that_does_not_come_to_a_step(programs: Programs) -> None:
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(programs: Programs) -> None:
-    """The same signal twice within a second is one; a later one does not wait for the grace."""
-    process = holds(programs)
+    """A signal repeated within a second counts once; a later signal ends the process without a grace period."""
+    process = start_listener(programs)
     for pause in (0.2, 1.0, 0.0):
         process.send_signal(signal.SIGINT)
         time.sleep(pause)
@@ -117,9 +117,9 @@ def test_a_second_signal_ends_at_once(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_a_notice_may_take_its_time(programs: Programs) -> None:
-    """SIGUSR1 only asks: the process goes on until it stops, or is told to end, and then has its grace."""
-    process = holds(programs)
+def test_sigusr1_sets_no_deadline(programs: Programs) -> None:
+    """SIGUSR1 starts no grace period; a later SIGTERM ends the process, with the exit code of SIGUSR1."""
+    process = start_listener(programs)
     process.send_signal(signal.SIGUSR1)
     time.sleep(3.0)
     assert process.poll() is None
@@ -129,9 +129,9 @@ def test_a_notice_may_take_its_time(programs: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_nohup(programs: Programs) -> None:
-    """Signals that whoever started the process has told it to ignore stay ignored."""
-    process = holds(programs, "env", "--ignore-signal=INT")
+def test_ignored_signals_stay_ignored(programs: Programs) -> None:
+    """If a process inherits a signal as ignored, as under nohup, it keeps ignoring the signal."""
+    process = start_listener(programs, "env", "--ignore-signal=INT")
     process.send_signal(signal.SIGINT)
     time.sleep(1.0)
     process.send_signal(signal.SIGUSR1)
