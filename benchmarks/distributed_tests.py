@@ -75,7 +75,7 @@ def run(rounds: int) -> tuple[str, bool]:
     of = median(times)
     first = f"The first test took {each[0]:.2f} s, the slowest of the others {max(each[1:]):.2f} s."
     if failures:
-        first += f"\nOf the spawned tests {len(failures)} failed: a process was aborted by gloo when it ended."
+        first += f"\n{len(failures)} spawned tests failed, because gloo aborted a process at its exit."
     return section(
         f"A file of {TESTS} tests on two ranks, each with DDP and a collective, as a whole pytest run.",
         table(times),

@@ -64,7 +64,7 @@ def run(rounds: int) -> tuple[str, bool]:
     note = "h5diff was not measured: it and h5import (Debian's hdf5-tools) are not installed here."
     if has_hdf5:
         bars.append(bar("`syncheck compare` / `h5diff`", of["syncheck compare"] / of["h5diff"], 1))
-        note = "h5diff reads the same numbers from HDF5 files; sha256sum is what people do to compare copies."
+        note = "h5diff reads the same numbers from HDF5 files; sha256sum is the usual way to compare copies."
     return section(
         "Two ranks of 2 GiB (32 tensors of float32), all equal but the last element, whole processes, files in the "
         "page cache.",

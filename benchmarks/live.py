@@ -47,7 +47,7 @@ def run(rounds: int) -> tuple[str, bool]:
             "Two gloo ranks at the same time on one machine, one thread each, all in sync; medians in ms. Reading: a "
             "sum over 8-byte words of every tensor of model and optimizer, views made beforehand. A check's phases are "
             "of other calls than the check beside them; messages have the waiting for the other rank in them; where "
-            "judging is -, the report of the check before was taken, for no name had changed."
+            "judging is -, the previous report was reused, because no name had changed."
         ),
         _checks(found["models"]),
         _by_tensor(found["models"]),

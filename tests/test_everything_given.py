@@ -160,7 +160,7 @@ ROWS: dict[str, tuple[Callable[[], list[str]], set[int]]] = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_nothing_given_is_passed_over(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_given_file_is_reported(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path that differs, is missing or is not compared never gives "in sync", and links are reported."""
     monkeypatch.chdir(tmp_path)
     write, codes = ROWS[row]

@@ -29,7 +29,7 @@ def run_demo(folder: Path, timeout: float = 170) -> subprocess.CompletedProcess[
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_demo_shows_what_it_promises(tmp_path: Path, cli: Callable[..., Done]) -> None:
+def test_demo_shows_drift_and_remedy(tmp_path: Path, cli: Callable[..., Done]) -> None:
     """Both runs reach 97%, SYN201 is the only finding, and SyncBatchNorm reduces the drift to exactly 0.0."""
     done = run_demo(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text().rstrip().endswith("syncheck: interrupted")
 
 
-def test_demo_leaves_a_folder_of_others_alone(tmp_path: Path) -> None:
+def test_demo_refuses_a_folder_with_other_files(tmp_path: Path) -> None:
     """The demo refuses a syncheck-demo/ folder from another source and leaves its content unchanged."""
     mine = tmp_path / "syncheck-demo" / "mine.txt"
     mine.parent.mkdir()

@@ -224,7 +224,7 @@ def test_file_without_read_permission(cli: Run, ranks: Ranks) -> None:
     assert "permission denied" in done.err
 
 
-def test_crash_of_ours_is_3(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_crash_is_3(cli: Run, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash exits with 3 and prints the environment and the arguments for a bug report."""
 
     def broken(*_: object, **__: object) -> None:

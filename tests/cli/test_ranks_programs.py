@@ -117,7 +117,7 @@ def test_killed_process_under_torchrun(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_of_files_in_sync(jobs: Jobs, tmp_path: Path) -> None:
+def test_torchrun_of_equal_files(jobs: Jobs, tmp_path: Path) -> None:
     """Under torchrun, equal files end all processes and torchrun with 0."""
     write_ranks(tmp_path, ranks=3)
     done = jobs.torchrun("compare", PATH, ranks=3)
@@ -127,7 +127,7 @@ def test_torchrun_of_files_in_sync(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_of_a_file_that_is_missing(jobs: Jobs, tmp_path: Path) -> None:
+def test_torchrun_of_a_missing_file(jobs: Jobs, tmp_path: Path) -> None:
     """Under torchrun, a missing file ends all processes with 2, and torchrun with 1 as after any failure."""
     write_ranks(tmp_path, ranks=1)
     done = jobs.torchrun("compare", PATH)

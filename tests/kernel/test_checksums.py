@@ -91,7 +91,7 @@ def test_different_count_has_no_known_size(tmp_path: Path) -> None:
     assert finding.facts == (text.ALL_RANKS(size=text.BY_UNKNOWN_NUMBER(), layers=2),)
 
 
-def test_nothing_stored_is_2(tmp_path: Path) -> None:
+def test_missing_checksums_are_2(tmp_path: Path) -> None:
     """Without stored checksums, as in safetensors files, the exit code is 2, and the verdict names `--quick`."""
     paths = [str(save_safetensors(tmp_path / f"run_rank{rank}.safetensors", network())) for rank in range(2)]
     report = compare(*paths, options=QUICK)

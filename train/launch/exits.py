@@ -78,7 +78,7 @@ def exit_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
 def exit_process(code: int, *, shared: bool = False, signaled: bool = False) -> NoReturn:
     """End this process; after an error rank 0 goes first.
 
-    shared: rank 0 prints the message of all ranks. signaled: the launcher has told all ranks to end already.
+    shared: rank 0 prints the message of all ranks. signaled: the launcher has already signaled all ranks.
 
     torchrun ends all ranks when any rank has failed, and might kill rank 0 before it has printed the error. Therefore
     every other rank waits for SIGTERM, and exits with the same code.
