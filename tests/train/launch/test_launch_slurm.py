@@ -108,10 +108,12 @@ def test_error_is_printed_once(slurm: Callable[..., Run]) -> None:
         assert run.stderr == line
 
 
-def find_tasks(rank: int) -> list[int]:
-    """Return the process ids of the trainers started by srun as this rank."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if f"\0SLURM_PROCID={rank}\0" in environment(pid) and str(RUN) in command(pid)]
+def find_tasks(cluster: Cluster, rank: int) -> list[int]:
+    """Return the process ids of the trainers started by srun on this cluster as this rank."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if str(RUN) in command(int(path.name))]
+    # Tests on another worker have a cluster of their own.
+    wanted = (f"\0SLURM_PROCID={rank}\0", f"\0SLURM_CONF={cluster.environment['SLURM_CONF']}\0")
+    return [pid for pid in pids if all(entry in environment(pid) for entry in wanted)]
 
 
 @pytest.mark.parametrize("kill_on_bad_exit", [0, 1])
@@ -120,11 +122,11 @@ def test_killed_task(slurm: Callable[..., Run], cluster: Cluster, programs: Prog
     options = (f"--kill-on-bad-exit={kill_on_bad_exit}", "--nodes", 2, "--ntasks", 2)
     step = programs.start("srun", "--unbuffered", *options, *TRAIN, *LONG, **cluster.environment)
     wait_until_trains(step)
-    (victim,) = find_tasks(1)
+    (victim,) = find_tasks(cluster, 1)
     os.kill(victim, signal.SIGKILL)
     run = programs.finish(step, timeout=30)
     assert run.returncode == 128 + signal.SIGKILL
-    assert not find_tasks(0)
+    assert not find_tasks(cluster, 0)
     messages = [line for line in run.stderr.splitlines() if line.startswith("run.py: ")]
     if not kill_on_bad_exit or messages:  # srun may end the other task before the message
         (line,) = messages
