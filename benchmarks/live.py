@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("snapshot", "digests", "messages", "judging")
 # For many small tensors, the cost of a check depends on the number of tensors, not on the bytes.
 BY_TENSOR = "5,000 small tensors"
-# DESIGN.md, section 9.
+# Limits: reads of the bytes, bytes sent per tensor, % of a step, reads of a copy on a GPU.
 MOST_READS, MOST_BYTES, MOST_SHARE, MOST_COPY_READS = 3.0, 64.0, 1.0, 2.0
 
 

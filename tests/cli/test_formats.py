@@ -40,7 +40,7 @@ def is_whole(name: str, text: str) -> None:
         assert text.startswith("<!doctype html>")
         assert text.rstrip().endswith("</html>")
     else:
-        assert name == "text", f"say here what makes a whole document of {name}"
+        assert name == "text", f"add a check of a complete document in {name}"
         assert text.splitlines()[-2:] == ["OUT OF SYNC", COUNTS]
 
 

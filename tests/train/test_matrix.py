@@ -70,7 +70,7 @@ def test_page_gives_every_reason() -> None:
     text = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for name, method in METHODS.items():
         missing = [f"{option}: {reason}" for option, reason in method.refuses.items() if reason not in text]
-        assert missing == [], f"docs/methods.md has to say, word for word, what {name} refuses and why"
+        assert missing == [], f"docs/methods.md must quote the reasons of {name}"
 
 
 def test_page_lists_every_fault() -> None:

@@ -31,11 +31,11 @@ signals = Signals(grace=2.0)
 signals.listen()
 signals.defer()
 print("ready", flush=True)
-said = 0
+printed = 0
 while True:
-    if signals.number != said:
-        said = signals.number
-        print(said, flush=True)
+    if signals.number != printed:
+        printed = signals.number
+        print(printed, flush=True)
     time.sleep(0.01)
 """
 
