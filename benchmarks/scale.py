@@ -60,7 +60,7 @@ def run(rounds: int) -> tuple[str, bool]:
     times, memory = _fingerprints(rounds, bars)
     return section(
         f"Simulated job: one process plays each kind of rank in turn, all messages are real, nothing is sent. Tensors "
-        f"of {ELEMENTS} float32. Time: of the CPU, on the rank that takes longest, for a check that is not the first.",
+        f"of {ELEMENTS} float32. Time: CPU seconds of the slowest rank, without the first check.",
         lines,
         "`syncheck compare *.fp.json`, one rank with another tensor; whole processes.",
         table(times),
