@@ -193,6 +193,8 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
     _add(group, "--replicas", text)
     _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
+    text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
+    _add(group, "--parallel-degree", text)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 
