@@ -71,7 +71,9 @@ LONGEST = 604_800  # seconds: a week
 
 def summary(result: Result, method: str) -> str:
     """Format the result in one line, the saved files in a second, and in a third a hint if a group has one replica."""
-    reached = f"{result.test.accuracy:.1%} test accuracy, {_count(result.epochs, 'epoch')}"
+    reached = result.test.format()
+    reached = f"{reached} test accuracy" if "%" in reached else f"test {reached}"
+    reached = f"{reached}, {_count(result.epochs, 'epoch')}"
     first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
     if not result.saved:
         return first + "saved nothing; --save-per-rank writes one checkpoint per rank\n"

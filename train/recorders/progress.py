@@ -99,14 +99,14 @@ class Lines(Recorder):
 
     def epoch(self, record: EpochRecord) -> None:
         """Print the line of an epoch."""
-        test = "" if record.test is None else f"test {record.test.accuracy:.1%}  "
+        test = "" if record.test is None else f"test {record.test.format()}  "
         self._write(record.epoch, record.step, record.trained, test, record.samples_per_second)
 
     def _write(self, epoch: int, step: int, trained: Score, details: str, speed: float) -> None:
         width = len(str(self.plan.epochs))
         self.output.write(
             f"{self.plan.run}: epoch {epoch:{width}}/{self.plan.epochs}  step {step}/{self.plan.steps}  "
-            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  {details}{speed:.0f} samples/s\n"
+            f"loss {trained.loss:.4f}  train {trained.format()}  {details}{speed:.0f} samples/s\n"
         )
 
 
@@ -146,13 +146,13 @@ class Bar(Recorder):
     def epoch(self, record: EpochRecord) -> None:
         """Show the metrics of all ranks."""
         if record.test is not None:
-            self.test = f"  test {record.test.accuracy:.1%}"
+            self.test = f"  test {record.test.format()}"
         self._show(record.step, record.epoch, record.trained, record.samples_per_second)
 
     def _show(self, step: int, epoch: int, score: Score, samples_per_second: float) -> None:
         numbers = (
             f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{self._format_time_left(step)}\n"
-            f"loss {score.loss:.4f}  train {score.accuracy:.1%}{self.test}  {samples_per_second:.0f} samples/s"
+            f"loss {score.loss:.4f}  train {score.format()}{self.test}  {samples_per_second:.0f} samples/s"
         )
         self.bar.update(self.task, completed=step, numbers=numbers)
 
