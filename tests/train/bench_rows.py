@@ -33,4 +33,5 @@ def record(event: str, **values: Any) -> dict[str, Any]:
 def epoch(number: int, seconds: float, accuracy: float = 0.1, memory: int = 1) -> dict[str, Any]:
     """Return an epoch's line of metrics.jsonl: 10 steps, 320 samples."""
     values = {"epoch_time_s": seconds, "samples": 320, "test_accuracy": accuracy, "peak_memory_bytes": memory}
+    values["gpu_utilization_by_rank"] = [90.0 + number, 10.0]
     return record("epoch", epoch=number, step=10 * number, **values)

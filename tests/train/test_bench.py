@@ -42,7 +42,7 @@ def test_excludes_the_first_epoch() -> None:
     """The first epoch is excluded as warm-up; accuracy is the last epoch's, and memory is the maximum."""
     records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
     timing = read_timing(records, began=990.0)
-    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7)
+    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7, utilization=(92.5, 10.0))
     assert (timing.epoch_time, timing.throughput) == (3.0, 320 / 3)
 
 
@@ -105,7 +105,7 @@ def test_run_accepts_the_command_lines_of_every_case(name: str) -> None:
     commands = case.build_commands(2, ["--epochs", "2"], Path("/tmp"), nodes)
     parsed = [build_parser().parse_args(command[command.index(str(RUN)) + 1 :]) for command in commands]
     assert {args.method for args in parsed} == {case.method}
-    if LAUNCHERS[case.launcher].by_hand:
+    if "{rank}" in LAUNCHERS[case.launcher]:
         assert [args.rank for args in parsed] == list(range(case.count_processes(2)))
     else:
         assert len(parsed) == case.nodes

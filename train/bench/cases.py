@@ -19,37 +19,29 @@ if TYPE_CHECKING:
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """The command lines that start the processes of a run.
-
-    before, after: words before and after run.py, with placeholders for the fields of `Case.build_commands`. nodes:
-    number of nodes. by_hand: one command line for each process; otherwise one for each node.
-    """
-
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    nodes: int = 1
-    by_hand: bool = False
-
-
-_TORCHRUN = ("-m", "torch.distributed.run")
-_RANK = ("--rank", "{rank}", "--world-size", "{processes}", "--init-method")
-_FILE, _TCP = (*_RANK, "file://{folder}/rendezvous"), (*_RANK, "tcp://{address}:{port}")
-_NODES = ("--nnodes=2", "--node-rank={node}", "--nproc-per-node={share}", "--master-addr={address}")
-# torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its warning.
-LAUNCHERS = {
-    "python": Launcher(),
-    "spawn": Launcher(after=("--spawn", "{processes}")),
-    "torchrun": Launcher((*_TORCHRUN, "--standalone", "--nproc-per-node={processes}")),
-    "launch": Launcher(
-        ("-W", "ignore", "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node={processes}")
+_BY_HAND = ("{run}", "--rank", "{rank}", "--world-size", "{processes}", "--init-method")
+_FILE, _TCP = (*_BY_HAND, "file://{folder}/rendezvous"), (*_BY_HAND, "tcp://{address}:{port}")
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node={share}")
+# The words after `python` by launcher, with the placeholders of `Case.build_commands`. With {rank}, each process has a
+# command line of its own. torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its
+# warning.
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": ("{run}",),
+    "spawn": ("{run}", "--spawn", "{processes}"),
+    "torchrun": (*_TORCHRUN, "--standalone", "{run}"),
+    "launch": ("-W", "ignore", "-m", "torch.distributed.launch", *_TORCHRUN[2:], "--standalone", "{run}"),
+    "file": _FILE,
+    "tcp": _TCP,
+    "nodes": (
+        *_TORCHRUN,
+        "--nnodes=2",
+        "--node-rank={node}",
+        "--master-addr={address}",
+        "--master-port={port}",
+        "{run}",
     ),
-    "file": Launcher(after=_FILE, by_hand=True),
-    "tcp": Launcher(after=_TCP, by_hand=True),
-    "nodes": Launcher((*_TORCHRUN, *_NODES, "--master-port={port}"), nodes=2),
-    "nodes-file": Launcher(after=_FILE, nodes=2, by_hand=True),
-    "nodes-tcp": Launcher(after=_TCP, nodes=2, by_hand=True),
+    "nodes-file": _FILE,
+    "nodes-tcp": _TCP,
 }
 
 
@@ -71,7 +63,7 @@ class Case:
     @property
     def nodes(self) -> int:
         """Number of nodes."""
-        return LAUNCHERS[self.launcher].nodes
+        return 2 if self.launcher.startswith("nodes") else 1
 
     def count_processes(self, requested: int) -> int:
         """Return the number of processes of this case, given the value of --processes: equal on all nodes."""
@@ -85,28 +77,21 @@ class Case:
         requested: value of --processes. options: options of run.py for all cases. folder: of this run. nodes: for the
         launchers with two nodes.
         """
-        launcher, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
-        share = processes // launcher.nodes
-        address, port = (nodes[0].address, 29500) if launcher.nodes > 1 else ("127.0.0.1", _find_free_port())
-        common = {"processes": processes, "share": share, "folder": folder, "address": address, "port": port}
-        replicas = ("--replicas", str(requested)) if self.replicas else ()
+        words, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
+        share = processes // self.nodes
+        address = nodes[0].address if self.nodes > 1 else "127.0.0.1"
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
         commands = []
-        for rank in range(processes) if launcher.by_hand else range(0, processes, share):
-            node = rank // share
-            before, after = (
-                [word.format(rank=rank, node=node, **common) for word in words]
-                for words in (launcher.before, launcher.after)
-            )
-            prefix = nodes[node].prefix if launcher.nodes > 1 else []
-            run = [sys.executable, *before, str(RUN), *after, "--method", self.method, *self.options]
-            commands.append([*prefix, *run, *options, *replicas])
+        for rank in range(0, processes, 1 if "{rank}" in words else share):
+            values = {"run": RUN, "rank": rank, "processes": processes, "node": rank // share, "share": share}
+            values |= {"folder": folder, "address": address, "port": port}
+            prefix = nodes[rank // share].prefix if self.nodes > 1 else []
+            start = [*prefix, sys.executable, *(word.format(**values) for word in words)]
+            commands.append([*start, "--method", self.method, *self.options, *options])
+            if self.replicas:
+                commands[-1] += ["--replicas", str(requested)]
         return commands
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # The minimum number of processes of each method; 2 for methods that are missing here.

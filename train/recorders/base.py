@@ -93,6 +93,7 @@ class EpochRecord:
     best: bool = False
     pace: Pace | None = None
     gpu_utilization: float | None = None
+    gpu_utilization_by_rank: tuple[float, ...] = ()
 
 
 def classify_ending(value: BaseException | None) -> str:
