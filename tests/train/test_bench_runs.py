@@ -23,7 +23,6 @@ from train.settings import Settings
 
 if TYPE_CHECKING:
     from train.job import Job
-    from train.recorders.logbook import Logbook
     from train.schedule import Position
 
 
@@ -96,9 +95,9 @@ def test_every_timed_epoch_of_the_trainer_trains(monkeypatch: pytest.MonkeyPatch
     """All timed epochs train the same number of steps, even if there are more rounds than --epochs."""
     steps: list[int] = []
 
-    def counting(job: Job, position: Position, logbook: Logbook) -> None:
+    def counting(job: Job, position: Position) -> None:
         before = position.step
-        train_epoch(job, position, logbook)
+        train_epoch(job, position)
         steps.append(position.step - before)
 
     monkeypatch.setattr("train.bench.overhead.train_epoch", counting)
