@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,9 @@ def test_speed_up_is_over_single_of_the_same_round() -> None:
     rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]  # ratios 4, 2, 3; the ratio of medians is 2
     assert [compute_speed_up(r, rows) for r in rows] == [1.0, 3.0]
     assert compute_speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
+    other = replace(rows[0], case=CASES["single-moe"], model="gpt-tiny-moe")
+    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0]]) is None
+    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0], other]) == 3.0
 
 
 def test_all_formats_have_equal_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +121,7 @@ def test_single_comes_first() -> None:
     assert [case.name for case in select_cases(["all"])] == list(CASES)
     methods = select_cases(["methods"])
     assert {case.method for case in methods} == set(METHODS)
-    assert not any(case.options for case in methods)
+    assert all(case.options in ((), ("--model", "gpt-tiny-moe")) for case in methods)
     with pytest.raises(UserError, match=r"dpp.* single, "):
         select_cases(["dpp"])
 

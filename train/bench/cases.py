@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
-
 _BY_HAND = ("{run}", "--rank", "{rank}", "--world-size", "{processes}", "--init-method")
 _FILE, _TCP = (*_BY_HAND, "file://{folder}/rendezvous"), (*_BY_HAND, "tcp://{address}:{port}")
+_NODES = ("--nnodes=2", "--node-rank={node}", "--master-addr={address}", "--master-port={port}")
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node={share}")
 # The words after `python` by launcher, with the placeholders of `Case.build_commands`. With {rank}, each process has a
 # command line of its own. torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its
@@ -32,14 +32,7 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "launch": ("-W", "ignore", "-m", "torch.distributed.launch", *_TORCHRUN[2:], "--standalone", "{run}"),
     "file": _FILE,
     "tcp": _TCP,
-    "nodes": (
-        *_TORCHRUN,
-        "--nnodes=2",
-        "--node-rank={node}",
-        "--master-addr={address}",
-        "--master-port={port}",
-        "{run}",
-    ),
+    "nodes": (*_TORCHRUN, *_NODES, "{run}"),
     "nodes-file": _FILE,
     "nodes-tcp": _TCP,
 }
@@ -49,8 +42,8 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
 class Case:
     """A row of the table.
 
-    options: options of run.py in addition to --method. launcher: a key of LAUNCHERS. replicas: whether a single process
-    holds all replicas, as in dp. least: minimum number of processes.
+    options: options of run.py in addition to --method; they replace the options for all cases. launcher: a key of
+    LAUNCHERS. replicas: whether a single process holds all replicas, as in dp. least: minimum number of processes.
     """
 
     name: str
@@ -74,23 +67,22 @@ class Case:
     ) -> list[list[str]]:
         """Build the command lines, which run at the same time.
 
-        requested: value of --processes. options: options of run.py for all cases. folder: of this run. nodes: for the
-        launchers with two nodes.
+        requested: value of --processes. options: for all cases. folder: of this run. nodes: two, if the case has two.
         """
         words, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
         share = processes // self.nodes
-        address = nodes[0].address if self.nodes > 1 else "127.0.0.1"
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+            address, port = probe.getsockname()
+        if self.nodes > 1:
+            address = nodes[0].address
         commands = []
         for rank in range(0, processes, 1 if "{rank}" in words else share):
             values = {"run": RUN, "rank": rank, "processes": processes, "node": rank // share, "share": share}
             values |= {"folder": folder, "address": address, "port": port}
             prefix = nodes[rank // share].prefix if self.nodes > 1 else []
             start = [*prefix, sys.executable, *(word.format(**values) for word in words)]
-            commands.append([*start, "--method", self.method, *self.options, *options])
-            if self.replicas:
-                commands[-1] += ["--replicas", str(requested)]
+            replicas = ["--replicas", str(requested)] if self.replicas else []
+            commands.append([*start, "--method", self.method, *options, *self.options, *replicas])
         return commands
 
 
@@ -116,9 +108,14 @@ _MODIFIERS = {
 }
 _SINGLE = ("amp-bf16", "channels-last", "compile", "workers-1")  # modifiers for a single process
 
+_MOE = ("--model", "gpt-tiny-moe")
+_MODELS = {"ep": _MOE}  # the only model with experts
+_DONE = ("single", "dp", "ddp")
+
 _CASES = (
     Case("single", "single", launcher="python"),
     *(Case(f"single-{name}", "single", _MODIFIERS[name], launcher="python") for name in _SINGLE),
+    Case("single-moe", "single", _MOE, launcher="python"),
     Case("dp", "dp", launcher="python", replicas=True),
     Case("ddp", "ddp"),
     Case("ddp-torchrun", "ddp", launcher="torchrun"),
@@ -131,16 +128,17 @@ _CASES = (
     Case("ddp-nodes-tcp", "ddp", launcher="nodes-tcp"),
     Case("ddp-nodes-4", "ddp", launcher="nodes", least=4),
     *(Case(f"ddp-{name}", "ddp", options) for name, options in _MODIFIERS.items()),
-    *(Case(name, name, least=LEAST.get(name, 2)) for name in METHODS if name not in ("single", "dp", "ddp")),
+    *(Case(name, name, _MODELS.get(name, ()), least=LEAST.get(name, 2)) for name in METHODS if name not in _DONE),
     Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
 )
 CASES = {case.name: case for case in _CASES}
-REFERENCE = "single"  # speed-ups are relative to its throughput
+REFERENCE = "single"
+REFERENCES = (REFERENCE, "single-moe")  # speed-ups are relative to the throughput of the case with the same model
 
 
 def select_cases(names: Sequence[str]) -> list[Case]:
     """Return the cases of these names, always including the reference. Raises UserError for unknown names."""
-    lists = {"all": tuple(CASES), "methods": tuple(METHODS)}
+    lists = {"all": tuple(CASES), "methods": (*METHODS, "single-moe")}
     selected = {REFERENCE, *(case for name in names for case in lists.get(name, (name,)))}
     for name in names:
         if name not in CASES and name not in lists:

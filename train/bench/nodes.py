@@ -6,8 +6,7 @@ import shutil
 import subprocess
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from train.errors import UserError
 
@@ -22,8 +21,7 @@ def ip(*words: str) -> None:
         raise UserError(f"'ip {' '.join(words)}' failed: {done.stderr.strip()}")
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A namespace, its network device, and its address."""
 
     name: str
@@ -44,8 +42,8 @@ def two_nodes() -> Iterator[list[Node]]:
     mark = uuid.uuid4().hex[:8]
     nodes = a, b = [Node(f"train-{mark}-{i}", f"v{i}{mark}", f"10.77.0.{i}") for i in (1, 2)]
     try:
-        ip("netns", "add", a.name)
-        ip("netns", "add", b.name)
+        for node in nodes:
+            ip("netns", "add", node.name)
         ip("link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
         for node in nodes:
             ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", node.device)

@@ -157,7 +157,7 @@ def read_timing(records: Sequence[Record], began: float) -> Timing:
         start_time=start["time"] - began,
         epochs=tuple(record["epoch_time_s"] for record in included),
         steps=steps,
-        samples=included[-1]["samples"],
+        samples=min(start["samples"], steps * start["batch_size"]),  # the epochs of a text count bytes
         accuracy=epochs[-1]["test_accuracy"],
         memory=max(record["peak_memory_bytes"] for record in epochs),
         utilization=tuple(map(statistics.mean, zip(*(r["gpu_utilization_by_rank"] for r in included), strict=False))),
