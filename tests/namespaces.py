@@ -32,4 +32,4 @@ def two_hosts() -> Iterator[list[Host]]:
             nodes = stack.enter_context(two_nodes())
         except UserError as error:
             unavailable("netns", str(error))
-        yield [Host(node.name, node.device, node.address) for node in nodes]
+        yield [Host(*node) for node in nodes]

@@ -80,7 +80,7 @@ class EpochRecord:
     step, epoch: counted from 1. test: None if the epoch was not evaluated. best: whether the test accuracy is higher
     than in all previous epochs. pace: mean times over ranks and maximum memory; None without --log-dir and
     --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. gpu_utilization:
-    percent, mean over ranks; None if unavailable.
+    percent, mean over ranks; None if unavailable. gpu_utilization_by_rank: empty if unavailable.
     """
 
     step: int
@@ -93,6 +93,7 @@ class EpochRecord:
     best: bool = False
     pace: Pace | None = None
     gpu_utilization: float | None = None
+    gpu_utilization_by_rank: tuple[float, ...] = ()
 
 
 def classify_ending(value: BaseException | None) -> str:
