@@ -38,6 +38,7 @@ class Settings:
     replicas: int | None = None  # of dp, or along the replicate dimension of hsdp
     average_every: int | None = None  # steps between averages of localsgd
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
+    context_mode: str | None = None  # how attention of cp communicates: allgather or ulysses
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True

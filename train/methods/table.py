@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
+from train.methods.cp import Cp
 from train.methods.ddp import Ddp
 from train.methods.dp import Dp
+from train.methods.ep import Ep
 from train.methods.fsdp import Fsdp
 from train.methods.hsdp import Hsdp
 from train.methods.localsgd import LocalSgd
@@ -27,6 +29,8 @@ METHODS: dict[str, type[Method]] = {
     "localsgd": LocalSgd,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
+    "cp": Cp,
+    "ep": Ep,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -51,6 +55,7 @@ OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
+    "--context-mode": (lambda s: s.context_mode is not None, ("cp",)),
 }
 
 
