@@ -24,6 +24,7 @@ from train.errors import UserError
 from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
+from train.methods.cp import MODES
 from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
@@ -197,6 +198,8 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     _add(group, "--parallel-degree", text)
     _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")
     _add(group, "--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
+    text = "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
+    _add(group, "--context-mode", text, choices=MODES)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 

@@ -40,6 +40,7 @@ class Settings:
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
     sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
     loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
+    context_mode: str | None = None  # how attention of cp communicates: allgather or ulysses
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
+from train.methods.cp import Cp
 from train.methods.ddp import Ddp
 from train.methods.ddp_tp import DdpTp
 from train.methods.dp import Dp
+from train.methods.ep import Ep
 from train.methods.fsdp import Fsdp
 from train.methods.fsdp_tp import FsdpTp
 from train.methods.hsdp import Hsdp
@@ -35,6 +37,8 @@ METHODS: dict[str, type[Method]] = {
     "fsdp_tp": FsdpTp,
     "hsdp_tp": HsdpTp,
     "ddp_tp": DdpTp,
+    "cp": Cp,
+    "ep": Ep,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -62,6 +66,7 @@ OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
     "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
+    "--context-mode": (lambda s: s.context_mode is not None, ("cp",)),
 }
 
 
