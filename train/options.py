@@ -24,6 +24,7 @@ from train.errors import UserError
 from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
+from train.methods.pp import PIPELINES
 from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
@@ -195,6 +196,8 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
     _add(group, "--parallel-degree", text)
+    text = "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
+    _add(group, "--pipeline-schedule", text, choices=PIPELINES)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 

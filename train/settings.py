@@ -38,6 +38,7 @@ class Settings:
     replicas: int | None = None  # of dp, or along the replicate dimension of hsdp
     average_every: int | None = None  # steps between averages of localsgd
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
+    pipeline_schedule: str | None = None  # of pp and pp_fsdp: 1f1b, gpipe, interleaved or zbv
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True

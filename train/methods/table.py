@@ -10,6 +10,8 @@ from train.methods.dp import Dp
 from train.methods.fsdp import Fsdp
 from train.methods.hsdp import Hsdp
 from train.methods.localsgd import LocalSgd
+from train.methods.pp import Pp
+from train.methods.pp_fsdp import PpFsdp
 from train.methods.single import Single
 from train.methods.zero import Zero
 
@@ -27,6 +29,8 @@ METHODS: dict[str, type[Method]] = {
     "localsgd": LocalSgd,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
+    "pp": Pp,
+    "pp_fsdp": PpFsdp,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -51,6 +55,7 @@ OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
+    "--pipeline-schedule": (lambda s: s.pipeline_schedule is not None, ("pp", "pp_fsdp")),
 }
 
 
