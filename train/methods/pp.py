@@ -162,7 +162,7 @@ class Pp(Method):
             stages if per_rank > 1 else stages[0], parts, lambda o, t: self.compute_loss(o, t), scale_grads=False
         )
 
-    def train(self, forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def train(self, forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:  # noqa: ARG002
         """Run the schedule: forward and backward of all micro-batches, in all stages."""
 
         def compute(outputs: Tensor, targets: Tensor) -> Tensor:
