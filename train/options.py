@@ -25,6 +25,7 @@ from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
 from train.methods.cp import MODES
+from train.methods.pp import PIPELINES
 from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
@@ -200,6 +201,8 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     _add(group, "--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
     text = "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
     _add(group, "--context-mode", text, choices=MODES)
+    text = "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
+    _add(group, "--pipeline-schedule", text, choices=PIPELINES)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 

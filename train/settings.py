@@ -41,6 +41,7 @@ class Settings:
     sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
     loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
     context_mode: str | None = None  # how attention of cp communicates: allgather or ulysses
+    pipeline_schedule: str | None = None  # of pp and pp_fsdp: 1f1b, gpipe, interleaved or zbv
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True

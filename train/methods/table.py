@@ -15,6 +15,8 @@ from train.methods.fsdp_tp import FsdpTp
 from train.methods.hsdp import Hsdp
 from train.methods.hsdp_tp import HsdpTp
 from train.methods.localsgd import LocalSgd
+from train.methods.pp import Pp
+from train.methods.pp_fsdp import PpFsdp
 from train.methods.single import Single
 from train.methods.tp import Tp
 from train.methods.zero import Zero
@@ -39,6 +41,8 @@ METHODS: dict[str, type[Method]] = {
     "ddp_tp": DdpTp,
     "cp": Cp,
     "ep": Ep,
+    "pp": Pp,
+    "pp_fsdp": PpFsdp,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -67,6 +71,7 @@ OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
     "--context-mode": (lambda s: s.context_mode is not None, ("cp",)),
+    "--pipeline-schedule": (lambda s: s.pipeline_schedule is not None, ("pp", "pp_fsdp")),
 }
 
 
