@@ -81,6 +81,7 @@ _CASES = (
     *(Case(f"ddp-{name}", "ddp", options) for name, options in _MODIFIERS.items()),
     Case("zero", "zero"),
     Case("localsgd", "localsgd"),
+    Case("diloco", "diloco"),
     Case("fsdp", "fsdp"),
     Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
     Case("hsdp", "hsdp", least=4),

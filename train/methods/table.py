@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError
 from train.methods.ddp import Ddp
+from train.methods.diloco import DiLoCo
 from train.methods.dp import Dp
 from train.methods.fsdp import Fsdp
 from train.methods.hsdp import Hsdp
@@ -25,6 +26,7 @@ METHODS: dict[str, type[Method]] = {
     "ddp": Ddp,
     "zero": Zero,
     "localsgd": LocalSgd,
+    "diloco": DiLoCo,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
 }
@@ -49,7 +51,9 @@ PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
-    "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
+    "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
+    "--outer-lr": (lambda s: s.outer_lr is not None, ("diloco",)),
+    "--outer-momentum": (lambda s: s.outer_momentum is not None, ("diloco",)),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
 }
 
