@@ -1,8 +1,8 @@
 """DiLoCo: ranks train independently for N steps, then an outer optimizer takes one step along their average change.
 
-Compare with single.py, and with localsgd.py, which just averages. The inner optimizer is the one of --optimizer, and
-keeps its state on each rank. The outer optimizer is SGD with Nesterov momentum. Its gradient is the average over ranks
-of the parameters before the N steps minus the parameters after them (Douillard et al. 2023,
+Compare with single.py, and with localsgd.py, which just averages. --optimizer selects the inner optimizer, whose state
+stays on its rank. The outer optimizer is SGD with Nesterov momentum. Its gradient is the average over ranks of the
+parameters before the N steps minus the parameters after the N steps (Douillard et al. 2023,
 https://arxiv.org/abs/2311.08105, algorithm 1).
 """
 
