@@ -194,7 +194,9 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--method", choices=METHODS, help=text)
     text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
     _add(group, "--replicas", text)
-    _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
+    _add(group, "--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
+    _add(group, "--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")
+    _add(group, "--outer-momentum", "diloco: Nesterov momentum of the outer optimizer (default: 0.9)")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
     _add(group, "--parallel-degree", text)
     _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")

@@ -8,6 +8,7 @@ from train.errors import UserError
 from train.methods.cp import Cp
 from train.methods.ddp import Ddp
 from train.methods.ddp_tp import DdpTp
+from train.methods.diloco import DiLoCo
 from train.methods.dp import Dp
 from train.methods.ep import Ep
 from train.methods.fsdp import Fsdp
@@ -33,6 +34,7 @@ METHODS: dict[str, type[Method]] = {
     "ddp": Ddp,
     "zero": Zero,
     "localsgd": LocalSgd,
+    "diloco": DiLoCo,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
     "tp": Tp,
@@ -69,6 +71,9 @@ OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
     "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
     "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
+    "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
+    "--outer-lr": (lambda s: s.outer_lr is not None, ("diloco",)),
+    "--outer-momentum": (lambda s: s.outer_momentum is not None, ("diloco",)),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
     "--context-mode": (lambda s: s.context_mode is not None, ("cp",)),
     "--pipeline-schedule": (lambda s: s.pipeline_schedule is not None, ("pp", "pp_fsdp")),
