@@ -68,7 +68,6 @@ PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
-    "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
     "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
     "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
