@@ -43,8 +43,12 @@ class Meter:
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add one batch. loss_sum: [] sum over the predictions. logits: [..., classes]. labels: [...] int64."""
-        right = (logits.detach().argmax(-1) == labels).sum()
-        self.add_sums(torch.stack([loss_sum.detach().double(), right, right.new_tensor(labels.numel())]))
+        # With --loss-parallel they are DTensors.
+        loss, predicted = (
+            t.full_tensor() if hasattr(t, "full_tensor") else t for t in (loss_sum.detach(), logits.detach().argmax(-1))
+        )
+        right = (predicted == labels).sum()
+        self.add_sums(torch.stack([loss.double(), right, right.new_tensor(labels.numel())]))
 
     def add_sums(self, sums: Tensor) -> None:
         """Add the sums of another meter, [3]."""

@@ -195,6 +195,8 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
     _add(group, "--parallel-degree", text)
+    _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")
+    _add(group, "--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 

@@ -38,6 +38,8 @@ class Settings:
     replicas: int | None = None  # of dp, or along the replicate dimension of hsdp
     average_every: int | None = None  # steps between averages of localsgd
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
+    sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
+    loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True
@@ -109,6 +111,8 @@ class Settings:
         """Return the name of the run: the method and its modifiers, used in file names and the metadata block."""
         powersgd_rank = (self.powersgd_rank or "") if self.comm_hook == "powersgd" else ""
         modifiers = {
+            "seqparallel": self.sequence_parallel,
+            "lossparallel": self.loss_parallel,
             "syncbn": self.sync_bn,
             "nobufsync": not self.buffer_sync,
             f"amp-{self.amp}": self.amp != "off",

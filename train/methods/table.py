@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError
 from train.methods.ddp import Ddp
+from train.methods.ddp_tp import DdpTp
 from train.methods.dp import Dp
 from train.methods.fsdp import Fsdp
+from train.methods.fsdp_tp import FsdpTp
 from train.methods.hsdp import Hsdp
+from train.methods.hsdp_tp import HsdpTp
 from train.methods.localsgd import LocalSgd
 from train.methods.single import Single
+from train.methods.tp import Tp
 from train.methods.zero import Zero
 
 if TYPE_CHECKING:
@@ -27,6 +31,10 @@ METHODS: dict[str, type[Method]] = {
     "localsgd": LocalSgd,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
+    "tp": Tp,
+    "fsdp_tp": FsdpTp,
+    "hsdp_tp": HsdpTp,
+    "ddp_tp": DdpTp,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -44,12 +52,15 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--ema": lambda s: s.ema is not None,
     "--save-format safetensors": lambda s: s.save_format == "safetensors",
 }
+TENSOR_PARALLEL = tuple(name for name, method in METHODS.items() if issubclass(method, Tp))
 # Methods in which several ranks share one copy of the model.
 PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
+    "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
+    "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
 }
 

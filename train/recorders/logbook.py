@@ -125,7 +125,7 @@ class Logbook:
             mean=mean,
             slowest=slowest,
             own_pace=own,
-            samples_per_second=trained.samples / seconds,
+            samples_per_second=self.since_record.samples / seconds,
             grad_norm=_read_norm(trainer.grad_norm),
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
         )
