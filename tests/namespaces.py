@@ -17,7 +17,7 @@ __all__ = ["Host", "ip", "two_hosts"]
 
 
 class Host(Node):
-    """A node that starts the commands of tests."""
+    """A node for the commands of a test."""
 
     def command(self, *words: object) -> list[object]:
         """Return a command for this namespace."""

@@ -57,7 +57,7 @@ WORKLOAD = (
     *("--model", "resnet18", "--data", "synthetic", "--train-samples", "640", "--batch-size", "64"),
     *("--epochs", "2"),
 )
-# Of the case list `methods`: a model that every method supports, and 5 steps per epoch.
+# For the case list `methods`; 5 steps per epoch.
 METHODS_WORKLOAD = "--model gpt-tiny --data text --limit-train 80 --batch-size 16 --epochs 3".split()
 FORMATS = {".md": as_markdown, ".json": as_json, ".txt": as_text}
 EPILOG = f"""cases:
