@@ -69,9 +69,10 @@ class Meter:
 
     def add(self, loss_sum: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add one batch. loss_sum: [] sum over the predictions."""
-        loss_sum = loss_sum.detach().double()
-        count = self.task.count(outputs.detach(), targets).double()
-        self.add_sums(torch.stack([loss_sum, count, loss_sum.new_tensor(targets.numel())]))
+        sums = [loss_sum.detach(), self.task.count(outputs.detach(), targets)]
+        # With --loss-parallel they are DTensors.
+        loss, count = (total.full_tensor() if hasattr(total, "full_tensor") else total for total in sums)
+        self.add_sums(torch.stack([loss.double(), count.double(), loss.new_tensor(targets.numel()).double()]))
 
     def add_sums(self, sums: Tensor) -> None:
         """Add the sums of another meter, [3]."""

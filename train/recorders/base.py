@@ -82,7 +82,7 @@ class EpochRecord:
     step, epoch: counted from 1. test: None if the epoch was not evaluated. best: whether the first metric is better
     than in all previous epochs. pace: mean times over ranks and maximum memory; None without --log-dir and
     --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. gpu_utilization:
-    percent, mean over ranks; None if unavailable.
+    percent, mean over ranks; None if unavailable. gpu_utilization_by_rank: empty if unavailable.
     """
 
     step: int
@@ -95,6 +95,7 @@ class EpochRecord:
     best: bool = False
     pace: Pace | None = None
     gpu_utilization: float | None = None
+    gpu_utilization_by_rank: tuple[float, ...] = ()
 
 
 def classify_ending(value: BaseException | None) -> str:
