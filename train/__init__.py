@@ -7,6 +7,7 @@ options.py define the options.
     launch/                start, rendezvous and end of processes, signals: torchrun, --spawn, by hand, SLURM
     models/ data/          networks and data sets
     loading.py             training batches, optionally loaded by worker processes
+    optional.py            imports of syncheck, without which the trainer writes no metadata blocks
     mesh.py                coordinates of a rank in the grid of a method
     schedule.py seeds.py   the plan of a run and its learning rates; random streams of ranks and samples
     data_parallel.py sync_batchnorm.py comm_hooks.py    implementations used by the methods

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.errors import UserError
+from train.optional import MISSING
 
 # Defaults of --lr, found on digits with resnet8 and a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
@@ -165,6 +166,9 @@ def check(settings: Settings, world_size: int) -> None:
     for name in OF_TASK if s.task else ():
         if getattr(s, name) != getattr(DEFAULT, name):
             raise UserError(f"--{name.replace('_', '-')}: not with --task, which has its own data and model; omit it")
+    for option, used in (("--monitor", s.monitor), ("--fault", s.fault)):
+        if MISSING and used:
+            raise UserError(f"{option}: {MISSING}; run in a clone of syncheck, or omit the option")
     check_hook(s)
     check_join(s, world_size)
     if s.fault_step is not None and s.fault is None:

@@ -27,10 +27,10 @@ if __name__ == "__main__":
         sys.stderr.write("evaluate.py: torch is not installed; in this clone: pip install -e '.[train]'\n")
         sys.exit(2)
 
-from syncheck import SyncheckError
 from train.errors import UserError
 from train.evaluate.rank_scores import score_run
 from train.evaluate.replicas import find_replicas
+from train.optional import MISSING, SyncheckError
 from train.options import Parser
 
 if TYPE_CHECKING:
@@ -150,6 +150,8 @@ def escape_unprintable(text: str) -> str:
 
 def evaluate_paths(args: argparse.Namespace) -> int:
     """Evaluate the checkpoints, print the scores, and return the exit code. Raises UserError and SyncheckError."""
+    if MISSING:
+        raise UserError(f"{MISSING}, which finds the replicas; run it in a clone of syncheck")
     checkpoints, refused = find_replicas(args.paths, args.task)
     runs = []
     for replicas in checkpoints:

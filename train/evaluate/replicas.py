@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncheck import Options, compare, read
 from train.checkpoints.formats import FORMATS
 from train.data import DATASETS, MAX_SAMPLES
 from train.errors import UserError
 from train.models import MODELS
+from train.optional import Options, compare, read
 from train.settings import Settings
 
 if TYPE_CHECKING:
