@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shutil
-import signal
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -16,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import Programs
+from programs import TRAIN, Programs
 from scenarios import NEEDS_FSDP, fsdp, load, trained, whole_state
+from started import ROOT
+from torch.utils.data import TensorDataset
 
 from train import minimal
 from train.data.dataset import Data, Images
@@ -40,13 +40,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"amp": "bf16"},
     "fp16 and accumulate": {"amp": "fp16", "accumulate": 2},
 }
+SLOW = [pytest.param(name, marks=pytest.mark.slow) if "fp16" in name else name for name in VARIANTS]  # slow on CPUs
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train on 512 samples, 8 steps an epoch, and add the data and the model of minimal.py to the engine's tables."""
+    """Train on 256 samples, 4 steps an epoch, and add the data and the model of minimal.py to the engine's tables.
+
+    Larger inputs have larger gradients, so that clipping matters.
+    """
     make_data = minimal.make_data
-    monkeypatch.setattr(minimal, "make_data", lambda samples, seed: make_data(samples // 8, seed))
+
+    def make_small_data(samples: int, seed: int) -> TensorDataset:
+        x, y = make_data(samples // 16, seed).tensors
+        return TensorDataset(8 * x, y)
+
+    monkeypatch.setattr(minimal, "make_data", make_small_data)
 
     def load_data(*_: Any) -> Data:
         parts = (Images(*minimal.make_data(*arguments).tensors) for arguments in ((4096, 1), (1024, 2)))
@@ -77,9 +86,12 @@ def path_of(ctx: RankContext, folder: Path) -> str:
 
 
 def run_minimal(ctx: RankContext, path: str, **changes: Any) -> None:
-    """Run minimal.py in this process; a collective."""
+    """Run minimal.py in this process, until rank 0 has written its file; a collective."""
     args = Namespace(**{**vars(ARGS), "checkpoint": path, **changes})
-    minimal.train(args, ctx.rank, ctx.world_size, ctx.device)
+    try:
+        minimal.train(args, ctx.rank, ctx.world_size, ctx.device)
+    finally:
+        ctx.gather(0)
 
 
 def compare(ctx: RankContext, folder: Path, losses: list[float], **changes: Any) -> tuple[bool, bool]:
@@ -92,8 +104,10 @@ def compare(ctx: RankContext, folder: Path, losses: list[float], **changes: Any)
     state = whole_state(job)
     test = minimal.make_data(1024, 2)
     accuracy = minimal.evaluate(job.method.module, test, ctx.rank, ctx.world_size, ctx.device)
-    assert ctx.sum_over_ranks(accuracy).item() == pytest.approx(evaluate(job.method.module, job.test_batches, ctx).accuracy)
-    assert len(first) == len(losses) == 3 * 8 * changes.get("accumulate", 1)
+    assert ctx.sum_over_ranks(accuracy).item() == pytest.approx(
+        evaluate(job.method.module, job.test_batches, ctx).accuracy
+    )
+    assert len(first) == len(losses) == 3 * 4 * changes.get("accumulate", 1)
     assert list(model) == list(state)
     return first == losses, all(torch.equal(model[name], state[name]) for name in model)
 
@@ -105,7 +119,7 @@ def test_single_equals_the_engine(tmp_path: Path, losses: list[float], variant: 
 
 
 @pytest.mark.syncheck(ranks=2)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SLOW)
 @pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_equal_the_engine(
     ctx: RankContext, tmp_path: Path, losses: list[float], method: str, variant: str
@@ -146,17 +160,20 @@ def test_resumes(ctx: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         save(*arguments)
         raise Interrupted
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    with monkeypatch.context() as patch:
         patch.setattr(minimal, "save", save_once)
-        run_minimal(ctx, path, method=first)
-    ctx.gather(0)  # rank 0 has written the file
+        with pytest.raises(Interrupted):
+            run_minimal(ctx, path, method=first)
     assert load(Path(path))["epoch"] == 1
     run_minimal(ctx, path, method=second, resume=True)
-    resumed = load(Path(path)) if ctx.rank == 0 else whole
+    resumed = load(Path(path))
     assert resumed["epoch"] == 3
-    for part, tensors in (("model", whole["model"]), ("optimizer", whole["optimizer"]["state"])):
-        again = resumed[part] if part == "model" else resumed[part]["state"]
-        torch.testing.assert_close(again, tensors, rtol=0 if first == second else 1e-4, atol=0 if first == second else 1e-6)
+    rtol, atol = (0.0, 0.0) if first == second else (1e-4, 1e-6)
+    for state, expected in (
+        (resumed["model"], whole["model"]),
+        (resumed["optimizer"]["state"], whole["optimizer"]["state"]),
+    ):
+        torch.testing.assert_close(state, expected, rtol=rtol, atol=atol)
 
 
 def test_is_one_short_file() -> None:
@@ -172,3 +189,64 @@ def test_is_one_short_file() -> None:
             names.add((node.module or "").partition(".")[0])
     assert "torch" in names
     assert names - {"torch"} <= sys.stdlib_module_names
+
+
+def read_epochs(out: str) -> dict[int, float]:
+    """Return the training loss of each printed epoch."""
+    lines = re.findall(r"^epoch (\d+): train loss ([\d.]+), test accuracy [\d.]+%$", out, re.MULTILINE)
+    return {int(epoch): float(loss) for epoch, loss in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@NEEDS_FSDP
+def test_a_copy_of_the_file_runs(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """Copied to an empty folder, it trains alone, is stopped, and continues on two ranks; syncheck reads its file.
+
+    Each method continues from the file of the previous method, and the losses match one uninterrupted process.
+    """
+    shutil.copy(FILE, tmp_path / "minimal.py")
+    whole = programs.run(sys.executable, "minimal.py", "--epochs", 4, "--checkpoint", "whole.pt")
+    assert whole.returncode == 0, whole.stderr
+    expected = read_epochs(whole.stdout)
+    assert list(expected) == [1, 2, 3, 4]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port)
+    done, found = 0, {}
+    for method, launcher in (("single", TRAIN[:1]), ("fsdp", torchrun), ("ddp", torchrun)):
+        process = programs.start(*launcher, "minimal.py", "--method", method, "--epochs", 4, "--resume")
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{done} of 4 epochs are done\n"
+        out = process.stdout.readline()
+        if method != "ddp":
+            process.terminate()
+        rest = programs.finish(process, 120)
+        assert (rest.returncode == 0) == (method == "ddp"), rest.stderr
+        found |= read_epochs(out + rest.stdout)
+        shown = programs.run(sys.executable, "-m", "syncheck", "show", "minimal.pt", PYTHONPATH=str(ROOT))
+        assert shown.returncode == 0, shown.stderr
+        assert "16 tensors" in shown.stdout
+        done = load(tmp_path / "minimal.pt")["epoch"]
+        assert f"epoch = {done}," in shown.stdout
+    assert done == 4
+    assert found == pytest.approx({epoch: expected[epoch] for epoch in found}, abs=2e-3)
+    assert {1, 4} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (
+            ("--method", "ddp"),
+            {},
+            "--method ddp: start single with python, ddp and fsdp with torchrun --nproc-per-node 2",
+        ),
+        (("--method", "single"), {"RANK": "0"}, "--method single: start single with python"),
+        (("--accumulate", "3"), {}, "--batch-size: must be a multiple of 1 ranks x 3 micro-batches"),
+    ],
+)
+def test_wrong_options(programs: Programs, arguments: Any, environment: dict[str, str], message: str) -> None:
+    """Options that would train another model, or fail later, end with one message."""
+    done = programs.run(sys.executable, FILE, *arguments, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
