@@ -45,7 +45,7 @@ EXAMPLES = """examples:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError, prints its help on one process only, and accepts --batch_size."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse arguments, after replacing the underscores in the names of options by hyphens."""
         return super().parse_known_args([*map(self._with_hyphens, sys.argv[1:] if args is None else args)], namespace)
 

@@ -44,7 +44,7 @@ TRAIN = {
     "Distribution over processes": "launch data_parallel sync_batchnorm comm_hooks",
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors watch",
-    "Measurements and output": "metrics recorders evaluate bench",
+    "Measurements and output": "metrics recorders plot evaluate bench",
     "Options": "options settings",
 }
 
