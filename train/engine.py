@@ -108,7 +108,7 @@ def evaluate_epoch(job: Job, position: Position, logbook: Logbook, trained: Scor
     """
     start, test, best = time.perf_counter(), None, False
     if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
-        test = evaluate(job.method.module, job.test_batches, job.ctx)
+        test = evaluate(job.method, job.test_batches, job.ctx)
         best = job.best.update(test, position.epoch, position.step)
     logbook.after_epoch(position, trained, test, time.perf_counter() - start, best)
     if best:

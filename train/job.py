@@ -85,12 +85,13 @@ def prepare(
     torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
     data = load(settings, ctx)
     samples = len(data.train)
+    ctx = METHODS[settings.method].place(settings, ctx)
     method = METHODS[settings.method](settings, ctx)
     sampler = make_sampler(settings, ctx, samples, method.replicas)
     plan = make_plan(settings, samples, sampler.longest)
     fault = make_fault(settings, ctx, plan.steps)
     model = make_model(settings, data)
-    check_batchnorm(model, settings, ctx.world_size, method.replicas)
+    check_batchnorm(model, settings, ctx.mesh.data_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
     # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
@@ -117,7 +118,7 @@ def prepare(
         test_batches=evaluation_batches(data.test, ctx),
         method=method,
         trainer=trainer,
-        rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
+        rate=LearningRate(settings, plan, ctx.mesh.data_size * method.replicas),
         watch=Watch(trainer, console),
         saver=saver,
         best=best,
@@ -167,10 +168,10 @@ def make_sampler(
     settings: Settings, ctx: RankContext, samples: int, replicas: int
 ) -> DistributedBatchSampler | OwnSharesSampler:
     """Build the sampler of this rank. replicas: of each rank."""
-    s, shares = settings, (samples, settings.batch_size, ctx.rank, ctx.world_size)
+    s, shares = settings, (samples, settings.batch_size, ctx.mesh.data_rank, ctx.mesh.data_size)
     if s.join:
         return OwnSharesSampler(*shares, shuffle=s.shuffle, seed=s.seed)
-    rest = smallest_share(samples % s.batch_size, ctx.world_size, s.accumulate, replicas)
+    rest = smallest_share(samples % s.batch_size, ctx.mesh.data_size, s.accumulate, replicas)
     return DistributedBatchSampler(*shares, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
 
 

@@ -72,17 +72,16 @@ def end_with_rank(_worker: int) -> None:
 
 
 def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
-    """Give each rank every world_size-th test sample. Each sample is counted once, without padding.
+    """Partition the test samples over the data ranks. Each sample is counted once, without padding.
 
     All ranks get equally many batches, because under FSDP every forward is a collective. Raises UserError if there are
     fewer samples than ranks.
     """
-    if len(samples) < ctx.world_size:
-        raise UserError(
-            f"{len(samples)} test samples for {ctx.world_size} ranks: each rank needs a sample; use fewer ranks"
-        )
-    mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
-    largest_share = math.ceil(len(samples) / ctx.world_size)
+    rank, ranks = ctx.mesh.data_rank, ctx.mesh.data_size
+    if len(samples) < ranks:
+        raise UserError(f"{len(samples)} test samples for {ranks} ranks: each rank needs a sample; use fewer ranks")
+    mine = torch.arange(rank, len(samples), ranks)
+    largest_share = math.ceil(len(samples) / ranks)
     parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
     # batch_size=None: the sampler yields whole batches. A separate generator, as in training: a run resumed at the end
     # of an epoch evaluates again, which must not affect dropout.

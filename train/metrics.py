@@ -11,10 +11,11 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from train.launch import RankContext
     from train.loading import Batches
+    from train.methods.single import Method
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,13 @@ class Meter:
         self.sums, self.recent = self.both.unbind(1)  # views
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add one batch. loss_sum: [] sum over the samples. logits: [N, classes]. labels: [N] int64."""
-        right = (logits.detach().argmax(1) == labels).sum()
-        self.both[0] += loss_sum.detach()
-        self.both[1] += right
-        self.both[2] += len(labels)
+        """Add one batch. loss_sum: [] sum over the predictions. logits: [..., classes]. labels: [...] int64."""
+        right = (logits.detach().argmax(-1) == labels).sum()
+        self.add_sums(torch.stack([loss_sum.detach().double(), right, right.new_tensor(labels.numel())]))
+
+    def add_sums(self, sums: Tensor) -> None:
+        """Add the sums of another meter, [3]."""
+        self.both += sums[:, None]
 
     def take(self) -> Tensor:
         """Return and reset the sums since the last call, [3].
@@ -62,7 +65,11 @@ class Meter:
 
     def over_ranks(self, ctx: RankContext) -> Score:
         """Return the score over all ranks; a collective, equal on all ranks."""
-        return score_of(ctx.sum_over_ranks(self.sums.clone()).tolist())
+        return score_of(self.sum_over_ranks(ctx).tolist())
+
+    def sum_over_ranks(self, ctx: RankContext) -> Tensor:
+        """Return the sums over all ranks, [3]; a collective. Ranks with the same samples count once."""
+        return ctx.sum_over_ranks(self.sums.clone() if ctx.mesh.counts else torch.zeros_like(self.sums))
 
 
 def score_of(sums: Sequence[float]) -> Score:
@@ -73,21 +80,24 @@ def score_of(sums: Sequence[float]) -> Score:
     return Score(loss / samples, right / samples, int(samples))
 
 
-def evaluate(module: nn.Module, batches: Batches, ctx: RankContext) -> Score:
+def evaluate(method: Method, batches: Batches, ctx: RankContext) -> Score:
     """Score the model on the test set; a collective.
 
-    module: the unwrapped model. A forward through DDP's wrapper, even without gradients, would copy rank 0's buffers to
-    all ranks and skip the copy before the next training step. Under plain DDP every rank therefore scores its share
-    with its own BatchNorm statistics.
+    Under plain DDP every rank scores its share with its own BatchNorm statistics.
     """
-    module.eval()
+    method.module.eval()
     meter = Meter(ctx.device)
+
+    def measure(outputs: Tensor, targets: Tensor) -> None:
+        meter.add(F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum"), outputs, targets)
+
     with torch.no_grad():  # not inference_mode, because FSDP keeps gathered tensors
         for x, y in batches:
-            logits, labels = module(x.to(ctx.device)), y.to(ctx.device)
-            meter.add(F.cross_entropy(logits, labels, reduction="sum"), logits, labels)
-    module.train()
-    return meter.over_ranks(ctx)
+            method.evaluate(x.to(ctx.device), y.to(ctx.device), measure)
+    method.module.train()
+    total = Meter(ctx.device)
+    total.add_sums(method.share_sums(meter.sums))
+    return total.over_ranks(ctx)
 
 
 @dataclass

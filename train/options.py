@@ -105,13 +105,13 @@ def list_faults() -> str:
 def list_models() -> str:
     """Format the table of models: name, number of parameters, normalization layers, source.
 
-    The number of parameters is for images of 3x32x32 and 10 classes.
+    The number of parameters is for images of 3x32x32 and 10 classes, or for text of 256 different bytes.
     """
     rows = [("name", "parameters", "norm", "source")]
     for name, network in MODELS.items():
         try:
             with torch.device("meta"):  # allocates no memory, and skips the initialization
-                model = build_model(name, 3, 10, None)
+                model = build_model(name, *((0, 256) if network.text else (3, 10)), None)
         except UserError as error:  # torchvision is not installed
             rows.append((name, "", "", str(error)))
             continue
@@ -119,7 +119,7 @@ def list_models() -> str:
         norms = {
             type(module).__name__.removesuffix("2d")
             for module in model.modules()
-            if isinstance(module, (_BatchNorm, nn.LayerNorm))
+            if isinstance(module, (_BatchNorm, nn.LayerNorm, nn.RMSNorm))
         }
         rows.append((name, f"{parameters:>10,}", " ".join(norms) or "none", network.paper))
     return format_table(rows)
@@ -202,6 +202,8 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
     _add(group, "--replicas", text)
     _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
+    text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
+    _add(group, "--parallel-degree", text)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 

@@ -22,7 +22,7 @@ NOT_TRAINING = frozenset(
 COUNTS = (
     *("epochs", "batch_size", "width", "depth", "alpha", "image_size", "channels", "classes", "train_samples"),
     *("limit_train", "max_steps", "save_every", "checkpoint_every", "accumulate", "replicas", "average_every"),
-    *("fault_step", "eval_every", "log_interval", "powersgd_rank"),
+    *("parallel_degree", "fault_step", "eval_every", "log_interval", "powersgd_rank"),
 )
 
 
@@ -37,6 +37,7 @@ class Settings:
     method: str = "single"
     replicas: int | None = None  # of dp, or along the replicate dimension of hsdp
     average_every: int | None = None  # steps between averages of localsgd
+    parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True

@@ -96,7 +96,7 @@ def test_gradients_are_unscaled_before_clipping(ctx: RankContext, method: str) -
     # Clipping the scaled gradient to a norm equals clipping the gradient to norm / 65536, the initial scale.
     right = whole_state(trained(ctx, settings))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.step.clip_grad_norm_", lambda p, norm: clip_grad_norm_(p, norm / 65536))
+        patch.setattr("train.methods.single.clip_grad_norm_", lambda p, norm: clip_grad_norm_(p, norm / 65536))
         wrong = whole_state(trained(ctx, settings))
     assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3
 

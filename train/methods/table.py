@@ -44,10 +44,13 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--ema": lambda s: s.ema is not None,
     "--save-format safetensors": lambda s: s.save_format == "safetensors",
 }
+# Methods in which several ranks share one copy of the model.
+PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
+    "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
 }
 
 

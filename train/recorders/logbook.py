@@ -65,12 +65,12 @@ class Logbook:
 
     def start(self, resumed_at: int | None = None) -> None:
         """Start the recorder. Raises the same UserError on all ranks if a log file cannot be written."""
-        job, s, world_size = self.job, self.job.settings, self.ctx.world_size
+        job, s, ranks = self.job, self.job.settings, self.ctx.mesh.data_size
         start = Start(
             plan=job.plan,
             settings=s,
             ctx=self.ctx,
-            shares=tuple(len(range(rank, s.batch_size, world_size)) for rank in range(world_size)),
+            shares=tuple(len(range(rank, s.batch_size, ranks)) for rank in range(ranks)),
             parameters=sum(p.numel() for p in job.method.module.parameters()),
             samples=job.sampler.samples,
             peak_lr=job.rate.peak,
@@ -111,7 +111,7 @@ class Logbook:
         sums = (self.carried + position.meter.take()).tolist()  # synchronizes with the device
         self._read_clock()
         own = self.since_record.pace(self.ctx.device)
-        rows = self._gather(sums, own)
+        rows = self._gather(sums if self.ctx.mesh.counts else [0.0] * 3, own)
         mean, slowest = _reduce_over_ranks(rows)
         trained = score_of([sum(row[i] for row in rows) for i in range(3)])
         seconds = slowest.batch_time_s * self.since_record.steps
