@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,23 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import Sampler
 
+    from train.data import DistributedBatchSampler, OwnSharesSampler
     from train.data.dataset import Images
     from train.launch import RankContext
 
 Batches = DataLoader[tuple["Tensor", ...]]
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The training samples with their sampler, and the batches of training and evaluation."""
+
+    samples: Images
+    sampler: DistributedBatchSampler | OwnSharesSampler
+    train: Batches
+    test: Batches
+
+
 EVALUATION_BATCH = 512  # maximum samples per rank and forward; does not affect the score
 # Workers must not be forked from this process: its threads (gloo's, a monitor's) may hold locks, which would stay
 # locked in the child, and its signal handlers would run twice. spawn starts Python and imports torch for each worker in

@@ -271,7 +271,7 @@ def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
     _add(group, "--depth", "layers of a pyramidnet, blocks of the transformer")
     _add(group, "--alpha", "channels that a pyramidnet adds over all its blocks")
     _add(group, "--data", ", ".join(DATASETS), choices=DATASETS, metavar="NAME")
-    _add(group, "--data-dir", "folder of the data; digits and synthetic need no folder")
+    _add(group, "--data-dir", "folder of the data; digits, text and synthetic need no folder")
     text = "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout"
     _add(group, "--download", text)
     text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing"

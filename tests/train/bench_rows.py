@@ -19,9 +19,10 @@ MACHINE: dict[str, Any] = {
 }
 
 
-def row(name: str, *epochs: float, problem: str = "") -> Row:
-    """Return a case's row, with a run of 10 steps and 320 samples for each epoch time."""
-    return Row(CASES[name], 2, [Timing(3.0, (t,), 10, 320, 0.5, 10**8) for t in epochs], problem=problem)
+def row(name: str, *epochs: float, problem: str = "", gpus: tuple[float, ...] = ()) -> Row:
+    """Return a case's row, with a run of 10 steps and 320 samples for each epoch time. gpus: their utilization."""
+    timings = [Timing(3.0, (t,), 10, 320, 0.5, 10**8, 9.0, gpus) for t in epochs]
+    return Row(CASES[name], 2, "resnet8", "digits", timings, problem=problem)
 
 
 def record(event: str, **values: Any) -> dict[str, Any]:

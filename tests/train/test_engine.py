@@ -56,7 +56,7 @@ def test_divergence_ignores_a_recovered_loss(
 ) -> None:
     """`diverged` is the epoch since which the loss is not finite, or None if the loss has recovered."""
     scores = iter([Score(loss, 0.5, 10) for loss in losses])
-    monkeypatch.setattr("train.engine.evaluate", lambda *_: next(scores))
+    monkeypatch.setattr("train.upkeep.evaluate", lambda *_: next(scores))
     assert train(Settings(epochs=3, width=4, limit_train=32), RankContext(), Recorder()).diverged == since
 
 

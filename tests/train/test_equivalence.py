@@ -29,6 +29,7 @@ NO_BN = replace(SMALL, model="convnet", width=None, shuffle=False, max_steps=20,
 # below and in test_methods.py cause differences of at least 1e-3.
 ROUNDING = 1e-5
 CLIP = 0.1  # the gradient norm is 0.16 to 0.39, so every step is clipped
+GPT = {"data": "text", "model": "gpt-tiny", "width": 16, "depth": 2, "max_steps": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp --accumulate": {"accumulate": 3},
@@ -40,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fsdp": {"method": "fsdp"},
     "fsdp --accumulate": {"method": "fsdp", "accumulate": 3},
     "fsdp --accumulate --grad-clip": {"method": "fsdp", "accumulate": 3, "grad_clip": CLIP},
+    "ddp --model gpt-tiny-moe": GPT | {"model": "gpt-tiny-moe"},
+    "fsdp --model gpt-tiny": GPT | {"method": "fsdp", "accumulate": 3},
 }
 
 

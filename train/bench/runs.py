@@ -11,9 +11,11 @@ import subprocess
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from train.bench.gpus import compute_utilization, sample_utilization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +34,8 @@ class Timing:
     start_time: seconds from the command to the first step. epochs: seconds of training per included epoch; the first
     epoch (warm-up) and a last epoch cut short by --max-steps are excluded unless no other epoch exists. steps, samples:
     of an included epoch. accuracy: test accuracy at the end. memory: peak memory over ranks in bytes, on the GPU if
-    there is a GPU.
+    there is a GPU. total_time: seconds from the command to the end of its last process. utilization: percent of each
+    GPU of this machine during training; empty without GPUs.
     """
 
     start_time: float
@@ -41,6 +44,8 @@ class Timing:
     samples: int
     accuracy: float
     memory: int
+    total_time: float = 0.0
+    utilization: tuple[float, ...] = ()
 
     @property
     def epoch_time(self) -> float:
@@ -55,10 +60,15 @@ class Timing:
 
 @dataclass
 class Row:
-    """All runs of a case. problem: a line with the reason if the case was not run or not repeated."""
+    """All runs of a case. problem: a line with the reason if the case was not run or not repeated.
+
+    model, data: of its last run.
+    """
 
     case: Case
     processes: int
+    model: str = ""
+    data: str = ""
     timings: list[Timing] = field(default_factory=list)
     refused: bool = False
     problem: str = ""
@@ -68,8 +78,8 @@ class Row:
         return statistics.median(map(number, self.timings))
 
 
-def run_case(row: Row, command: Sequence[str], folder: Path, threads: int, timeout: float) -> None:
-    """Run a case, and add its timing to the row, or the reason of a failure.
+def run_case(row: Row, commands: Sequence[Sequence[str]], folder: Path, threads: int, timeout: float) -> None:
+    """Run the commands of a case at the same time, and add the timing to the row, or the reason of a failure.
 
     folder: an empty folder for logs. threads: CPU threads per process. timeout: time limit in seconds, after which all
     processes of the run are killed.
@@ -77,38 +87,57 @@ def run_case(row: Row, command: Sequence[str], folder: Path, threads: int, timeo
     mark = str(uuid.uuid4())  # identifies all processes of this run
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: mark}
     began = time.time()
-    process = subprocess.Popen(
-        [*command, "--log-dir", str(folder), "--progress", "none"],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # the processes are killed as a group
-    )
+    processes: list[subprocess.Popen[bytes]] = []
+    null = subprocess.DEVNULL
     try:
-        _, errors = process.communicate(timeout=timeout)
+        with sample_utilization(folder / "utilization"):
+            for number, command in enumerate(commands):
+                with (folder / f"stderr-{number}").open("wb") as file:
+                    words = [*command, "--log-dir", str(folder), "--progress", "none"]
+                    # In a new session, because the processes are killed as a group.
+                    new = subprocess.Popen(
+                        words, env=environment, stdin=null, stdout=null, stderr=file, start_new_session=True
+                    )
+                    processes.append(new)
+            for process in processes:
+                process.wait(max(0.0, began + timeout - time.time()))
+        total = time.time() - began
     except subprocess.TimeoutExpired:
         row.problem = f"not finished after {timeout:g} s"
         return
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         kill_marked_processes(mark)
-        process.communicate()
-    if process.returncode:
-        # torchrun exits with code 1 for any failure, and its report contains the exit code of the processes. A case
-        # with earlier timings was not refused.
-        is_refusal = process.returncode == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
-        row.refused = is_refusal and not row.timings
-        lines = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
-        row.problem = lines[0].removeprefix("run.py: error: ") if lines else f"exited with code {process.returncode}"
+        for process in processes:
+            process.wait()
+    if _find_problem(row, [process.returncode for process in processes], folder):
         return
     try:
         (path,) = folder.glob("*/metrics.jsonl")
-        row.timings.append(read_timing([json.loads(line) for line in path.read_text().splitlines()], began))
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        timing = read_timing(records, began)
+        utilization = compute_utilization(folder / "utilization", began + timing.start_time, records[-1]["time"])
+        row.timings.append(replace(timing, total_time=total, utilization=utilization))
+        row.model, row.data = records[0]["model"], records[0]["data"]
     except (OSError, ValueError, LookupError, TypeError) as error:  # for example after a full disk
         row.problem = f"its metrics are incomplete: {error}"
+
+
+def _find_problem(row: Row, codes: Sequence[int], folder: Path) -> bool:
+    """Store the message of the first failed command in the row, and return whether a command failed."""
+    for number, code in enumerate(codes):
+        if code:
+            errors = (folder / f"stderr-{number}").read_text(errors="replace")
+            # torchrun exits with code 1 for any failure, and its report contains the exit code of the processes. A case
+            # with earlier timings was not refused.
+            is_refusal = code == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
+            row.refused = is_refusal and not row.timings
+            lines = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
+            row.problem = lines[0].removeprefix("run.py: error: ") if lines else f"exited with code {code}"
+            return True
+    return False
 
 
 def kill_marked_processes(mark: str) -> None:

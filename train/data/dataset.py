@@ -67,6 +67,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
     """Images with labels, indexed one by one or vectorized over a batch.
 
     images: [N, channels, H, W], uint8 with `normalize`, otherwise float32 and already normalized. labels: int64 [N].
+    For a text, both are int64 [N, sequence]: bytes, and the next bytes.
     `data[3]` is (float32 [channels, H, W], int64 []), `data[[3, 5]]` and `data[3:5]` are (float32 [2, channels, H, W],
     int64 [2]).
 
@@ -117,7 +118,8 @@ class Images(Dataset[tuple[Tensor, ...]]):
 class Data:
     """Disjoint training and test samples.
 
-    image_size: pixels along each edge; all images are square.
+    channels: 0 for text. classes: of images, or number of different bytes. image_size: pixels along each edge, as all
+    images are square, or length of a text's sequences.
     """
 
     train: Images

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from train.data.dataset import Data, DataOptions
 from train.data.digits import load_digits
 from train.data.synthetic import load_synthetic
+from train.data.text import load_text
 from train.data.vision import SOURCES
 from train.errors import UserError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 DATASETS: dict[str, Callable[[Path | None, DataOptions], Data]] = {
     "digits": load_digits,
     "synthetic": load_synthetic,
+    "text": load_text,
     **{source.name: source.load for source in SOURCES},
 }
 DEFAULT = DataOptions()

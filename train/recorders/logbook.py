@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from train.job import Job
-    from train.schedule import Position
+    from train.schedule import LearningRate, Plan, Position
+    from train.step import Step
 
 INTERVAL = 50  # default of --log-interval, in optimizer steps
 
@@ -53,27 +53,27 @@ class Logbook:
     so the mean step time between records, and over an epoch, is correct.
     """
 
-    def __init__(self, job: Job, recorder: Recorder, position: Position) -> None:
-        settings = job.settings
-        self.job, self.recorder, self.ctx = job, recorder, job.ctx
+    def __init__(self, trainer: Step, plan: Plan, rate: LearningRate, samples: int, recorder: Recorder) -> None:
+        self.trainer, self.plan, self.rate, self.samples = trainer, plan, rate, samples
+        settings, self.recorder, self.ctx = trainer.settings, recorder, trainer.ctx
         self.gathers = settings.log_dir is not None or settings.log_interval is not None
         self.every = settings.log_interval or INTERVAL
         self.since_record, self.of_epoch = StepTimes(), StepTimes()
         # The meter is reset after each epoch. Its sums since the last record are carried over to the next record.
-        self.carried = torch.zeros_like(position.meter.sums)
+        self.carried = torch.zeros(3, dtype=torch.float64, device=self.ctx.device)
         self.utilization: list[float] = []
 
     def start(self, resumed_at: int | None = None) -> None:
         """Start the recorder. Raises the same UserError on all ranks if a log file cannot be written."""
-        job, s, ranks = self.job, self.job.settings, self.ctx.mesh.data_size
+        s, ranks = self.trainer.settings, self.ctx.mesh.data_size
         start = Start(
-            plan=job.plan,
+            plan=self.plan,
             settings=s,
             ctx=self.ctx,
             shares=tuple(len(range(rank, s.batch_size, ranks)) for rank in range(ranks)),
-            parameters=sum(p.numel() for p in job.method.module.parameters()),
-            samples=job.sampler.samples,
-            peak_lr=job.rate.peak,
+            parameters=sum(p.numel() for p in self.trainer.method.module.parameters()),
+            samples=self.samples,
+            peak_lr=self.rate.peak,
             resumed_at=resumed_at,
         )
         if s.log_dir is None:
@@ -115,7 +115,7 @@ class Logbook:
         mean, slowest = _reduce_over_ranks(rows)
         trained = score_of([sum(row[i] for row in rows) for i in range(SUMS)])
         seconds = slowest.batch_time_s * self.since_record.steps
-        trainer = self.job.trainer
+        trainer = self.trainer
         record = StepRecord(
             step=position.step,
             epoch=position.epoch,
@@ -161,7 +161,7 @@ class Logbook:
             elapsed = slowest.batch_time_s * self.of_epoch.steps
         self.utilization.clear()
         # With --join, the last steps of an epoch are smaller than the global batch.
-        samples = trained.samples if self.job.settings.join else self.of_epoch.samples
+        samples = trained.samples if self.trainer.settings.join else self.of_epoch.samples
         self.recorder.epoch(
             EpochRecord(
                 step=position.step,
