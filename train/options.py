@@ -274,7 +274,8 @@ def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
     _add(group, "--data-dir", "folder of the data; digits, text and synthetic need no folder")
     text = "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout"
     _add(group, "--download", text)
-    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing"
+    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing; timm: "
+    text += "RandomResizedCrop, RandAugment, mixup and label smoothing"
     _add(group, "--augment", text, choices=AUGMENTATIONS)
     _add(group, "--image-size", "pixels along each edge, for --data synthetic (default: 32)")
     _add(group, "--channels", "channels of an image, for --data synthetic (default: 3)")

@@ -65,7 +65,7 @@ class Settings:
     data: str = "digits"
     data_dir: Path | None = None
     download: bool = False  # download missing data
-    augment: str = "none"  # random changes of training images: or basic, strong
+    augment: str = "none"  # random changes of training images: or basic, strong, timm
     image_size: int | None = None
     channels: int | None = None
     classes: int | None = None
