@@ -147,9 +147,7 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def send_to_experts(
-    experts: list[nn.Module], group: ProcessGroup
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def send_to_experts(experts: list[nn.Module], group: ProcessGroup) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a replacement for `Experts.apply_experts`. experts: of this rank."""
     own, ranks = len(experts), group.size()
 
