@@ -10,7 +10,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.checkpoints.lock import RunLock
-from train.checkpoints.saver import Saver
 from train.data import (
     DataOptions,
     DistributedBatchSampler,
@@ -21,25 +20,21 @@ from train.data import (
 )
 from train.errors import UserError
 from train.faults import make_fault
-from train.launch.signals import Stopping
-from train.loading import Batches, evaluation_batches, training_batches
+from train.loading import Loaders, evaluation_batches, training_batches
 from train.methods import METHODS, check_modifiers
-from train.metrics import Best
 from train.models import build_from_settings
-from train.resume import Keeper
+from train.recorders.base import Recorder
 from train.schedule import LearningRate, Plan
 from train.seeds import seed_rank
 from train.step import Step
 from train.sync_batchnorm import SyncBatchNorm
-from train.watch import Watch
+from train.upkeep import Upkeep
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from torch import nn
     from torch.optim import Optimizer
 
     from train.data import Data
-    from train.data.dataset import Images
     from train.launch import RankContext
     from train.launch.signals import Signals
     from train.methods.single import Method
@@ -53,43 +48,41 @@ class Job:
     settings: Settings
     ctx: RankContext
     plan: Plan
-    sampler: DistributedBatchSampler | OwnSharesSampler
-    train_samples: Images
-    train_batches: Batches
-    test_batches: Batches
-    method: Method
+    loaders: Loaders
     trainer: Step
     rate: LearningRate
-    watch: Watch
-    saver: Saver
-    best: Best
-    keeper: Keeper
-    stopping: Stopping
+    upkeep: Upkeep
+
+    @property
+    def method(self) -> Method:
+        """The parallel method, which has the model."""
+        return self.trainer.method
 
 
 def prepare(
     settings: Settings,
     ctx: RankContext,
-    console: Console | None = None,
+    recorder: Recorder | None = None,
     signals: Signals | None = None,
     lock: RunLock | None = None,
 ) -> Job:
     """Load the data, build the model, and check the settings; with --resume, restore a state. A collective.
 
-    console: output of --monitor, by default stderr. signals: of this process. lock: the lock to acquire on --out, if
-    any. Raises UserError.
+    recorder: by default one that records nothing. signals: of this process. lock: the lock to acquire on --out, if any.
+    Raises UserError.
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
     torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
     data = load(settings, ctx)
-    samples = len(data.train)
+    ctx = METHODS[settings.method].place(settings, ctx)
     method = METHODS[settings.method](settings, ctx)
-    sampler = make_sampler(settings, ctx, samples, method.replicas)
-    plan = make_plan(settings, samples, sampler.longest)
+    sampler = make_sampler(settings, ctx, len(data.train), method.replicas)
+    plan = make_plan(settings, len(data.train), sampler.longest)
     fault = make_fault(settings, ctx, plan.steps)
     model = make_model(settings, data)
-    check_batchnorm(model, settings, ctx.world_size, method.replicas)
+    check_batchnorm(model, settings, ctx.mesh.data_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
     # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
@@ -101,28 +94,13 @@ def prepare(
     # From here on each rank has a separate random stream.
     seed_rank(settings.seed, ctx)
     trainer = Step(settings, ctx, method, forward, optimizer, fault)
+    rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
+    train_batches = training_batches(data.train, sampler, ctx, settings.workers)
+    loaders = Loaders(data.train, sampler, train_batches, evaluation_batches(data.test, ctx))
     if lock is not None:
         lock.acquire()
-    saver = Saver(trainer, plan, lock or RunLock(settings, ctx))
-    best = Best()
-    keeper = Keeper(trainer, plan, saver, data.train, also={"best": best})
-    return Job(
-        settings=settings,
-        ctx=ctx,
-        plan=plan,
-        sampler=sampler,
-        train_samples=data.train,
-        train_batches=training_batches(data.train, sampler, ctx, settings.workers),
-        test_batches=evaluation_batches(data.test, ctx),
-        method=method,
-        trainer=trainer,
-        rate=LearningRate(settings, plan, ctx.world_size * method.replicas),
-        watch=Watch(trainer, console),
-        saver=saver,
-        best=best,
-        keeper=keeper,
-        stopping=Stopping(ctx, signals, between=not settings.join),
-    )
+    upkeep = Upkeep(trainer, plan, rate, loaders, recorder or Recorder(), signals, lock or RunLock(settings, ctx))
+    return Job(settings, ctx, plan, loaders, trainer, rate, upkeep)
 
 
 def load(settings: Settings, ctx: RankContext) -> Data:
@@ -166,10 +144,10 @@ def make_sampler(
     settings: Settings, ctx: RankContext, samples: int, replicas: int
 ) -> DistributedBatchSampler | OwnSharesSampler:
     """Build the sampler of this rank. replicas: of each rank."""
-    s, shares = settings, (samples, settings.batch_size, ctx.rank, ctx.world_size)
+    s, shares = settings, (samples, settings.batch_size, ctx.mesh.data_rank, ctx.mesh.data_size)
     if s.join:
         return OwnSharesSampler(*shares, shuffle=s.shuffle, seed=s.seed)
-    rest = smallest_share(samples % s.batch_size, ctx.world_size, s.accumulate, replicas)
+    rest = smallest_share(samples % s.batch_size, ctx.mesh.data_size, s.accumulate, replicas)
     return DistributedBatchSampler(*shares, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,23 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import Sampler
 
+    from train.data import DistributedBatchSampler, OwnSharesSampler
     from train.data.dataset import Images
     from train.launch import RankContext
 
 Batches = DataLoader[tuple["Tensor", ...]]
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The training samples with their sampler, and the batches of training and evaluation."""
+
+    samples: Images
+    sampler: DistributedBatchSampler | OwnSharesSampler
+    train: Batches
+    test: Batches
+
+
 EVALUATION_BATCH = 512  # maximum samples per rank and forward; does not affect the score
 # Workers must not be forked from this process: its threads (gloo's, a monitor's) may hold locks, which would stay
 # locked in the child, and its signal handlers would run twice. spawn starts Python and imports torch for each worker in
@@ -72,17 +86,16 @@ def end_with_rank(_worker: int) -> None:
 
 
 def evaluation_batches(samples: Images, ctx: RankContext) -> Batches:
-    """Give each rank every world_size-th test sample. Each sample is counted once, without padding.
+    """Partition the test samples over the data ranks. Each sample is counted once, without padding.
 
     All ranks get equally many batches, because under FSDP every forward is a collective. Raises UserError if there are
     fewer samples than ranks.
     """
-    if len(samples) < ctx.world_size:
-        raise UserError(
-            f"{len(samples)} test samples for {ctx.world_size} ranks: each rank needs a sample; use fewer ranks"
-        )
-    mine = torch.arange(ctx.rank, len(samples), ctx.world_size)
-    largest_share = math.ceil(len(samples) / ctx.world_size)
+    rank, ranks = ctx.mesh.data_rank, ctx.mesh.data_size
+    if len(samples) < ranks:
+        raise UserError(f"{len(samples)} test samples for {ranks} ranks: each rank needs a sample; use fewer ranks")
+    mine = torch.arange(rank, len(samples), ranks)
+    largest_share = math.ceil(len(samples) / ranks)
     parts = mine.tensor_split(math.ceil(largest_share / EVALUATION_BATCH))
     # batch_size=None: the sampler yields whole batches. A separate generator, as in training: a run resumed at the end
     # of an epoch evaluates again, which must not affect dropout.

@@ -98,7 +98,8 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
         raise
     grouped = METHODS[settings.method].grouped
     ctx = make_rank_context(os.environ, settings.method, grouped=grouped, options=LaunchOptions.from_args(args))
-    check(settings, ctx.world_size)
+    ctx = METHODS[settings.method].place(settings, ctx)
+    check(settings, ctx.mesh.data_size)
     if not 0 < args.timeout <= LONGEST:
         raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
     return settings, ctx

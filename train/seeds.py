@@ -48,9 +48,9 @@ def seed_rank(seed: int, ctx: RankContext) -> None:
 
     Call it after building the model, which needs equal streams on all ranks. With equal streams in training, dropout
     would drop the same positions in every rank's share of a batch, and its noise would not average out over ranks. The
-    same holds for the GPUs of DataParallel.
+    same holds for the GPUs of DataParallel. Only tensor-parallel ranks share a stream.
     """
-    torch.manual_seed(mixed(seed, ctx.rank))
+    torch.manual_seed(mixed(seed, ctx.mesh.stream))
     for index, device in enumerate(ctx.devices):
         with torch.cuda.device(device):
-            torch.cuda.manual_seed(mixed(seed, ctx.rank, index))
+            torch.cuda.manual_seed(mixed(seed, ctx.mesh.stream, index))

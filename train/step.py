@@ -6,11 +6,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from train.metrics import Meter
+from train.metrics import Meter, cross_entropy, most_probable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,15 +41,11 @@ class WeightAverage:
         return dict(self.averaged_model.module.named_parameters())
 
 
-# The dtype of --amp under autocast; "off" disables autocast.
-PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 class Step:
     """Trains on one global batch. Other modules call its instance `trainer`.
 
     The order follows https://docs.pytorch.org/docs/stable/notes/amp_examples.html: forward and loss under autocast,
-    backward of the scaled loss outside autocast, unscale, clip, step. Parameters stay in float32.
+    backward of the scaled loss outside autocast, unscale, clip, step.
     """
 
     def __init__(
@@ -75,30 +69,32 @@ class Step:
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Update the model once.
 
-        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N] int64. meter:
-        accumulates the loss and accuracy of the share.
+        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N] int64, or
+        probabilities [N, classes]. meter: accumulates the loss and accuracy of the share.
         """
-        parts = self.settings.accumulate
-        device = self.ctx.device
-        for part, (xs, ys) in enumerate(zip(x.tensor_split(parts), y.tensor_split(parts), strict=True), 1):
-            on_device = xs.to(device, non_blocking=True)  # asynchronous from pinned memory
-            if self.settings.channels_last and on_device.dim() == 4:
-                # Use the layout of the weights, or each convolution would convert its input.
-                on_device = on_device.contiguous(memory_format=torch.channels_last)
+        method, parts = self.method, list(self.method.split(self._prepare(x), y.to(self.ctx.device, non_blocking=True)))
+        measured = Meter(self.ctx.device)
+        for part, (xs, ys) in enumerate(parts, 1):
             # Gradients accumulate over micro-batches, and are reduced once, with the last micro-batch.
-            with nullcontext() if part == parts else self.method.no_sync():
-                self._accumulate(on_device, ys.to(device, non_blocking=True), samples, meter)
+            with nullcontext() if part == len(parts) else method.no_sync():
+                self._accumulate(xs, ys, samples, measured)
+        meter.add_sums(method.share_sums(measured.sums))
         self.scaler.unscale_(self.optimizer)
         if self.settings.grad_clip is not None:
-            # Clip complete gradients with one factor. They are equal on all ranks, or shards (fsdp), whose norm torch
-            # computes over all ranks. Under localsgd each rank clips its own gradient.
-            self.grad_norm = clip_grad_norm_(self.method.module.parameters(), self.settings.grad_clip)
+            self.grad_norm = method.clip(self.settings.grad_clip)
         # Hooks of an injected fault, here and after the step. Without --fault they do nothing.
-        self.fault.before_step(step, self.method, self.optimizer, on_device)
-        self.method.step(self.optimizer, self.scaler)
+        self.fault.before_step(step, method, self.optimizer, xs)
+        method.step(self.optimizer, self.scaler)
         if self.average is not None and self.fault.should_update_average(step):
-            self.average.update(self.method.module)
-        self.fault.after_step(step, self.method, self.optimizer)
+            self.average.update(method.module)
+        self.fault.after_step(step, method, self.optimizer)
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        x = x.to(self.ctx.device, non_blocking=True)  # asynchronous from pinned memory
+        if self.settings.channels_last and x.dim() == 4:
+            # Use the layout of the weights, or each convolution would convert its input.
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x
 
     def warm_up_buckets(self, x: Tensor, y: Tensor) -> None:
         """Run forward and backward once without a step, before a state is restored; a collective.
@@ -115,10 +111,13 @@ class Step:
 
     def _accumulate(self, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Add the gradient of one micro-batch."""
-        precision = PRECISION[self.settings.amp]
-        with torch.autocast(self.ctx.device.type, precision, enabled=self.settings.amp != "off"):
-            logits = self.forward(x)
-            loss_sum = F.cross_entropy(logits, y, reduction="sum")
-        # Divide by the global batch size, not by the micro-batch size, so that uneven shares are weighted correctly.
-        self.method.backward(self.scaler.scale(loss_sum / samples))
-        meter.add(loss_sum, logits, y)
+        # Divide by the number of predictions of the global batch, not of the micro-batch, so that uneven shares are
+        # weighted correctly. A sample of text has one prediction per token.
+        predictions = samples * most_probable(y[:1]).numel()
+
+        def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            loss_sum = cross_entropy(outputs, targets)
+            meter.add(loss_sum, outputs, targets)
+            return self.scaler.scale(loss_sum / predictions)
+
+        self.method.train(self.forward, x, y, compute_loss)

@@ -11,7 +11,6 @@ from train.engine import Result, train, train_epoch
 from train.job import Job, prepare
 from train.methods.fsdp import ON_CPU
 from train.recorders.base import Recorder
-from train.recorders.logbook import Logbook
 from train.schedule import Position
 from train.settings import Settings
 
@@ -52,11 +51,10 @@ def run(ctx: RankContext, settings: Settings) -> Result:
 def trained(ctx: RankContext, settings: Settings) -> Job:
     """Train, and return the job with its model and optimizer."""
     job, position = prepare(settings, ctx), Position(ctx.device)
-    logbook = Logbook(job, Recorder(), position)
-    train_epoch(job, position, logbook)
+    train_epoch(job, position)
     while position.step < job.plan.steps:
         position.next_epoch()
-        train_epoch(job, position, logbook)
+        train_epoch(job, position)
     return job
 
 

@@ -8,34 +8,42 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from bench_rows import MACHINE, epoch, record, row
+from namespaces import two_hosts
 from programs import children
 from started import ROOT, alive, wait_for
 
 from train.bench.__main__ import main
-from train.bench.cases import CASES, select_cases
+from train.bench.cases import CASES, LAUNCHERS, RUN, select_cases
+from train.bench.nodes import Node
 from train.bench.runs import Timing, read_timing
 from train.bench.table import as_json, as_markdown, as_text, compute_speed_up
 from train.errors import UserError
+from train.methods import METHODS
 from train.options import build_parser
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from programs import Programs
 
 BENCH = (sys.executable, "-m", "train.bench")
 TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit-train", "128", "--epochs", "2")
 
 
+def list_namespaces() -> set[str]:
+    """List the network namespaces that the benchmark has created."""
+    return {path.name for path in Path("/run/netns").glob("train-*")}
+
+
 def test_excludes_the_first_epoch() -> None:
     """The first epoch is excluded as warm-up; accuracy is the last epoch's, and memory is the maximum."""
     records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
     timing = read_timing(records, began=990.0)
-    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7)
+    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7, utilization=(92.5, 10.0))
     assert (timing.epoch_time, timing.throughput) == (3.0, 320 / 3)
 
 
@@ -53,49 +61,67 @@ def test_excludes_an_incomplete_epoch() -> None:
     assert (timing.epochs, timing.steps, timing.samples) == ((2.0,), 5, 160)
 
 
-def test_speed_up_is_over_single() -> None:
-    """The speed-up is the throughput relative to `single`, or None if `single` was not measured."""
-    rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]
-    assert [compute_speed_up(r, rows) for r in rows] == [1.0, 2.0]
+def test_speed_up_is_over_single_of_the_same_round() -> None:
+    """The speed-up is the median of the rounds' throughputs relative to `single`, or None without `single`."""
+    rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]  # ratios 4, 2, 3; the ratio of medians is 2
+    assert [compute_speed_up(r, rows) for r in rows] == [1.0, 3.0]
     assert compute_speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
+    other = replace(rows[0], case=CASES["single-moe"], model="gpt-tiny-moe")
+    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0]]) is None
+    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0], other]) == 3.0
 
 
 def test_all_formats_have_equal_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Text, Markdown and JSON have the same medians, and report the case that could not run."""
-    rows = [row("single", 4.0), row("ddp", 2.0), row("hsdp", problem="it will not")]
+    rows = [row("single", 4.0), row("ddp", 2.0, gpus=(97.0, 96.0)), row("hsdp", problem="it will not")]
     text, markdown = as_text(rows, MACHINE, width=200), as_markdown(rows, MACHINE)
     document = json.loads(as_json(rows, MACHINE))
     (line,) = (line.split() for line in text.splitlines() if line.startswith("ddp"))
-    assert line == ["ddp", "spawn", "2", "3.0", "2.00", "200.0", "160.0", "2.00", "50.0", "100"]
+    start = ["ddp", "spawn", "resnet8", "digits", "2", "3.0", "9.0", "2.00", "10", "200.0"]
+    assert line == [*start, "160.0", "2.00", "50.0", "100", "97/96"]
     assert f"| {' | '.join(line)} |" in markdown
     assert "hsdp: it will not" in text
     assert "- `hsdp`: it will not" in markdown
     measured = document["cases"][1]
     assert (measured["batch_time_s"], measured["samples_per_second"], measured["speed_up"]) == (0.2, 160.0, 2.0)
     assert document["cases"][2]["problem"] == "it will not"
+    assert (measured["model"], measured["data"], measured["total_s"]) == ("resnet8", "digits", 9.0)
+    assert measured["runs"][0]["gpu_utilization"] == [97.0, 96.0]
     assert document["machine"] == MACHINE
 
 
-def test_no_number_is_cut_at_80_columns() -> None:
-    """A narrow terminal folds names and keeps numbers whole."""
-    text = as_text([row("single", 4.0), row("ddp-comm-hook-powersgd", 123.456)], MACHINE, width=80)
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert "12345.6" in text
-    assert "400.0" in text
-    assert "..." not in text.replace("\N{HORIZONTAL ELLIPSIS}", "...")
+def test_a_narrow_table_has_parts() -> None:
+    """On a narrow terminal the table has parts with whole names and numbers; 200 columns need a single part."""
+    rows = [row("single", 4.0), row("ddp-comm-hook-powersgd", 123.456, gpus=(100.0,) * 8)]
+    parts = [part.splitlines() for part in as_text(rows, MACHINE, width=80).split("\n\n")[1:-1]]
+    assert len(parts) == 3
+    assert all(len(line) <= 80 for part in parts for line in part)
+    assert all([line.split()[0] for line in part] == ["case", "single", "ddp-comm-hook-powersgd"] for part in parts)
+    (wide,) = (part.splitlines() for part in as_text(rows, MACHINE, width=200).split("\n\n")[1:-1])
+    assert [cell for part in parts for cell in part[2].split()[1:]] == wide[2].split()[1:]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_run_accepts_the_command_line_of_every_case(name: str) -> None:
-    """All options and methods of the cases exist in run.py."""
-    command = CASES[name].build_command(2, ["--epochs", "2"])
-    args = build_parser().parse_args(command[command.index(next(w for w in command if w.endswith("run.py"))) + 1 :])
-    assert args.method == CASES[name].method
+def test_run_accepts_the_command_lines_of_every_case(name: str) -> None:
+    """All options and methods of the cases exist in run.py, and every rank is started once."""
+    case = CASES[name]
+    nodes = [Node(f"n{i}", f"v{i}", f"10.77.0.{i}") for i in (1, 2)] if case.nodes > 1 else []
+    commands = case.build_commands(2, ["--epochs", "2"], Path("/tmp"), nodes)
+    parsed = [build_parser().parse_args(command[command.index(str(RUN)) + 1 :]) for command in commands]
+    assert {args.method for args in parsed} == {case.method}
+    if "{rank}" in LAUNCHERS[case.launcher]:
+        assert [args.rank for args in parsed] == list(range(case.count_processes(2)))
+    else:
+        assert len(parsed) == case.nodes
 
 
 def test_single_comes_first() -> None:
-    """`single` is always the first case, the table's order is fixed, and an unknown case is an error."""
+    """`single` is always the first case, the table's order is fixed, lists are expanded, and an unknown case fails."""
     assert [case.name for case in select_cases(["zero", "ddp"])] == ["single", "ddp", "zero"]
+    assert [case.name for case in select_cases(["all"])] == list(CASES)
+    methods = select_cases(["methods"])
+    assert {case.method for case in methods} == set(METHODS)
+    assert all(case.options in ((), ("--model", "gpt-tiny-moe")) for case in methods)
     with pytest.raises(UserError, match=r"dpp.* single, "):
         select_cases(["dpp"])
 
@@ -123,23 +149,53 @@ def test_invalid_arguments_are_one_line(words: list[str], start: str, capsys: py
 
 @pytest.mark.slow
 def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
-    """Runs on one process, with --spawn, torchrun and torch.distributed.launch are recorded as JSON and Markdown."""
-    names = ["ddp", "ddp-torchrun", "ddp-launch"]
+    """Runs on one process, with --spawn, torchrun, torch.distributed.launch and by hand are recorded in files."""
+    names = ["ddp", "ddp-torchrun", "ddp-launch", "ddp-file"]
     files = ["-o", tmp_path / "t.json", "-o", tmp_path / "t.md"]
     done = programs.run(*BENCH, *names, "--rounds", 1, *files, *TINY, cwd=ROOT, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     cases = {case["case"]: case for case in json.loads((tmp_path / "t.json").read_text())["cases"]}
     assert list(cases) == ["single", *names]
-    assert [case["processes"] for case in cases.values()] == [1, 2, 2, 2]
+    assert [case["processes"] for case in cases.values()] == [1, 2, 2, 2, 2]
     assert cases["single"]["speed_up"] == 1
     for case in cases.values():
         (run,) = case["runs"]
         assert (run["steps"], run["samples"], len(run["epoch_times_s"])) == (4, 128, 1)
         assert case["samples_per_second"] == pytest.approx(128 / case["epoch_time_s"])
         assert run["peak_memory_bytes"] > 10**7
+        assert run["total_s"] > run["start_s"] + case["epoch_time_s"]
+        assert (case["model"], case["data"], run["gpu_utilization"]) == ("resnet8", "digits", [])
     # The launcher has no influence on the result of the training.
     assert len({cases[name]["runs"][0]["test_accuracy"] for name in names}) == 1
-    assert (tmp_path / "t.md").read_text().count("\n| ") == 5
+    assert (tmp_path / "t.md").read_text().count("\n| ") == 6
+
+
+@pytest.mark.slow
+def test_two_nodes(programs: Programs, tmp_path: Path) -> None:
+    """Four processes on two nodes are measured, and the network namespaces are removed afterwards."""
+    with two_hosts():  # skips the test without the rights
+        before = list_namespaces()
+    done = programs.run(
+        *BENCH, "ddp-nodes-tcp", "ddp-nodes-4", "--rounds", 1, "-o", tmp_path / "t.json", *TINY,
+        "--gpus", "none", cwd=ROOT, timeout=240,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    cases = json.loads((tmp_path / "t.json").read_text())["cases"]
+    assert [(case["nodes"], case["processes"], len(case["runs"])) for case in cases] == [
+        (1, 1, 1), (2, 2, 1), (2, 4, 1)
+    ]  # fmt: skip
+    assert not list_namespaces() - before
+
+
+def test_nodes_without_rights_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the program `ip`, cases with two nodes are not run, and the reason is printed below the table."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(
+        "train.bench.__main__.run_case", lambda row, *_: row.timings.append(Timing(1, (1,), 1, 1, 1, 1))
+    )
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    assert main(["ddp-nodes", "--rounds", "1", "--", "--gpus", "none"]) == 0
+    assert "\nddp-nodes: there is no program ip" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -148,7 +204,7 @@ def test_refusals_are_printed_below_the_table(programs: Programs) -> None:
     done = programs.run(*BENCH, "ddp", "--rounds", 1, *TINY, "--no-buffer-sync", cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "single: --no-buffer-sync: " in done.stdout
-    assert re.search(r"^ddp +spawn +2 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^ddp +spawn +resnet8 +digits +2 ", done.stdout, re.MULTILINE)
     words = ("ddp-torchrun", "--rounds", 1, *TINY, "--fault", "variance-only-bn")
     done = programs.run(*BENCH, *words, cwd=ROOT, timeout=120)
     assert done.returncode == 2, done.stderr
@@ -195,7 +251,7 @@ def test_a_signal_prints_the_table_so_far(programs: Programs) -> None:
     done = programs.finish(process, 30)
     assert done.returncode == 143
     assert "interrupted" in done.stderr
-    assert re.search(r"^single +python +1 ", done.stdout, re.MULTILINE)
+    assert re.search(r"^single +python +resnet8 +digits +1 ", done.stdout, re.MULTILINE)
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)
 
 

@@ -23,7 +23,6 @@ from train.settings import Settings
 
 if TYPE_CHECKING:
     from train.job import Job
-    from train.recorders.logbook import Logbook
     from train.schedule import Position
 
 
@@ -44,8 +43,8 @@ def test_a_measured_case_is_not_refused(tmp_path: Path) -> None:
     refused, failed = row("ddp"), row("zero")
     for turn, words in enumerate(fake_runs(tmp_path, 0, 2)):
         (tmp_path / f"logs{turn}").mkdir()
-        run_case(failed, words, tmp_path / f"logs{turn}", 1, 60)
-    run_case(refused, fake_runs(tmp_path, 2)[0], tmp_path / "logs0", 1, 60)
+        run_case(failed, [words], tmp_path / f"logs{turn}", 1, 60)
+    run_case(refused, fake_runs(tmp_path, 2), tmp_path / "logs0", 1, 60)
     assert (refused.refused, refused.problem, refused.timings) == (True, "no", [])
     assert (failed.refused, failed.problem, len(failed.timings)) == (False, "no", 1)
 
@@ -58,7 +57,7 @@ def test_timeout_ends_processes_in_other_sessions(tmp_path: Path) -> None:
     )
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], start_new_session=True)"
     case = row("ddp")
-    run_case(case, [sys.executable, "-c", outer], tmp_path, 1, 10)
+    run_case(case, [[sys.executable, "-c", outer]], tmp_path, 1, 10)
     assert case.problem == "not finished after 10 s"
     assert not command(int((tmp_path / "pid").read_text()))
 
@@ -96,9 +95,9 @@ def test_every_timed_epoch_of_the_trainer_trains(monkeypatch: pytest.MonkeyPatch
     """All timed epochs train the same number of steps, even if there are more rounds than --epochs."""
     steps: list[int] = []
 
-    def counting(job: Job, position: Position, logbook: Logbook) -> None:
+    def counting(job: Job, position: Position) -> None:
         before = position.step
-        train_epoch(job, position, logbook)
+        train_epoch(job, position)
         steps.append(position.step - before)
 
     monkeypatch.setattr("train.bench.overhead.train_epoch", counting)

@@ -56,7 +56,7 @@ def test_divergence_ignores_a_recovered_loss(
 ) -> None:
     """`diverged` is the epoch since which the loss is not finite, or None if the loss has recovered."""
     scores = iter([Score(loss, 0.5, 10) for loss in losses])
-    monkeypatch.setattr("train.engine.evaluate", lambda *_: next(scores))
+    monkeypatch.setattr("train.upkeep.evaluate", lambda *_: next(scores))
     assert train(Settings(epochs=3, width=4, limit_train=32), RankContext(), Recorder()).diverged == since
 
 
@@ -65,7 +65,9 @@ def test_evaluation_changes_nothing() -> None:
     model = build_model("resnet8", 1, 10, 4)
     data = load_data("digits", None, None)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    evaluate(model, evaluation_batches(data.test, RankContext()), RankContext())
+    method = Single(Settings(), RankContext())
+    method.wrap(model)
+    evaluate(method, evaluation_batches(data.test, RankContext()), RankContext())
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
     assert model.training
 
@@ -80,7 +82,9 @@ def test_scores_are_exact_over_ranks(ctx: RankContext, syncheck_rank: Rank) -> N
     assert result.trained.samples == 20 * 33
     model = build_model("resnet8", 1, 10, 4)
     model.load_state_dict(load(settings.out / "ddp-syncbn_rank1.pth")["model"])
-    alone = evaluate(model, evaluation_batches(load_data("digits", None, None).test, RankContext()), RankContext())
+    method = Single(Settings(), RankContext())
+    method.wrap(model)
+    alone = evaluate(method, evaluation_batches(load_data("digits", None, None).test, RankContext()), RankContext())
     assert (alone.samples, alone.accuracy) == (result.test.samples, result.test.accuracy)
     assert alone.loss == pytest.approx(result.test.loss, rel=1e-6)  # summed in another order
 

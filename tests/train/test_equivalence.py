@@ -29,17 +29,23 @@ NO_BN = replace(SMALL, model="convnet", width=None, shuffle=False, max_steps=20,
 # below and in test_methods.py cause differences of at least 1e-3.
 ROUNDING = 1e-5
 CLIP = 0.1  # the gradient norm is 0.16 to 0.39, so every step is clipped
+GPT = {"data": "text", "model": "gpt-tiny", "width": 16, "depth": 2, "max_steps": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp --accumulate": {"accumulate": 3},
     "ddp --grad-clip": {"grad_clip": CLIP},
     "ddp --accumulate --grad-clip": {"accumulate": 3, "grad_clip": CLIP},
     "ddp --find-unused": {"find_unused": True},
+    "ddp --augment timm": {"augment": "timm"},
     "zero": {"method": "zero"},
     "zero --accumulate --grad-clip": {"method": "zero", "accumulate": 3, "grad_clip": CLIP},
+    # Averaging models with equal starts after every step is averaging gradients, because SGD is linear in the gradient.
+    "diloco --average-every 1": {"method": "diloco", "average_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
     "fsdp": {"method": "fsdp"},
     "fsdp --accumulate": {"method": "fsdp", "accumulate": 3},
     "fsdp --accumulate --grad-clip": {"method": "fsdp", "accumulate": 3, "grad_clip": CLIP},
+    "ddp --model gpt-tiny-moe": GPT | {"model": "gpt-tiny-moe"},
+    "fsdp --model gpt-tiny": GPT | {"method": "fsdp", "accumulate": 3},
 }
 
 
@@ -53,6 +59,7 @@ def difference_to_single(ctx: RankContext, settings: Settings) -> float:
     """Train on all ranks, then in each process alone on whole batches; return the maximum difference of the models."""
     together = whole_state(trained(ctx, settings))
     alone = replace(settings, method="single", accumulate=1, find_unused=False, sync_bn=False)
+    alone = replace(alone, average_every=None, outer_lr=None, outer_momentum=None)
     reference = train_alone(alone)
     assert list(together) == list(reference)
     return max((together[name].double() - reference[name].double()).abs().max().item() for name in reference)
@@ -96,7 +103,7 @@ def test_gradients_are_unscaled_before_clipping(ctx: RankContext, method: str) -
     # Clipping the scaled gradient to a norm equals clipping the gradient to norm / 65536, the initial scale.
     right = whole_state(trained(ctx, settings))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.step.clip_grad_norm_", lambda p, norm: clip_grad_norm_(p, norm / 65536))
+        patch.setattr("train.methods.single.clip_grad_norm_", lambda p, norm: clip_grad_norm_(p, norm / 65536))
         wrong = whole_state(trained(ctx, settings))
     assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3
 

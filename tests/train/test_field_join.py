@@ -37,7 +37,7 @@ def test_ranks_end_bitwise_equal(ctx: RankContext, syncheck_rank: Rank, optimize
     """After two epochs of 5 and 4 batches, ranks are bitwise equal, including BatchNorm statistics and momentum."""
     settings = replace(UNEVEN, optimizer=optimizer, out=syncheck_rank.shared)
     job = prepare(settings, ctx)
-    assert len(job.sampler.sizes) == (5, 4)[ctx.rank]
+    assert len(job.loaders.sampler.sizes) == (5, 4)[ctx.rank]
     assert job.plan.steps == 10
     saved = run(ctx, settings).saved
     assert differing(*saved) == set()

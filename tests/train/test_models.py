@@ -26,7 +26,8 @@ def count_parameters(name: str, channels: int = 3, classes: int = 10, **options:
 SHALLOW = ("convnet", "mnist_convnet")  # no stages
 # torchvision's larger networks are slow: one size each.
 FEWER = {"tv_resnet34": (32,), "tv_resnet50": (8,)}
-SIZES = [(name, size) for name in MODELS for size in FEWER.get(name, (8, 28, 32))]
+IMAGE_MODELS = [name for name in MODELS if not MODELS[name].text]
+SIZES = [(name, size) for name in IMAGE_MODELS for size in FEWER.get(name, (8, 28, 32))]
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
@@ -150,7 +151,11 @@ def test_width() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet8", {"depth": 20}, "^--depth 20: .*resnet8; .* pyramidnet, pyramidnet_bottleneck, transformer$"),
+        (
+            "resnet8",
+            {"depth": 20},
+            "^--depth 20: .*resnet8; .* pyramidnet, pyramidnet_bottleneck, transformer, gpt-tiny, .*-moe$",
+        ),
         ("transformer", {"alpha": 48}, "^--alpha 48: .*transformer"),
         ("pyramidnet", {"depth": 109}, r"^--depth 109: .*--model pyramidnet, .* 8, 14, 20, ... \(6n\+2\)"),
         ("pyramidnet_bottleneck", {"depth": 2}, "^--depth 2: .* 11, 20, 29"),
@@ -180,7 +185,7 @@ def test_the_list_has_every_model() -> None:
     table = {line.split()[0]: line.split()[1:] for line in lines}
     assert list(table) == list(MODELS)
     assert table["resnet18"][:3] == ["11,173,962", "BatchNorm", "https://arxiv.org/abs/1512.03385,"]
-    assert (table["convnet"][1], table["transformer"][1]) == ("none", "LayerNorm")
+    assert [table[name][1] for name in ("convnet", "transformer", "gpt-tiny")] == ["none", "LayerNorm", "RMSNorm"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -189,7 +194,7 @@ def test_fsdp_finds_the_blocks(name: str) -> None:
     if name.startswith("tv_"):
         pytest.importorskip("torchvision")
     with torch.device("meta"):
-        model = build_model(name, 3, 10, None)
+        model = build_model(name, 0 if MODELS[name].text else 3, 10, None)
     blocks = list(find_blocks(model))
     if name in SHALLOW:
         assert blocks == []

@@ -13,6 +13,7 @@ from scenarios import SMALL, fsdp, run, trained, whole_state
 import syncheck
 from train.job import prepare
 from train.launch import RankContext
+from train.metrics import Meter
 from train.options import build_parser
 from train.settings import Settings
 
@@ -36,18 +37,11 @@ def masks(ctx: RankContext, settings: Settings) -> list[bytes]:
     layer = job.method.module.get_submodule("dropout1")
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0 + 1,))
     layer.register_forward_hook(keep)
-    for step, (x, y) in enumerate(job.train_batches, 1):
-        job.trainer.run(step, x, y, settings.batch_size, _NoMeter())
+    for step, (x, y) in enumerate(job.loaders.train, 1):
+        job.trainer.run(step, x, y, settings.batch_size, Meter(torch.device("cpu")))
         if step == 2:
             break
     return masks_of_steps
-
-
-class _NoMeter:
-    """A meter without effect."""
-
-    def add(self, *_: Any) -> None:
-        """Do nothing."""
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -90,8 +84,8 @@ def test_a_model_without_dropout_draws_no_random_numbers() -> None:
     settings = replace(SMALL, method="single", save_per_rank=False)
     job = prepare(settings, RankContext())
     state = torch.get_rng_state()
-    x, y = job.train_samples[:8]
-    job.trainer.run(1, x, y, 8, _NoMeter())
+    x, y = job.loaders.samples[:8]
+    job.trainer.run(1, x, y, 8, Meter(torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -116,7 +110,7 @@ def test_a_transformer_learns_in_16_bits(ctx: RankContext) -> None:
 def test_the_list_of_models_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """--list-models prints the table on rank 0 only and exits with 0."""
     pytest.importorskip("torchvision")
-    for variables, lines in (({}, 14), ({"RANK": "0", "WORLD_SIZE": "2"}, 14), ({"RANK": "1", "WORLD_SIZE": "2"}, 0)):
+    for variables, lines in (({}, 16), ({"RANK": "0", "WORLD_SIZE": "2"}, 16), ({"RANK": "1", "WORLD_SIZE": "2"}, 0)):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as caught:

@@ -84,7 +84,7 @@ def test_a_slow_step_is_batch_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_evaluation_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation has its own time, which is not part of any step's or epoch's training time."""
-    monkeypatch.setattr("train.engine.evaluate", delay(delay(evaluate)))
+    monkeypatch.setattr("train.upkeep.evaluate", delay(delay(evaluate)))
     records = train_and_keep_records(log_interval=1)
     assert all(epoch.test_time_s >= 2 * DELAY for epoch in records.epochs)
     in_steps = sum(record.mean.batch_time_s for record in records.steps)

@@ -1,6 +1,7 @@
 """Benchmark methods, modifiers and launchers, and print one table.
 
     python -m train.bench                                            # on 2 processes
+    python -m train.bench methods --rounds 2                         # each method on its minimum number of processes
     python -m train.bench ddp ddp-torchrun -o table.md -o table.json -- --model resnet8 --data digits
     python -m train.bench --parts -- --model resnet18                # the parts of a DDP step
     python -m train.bench --overhead                                 # the trainer compared with a bare loop
@@ -18,6 +19,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ import torch
 from rich.console import Console
 
 from train.bench.cases import CASES, select_cases
+from train.bench.nodes import two_nodes
 from train.bench.overhead import measure_overhead
 from train.bench.parts import format_parts, measure_parts
 from train.bench.ranks import run_on_ranks
@@ -43,6 +46,8 @@ from train.options import build_parser as build_trainer_parser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from train.bench.nodes import Node
+
 DEFAULT = (
     *("single", "dp", "ddp", "ddp-torchrun", "ddp-launch", "ddp-sync-bn", "ddp-accumulate-2", "ddp-amp-bf16"),
     *("zero", "localsgd", "fsdp"),
@@ -52,12 +57,17 @@ WORKLOAD = (
     *("--model", "resnet18", "--data", "synthetic", "--train-samples", "640", "--batch-size", "64"),
     *("--epochs", "2"),
 )
+# For the case list `methods`; 5 steps per epoch.
+METHODS_WORKLOAD = "--model gpt-tiny --data text --limit-train 80 --batch-size 16 --epochs 3".split()
 FORMATS = {".md": as_markdown, ".json": as_json, ".txt": as_text}
 EPILOG = f"""cases:
 {textwrap.fill(", ".join(CASES), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
 
+"all" runs every case; "methods" runs every method on its minimum number of processes.
+
 Options after -- are passed to every run and replace the defaults
   {" ".join(WORKLOAD)}
+  {" ".join(METHODS_WORKLOAD)} (for "methods")
 The global batch (--batch-size) is partitioned over the processes, so every case does the same work. The first of
 several epochs is warm-up and is excluded.
 
@@ -78,7 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run, or all (default: {' '.join(DEFAULT)})")
+    text = f"cases to run, all, or methods (default: {' '.join(DEFAULT)})"
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=text)
     parser.add_argument(
         "--processes", type=int, default=2, metavar="N", help="processes of each distributed method (default: 2)"
     )
@@ -121,8 +132,7 @@ def describe_machine(arguments: argparse.Namespace, options: Sequence[str]) -> d
 
 def compare_cases(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     """Run the cases in turns, print their table, and return the exit code."""
-    names = list(CASES) if arguments.cases == ["all"] else arguments.cases or DEFAULT
-    rows = [Row(case, case.count_processes(arguments.processes)) for case in select_cases(names)]
+    rows = [Row(case, case.count_processes(arguments.processes)) for case in select_cases(arguments.cases or DEFAULT)]
     received: list[int] = []
 
     def stop(number: int, _: object) -> None:
@@ -159,15 +169,28 @@ def write_file(path: Path, text: str) -> bool:
 
 def run_rounds(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequence[str]) -> None:
     """Run every case once per round; failed cases are not repeated."""
-    with Console(stderr=True).status("") as status, tempfile.TemporaryDirectory() as folder:
+    with Console(stderr=True).status("") as status, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        nodes = _connect_nodes(stack, [row for row in rows if row.case.nodes > 1], options)
         for number in range(arguments.rounds):
             for row in rows:
                 if not row.problem:
                     status.update(f"round {number + 1} of {arguments.rounds}: {row.case.name}")
                     logs = Path(folder) / f"{number}-{row.case.name}"
                     logs.mkdir()
-                    command = row.case.build_command(arguments.processes, options)
-                    run_case(row, command, logs, arguments.threads, arguments.timeout)
+                    commands = row.case.build_commands(arguments.processes, options, logs, nodes)
+                    run_case(row, commands, logs, arguments.threads, arguments.timeout)
+
+
+def _connect_nodes(stack: ExitStack, rows: Sequence[Row], options: Sequence[str]) -> Sequence[Node]:
+    """Create two nodes until the stack is closed, or store in the rows why this is impossible."""
+    try:
+        if rows and torch.cuda.is_available() and build_trainer_parser().parse_args(list(options)).gpus != "none":
+            raise UserError("two nodes on this machine share its GPUs; add --gpus none after --")
+        return stack.enter_context(two_nodes()) if rows else ()
+    except UserError as error:
+        for row in rows:
+            row.refused, row.problem = True, str(error)
+        return ()
 
 
 def print_parts_or_overhead(arguments: argparse.Namespace, options: Sequence[str]) -> int:
@@ -193,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    options = words[end + 1 :] or list(WORKLOAD)
+    options = words[end + 1 :] or list(METHODS_WORKLOAD if "methods" in words[:end] else WORKLOAD)
     try:
         arguments, unknown = build_parser().parse_known_args(words[:end])
         if unknown:
@@ -224,7 +247,7 @@ def check_arguments(arguments: argparse.Namespace, options: Sequence[str]) -> No
                 path.unlink()
         except OSError as error:
             raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
-    select_cases([] if arguments.cases == ["all"] else arguments.cases)
+    select_cases(arguments.cases)
     build_trainer_parser().parse_args(list(options))
 
 

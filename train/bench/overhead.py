@@ -15,8 +15,6 @@ from train.engine import train_epoch
 from train.errors import UserError
 from train.job import build_optimizer, load, make_model, prepare
 from train.methods import METHODS
-from train.recorders.base import Recorder
-from train.recorders.logbook import Logbook
 from train.schedule import Position
 from train.settings import DEFAULT
 
@@ -83,11 +81,10 @@ def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> dict[
     # DistributedSampler pads the epoch, so the bare loop may have one more step than the trainer.
     steps = {"trainer": job.plan.steps_per_epoch, "bare": len(loader)}
     position = Position(ctx.device)
-    logbook = Logbook(job, Recorder(), position)
 
     def run_trainer() -> None:
-        train_epoch(job, position, logbook)
-        logbook.end_epoch(position)
+        train_epoch(job, position)
+        job.upkeep.logbook.end_epoch(position)
         position.next_epoch()
 
     def run_bare() -> None:

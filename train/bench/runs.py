@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
+# Runs its arguments at the same time, and exits with the code of the first failed argument.
+PARALLEL = 'for words; do eval "$words" & pids+=" $!"; done; for pid in $pids; do wait $pid || exit; done'
 MARK = "TRAIN_BENCH_RUN"  # environment variable that all processes of a run inherit
 
 
@@ -32,7 +35,8 @@ class Timing:
     start_time: seconds from the command to the first step. epochs: seconds of training per included epoch; the first
     epoch (warm-up) and a last epoch cut short by --max-steps are excluded unless no other epoch exists. steps, samples:
     of an included epoch. accuracy: test accuracy at the end. memory: peak memory over ranks in bytes, on the GPU if
-    there is a GPU.
+    there is a GPU. total_time: seconds from the command to its end. utilization: mean percent of each rank's GPU in the
+    included epochs; empty without GPUs.
     """
 
     start_time: float
@@ -41,6 +45,8 @@ class Timing:
     samples: int
     accuracy: float
     memory: int
+    total_time: float = 0.0
+    utilization: tuple[float, ...] = ()
 
     @property
     def epoch_time(self) -> float:
@@ -55,10 +61,15 @@ class Timing:
 
 @dataclass
 class Row:
-    """All runs of a case. problem: a line with the reason if the case was not run or not repeated."""
+    """All runs of a case. problem: a line with the reason if the case was not run or not repeated.
+
+    model, data: of its last run.
+    """
 
     case: Case
     processes: int
+    model: str = ""
+    data: str = ""
     timings: list[Timing] = field(default_factory=list)
     refused: bool = False
     problem: str = ""
@@ -68,17 +79,18 @@ class Row:
         return statistics.median(map(number, self.timings))
 
 
-def run_case(row: Row, command: Sequence[str], folder: Path, threads: int, timeout: float) -> None:
-    """Run a case, and add its timing to the row, or the reason of a failure.
+def run_case(row: Row, commands: Sequence[Sequence[str]], folder: Path, threads: int, timeout: float) -> None:
+    """Run the commands of a case at the same time, and add the timing to the row, or the reason of a failure.
 
     folder: an empty folder for logs. threads: CPU threads per process. timeout: time limit in seconds, after which all
     processes of the run are killed.
     """
     mark = str(uuid.uuid4())  # identifies all processes of this run
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: mark}
+    options = ("--log-dir", str(folder), "--progress", "none")
     began = time.time()
     process = subprocess.Popen(
-        [*command, "--log-dir", str(folder), "--progress", "none"],
+        ["bash", "-c", PARALLEL, "bash", *(shlex.join([*command, *options]) for command in commands)],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -88,6 +100,7 @@ def run_case(row: Row, command: Sequence[str], folder: Path, threads: int, timeo
     )
     try:
         _, errors = process.communicate(timeout=timeout)
+        total = time.time() - began
     except subprocess.TimeoutExpired:
         row.problem = f"not finished after {timeout:g} s"
         return
@@ -106,7 +119,9 @@ def run_case(row: Row, command: Sequence[str], folder: Path, threads: int, timeo
         return
     try:
         (path,) = folder.glob("*/metrics.jsonl")
-        row.timings.append(read_timing([json.loads(line) for line in path.read_text().splitlines()], began))
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        row.timings.append(replace(read_timing(records, began), total_time=total))
+        row.model, row.data = records[0]["model"], records[0]["data"]
     except (OSError, ValueError, LookupError, TypeError) as error:  # for example after a full disk
         row.problem = f"its metrics are incomplete: {error}"
 
@@ -142,7 +157,8 @@ def read_timing(records: Sequence[Record], began: float) -> Timing:
         start_time=start["time"] - began,
         epochs=tuple(record["epoch_time_s"] for record in included),
         steps=steps,
-        samples=included[-1]["samples"],
+        samples=min(start["samples"], steps * start["batch_size"]),  # the epochs of a text count bytes
         accuracy=epochs[-1]["test_accuracy"],
         memory=max(record["peak_memory_bytes"] for record in epochs),
+        utilization=tuple(map(statistics.mean, zip(*(r["gpu_utilization_by_rank"] for r in included), strict=False))),
     )

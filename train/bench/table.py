@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import statistics
 import sys
+import textwrap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from train.bench.cases import REFERENCE
+from train.bench.cases import REFERENCES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,26 +18,29 @@ if TYPE_CHECKING:
     from train.bench.runs import Row
 
 THROUGHPUT, EPOCH_TIME = attrgetter("throughput"), attrgetter("epoch_time")
-START, MEMORY = attrgetter("start_time"), attrgetter("memory")
+START, TOTAL, MEMORY = attrgetter("start_time"), attrgetter("total_time"), attrgetter("memory")
 PIPE_WIDTH = 200  # columns, if stdout is not a terminal
 SCHEMA = 1  # of the JSON document; removing a field increases it
+TEXTS = 4  # columns of text, aligned to the left
 HEAD = (
-    *("case", "launcher", "processes", "start s", "epoch s", "step ms", "samples/s", "speed-up", "test %"),
-    "memory MB",
+    *("case", "launcher", "model", "data", "processes", "start s", "total s", "epoch s", "steps", "step ms"),
+    *("samples/s", "speed-up", "test %", "memory MB", "GPU %"),
 )
 NOTES = (
     "Medians over the rounds, without the first epoch of each run. start: time from the command to the first step. "
-    "speed-up: samples/s divided by samples/s of single. test %: accuracy at the end. memory: peak of a single "
-    "process, on its GPU if it has one."
+    "total: whole command, with start, all epochs and evaluation. steps: timed steps of all rounds. "
+    "speed-up: samples/s divided by that of single with the same model in the same round. test %: accuracy at the end. "
+    "memory: peak of a process, on its GPU if it has one. GPU %: utilization of each rank's GPU in the last round."
 )
 
 
 def compute_speed_up(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return the row's throughput divided by that of `single`; None if either was not measured."""
-    base = next((other for other in rows if other.case.name == REFERENCE), None)
-    if base is None or not base.timings or not row.timings:
+    """Return the median over the rounds of the throughput relative to `single`; None if not measured."""
+    bases = [other for other in rows if other.case.name in REFERENCES and other.timings and other.model == row.model]
+    if not bases or not row.timings:
         return None
-    return row.compute_median(THROUGHPUT) / base.compute_median(THROUGHPUT)
+    # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
+    return statistics.median(a.throughput / b.throughput for a, b in zip(row.timings, bases[0].timings, strict=False))
 
 
 def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -46,49 +49,45 @@ def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     return (
         row.case.name,
         row.case.launcher,
+        row.model,
+        row.data,
         str(row.processes),
         f"{row.compute_median(START):.1f}",
+        f"{row.compute_median(TOTAL):.1f}",
         f"{row.compute_median(EPOCH_TIME):.2f}",
+        str(sum(timing.steps * len(timing.epochs) for timing in row.timings)),
         f"{1000 * row.compute_median(EPOCH_TIME) / row.timings[0].steps:.1f}",
         f"{row.compute_median(THROUGHPUT):.1f}",
         "-" if speed_up is None else f"{speed_up:.2f}",
         f"{row.timings[-1].accuracy * 100:.1f}",
         f"{row.compute_median(MEMORY) / 1e6:.0f}",
+        "/".join(f"{percent:.0f}" for percent in row.timings[-1].utilization) or "-",
     )
 
 
 def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = None) -> str:
     """Format the table and, below the table, the problems. width: columns; None uses the width of the terminal."""
-    # rich would fold at 80 columns if stdout is not a terminal.
-    console = Console(width=width if width or sys.stdout.isatty() else PIPE_WIDTH)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in HEAD:
-        # On a narrow terminal, long names of cases are folded, so that no number is truncated.
-        table.add_column(
-            name.translate({ord(" "): "\n", ord("-"): "-\n", ord("/"): "\n/"}),
-            justify="left" if name in HEAD[:2] else "right",
-            no_wrap=name != HEAD[0],
-            overflow="fold",
-            vertical="bottom",
-        )
-    for row in rows:
-        if row.timings:
-            table.add_row(*format_row(row, rows))
-    with console.capture() as captured:
-        console.print(format_machine(machine), markup=False, highlight=False)
-        console.print()
-        console.print(table)
-        console.print()
-        for row in rows:
-            if row.problem:
-                console.print(f"{row.case.name}: {row.problem}", markup=False, highlight=False)
-        console.print(NOTES, markup=False, highlight=False)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+    # On a narrow terminal the table has several parts, and each part begins with the names of the cases.
+    width = width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH)
+    lines = [HEAD, *(format_row(row, rows) for row in rows if row.timings)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    parts = [[0]]
+    for i in range(1, len(HEAD)):
+        if sum(widths[j] + 2 for j in parts[-1]) + widths[i] > width:
+            parts.append([0])
+        parts[-1].append(i)
+    paragraphs = [textwrap.fill(format_machine(machine), width, break_on_hyphens=False)]
+    for part in parts:
+        cells = ([f"{line[i]:{'<' if i < TEXTS else '>'}{widths[i]}}" for i in part] for line in lines)
+        paragraphs.append("\n".join("  ".join(line).rstrip() for line in cells))
+    notes = [*(f"{row.case.name}: {row.problem}" for row in rows if row.problem), textwrap.fill(NOTES, width)]
+    return "\n\n".join([*paragraphs, "\n".join(notes)]) + "\n"
 
 
 def as_markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     """Format the table for a README or a pull request."""
-    lines = [format_machine(machine), "", f"| {' | '.join(HEAD)} |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
+    rule = "---|" * TEXTS + "---:|" * (len(HEAD) - TEXTS)
+    lines = [format_machine(machine), "", f"| {' | '.join(HEAD)} |", f"|{rule}"]
     lines += [f"| {' | '.join(format_row(row, rows))} |" for row in rows if row.timings]
     problems = [f"- `{row.case.name}`: {row.problem}" for row in rows if row.problem]
     return "\n".join([*lines, "", *problems, *([""] if problems else []), NOTES]) + "\n"
@@ -106,22 +105,28 @@ def _row_as_dict(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         "method": row.case.method,
         "options": list(row.case.options),
         "launcher": row.case.launcher,
+        "nodes": row.case.nodes,
+        "model": row.model or None,
+        "data": row.data or None,
         "processes": row.processes,
         "problem": row.problem or None,
         "runs": [
             {
                 "start_s": timing.start_time,
+                "total_s": timing.total_time,
                 "epoch_times_s": list(timing.epochs),
                 "steps": timing.steps,
                 "samples": timing.samples,
                 "test_accuracy": timing.accuracy,
                 "peak_memory_bytes": timing.memory,
+                "gpu_utilization": list(timing.utilization),
             }
             for timing in row.timings
         ],
     }
     if row.timings:
         fields |= {
+            "total_s": row.compute_median(TOTAL),
             "epoch_time_s": row.compute_median(EPOCH_TIME),
             "batch_time_s": row.compute_median(EPOCH_TIME) / row.timings[0].steps,
             "samples_per_second": row.compute_median(THROUGHPUT),

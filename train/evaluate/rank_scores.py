@@ -13,8 +13,10 @@ from train.errors import UserError
 from train.evaluate.replicas import load_weights
 from train.launch import RankContext
 from train.loading import evaluation_batches
+from train.methods.single import Single
 from train.metrics import evaluate
 from train.models import build_from_settings
+from train.settings import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -185,4 +187,6 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 def _score(model: nn.Module, state: State, batches: Batches, ctx: RankContext) -> Score:
     model.load_state_dict(state)
-    return evaluate(model, batches, ctx)
+    method = Single(DEFAULT, ctx)
+    method.wrap(model)
+    return evaluate(method, batches, ctx)

@@ -30,7 +30,7 @@ class Fault:
     summary: description for --list-faults. code: the finding that syncheck should report. when: the default step: at
     "half" of the run, at the "last" step, or "always". fault_step: the step at which the fault occurs, counted from 1;
     0 for "always". steps: of the whole run. early_save_step: a step after which the final files are written once before
-    the end.
+    the end. methods: the methods in which the fault has an effect.
 
     Every hook is called on every rank. A hook that communicates must do so on all ranks, so that no rank waits forever.
     `is_faulty` marks the last rank, on which faults of a single rank occur.
@@ -41,6 +41,7 @@ class Fault:
     summary: ClassVar[str] = ""
     code: ClassVar[str] = ""
     when: ClassVar[str] = "always"
+    methods: ClassVar[tuple[str, ...]] = ("ddp",)
     scaler: GradScaler  # set by Step
     early_save_step: int | None = None
 

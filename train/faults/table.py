@@ -60,21 +60,24 @@ FAULTS: dict[str, type[Fault]] = {
 def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
     """Build the fault in the settings, or one without effect. steps: of the whole run.
 
-    Raises UserError if the fault cannot have an effect: with a method other than ddp, on one rank, or at an invalid
+    Raises UserError if the fault cannot have an effect: with the method, on one rank, or at an invalid
     step.
     """
     if settings.fault is None:
         return Fault(settings, ctx, steps)
     if settings.fault not in FAULTS:
         raise UserError(f"--fault {settings.fault}: unknown; choose from {', '.join(FAULTS)}")
-    if settings.method != "ddp":
-        fix = "add --spawn 2, or start with torchrun" if settings.method == "single" else "remove --method"
-        raise UserError(f"--fault {settings.fault}: requires --method ddp, not {settings.method}; {fix}")
+    fault = FAULTS[settings.fault]
+    if settings.method not in fault.methods:
+        needed = " or ".join(fault.methods)
+        fix = f"use --method {fault.methods[0]}"
+        if "ddp" in fault.methods:
+            fix = "add --spawn 2, or start with torchrun" if settings.method == "single" else "remove --method"
+        raise UserError(f"--fault {settings.fault}: requires --method {needed}, not {settings.method}; {fix}")
     if ctx.world_size < 2:
         raise UserError(
             f"--fault {settings.fault}: needs at least 2 ranks, because one rank has no replica to differ from"
         )
-    fault = FAULTS[settings.fault]
     if settings.fault_step is not None and fault.when == "always":
         raise UserError(f"--fault-step: --fault {settings.fault} is active from the first step; remove --fault-step")
     if settings.fault_step is not None and settings.fault_step > steps:

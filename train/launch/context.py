@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from train.errors import UserError
+from train.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ class RankContext:
     rank: 0..world_size-1 over all nodes. local_rank: 0..local_world_size-1 within this node. node: index of this
     machine. devices: all GPUs available to this process, `device` first; empty on the CPU. backend: of the process
     group; None without a group, and then a collective returns its input. init_method: tcp://host:port or file:///path.
+    mesh: coordinates of this rank in the method's mesh; by default every rank has its own samples.
     """
 
     rank: int = 0
@@ -37,6 +39,11 @@ class RankContext:
     node: int = 0
     devices: tuple[torch.device, ...] = ()
     init_method: str = ""
+    mesh: Mesh = field(default_factory=Mesh)
+
+    def __post_init__(self) -> None:
+        if not self.mesh.names:
+            object.__setattr__(self, "mesh", Mesh(self.rank, ("data",), (self.world_size,)))
 
     @property
     def is_main(self) -> bool:

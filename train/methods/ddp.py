@@ -89,7 +89,7 @@ class Ddp(Method):
         # 3b. DDP divides the sum by the number of ranks, but the losses of all ranks already add up to the global mean:
         #     undo the division. (With 32 samples on 2 ranks, each loss is a sum over 16 divided by 32; times 2 it is
         #     the usual mean over the rank's 16 samples.)
-        loss = loss * self.ctx.world_size
+        loss = loss * self.ctx.mesh.data_size
         # 3. Every rank must call backward equally often, because each call waits for all ranks.
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -61,32 +61,34 @@ class Fsdp(Method):
     @property
     def metadata_fields(self) -> dict[str, Any]:
         """Report the mesh coordinate of this rank, and unsynchronized buffers."""
-        names, coordinate = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or ()
-        return {"buffers_synced": self.settings.sync_bn, "mesh": dict(zip(names, coordinate, strict=True))}
+        return {"buffers_synced": self.settings.sync_bn, "mesh": self.ctx.mesh.coordinates}
 
-    def make_mesh(self) -> DeviceMesh:
-        """Build a one-dimensional mesh: parameters are sharded over all ranks."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return init_device_mesh(self.ctx.device.type, (self.ctx.world_size,), mesh_dim_names=("shard",))
+    @classmethod
+    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:  # noqa: ARG003 - for subclasses
+        """Return a one-dimensional mesh: parameters are sharded over all ranks."""
+        return {"shard": world_size}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Move the model to its device and shard it."""
-        from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
-
         # 1a. Convert to SyncBatchNorm first, as in ddp.py.
         if self.settings.sync_bn:
             model = convert_sync_batchnorm(model)
         # 1. Move the parameters and buffers to the device.
         self.module = model.to(self.ctx.device)
+        self.mesh = self.ctx.mesh.build(self.ctx.device.type)
+        self.shard(self.mesh)
+        return self.module
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the parameters along a mesh."""
+        from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
+
         # 1b. Shard each block, then the rest. Parameters sharded together are gathered together: smaller groups need
         #     less memory, larger groups fewer messages. The remaining parameters stay gathered until their backward.
         #     Every parameter becomes a DTensor with this rank's rows and the global shape.
-        self.mesh = self.make_mesh()
         for block in find_blocks(self.module):
-            fully_shard(block, mesh=self.mesh)
-        fully_shard(self.module, mesh=self.mesh)
-        return self.module
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
 
     # 2. As in single.py. The optimizer is built after sharding, which replaces the model's parameters.
 
@@ -103,7 +105,7 @@ class Fsdp(Method):
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients; each rank receives the average for its shards."""
         # 3. As in ddp.py: the reduce-scatter averages over ranks, so multiply the loss by the number of ranks.
-        (loss * self.ctx.world_size).backward()  # type: ignore[no-untyped-call]
+        (loss * self.ctx.mesh.data_size).backward()  # type: ignore[no-untyped-call]
 
     # 4. As in single.py. The scaler combines the overflow flags of all ranks' shards.
     # 5. As in single.py. The state dict has DTensors, so each file records which shard it contains.

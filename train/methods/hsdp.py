@@ -12,7 +12,7 @@ from train.errors import UserError
 from train.methods.fsdp import Fsdp
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from train.settings import Settings
 
 REPLICAS = 2
 
@@ -23,18 +23,16 @@ class Hsdp(Fsdp):
     Ranks 0 and 2 must hold equal shards, and ranks 0 and 1 hold different shards.
     """
 
-    def make_mesh(self) -> DeviceMesh:
-        """Build a two-dimensional mesh: each row is a copy of the model, each column holds equal shards.
+    @classmethod
+    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:
+        """Return a two-dimensional mesh: each row is a copy of the model, each column holds equal shards.
 
         Raises UserError if the number of ranks does not fit.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
-        world_size, copies = self.ctx.world_size, self.settings.replicas or REPLICAS
+        copies = settings.replicas or REPLICAS
         if world_size % copies or world_size == copies:
             raise UserError(
                 f"--method hsdp --replicas {copies}: {world_size} ranks cannot hold {copies} copies of 2 or more "
                 f"shards each; start {2 * copies} ranks, or change --replicas"
             )
-        shape = (copies, world_size // copies)
-        return init_device_mesh(self.ctx.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return {"replicate": copies, "shard": world_size // copies}

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from train.errors import UserError
+from train.mesh import Mesh
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -16,6 +22,9 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.settings import Settings
+
+# The dtype of --amp under autocast; "off" disables autocast.
+PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Method:
 
     grouped: whether the method needs a process group. refuses: unsupported options with the reason. replicas: number of
     replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
-    whether gradient buckets are rebuilt after the first backward, see `Step.warm_up_buckets`.
+    whether gradient buckets are rebuilt after the first backward, see `Step.warm_up_buckets`. parallel: whether ranks
+    compute one copy of the model together, with --parallel-degree.
     """
 
     grouped: ClassVar[bool]
@@ -39,9 +49,24 @@ class Method:
     replicas = 1
     module: nn.Module
     rebuilds_buckets: ClassVar[bool] = False
+    parallel: ClassVar[bool] = False
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings, self.ctx = settings, ctx
+
+    @classmethod
+    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:  # noqa: ARG003 - for subclasses
+        """Return the sizes of the mesh by dimension, outermost first (`train.mesh`); by default all ranks hold data.
+
+        Raises UserError if the number of ranks does not fit.
+        """
+        return {"data": world_size}
+
+    @classmethod
+    def place(cls, settings: Settings, ctx: RankContext) -> RankContext:
+        """Return the context of this rank with its coordinates in the method's mesh. Raises UserError."""
+        shape = cls.mesh_shape(settings, ctx.world_size)
+        return replace(ctx, mesh=Mesh(ctx.rank, tuple(shape), tuple(shape.values())))
 
     @property
     def metadata_fields(self) -> dict[str, Any]:
@@ -59,9 +84,41 @@ class Method:
         # 2. All parameters: a parameter missing in the optimizer is never trained.
         return kind(self.module.parameters(), **arguments)
 
+    def split(self, x: Tensor, y: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """Split this rank's share of a global batch into the micro-batches of --accumulate."""
+        parts = self.settings.accumulate
+        return zip(x.tensor_split(parts), y.tensor_split(parts), strict=True)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which forward and backward accumulate gradients without communication."""
         return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context of --amp for the forward and the loss. Parameters stay in float32."""
+        amp = self.settings.amp
+        return torch.autocast(self.ctx.device.type, PRECISION[amp], enabled=amp != "off")
+
+    def train(self, forward: nn.Module, x: Tensor, y: Tensor, compute_loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Add the gradient of one micro-batch.
+
+        forward: the result of `wrap`. compute_loss: takes outputs and targets; it also measures them, and its result is
+        scaled for `backward`.
+        """
+        with self.autocast():
+            loss = compute_loss(forward(x), y)
+        self.backward(loss)
+
+    def evaluate(self, x: Tensor, y: Tensor, measure: Callable[[Tensor, Tensor], object]) -> None:
+        """Measure the outputs of the unwrapped model for one batch.
+
+        A forward through DDP's wrapper, even without gradients, would copy rank 0's buffers to all ranks and skip the
+        copy before the next training step.
+        """
+        measure(self.module(x), y)
+
+    def share_sums(self, sums: Tensor) -> Tensor:
+        """Return the measured sums, on ranks that have no outputs too."""
+        return sums
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradient of the global batch.
@@ -70,6 +127,14 @@ class Method:
         """
         # 3. The batch is the global batch, so its gradient is the global gradient.
         loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients if the norm of the whole gradient exceeds `max_norm`. Returns the norm before.
+
+        All ranks scale complete gradients by one factor: gradients are equal on all ranks, or shards (fsdp), whose norm
+        torch computes over all ranks. Under localsgd and diloco each rank clips its own gradient.
+        """
+        return clip_grad_norm_(self.module.parameters(), max_norm)
 
     def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the parameters and clear the gradients. scaler: disabled except with --amp fp16."""
@@ -107,3 +172,16 @@ class Single(Method):
         "--comm-hook": "a single process sends no gradients to compress",
         "--find-unused": "a single process reduces no gradients",
     }
+
+
+def find_parallel_degree(settings: Settings, world_size: int, default: int | None = None) -> int:
+    """Return the number of ranks that share a copy of the model, which divides the number of all ranks.
+
+    default: without --parallel-degree; None for all ranks. Raises UserError.
+    """
+    degree = settings.parallel_degree or default or world_size
+    if degree < 2 or world_size % degree:
+        given = f"--method {settings.method}" + f" --parallel-degree {degree}" * (settings.parallel_degree is not None)
+        needed = f"a multiple of {degree} ranks" if degree > 1 else "at least 2 ranks"
+        raise UserError(f"{given}: needs {needed}, found {world_size}")
+    return degree

@@ -9,6 +9,7 @@ from train.errors import UserError
 from train.models import pyramidnet, resnet
 from train.models.cifar_resnet import CifarResNet
 from train.models.convnet import ConvNet
+from train.models.gpt import Gpt
 from train.models.mnist_convnet import MnistConvNet
 from train.models.torchvision_resnet import build_torchvision_resnet
 from train.models.transformer import Transformer
@@ -28,8 +29,8 @@ MAX_WIDTH = 65_536  # larger widths overflow in torch
 class Shape:
     """Shape of the data, and options of the model; None selects the model's default.
 
-    channels, image_size: of the square images. width: channels of the first layer. depth: layers of a PyramidNet,
-    blocks of the transformer. alpha: channels that a PyramidNet adds over all its blocks.
+    channels, image_size: of the square images; channels is 0 for text. width: channels of the first layer. depth:
+    layers of a PyramidNet, blocks of a transformer. alpha: channels that a PyramidNet adds over all its blocks.
     """
 
     channels: int
@@ -45,12 +46,13 @@ class Network:
     """A row of the table.
 
     build: returns the model, and may raise UserError. paper: source, for --list-models. options: the supported options
-    among width, depth and alpha.
+    among width, depth and alpha. text: predicts the next byte of a text, instead of the class of an image.
     """
 
     build: Callable[[Shape], nn.Module]
     paper: str
     options: tuple[str, ...] = ("width",)
+    text: bool = False
 
 
 def _cifar(depth: int) -> Network:
@@ -63,6 +65,12 @@ def _resnet(block: type[resnet.Block | resnet.Bottleneck], *blocks: int) -> Netw
 
 def _torchvision(name: str) -> Network:
     return Network(lambda s: build_torchvision_resnet(name, s.channels, s.classes), f"{RESNET}, torchvision", ())
+
+
+def _gpt(paper: str, *, tied: bool, experts: bool) -> Network:
+    return Network(
+        lambda s: Gpt(s.classes, s.width, s.depth, tied=tied, experts=experts), paper, ("width", "depth"), text=True
+    )
 
 
 def _pyramidnet(block: type[pyramidnet.Block | pyramidnet.Bottleneck]) -> Network:
@@ -95,6 +103,8 @@ MODELS = {
         "https://arxiv.org/abs/2010.11929, small",
         ("width", "depth"),
     ),
+    "gpt-tiny": _gpt("https://arxiv.org/abs/2302.13971, byte-level", tied=True, experts=False),
+    "gpt-tiny-moe": _gpt("https://arxiv.org/abs/2401.04088, byte-level", tied=False, experts=True),
 }
 
 
@@ -110,7 +120,7 @@ def build_model(
 ) -> nn.Module:
     """Build the model `name` on the CPU from torch's current seed.
 
-    Raises UserError for unknown names, and for options and image sizes that the model does not support.
+    channels: 0 for text. Raises UserError for unknown names, and for options and data that the model does not support.
     """
     if name not in MODELS:
         raise UserError(f"--model {name}: unknown; supported: {', '.join(MODELS)}")
@@ -119,6 +129,11 @@ def build_model(
         if number is not None and option not in network.options:
             others = ", ".join(other for other in MODELS if option in MODELS[other].options)
             raise UserError(f"--{option} {number}: not supported by {name}; use it with {others}")
+    if network.text and channels:
+        raise UserError(f"--model {name}: predicts text, not images; use --data text")
+    if not network.text and not channels:
+        others = ", ".join(other for other in MODELS if MODELS[other].text)
+        raise UserError(f"--model {name}: for images, not for text; use {others}")
     if width is not None and width > MAX_WIDTH:
         raise UserError(f"--width {width}: must be at most {MAX_WIDTH}")
     try:

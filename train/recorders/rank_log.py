@@ -98,7 +98,7 @@ class RankLog(Recorder):
         versions = f"python {platform.python_version()}, torch {torch.__version__}"
         device = f"device {device_name(ctx.device)}, backend {ctx.backend or 'none'}, {torch.get_num_threads()} threads"
         task = f"{s.model} with {start.parameters} parameters on {start.samples} samples of {s.data}"
-        share = f"{start.shares[ctx.rank]} of {sum(start.shares)} samples per step on this rank"
+        share = f"{start.shares[ctx.mesh.data_rank]} of {sum(start.shares)} samples per step on this rank"
         launcher = self.launcher or "unknown"
         lines = [
             f"start of {plan.run}: rank {ctx.rank} of {ctx.world_size}, {process}, launcher {launcher}",

@@ -144,7 +144,7 @@ class Keeper:
             # step: each DataLoader has its own generator.
             restore_rng_states(state["rng"], ctx.devices)
         else:
-            reseed_generators(settings.seed, found.step, ctx.rank)
+            reseed_generators(settings.seed, found.step, ctx.mesh.stream)
         self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
         self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"

@@ -32,7 +32,7 @@ def collect_state(trainer: Step, plan: Plan, position: Position, run_id: str) ->
     """
     settings, ctx, method = trainer.settings, trainer.ctx, trainer.method
     optimizer = find_local_optimizer(trainer)
-    all_sums = ctx.sum_over_ranks(position.meter.sums.clone())
+    all_sums = position.meter.sum_over_ranks(ctx)
     return {
         "run": settings.run,
         "run_id": run_id,
@@ -213,12 +213,13 @@ def restore_rng_states(states: dict[str, Any], devices: Sequence[torch.device]) 
         torch.cuda.set_rng_state(state, device)
 
 
-def reseed_generators(seed: int, step: int, rank: int) -> None:
+def reseed_generators(seed: int, step: int, stream: int) -> None:
     """Start new random streams, different on each rank, after the number of ranks has changed.
 
-    seed: of the run. step: of the resumed state, so that a second change leads to different streams.
+    seed: of the run. step: of the resumed state, so that a second change leads to different streams. stream: of the
+    rank.
     """
-    words = np.random.SeedSequence((seed, step, rank)).generate_state(2)
+    words = np.random.SeedSequence((seed, step, stream)).generate_state(2)
     torch.manual_seed(int(words[0]))  # seeds CUDA too
     random.seed(int(words[1]))
     np.random.seed(int(words[1]))
