@@ -24,6 +24,7 @@ from train.errors import UserError
 from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
+from train.methods.stages import PIPELINES
 from train.methods.cp import MODES
 from train.methods.pp import PIPELINES
 from train.models import MODELS, build_model
