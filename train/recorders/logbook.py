@@ -60,7 +60,7 @@ class Logbook:
         self.every = settings.log_interval or INTERVAL
         self.since_record, self.of_epoch = StepTimes(), StepTimes()
         # The meter is reset after each epoch. Its sums since the last record are carried over to the next record.
-        self.carried = torch.zeros(3, dtype=torch.float64, device=self.ctx.device)
+        self.carried = torch.zeros(SUMS, dtype=torch.float64, device=self.ctx.device)
         self.utilization: list[float] = []
 
     def start(self, resumed_at: int | None = None) -> None:
