@@ -51,10 +51,13 @@ class Meter:
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add one batch. loss_sum: [] sum over the predictions. logits: [..., classes]. labels: as in cross_entropy."""
-        logits, labels = logits.detach(), most_probable(labels)
+        labels = most_probable(labels)
+        # With --loss-parallel they are DTensors.
+        tensors = loss_sum.detach(), logits.detach()
+        loss_sum, logits = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
         right = (logits.argmax(-1) == labels).sum()
         top5 = (logits.topk(TOP).indices == labels[..., None]).sum() if logits.shape[-1] > TOP else right * math.nan
-        self.add_sums(torch.stack([loss_sum.detach().double(), right, right.new_tensor(labels.numel()), top5]))
+        self.add_sums(torch.stack([loss_sum.double(), right, right.new_tensor(labels.numel()), top5]))
 
     def add_sums(self, sums: Tensor) -> None:
         """Add the sums of another meter, [4]."""

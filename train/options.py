@@ -24,6 +24,8 @@ from train.errors import UserError
 from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
+from train.methods.cp import MODES
+from train.methods.pp import PIPELINES
 from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
@@ -201,9 +203,17 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--method", choices=METHODS, help=text)
     text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
     _add(group, "--replicas", text)
-    _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
+    _add(group, "--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
+    _add(group, "--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")
+    _add(group, "--outer-momentum", "diloco: Nesterov momentum of the outer optimizer (default: 0.9)")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
     _add(group, "--parallel-degree", text)
+    _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")
+    _add(group, "--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
+    text = "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
+    _add(group, "--context-mode", text, choices=MODES)
+    text = "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
+    _add(group, "--pipeline-schedule", text, choices=PIPELINES)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 

@@ -36,8 +36,14 @@ class Settings:
     # The parallel method.
     method: str = "single"
     replicas: int | None = None  # of dp, or along the replicate dimension of hsdp
-    average_every: int | None = None  # steps between averages of localsgd
+    average_every: int | None = None  # steps between averages of localsgd and diloco
+    outer_lr: float | None = None  # learning rate of diloco's outer optimizer
+    outer_momentum: float | None = None
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
+    sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
+    loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
+    context_mode: str | None = None  # how attention of cp communicates: allgather or ulysses
+    pipeline_schedule: str | None = None  # of pp and pp_fsdp: 1f1b, gpipe, interleaved or zbv
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True
@@ -110,6 +116,8 @@ class Settings:
         """Return the name of the run: the method and its modifiers, used in file names and the metadata block."""
         powersgd_rank = (self.powersgd_rank or "") if self.comm_hook == "powersgd" else ""
         modifiers = {
+            "seqparallel": self.sequence_parallel,
+            "lossparallel": self.loss_parallel,
             "syncbn": self.sync_bn,
             "nobufsync": not self.buffer_sync,
             f"amp-{self.amp}": self.amp != "off",
@@ -166,6 +174,8 @@ def _check_numbers(s: Settings) -> None:
             raise UserError(f"--{name.replace('_', '-')} {number}: must be at least 1")
     for name, valid, expected in (
         ("lr", math.isfinite(s.lr) and s.lr > 0, "a positive number"),
+        ("outer_lr", s.outer_lr is None or (math.isfinite(s.outer_lr) and s.outer_lr > 0), "a positive number"),
+        ("outer_momentum", s.outer_momentum is None or 0 <= s.outer_momentum < 1, "at least 0 and below 1"),
         ("grad_clip", s.grad_clip is None or (math.isfinite(s.grad_clip) and s.grad_clip > 0), "a positive number"),
         ("ema", s.ema is None or 0 < s.ema < 1, "between 0 and 1, for example 0.999"),
         ("momentum", 0 <= s.momentum < 1, "at least 0 and below 1"),

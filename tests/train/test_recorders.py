@@ -38,7 +38,7 @@ EVENTS = {
     "batch_time_s batch_time_max_s samples_per_second grad_norm loss_scale peak_memory_bytes",
     "epoch": "event time run epoch step loss accuracy top5_accuracy samples test_loss test_accuracy "
     "test_top5_accuracy test_samples best epoch_time_s test_time_s data_time_s batch_time_s samples_per_second "
-    "peak_memory_bytes gpu_utilization",
+    "peak_memory_bytes gpu_utilization gpu_utilization_by_rank",
     "end": "event time run ended steps seconds test_accuracy best_accuracy best_epoch",
 }
 

@@ -47,6 +47,7 @@ MORE: dict[str, tuple[dict[str, Any], list[int]]] = {
     "zero, fp16": ({"method": "zero", "amp": "fp16", "sync_bn": True, **ADAMW}, [4]),
     "localsgd, in the warm-up": ({"method": "localsgd", "average_every": 3, "accumulate": 2}, [2]),
     "localsgd, at an average": ({"method": "localsgd", "average_every": 2, "sync_bn": True, **ADAMW}, [4]),
+    "diloco, between and at outer steps": ({"method": "diloco", "average_every": 3, **UNEVEN}, [2, 6]),
     "fsdp, sgd": ({"method": "fsdp", "grad_clip": 0.5, **UNEVEN}, [5]),
     "fsdp, bf16": ({"method": "fsdp", "amp": "bf16", "accumulate": 2, "sync_bn": True}, [1]),
 }

@@ -141,7 +141,7 @@ def _check_complete(snapshot: Snapshot) -> None:
     ]
     if shards:
         found = f"{len(shards)} tensors are sharded (FSDP or HSDP), first {shards[0]}"
-        advice = "train with --method ddp, zero or localsgd"
+        advice = "train with --method ddp, zero, localsgd or diloco"
         raise UserError(f"{snapshot.path}: {found}, and a shard cannot be evaluated alone; {advice}")
 
 

@@ -81,7 +81,7 @@ class EpochRecord:
     than in all previous epochs. pace: mean times over ranks and maximum memory; None without --log-dir and
     --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. step_time_s: mean
     time of a step, of the slowest rank if `pace` is known. gpu_utilization: percent, mean over ranks; None if
-    unavailable.
+    unavailable. gpu_utilization_by_rank: empty if unavailable.
     """
 
     step: int
@@ -95,6 +95,7 @@ class EpochRecord:
     best: bool = False
     pace: Pace | None = None
     gpu_utilization: float | None = None
+    gpu_utilization_by_rank: tuple[float, ...] = ()
 
 
 def classify_ending(value: BaseException | None) -> str:

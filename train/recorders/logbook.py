@@ -125,7 +125,7 @@ class Logbook:
             mean=mean,
             slowest=slowest,
             own_pace=own,
-            samples_per_second=trained.samples / seconds,
+            samples_per_second=self.since_record.samples / seconds,
             grad_norm=_read_norm(trainer.grad_norm),
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
         )
@@ -150,14 +150,13 @@ class Logbook:
 
     def after_epoch(self, position: Position, trained: Score, test: Score | None, test_time: float, best: bool) -> None:
         """Record an epoch; a collective with --log-dir or --log-interval. test_time: seconds of the evaluation."""
-        pace = utilization = None
+        pace, known = None, []
         elapsed = self.of_epoch.seconds
         if self.gathers:
             rows = self._gather([0.0] * SUMS, self.of_epoch.pace(self.ctx.device))
             mean, slowest = _reduce_over_ranks(rows)
             pace = Pace(mean.data_time_s, mean.batch_time_s, slowest.peak_memory_bytes)
             known = [row[-1] for row in rows if row[-1] >= 0]
-            utilization = sum(known) / len(known) if known else None
             elapsed = slowest.batch_time_s * self.of_epoch.steps
         self.utilization.clear()
         # With --join, the last steps of an epoch are smaller than the global batch.
@@ -175,7 +174,8 @@ class Logbook:
                 step_time_s=elapsed / max(1, self.of_epoch.steps),
                 best=best,
                 pace=pace,
-                gpu_utilization=utilization,
+                gpu_utilization=sum(known) / len(known) if known else None,
+                gpu_utilization_by_rank=tuple(known),
             )
         )
 

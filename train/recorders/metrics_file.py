@@ -146,6 +146,7 @@ class MetricsFile(Recorder):
                 "samples_per_second": record.samples_per_second,
                 "peak_memory_bytes": None if pace is None else pace.peak_memory_bytes,
                 "gpu_utilization": record.gpu_utilization,
+                "gpu_utilization_by_rank": record.gpu_utilization_by_rank,
             },
         )
 
