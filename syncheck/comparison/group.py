@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
-from syncheck.comparison.replica_groups import assemble_shards, divide, find_positions, is_mixed, mesh_of
+from syncheck.comparison.replica_groups import (
+    assemble_shards,
+    divide,
+    find_positions,
+    hold_different_parameters,
+    is_mixed,
+    mesh_of,
+)
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
@@ -102,8 +109,9 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
 
 
 def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
-    """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts."""
+    """Return a predicate for partitioned parameters or optimizers: group memberships, and values of single parts."""
     sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+    sharded = sharded or hold_different_parameters(find_positions(snapshots))
 
     def is_partial(name: str) -> bool:
         if parts.labels and parts.holds(name, of_optimizer=False):

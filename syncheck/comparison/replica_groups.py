@@ -3,6 +3,7 @@
 - Plain tensor: all ranks. In a tensor, pipeline or expert parallel mesh, the ranks with equal mesh coordinates: files
   do not show whether a plain tensor in this mesh is replicated or a part. Tensors whose name and shape exclude
   partitioning by tensor parallelism are also compared along the tensor-parallel dimension.
+- DTensor that every rank of its mesh holds whole: as a plain tensor, and along the dimensions of its mesh.
 - DTensor: the ranks with equal coordinates in all dividing dimensions, into shards or into partial sums. HSDP is
   therefore compared along the replicate dimension, and FSDP shards have no replicas. A mesh may contain only some of
   the ranks (tensor parallelism inside DDP): ranks with equal coordinates in sibling meshes are replicas, unless they
@@ -90,7 +91,7 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
         plain[rank] = tuple(sorted(at for at in (mesh or mesh_of(snapshot)).items() if at[0].lower() in dividing))
         sharded[rank] = plain[rank]
     if native:
-        sharded = {rank: _without_tensor_parallel(position) for rank, position in plain.items()}
+        sharded = {rank: _without(TENSOR_PARALLEL, position) for rank, position in plain.items()}
     return Positions(
         plain if any(plain.values()) else {},
         sharded if any(sharded.values()) else {},
@@ -99,8 +100,13 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
     )
 
 
-def _without_tensor_parallel(position: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    return tuple(at for at in position if at[0].lower() not in TENSOR_PARALLEL)
+def _without(dimensions: frozenset[str], position: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    return tuple(at for at in position if at[0].lower() not in dimensions)
+
+
+def hold_different_parameters(positions: Positions) -> bool:
+    """Whether the mesh has pipeline stages or groups with different experts, whose parameters have other names."""
+    return len({_without(TENSOR_PARALLEL, position) for position in positions.plain.values()}) > 1
 
 
 def _number_stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
@@ -140,14 +146,15 @@ def divide(
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     if parts:
         return _divide_dtensor(parts, tuple(tensors), ranks, positions)
-    coordinates = positions.plain
-    if not coordinates:
+    if not positions.plain:
         return Division((tuple(tensors),), ranks)
+    copied = _find_copied_dimensions(tensors)
+    coordinates = {rank: _without(copied, position) for rank, position in positions.plain.items()}
     present = {coordinates[rank] for rank in tensors}
     expected = tuple(rank for rank in ranks if coordinates[rank] in present)
     same_shape = len({t.shape for t in tensors.values()}) == 1
-    if (replicated and same_shape) or all(map(_has_tensor_parallel_mesh, tensors.values())):
-        coordinates = {rank: _without_tensor_parallel(position) for rank, position in coordinates.items()}
+    if replicated and same_shape:
+        coordinates = {rank: _without(TENSOR_PARALLEL, position) for rank, position in coordinates.items()}
     sets = tuple(map(tuple, group_ranks({rank: coordinates[rank] for rank in tensors}).values()))
     dims = ", ".join(dict.fromkeys(name for position in coordinates.values() for name, _ in position))
     if not dims:
@@ -155,9 +162,11 @@ def divide(
     return Division(sets, expected, "model parallel", f"parts along {dims}")
 
 
-def _has_tensor_parallel_mesh(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor whose mesh has the tensor-parallel dimension."""
-    return tensor.sharding is not None and bool({name.lower() for name in tensor.sharding.names} & TENSOR_PARALLEL)
+def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
+    """Return the dimensions of the meshes of whole DTensors, in lower case, along which all ranks hold copies."""
+    names = (t.sharding.names if t.sharding is not None else () for t in tensors.values())
+    copied = frozenset.intersection(*(frozenset(map(str.lower, own)) for own in names))
+    return copied | TENSOR_PARALLEL if copied & TENSOR_PARALLEL else copied
 
 
 def is_whole(sharding: Sharding) -> bool:
