@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,29 +20,35 @@ if TYPE_CHECKING:
     from train.methods.single import Method
 
 
+SUMS = 4  # of a Meter
+
+
 @dataclass(frozen=True)
 class Score:
     """The performance of a model.
 
     All are over the predictions of `task`, one per image, byte of a text, or number of a target. loss: mean loss.
-    accuracy: mean of `Task.count`, for built-in tasks the fraction of correct predictions. samples: their number.
+    accuracy: mean of `Task.count`, for built-in tasks the fraction of correct predictions. samples: their number. top5:
+    mean of `Task.count_top5`; None if it is NaN.
     """
 
     loss: float
     accuracy: float
     samples: int
+    top5: float | None = None
     task: Task = field(default=CLASSIFICATION, compare=False, repr=False)
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """Return the metrics of the task by name."""
-        return self.task.compute(self.loss, self.accuracy)
+        top5 = {"top5_accuracy": self.top5} if "top5_accuracy" in self.task.metrics else {}
+        return {**self.task.compute(self.loss, self.accuracy), **top5}
 
     @property
     def main(self) -> tuple[str, float]:
         """Return the name and value of the task's first metric."""
         name = next(iter(self.task.metrics))
-        return name, self.metrics[name]
+        return name, self.task.compute(self.loss, self.accuracy)[name]
 
     def is_better(self, other: float | None) -> bool:
         """Return whether the first metric is better than another value of it."""
@@ -59,27 +66,32 @@ class Meter:
     """Accumulates sums rather than means, so that ranks and batches of different sizes are weighted correctly.
 
     The sums stay on the device, so adding does not wait for it. They are float64, which represents counts exactly.
-    sums: [3] loss, count of the task (correct predictions), predictions. recent: [3] the same since the last `take`.
+    sums: [4] loss, count of the task (correct predictions), predictions, top-5 count. recent: [4] the same since the
+    last `take`.
     """
 
     def __init__(self, device: torch.device, task: Task = CLASSIFICATION) -> None:
         self.task = task
-        self.both = torch.zeros(3, 2, dtype=torch.float64, device=device)
+        self.both = torch.zeros(SUMS, 2, dtype=torch.float64, device=device)
         self.sums, self.recent = self.both.unbind(1)  # views
 
     def add(self, loss_sum: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add one batch. loss_sum: [] sum over the predictions."""
-        sums = [loss_sum.detach(), self.task.count(outputs.detach(), targets)]
         # With --loss-parallel they are DTensors.
-        loss, count = (total.full_tensor() if hasattr(total, "full_tensor") else total for total in sums)
-        self.add_sums(torch.stack([loss.double(), count.double(), loss.new_tensor(targets.numel()).double()]))
+        tensors = loss_sum.detach(), outputs.detach()
+        loss_sum, outputs = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
+        counts = [
+            count.double() for count in (self.task.count(outputs, targets), self.task.count_top5(outputs, targets))
+        ]
+        predictions = counts[0].new_tensor(self.task.count_predictions(targets))
+        self.add_sums(torch.stack([loss_sum.double(), counts[0], predictions, counts[1]]))
 
     def add_sums(self, sums: Tensor) -> None:
-        """Add the sums of another meter, [3]."""
+        """Add the sums of another meter, [4]."""
         self.both += sums[:, None]
 
     def take(self) -> Tensor:
-        """Return and reset the sums since the last call, [3].
+        """Return and reset the sums since the last call, [4].
 
         A difference of totals would be NaN after one infinite loss.
         """
@@ -96,16 +108,17 @@ class Meter:
         return score_of(self.sum_over_ranks(ctx).tolist(), self.task)
 
     def sum_over_ranks(self, ctx: RankContext) -> Tensor:
-        """Return the sums over all ranks, [3]; a collective. Ranks with the same samples count once."""
+        """Return the sums over all ranks, [4]; a collective. Ranks with the same samples count once."""
         return ctx.sum_over_ranks(self.sums.clone() if ctx.mesh.counts else torch.zeros_like(self.sums))
 
 
 def score_of(sums: Sequence[float], task: Task) -> Score:
-    """Compute a score from the sums of loss, count and predictions."""
-    loss, count, predictions = sums
+    """Compute a score from the sums of a meter."""
+    loss, count, predictions, top5 = sums
     if predictions == 0:
-        return Score(float("nan"), float("nan"), 0, task)
-    return Score(loss / predictions, count / predictions, int(predictions), task)
+        return Score(float("nan"), float("nan"), 0, task=task)
+    top5_mean = None if math.isnan(top5) else top5 / predictions
+    return Score(loss / predictions, count / predictions, int(predictions), top5_mean, task)
 
 
 def evaluate(method: Method, batches: Batches, ctx: RankContext, task: Task = CLASSIFICATION) -> Score:

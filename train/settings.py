@@ -60,6 +60,7 @@ class Settings:
     join: bool = False  # allow ranks to have different numbers of batches
     compile: bool = False  # use torch.compile
     channels_last: bool = False  # store the channels of a pixel contiguously (NHWC)
+    cudnn_benchmark: bool = False  # let cuDNN choose its algorithms by timing them
     comm_hook: str = "none"  # or fp16, bf16, powersgd: compress gradients under DDP
     powersgd_rank: int | None = None  # columns of PowerSGD's matrices
     powersgd_start: int | None = None  # steps before PowerSGD starts
@@ -77,7 +78,7 @@ class Settings:
     data: str = "digits"
     data_dir: Path | None = None
     download: bool = False  # download missing data
-    augment: str = "none"  # random changes of training images: or basic, strong
+    augment: str = "none"  # random changes of training images: or basic, strong, timm
     image_size: int | None = None
     channels: int | None = None
     classes: int | None = None

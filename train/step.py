@@ -115,7 +115,7 @@ class Step:
         """Add the gradient of one micro-batch."""
         # Divide by the number of predictions of the global batch, not of the micro-batch, so that uneven shares are
         # weighted correctly. A sample of text has one prediction per token.
-        self.predictions_per_sample = y[:1].numel()
+        self.predictions_per_sample = self.task.count_predictions(y[:1])
         predictions = samples * self.predictions_per_sample
 
         def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:

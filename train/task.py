@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
+TOP = 5
+
+
 class Task:
     """Base class of tasks. A task keeps no state of the run: it is built on every rank, without arguments.
 
@@ -53,6 +56,14 @@ class Task:
         """Return a second sum over all predictions for `compute`, []; by default 0."""
         return torch.zeros((), device=targets.device)
 
+    def count_top5(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - for classification
+        """Return a third sum, of the metric "top5_accuracy"; by default NaN: there is none."""
+        return torch.full((), math.nan, device=outputs.device)
+
+    def count_predictions(self, targets: Tensor) -> int:
+        """Return the number of predictions; by default one for each element of the targets."""
+        return targets.numel()
+
     def compute(self, loss: float, count: float) -> dict[str, float]:
         """Compute all metrics from the means of `loss` and `count` per prediction, over all ranks."""
         raise NotImplementedError
@@ -61,7 +72,7 @@ class Task:
 class Classification(Task):
     """Classify the images of --data with --model."""
 
-    metrics: ClassVar[Mapping[str, bool]] = {"accuracy": True}
+    metrics: ClassVar[Mapping[str, bool]] = {"accuracy": True, "top5_accuracy": True}
 
     def load(self, settings: Settings) -> Data:
         """Load the data set in the settings."""
@@ -72,15 +83,26 @@ class Classification(Task):
         return build_from_settings(settings, data.channels, data.classes, data.image_size)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy. outputs: [..., classes]. targets: [...] int64."""
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+        """Return the sum of the cross-entropy.
+
+        outputs: [..., classes]. targets: int64 [...] classes, or float [..., classes] probabilities, as after mixup.
+        """
+        classes = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
+        return F.cross_entropy(outputs.flatten(0, -2), classes, reduction="sum")
 
     def count(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Count the correct predictions."""
-        predicted = outputs.argmax(-1)
-        if hasattr(predicted, "full_tensor"):  # a DTensor, with --loss-parallel
-            predicted = predicted.full_tensor()
-        return (predicted == targets).sum()
+        return (outputs.argmax(-1) == most_probable(targets)).sum()
+
+    def count_top5(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Count the targets among the five most probable classes."""
+        if outputs.shape[-1] <= TOP:
+            return super().count_top5(outputs, targets)
+        return (outputs.topk(TOP).indices == most_probable(targets)[..., None]).sum()
+
+    def count_predictions(self, targets: Tensor) -> int:
+        """Return the number of targets, also if they are probabilities."""
+        return most_probable(targets).numel()
 
     def compute(self, loss: float, count: float) -> dict[str, float]:  # noqa: ARG002
         """Return the fraction of correct predictions."""
@@ -90,11 +112,16 @@ class Classification(Task):
 class LanguageModeling(Classification):
     """Predict the next byte of each byte of --data text."""
 
-    metrics: ClassVar[Mapping[str, bool]] = {"perplexity": False, "accuracy": True}
+    metrics: ClassVar[Mapping[str, bool]] = {"perplexity": False, "accuracy": True, "top5_accuracy": True}
 
     def compute(self, loss: float, count: float) -> dict[str, float]:
         """Return the exponential of the mean loss too."""
         return {"perplexity": math.exp(loss) if loss < 700 else loss, "accuracy": count}
+
+
+def most_probable(targets: Tensor) -> Tensor:
+    """Return the most probable class of each target, int64 [...]. targets: as in `Classification.loss`."""
+    return targets.argmax(-1) if targets.is_floating_point() else targets
 
 
 CLASSIFICATION, LANGUAGE_MODELING = Classification(), LanguageModeling()

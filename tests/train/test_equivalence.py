@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ddp --grad-clip": {"grad_clip": CLIP},
     "ddp --accumulate --grad-clip": {"accumulate": 3, "grad_clip": CLIP},
     "ddp --find-unused": {"find_unused": True},
+    "ddp --augment timm": {"augment": "timm"},
     "zero": {"method": "zero"},
     "zero --accumulate --grad-clip": {"method": "zero", "accumulate": 3, "grad_clip": CLIP},
     # Averaging models with equal starts after every step is averaging gradients, because SGD is linear in the gradient.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from train.data.augment import Mixup
 from train.data.dataset import Data, DataOptions, limit
 from train.data.digits import load_digits
 from train.data.synthetic import load_synthetic
@@ -37,4 +38,7 @@ def load_data(name: str, folder: Path | None, limit_train: int | None, options: 
         if name != "synthetic" and getattr(options, field) is not None:
             option = f"--{field.replace('_', '-')} {getattr(options, field)}"
             raise UserError(f"{option}: not supported by --data {name}; use --data synthetic")
-    return limit(DATASETS[name](folder, options), limit_train, name)
+    data = DATASETS[name](folder, options)
+    if options.augment == "timm":
+        data.train.mixup = Mixup(options.seed, data.classes)
+    return limit(data, limit_train, name)

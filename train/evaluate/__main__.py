@@ -139,7 +139,7 @@ def _replace_infinite(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if task := numbers.pop("task", None):  # of a Score
         numbers |= task.compute(numbers["loss"], numbers["accuracy"])
         if "accuracy" not in task.metrics:
-            del numbers["accuracy"]
+            del numbers["accuracy"], numbers["top5"]
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
 
 
