@@ -24,9 +24,8 @@ from train.errors import UserError
 from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
-from train.methods.stages import PIPELINES
 from train.methods.cp import MODES
-from train.methods.pp import PIPELINES
+from train.methods.stages import PIPELINES
 from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
