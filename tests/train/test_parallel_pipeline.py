@@ -8,20 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import NEEDS_FSDP, run, trained
+from scenarios import NEEDS_FSDP, trained
 
-import syncheck
-from train.errors import UserError
-from train.job import prepare
 from train.launch import RankContext
-from train.methods import METHODS, check_modifiers
 from train.settings import Settings
 from train.step import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from syncheck.testing import Rank
 
 GPT = Settings(
     method="pp", data="text", model="gpt-tiny", width=16, limit_train=400, batch_size=16, max_steps=20, shuffle=False
