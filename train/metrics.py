@@ -28,8 +28,8 @@ class Score:
     """The performance of a model.
 
     All are over the predictions of `task`, one per image, byte of a text, or number of a target. loss: mean loss.
-    accuracy: mean of `Task.count`, for built-in tasks the fraction of correct predictions. samples: their number. top5:
-    mean of `Task.count_top5`; None if it is NaN.
+    accuracy, top5: means of the counts of the task, for built-in tasks the fractions of correct predictions, and of
+    classes among the five most probable; top5 is None with at most five classes. samples: number of predictions.
     """
 
     loss: float
@@ -39,16 +39,15 @@ class Score:
     task: Task = field(default=CLASSIFICATION, compare=False, repr=False)
 
     @property
-    def metrics(self) -> dict[str, float | None]:
-        """Return the metrics of the task by name."""
-        top5 = {"top5_accuracy": self.top5} if "top5_accuracy" in self.task.metrics else {}
-        return {**self.task.compute(self.loss, self.accuracy), **top5}
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the task by name; NaN for a metric that does not apply."""
+        return self.task.compute(self.loss, (self.accuracy, math.nan if self.top5 is None else self.top5))
 
     @property
     def main(self) -> tuple[str, float]:
         """Return the name and value of the task's first metric."""
         name = next(iter(self.task.metrics))
-        return name, self.task.compute(self.loss, self.accuracy)[name]
+        return name, self.metrics[name]
 
     def is_better(self, other: float | None) -> bool:
         """Return whether the first metric is better than another value of it."""
@@ -66,8 +65,8 @@ class Meter:
     """Accumulates sums rather than means, so that ranks and batches of different sizes are weighted correctly.
 
     The sums stay on the device, so adding does not wait for it. They are float64, which represents counts exactly.
-    sums: [4] loss, count of the task (correct predictions), predictions, top-5 count. recent: [4] the same since the
-    last `take`.
+    sums: [4] loss, first count of the task (correct predictions), predictions, second count (NaN if there is none).
+    recent: [4] the same since the last `take`.
     """
 
     def __init__(self, device: torch.device, task: Task = CLASSIFICATION) -> None:
@@ -79,12 +78,11 @@ class Meter:
         """Add one batch. loss_sum: [] sum over the predictions."""
         # With --loss-parallel they are DTensors.
         tensors = loss_sum.detach(), outputs.detach()
-        loss_sum, outputs = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
-        counts = [
-            count.double() for count in (self.task.count(outputs, targets), self.task.count_top5(outputs, targets))
-        ]
-        predictions = counts[0].new_tensor(self.task.count_predictions(targets))
-        self.add_sums(torch.stack([loss_sum.double(), counts[0], predictions, counts[1]]))
+        loss, outputs = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
+        counts = self.task.count(outputs, targets).double().flatten()
+        first, second = counts[0], counts[1] if len(counts) > 1 else counts[0] * math.nan
+        predictions = first.new_tensor(self.task.count_predictions(targets))
+        self.add_sums(torch.stack([loss.double(), first, predictions, second]))
 
     def add_sums(self, sums: Tensor) -> None:
         """Add the sums of another meter, [4]."""
@@ -112,13 +110,13 @@ class Meter:
         return ctx.sum_over_ranks(self.sums.clone() if ctx.mesh.counts else torch.zeros_like(self.sums))
 
 
-def score_of(sums: Sequence[float], task: Task) -> Score:
+def score_of(sums: Sequence[float], task: Task = CLASSIFICATION) -> Score:
     """Compute a score from the sums of a meter."""
-    loss, count, predictions, top5 = sums
+    loss, first, predictions, second = sums
     if predictions == 0:
         return Score(float("nan"), float("nan"), 0, task=task)
-    top5_mean = None if math.isnan(top5) else top5 / predictions
-    return Score(loss / predictions, count / predictions, int(predictions), top5_mean, task)
+    top5 = None if math.isnan(second) else second / predictions
+    return Score(loss / predictions, first / predictions, int(predictions), top5, task)
 
 
 def evaluate(method: Method, batches: Batches, ctx: RankContext, task: Task = CLASSIFICATION) -> Score:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from train.settings import Settings
 
-
-TOP = 5
+TOP = 5  # of top5_accuracy
 
 
 class Task:
@@ -53,18 +52,14 @@ class Task:
         raise NotImplementedError
 
     def count(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
-        """Return a second sum over all predictions for `compute`, []; by default 0."""
+        """Return one or two more sums over all predictions for `compute`, [] or [2]; by default 0."""
         return torch.zeros((), device=targets.device)
 
-    def count_top5(self, outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG002 - for classification
-        """Return a third sum, of the metric "top5_accuracy"; by default NaN: there is none."""
-        return torch.full((), math.nan, device=outputs.device)
-
     def count_predictions(self, targets: Tensor) -> int:
-        """Return the number of predictions; by default one for each element of the targets."""
+        """Return the number of predictions that these targets are for; by default one for each number."""
         return targets.numel()
 
-    def compute(self, loss: float, count: float) -> dict[str, float]:
+    def compute(self, loss: float, counts: tuple[float, float]) -> dict[str, float]:
         """Compute all metrics from the means of `loss` and `count` per prediction, over all ranks."""
         raise NotImplementedError
 
@@ -91,37 +86,30 @@ class Classification(Task):
         return F.cross_entropy(outputs.flatten(0, -2), classes, reduction="sum")
 
     def count(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the correct predictions."""
-        return (outputs.argmax(-1) == most_probable(targets)).sum()
-
-    def count_top5(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Count the targets among the five most probable classes."""
-        if outputs.shape[-1] <= TOP:
-            return super().count_top5(outputs, targets)
-        return (outputs.topk(TOP).indices == most_probable(targets)[..., None]).sum()
+        """Count the correct predictions, and the classes among the five most probable; NaN with at most five."""
+        classes = targets.argmax(-1) if targets.is_floating_point() else targets
+        right = (outputs.argmax(-1) == classes).sum().double()
+        many = outputs.shape[-1] > TOP
+        top5 = (outputs.topk(TOP).indices == classes[..., None]).sum() if many else right * math.nan
+        return torch.stack([right, top5])
 
     def count_predictions(self, targets: Tensor) -> int:
-        """Return the number of targets, also if they are probabilities."""
-        return most_probable(targets).numel()
+        """Return one for each class, or each distribution over classes."""
+        return targets[..., 0].numel() if targets.is_floating_point() else targets.numel()
 
-    def compute(self, loss: float, count: float) -> dict[str, float]:  # noqa: ARG002
-        """Return the fraction of correct predictions."""
-        return {"accuracy": count}
+    def compute(self, loss: float, counts: tuple[float, float]) -> dict[str, float]:  # noqa: ARG002
+        """Return the fractions of correct predictions."""
+        return {"accuracy": counts[0], "top5_accuracy": counts[1]}
 
 
 class LanguageModeling(Classification):
     """Predict the next byte of each byte of --data text."""
 
-    metrics: ClassVar[Mapping[str, bool]] = {"perplexity": False, "accuracy": True, "top5_accuracy": True}
+    metrics: ClassVar[Mapping[str, bool]] = {"perplexity": False, **Classification.metrics}
 
-    def compute(self, loss: float, count: float) -> dict[str, float]:
+    def compute(self, loss: float, counts: tuple[float, float]) -> dict[str, float]:
         """Return the exponential of the mean loss too."""
-        return {"perplexity": math.exp(loss) if loss < 700 else loss, "accuracy": count}
-
-
-def most_probable(targets: Tensor) -> Tensor:
-    """Return the most probable class of each target, int64 [...]. targets: as in `Classification.loss`."""
-    return targets.argmax(-1) if targets.is_floating_point() else targets
+        return {"perplexity": math.exp(loss) if loss < 700 else loss, **super().compute(loss, counts)}
 
 
 CLASSIFICATION, LANGUAGE_MODELING = Classification(), LanguageModeling()

@@ -139,6 +139,7 @@ def test_replaced_options_are_refused() -> None:
 def test_perplexity_is_finite_in_strange_runs() -> None:
     """The perplexity is the exponential of the loss, and does not raise an error for a diverged run."""
     task = make_task(Settings(data="text", model="gpt-tiny"))
-    assert task.compute(2.0, 0.5) == {"perplexity": pytest.approx(7.389, rel=1e-3), "accuracy": 0.5}
-    assert task.compute(float("inf"), 0.0)["perplexity"] == float("inf")
-    assert task.compute(1e6, 0.0)["perplexity"] > 1e5
+    expected = {"perplexity": pytest.approx(7.389, rel=1e-3), "accuracy": 0.5, "top5_accuracy": 0.75}
+    assert task.compute(2.0, (0.5, 0.75)) == expected
+    assert task.compute(float("inf"), (0.0, 0.0))["perplexity"] == float("inf")
+    assert task.compute(1e6, (0.0, 0.0))["perplexity"] > 1e5

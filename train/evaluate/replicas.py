@@ -128,6 +128,9 @@ def _check_complete(snapshot: Snapshot) -> None:
     if snapshot.format not in LOADABLE:
         advice = f"pass one {' or '.join(FORMATS)} file per rank"
         raise UserError(f"{snapshot.path}: the format {snapshot.format} cannot be loaded as a model; {advice}")
+    if snapshot.metadata is not None and "pipeline" in snapshot.metadata.mesh:
+        advice = "train with --method ddp, zero or localsgd"
+        raise UserError(f"{snapshot.path}: has only the layers of a rank's pipeline stages; {advice}")
     shards = [
         name for name, tensor in snapshot.tensors.items() if tensor.sharding and not name.startswith("optimizer.")
     ]
