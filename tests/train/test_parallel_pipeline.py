@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import NEEDS_FSDP, trained
+from scenarios import NEEDS_FSDP, differing, run, trained
 
+import syncheck
+from train.errors import UserError
+from train.evaluate.replicas import find_replicas
 from train.launch import RankContext
+from train.methods import METHODS
+from train.models import build_model
 from train.settings import Settings
 from train.step import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from syncheck.testing import Rank
 
 GPT = Settings(
     method="pp", data="text", model="gpt-tiny", width=16, limit_train=400, batch_size=16, max_steps=20, shuffle=False
@@ -37,7 +43,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "four stages": {"depth": 5},
     "shards with clip": {"method": "pp_fsdp", "grad_clip": CLIP, "accumulate": 4},
     "shards of two stages": {"method": "pp_fsdp", "pipeline_schedule": "interleaved"},
-    "shards of experts": {"method": "pp_fsdp", "model": "gpt-tiny-moe", "pipeline_schedule": "zbv"},
+    "shards of experts": {"method": "pp_fsdp", "model": "gpt-tiny-moe", "pipeline_schedule": "gpipe"},
 }
 
 
@@ -91,3 +97,88 @@ def test_four_ranks_train_like_single(ctx: RankContext) -> None:
     """Copies and shards of stages have the losses of one process, too."""
     for name, changes in FOUR.items():
         assert difference_to_single(ctx, replace(GPT, **changes)) < ROUNDING, name
+
+
+def compare_last(settings: Settings) -> syncheck.Group:
+    """Compare all files of a run, and return the group of the last step."""
+    return syncheck.compare(settings.out).groups[-1]
+
+
+@pytest.mark.syncheck(ranks=2, timeout=120)
+def test_files_of_two_stages(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """syncheck compares the embedding across stages, and finds copies that were trained without each other's gradient.
+
+    A resumed run ends bitwise equal, and train.evaluate refuses stages.
+    """
+    base = replace(GPT, max_steps=6, optimizer="adamw", lr=0.003, save_per_rank=True, checkpoint_every=3)
+    clean = replace(base, out=syncheck_rank.shared / "clean", monitor=6, on_desync="raise")
+    run(ctx, clean)
+    group = compare_last(clean)
+    assert (group.verdict, [finding.code for finding in group.findings]) == ("in_sync", ["SYN104"])
+    identical = {name for name in group.evidence.names if name not in {diff.name for diff in group.tensors}}
+    states = {f"optimizer.embed.weight.{state}" for state in ("exp_avg", "exp_avg_sq", "step")}
+    assert identical == {"embed.weight", *states}
+    _, refused = find_replicas([str(clean.out)])
+    assert refused
+    assert all("only the layers of a rank's pipeline stages" in line for line in refused)
+
+    wrong = replace(base, out=syncheck_rank.shared / "wrong", fault="tied-apart")
+    run(ctx, wrong)
+    group = compare_last(wrong)
+    assert (group.verdict, [finding.code for finding in group.findings]) == ("out_of_sync", ["SYN212", "SYN104"])
+
+    names = [f"pp_rank{rank}.pth" for rank in range(2)]
+    half = replace(clean, out=syncheck_rank.shared / "half", monitor=0, on_desync=None, lr=0.003, max_steps=3)
+    run(ctx, replace(half, schedule="constant", warmup_steps=0))
+    resumed = replace(half, schedule="constant", warmup_steps=0, max_steps=6, resume=True)
+    run(ctx, resumed)
+    whole = replace(resumed, resume=False, out=syncheck_rank.shared / "whole")
+    run(ctx, whole)
+    assert not differing(whole.out / names[ctx.rank], resumed.out / names[ctx.rank])
+
+
+@pytest.mark.slow
+@pytest.mark.syncheck(ranks=4, timeout=120)
+def test_files_of_copies_of_stages(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """All tensors of copies are compared, and a copy of a stage with the state of the step before is found."""
+    base = replace(GPT, parallel_degree=2, max_steps=4, save_per_rank=True, save_every=1)
+    clean = replace(base, out=syncheck_rank.shared / "clean")
+    run(ctx, clean)
+    group = compare_last(clean)
+    assert (group.verdict, group.counts.not_compared) == ("in_sync", 0)
+    wrong = replace(base, out=syncheck_rank.shared / "wrong", fault="stale-stage")
+    run(ctx, wrong)
+    report = syncheck.compare(wrong.out)
+    codes = [[finding.code for finding in group.findings] for group in report.groups if group.verdict == "out_of_sync"]
+    assert codes
+    assert all("SYN217" in found for found in codes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        ({}, 3, r"^--method pp --batch-size 16: must be a multiple of 3"),
+        ({"accumulate": 3}, 2, r"^--accumulate 3: must be a multiple of 2 pipeline ranks"),
+        ({"keep_last": True}, 2, r"^--keep-last: not with --method pp"),
+        ({"parallel_degree": 4}, 6, r"^--method pp --parallel-degree 4: needs a multiple of 4 ranks"),
+        ({"method": "pp_fsdp", "pipeline_schedule": "zbv"}, 4, r"^--pipeline-schedule zbv: not with --method pp_fsdp"),
+    ],
+)
+def test_sizes_are_checked_early(changes: dict[str, Any], ranks: int, message: str) -> None:
+    """Uneven micro-batches, and ranks that do not fit, are refused before any process starts."""
+    settings = replace(GPT, **changes)
+    with pytest.raises(UserError, match=message):
+        METHODS[settings.method].place(settings, RankContext(0, ranks))
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "message"),
+    [("resnet8", None, "splits only gpt-tiny and gpt-tiny-moe"), ("gpt-tiny", "zbv", "--depth 3: 4 pipeline stages")],
+)
+def test_models_that_cannot_be_split(model: str, schedule: str | None, message: str) -> None:
+    """Models for images, and fewer layers than stages, are refused."""
+    settings = replace(GPT, model=model, pipeline_schedule=schedule)
+    ctx = METHODS["pp"].place(settings, RankContext(0, 2))
+    network = build_model(model, 0 if model == "gpt-tiny" else 3, 256, 16, depth=3 if model == "gpt-tiny" else None)
+    with pytest.raises(UserError, match=message):
+        METHODS["pp"](settings, ctx).wrap(network)

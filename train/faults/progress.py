@@ -134,9 +134,7 @@ class StaleStage(StaleRank):
     Example: a pipeline whose stages resume from files of different steps.
     """
 
-    summary = (
-        "the pipeline stages of one rank keep the state of the previous step (add --save-every 1, and data copies)"
-    )
+    summary = "one rank's pipeline stages keep the state of the previous step (add --save-every 1)"
     methods = ("pp",)
 
 
