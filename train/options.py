@@ -201,7 +201,7 @@ def _add(group: argparse._ArgumentGroup, option: str, text: str, **arguments: An
 def _add_method(group: argparse._ArgumentGroup) -> None:
     text = "default: ddp if several processes were started, otherwise single"
     group.add_argument("--method", choices=METHODS, help=text)
-    text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
+    text = "dp: replicas (default: all its GPUs, or 2); hsdp, hsdp_tp: replicas of the sharded model (default: 2)"
     _add(group, "--replicas", text)
     _add(group, "--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
     _add(group, "--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")

@@ -29,6 +29,7 @@ from train.faults.reduction import (
     TiedApart,
 )
 from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
+from train.faults.tensor_parallel import ClipByLocalNorm, NormNotReduced
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -62,6 +63,8 @@ FAULTS: dict[str, type[Fault]] = {
     "nan-on-one-rank": NanOnOneRank,
     "damaged-on-disk": DamagedOnDisk,
     "differs-by-node": DiffersByNode,
+    "norm-not-reduced": NormNotReduced,
+    "clip-by-local-norm": ClipByLocalNorm,
     "rounding-only": RoundsOtherwise,
     "smaller-steps": SmallerSteps,
 }

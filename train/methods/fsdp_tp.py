@@ -7,6 +7,7 @@ https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, ClassVar
 
 from train.methods.fsdp import Fsdp
@@ -42,6 +43,8 @@ class FsdpTp(Fsdp, Tp):
         # 1, 1a. As in tp.py. FSDP comes second, because it gathers what the forward needs: the tensor-parallel shards.
         Tp.wrap(self, model)
         # 1b. As in fsdp.py. A matrix sharded by columns becomes a strided shard: rows of rows.
+        #     FSDP warns that the logits are a view, which only matters to in-place operations.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         self.shard(self.mesh[self.ctx.mesh.names[:-1]])
         return self.module
 

@@ -67,7 +67,7 @@ TENSOR_PARALLEL = tuple(name for name, method in METHODS.items() if issubclass(m
 PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
-    "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
+    "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp", "hsdp_tp")),
     "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
     "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
