@@ -34,7 +34,7 @@ def send_to_experts(experts: list[nn.Module], group: ProcessGroup) -> Callable[[
         # Sort the received tokens by expert. An expert without tokens computes an empty output, and gets gradients.
         numbers = torch.arange(own, device=tokens.device).repeat(ranks).repeat_interleave(arriving)
         by_expert = numbers.argsort(stable=True)
-        parts = inputs[by_expert].split(numbers.bincount(minlength=own).tolist())
+        parts = torch.split(inputs[by_expert], numbers.bincount(minlength=own).tolist())
         outputs = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         # Send the outputs back, and undo both sorts.
         outputs = all_to_all_single_autograd(outputs[by_expert.argsort()], sent, received, group)

@@ -71,7 +71,7 @@ class Ep(Method):
         for layer in layers:
             own = {str(number): layer.experts[number] for number in range(at * count, (at + 1) * count)}
             layer.experts = nn.ModuleDict(own)  # type: ignore[assignment]
-            layer.apply_experts = send_to_experts(list(own.values()), self.mesh.get_group("expert"))  # type: ignore[method-assign]
+            layer.apply_experts = send_to_experts(list(own.values()), self.mesh.get_group("expert"))  # type: ignore[assignment,method-assign]
         # 1. Move the parameters and buffers to the device. Nothing is broadcast: all ranks start from one seed.
         self.module = model.to(self.ctx.device)
         # 1b. An expert's gradient is added over its replicas, every other gradient over all ranks.
@@ -102,7 +102,7 @@ class Ep(Method):
         loss.backward()  # type: ignore[no-untyped-call]
         # 3a. The losses of all ranks add up to the global mean, so gradients are added, not averaged.
         for name, group in self.groups.items() if self.reduces else ():
-            dist.all_reduce(self.module.get_parameter(name).grad, group=group)
+            dist.all_reduce(self.module.get_parameter(name).grad, group=group)  # type: ignore[arg-type]
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients by the norm over all experts and the other parameters, each counted once."""
