@@ -25,6 +25,7 @@ from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
 from train.methods.cp import MODES
+from train.methods.stages import PIPELINES
 from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
@@ -44,7 +45,16 @@ EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError, and prints its help on one process only."""
+    """An ArgumentParser that raises UserError, prints its help on one process only, and accepts --batch_size."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse arguments, after replacing the underscores in the names of options by hyphens."""
+        return super().parse_known_args([*map(self._with_hyphens, sys.argv[1:] if args is None else args)], namespace)
+
+    def _with_hyphens(self, argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        hyphens = name.replace("_", "-")
+        return hyphens + equals + value if hyphens in self._option_string_actions else argument
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with the message and a suggestion."""
@@ -193,11 +203,17 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--method", choices=METHODS, help=text)
     text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
     _add(group, "--replicas", text)
-    _add(group, "--average-every", "localsgd: steps between model averages (default: 4)")
+    _add(group, "--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
+    _add(group, "--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")
+    _add(group, "--outer-momentum", "diloco: Nesterov momentum of the outer optimizer (default: 0.9)")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
     _add(group, "--parallel-degree", text)
+    _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")
+    _add(group, "--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
     text = "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
     _add(group, "--context-mode", text, choices=MODES)
+    text = "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
+    _add(group, "--pipeline-schedule", text, choices=PIPELINES)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 
@@ -214,7 +230,8 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
     _add(group, "--local-rank", text, metavar="L")
     text = "by hand: rendezvous at tcp://ADDRESS:PORT of rank 0, or in file:///PATH, a new file for each run"
     _add(group, "--init-method", text, metavar="URL")
-    _add(group, "--ip", "with --port: short for --init-method tcp://ADDRESS:PORT", metavar="ADDRESS")
+    text = "with --port: short for --init-method tcp://ADDRESS:PORT; with --spawn instead of a temporary file"
+    _add(group, "--ip", text, metavar="ADDRESS")
     _add(group, "--port", "a free port of rank 0's machine, the same everywhere", metavar="PORT")
 
 
@@ -240,6 +257,8 @@ def _add_modifiers(group: argparse._ArgumentGroup) -> None:
     _add(group, "--join", "let ranks have different numbers of batches, with DDP's join context manager")
     _add(group, "--compile", "use torch.compile; the first step takes seconds to minutes")
     _add(group, "--channels-last", "use the memory format NHWC for images and weights; faster on many GPUs")
+    text = "let cuDNN time its algorithms for each shape of input, and use the fastest; for GPUs and equal shapes"
+    _add(group, "--cudnn-benchmark", text)
     text = "gradient compression of DDP: none, 16-bit floats, or low-rank matrices"
     _add(group, "--comm-hook", text, choices=("none", "fp16", "bf16", "powersgd"))
     _add(group, "--powersgd-rank", "rank of powersgd's matrices (default: 1)")
@@ -255,6 +274,8 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
+    text = "own data, model, loss and metrics: a subclass of train.task.Task; replaces --model and --data"
+    _add(group, "--task", text, metavar="MODULE:CLASS")
     _add(group, "--model", ", ".join(MODELS), choices=MODELS, metavar="NAME")
     text = "list the models with their sizes, and exit"
     group.add_argument("--list-models", action=Print, const=list_models, help=text)
@@ -265,7 +286,8 @@ def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
     _add(group, "--data-dir", "folder of the data; digits, text and synthetic need no folder")
     text = "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout"
     _add(group, "--download", text)
-    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing"
+    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing; timm: "
+    text += "RandomResizedCrop, RandAugment, mixup and label smoothing"
     _add(group, "--augment", text, choices=AUGMENTATIONS)
     _add(group, "--image-size", "pixels along each edge, for --data synthetic (default: 32)")
     _add(group, "--channels", "channels of an image, for --data synthetic (default: 3)")
@@ -319,7 +341,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     _add(group, "--save-per-rank", "at the end, write DIR/<run>_rank<r>")
     text = "also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank"
     _add(group, "--save-every", text)
-    text = "keep DIR/best/<run>/rank_<r> of the epoch with the highest test accuracy; implies --save-per-rank"
+    text = "keep DIR/best/<run>/rank_<r> of the epoch with the best test metric; implies --save-per-rank"
     _add(group, "--save-best", text)
     text = "every N steps and after the last step, write the state for --resume to DIR/.resume/<run>"
     _add(group, "--checkpoint-every", text)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.errors import UserError
+from train.optional import MISSING
 
 # Defaults of --lr, found on digits with resnet8 and a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
@@ -17,6 +18,11 @@ MOST_WORKERS = 1024  # per rank; each worker takes memory, so a larger number is
 NOT_TRAINING = frozenset(
     {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
     | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
+)
+# Fields that a user's task replaces.
+OF_TASK = (
+    *("model", "width", "depth", "alpha", "data", "data_dir", "download", "augment"),
+    *("image_size", "channels", "classes", "train_samples"),
 )
 # Counts, which must be at least 1.
 COUNTS = (
@@ -36,9 +42,14 @@ class Settings:
     # The parallel method.
     method: str = "single"
     replicas: int | None = None  # of dp, or along the replicate dimension of hsdp
-    average_every: int | None = None  # steps between averages of localsgd
+    average_every: int | None = None  # steps between averages of localsgd and diloco
+    outer_lr: float | None = None  # learning rate of diloco's outer optimizer
+    outer_momentum: float | None = None
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
+    sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
+    loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
     context_mode: str | None = None  # how attention of cp communicates: allgather or ulysses
+    pipeline_schedule: str | None = None  # of pp and pp_fsdp: 1f1b, gpipe, interleaved or zbv
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True
@@ -49,6 +60,7 @@ class Settings:
     join: bool = False  # allow ranks to have different numbers of batches
     compile: bool = False  # use torch.compile
     channels_last: bool = False  # store the channels of a pixel contiguously (NHWC)
+    cudnn_benchmark: bool = False  # let cuDNN choose its algorithms by timing them
     comm_hook: str = "none"  # or fp16, bf16, powersgd: compress gradients under DDP
     powersgd_rank: int | None = None  # columns of PowerSGD's matrices
     powersgd_start: int | None = None  # steps before PowerSGD starts
@@ -56,6 +68,7 @@ class Settings:
     # An injected fault.
     fault: str | None = None  # name
     fault_step: int | None = None  # optimizer step of the fault, counted from 1
+    task: str | None = None  # package.module:Class of a user's task, with its own data and model
     # The network. width, depth and alpha: None for the network's default.
     model: str = "resnet8"
     width: int | None = None  # channels of the first layer
@@ -65,7 +78,7 @@ class Settings:
     data: str = "digits"
     data_dir: Path | None = None
     download: bool = False  # download missing data
-    augment: str = "none"  # random changes of training images: or basic, strong
+    augment: str = "none"  # random changes of training images: or basic, strong, timm
     image_size: int | None = None
     channels: int | None = None
     classes: int | None = None
@@ -93,7 +106,7 @@ class Settings:
     save_per_rank: bool = False
     save_every: int | None = None  # optimizer steps between checkpoints; None: only at the end
     save_format: str = "pth"
-    save_best: bool = False  # keep a checkpoint of the epoch with the best test accuracy
+    save_best: bool = False  # keep a checkpoint of the epoch with the best test metric
     # Logs. log_interval: optimizer steps between records; None for the default, and for no records on the terminal.
     log_dir: Path | None = None  # folder for logs and metrics; None disables them
     log_interval: int | None = None
@@ -110,6 +123,8 @@ class Settings:
         """Return the name of the run: the method and its modifiers, used in file names and the metadata block."""
         powersgd_rank = (self.powersgd_rank or "") if self.comm_hook == "powersgd" else ""
         modifiers = {
+            "seqparallel": self.sequence_parallel,
+            "lossparallel": self.loss_parallel,
             "syncbn": self.sync_bn,
             "nobufsync": not self.buffer_sync,
             f"amp-{self.amp}": self.amp != "off",
@@ -132,7 +147,8 @@ class Settings:
         pair.
         """
         names = [field.name for field in fields(self) if field.name not in NOT_TRAINING]
-        return {name: getattr(self, name) for name in names} | {"world_size": world_size}
+        replaced = dict.fromkeys(set(OF_TASK) & set(names)) if self.task else {}
+        return {name: getattr(self, name) for name in names} | replaced | {"world_size": world_size}
 
 
 DEFAULT = Settings()
@@ -148,6 +164,12 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError("--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)")
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: requires --monitor N, the number of steps between checks")
+    for name in OF_TASK if s.task else ():
+        if getattr(s, name) != getattr(DEFAULT, name):
+            raise UserError(f"--{name.replace('_', '-')}: not with --task, which has its own data and model; omit it")
+    for option, used in (("--monitor", s.monitor), ("--fault", s.fault)):
+        if MISSING and used:
+            raise UserError(f"{option}: {MISSING}; run in a clone of syncheck, or omit the option")
     check_hook(s)
     check_join(s, world_size)
     if s.fault_step is not None and s.fault is None:
@@ -166,6 +188,8 @@ def _check_numbers(s: Settings) -> None:
             raise UserError(f"--{name.replace('_', '-')} {number}: must be at least 1")
     for name, valid, expected in (
         ("lr", math.isfinite(s.lr) and s.lr > 0, "a positive number"),
+        ("outer_lr", s.outer_lr is None or (math.isfinite(s.outer_lr) and s.outer_lr > 0), "a positive number"),
+        ("outer_momentum", s.outer_momentum is None or 0 <= s.outer_momentum < 1, "at least 0 and below 1"),
         ("grad_clip", s.grad_clip is None or (math.isfinite(s.grad_clip) and s.grad_clip > 0), "a positive number"),
         ("ema", s.ema is None or 0 < s.ema < 1, "between 0 and 1, for example 0.999"),
         ("momentum", 0 <= s.momentum < 1, "at least 0 and below 1"),

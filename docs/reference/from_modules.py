@@ -38,13 +38,13 @@ SYNCHECK = {
 TRAIN = {
     "Start here": (
         "run engine step job methods methods.table methods.single methods.ddp methods.zero "
-        "methods.localsgd methods.fsdp methods.hsdp methods.dp"
+        "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.dp"
     ),
     "Models and data": "models data loading schedule seeds",
     "Distribution over processes": "launch mesh data_parallel sync_batchnorm comm_hooks",
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors upkeep watch",
-    "Measurements and output": "metrics recorders evaluate bench",
+    "Measurements and output": "metrics recorders plot evaluate bench",
     "Options": "options settings",
 }
 

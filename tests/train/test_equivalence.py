@@ -36,8 +36,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ddp --grad-clip": {"grad_clip": CLIP},
     "ddp --accumulate --grad-clip": {"accumulate": 3, "grad_clip": CLIP},
     "ddp --find-unused": {"find_unused": True},
+    "ddp --augment timm": {"augment": "timm"},
     "zero": {"method": "zero"},
     "zero --accumulate --grad-clip": {"method": "zero", "accumulate": 3, "grad_clip": CLIP},
+    # Averaging models with equal starts after every step is averaging gradients, because SGD is linear in the gradient.
+    "diloco --average-every 1": {"method": "diloco", "average_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
     "fsdp": {"method": "fsdp"},
     "fsdp --accumulate": {"method": "fsdp", "accumulate": 3},
     "fsdp --accumulate --grad-clip": {"method": "fsdp", "accumulate": 3, "grad_clip": CLIP},
@@ -56,6 +59,7 @@ def difference_to_single(ctx: RankContext, settings: Settings) -> float:
     """Train on all ranks, then in each process alone on whole batches; return the maximum difference of the models."""
     together = whole_state(trained(ctx, settings))
     alone = replace(settings, method="single", accumulate=1, find_unused=False, sync_bn=False)
+    alone = replace(alone, average_every=None, outer_lr=None, outer_momentum=None)
     reference = train_alone(alone)
     assert list(together) == list(reference)
     return max((together[name].double() - reference[name].double()).abs().max().item() for name in reference)

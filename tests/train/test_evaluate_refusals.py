@@ -38,7 +38,7 @@ def test_shards_are_refused(ctx: RankContext, syncheck_rank: Rank, capsys: pytes
     assert "ddp-syncbn, step 12: accuracy is" in out
     (line,) = err.splitlines()
     assert "fsdp_rank0.pth: 23 tensors are sharded (FSDP or HSDP), first conv1.weight" in line
-    assert line.endswith("a shard cannot be evaluated alone; train with --method ddp, zero or localsgd")
+    assert line.endswith("a shard cannot be evaluated alone; train with --method ddp, zero, localsgd or diloco")
 
 
 def damage(name: str, folder: Path) -> list[str]:

@@ -49,6 +49,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.param("ddp", marks=pytest.mark.syncheck(ranks=2)),
         pytest.param("zero", marks=pytest.mark.syncheck(ranks=2)),
         pytest.param("localsgd", marks=pytest.mark.syncheck(ranks=2)),
+        pytest.param("diloco", marks=pytest.mark.syncheck(ranks=2)),
         pytest.param("fsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=2)]),
         pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=4)]),
     ],

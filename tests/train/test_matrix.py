@@ -43,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
 # Not part of "all together": --join excludes most modifiers, and --compile takes minutes, so only test_field_compile.py
 # runs it.
 NOT_COMBINED = ("--join", "--compile")
-# Eight steps, because localsgd averages after the eighth.
+# Eight steps, because localsgd and diloco average after the eighth.
 BASE = replace(SMALL, max_steps=8)
 
 
@@ -88,6 +88,7 @@ CELLS: dict[str, list[pytest.MarkDecorator]] = {
     "ddp": [pytest.mark.syncheck(ranks=2)],
     "zero": [SLOW, pytest.mark.syncheck(ranks=2)],
     "localsgd": [SLOW, pytest.mark.syncheck(ranks=2)],
+    "diloco": [SLOW, pytest.mark.syncheck(ranks=2)],
     "fsdp": [NEEDS_FSDP, SLOW, pytest.mark.syncheck(ranks=2)],
     "hsdp": [NEEDS_FSDP, SLOW, pytest.mark.syncheck(ranks=4)],
 }
@@ -103,13 +104,14 @@ def test_the_table_is_correct(method: str, request: pytest.FixtureRequest, tmp_p
     """With each modifier, the verdict on the method's real files is that of the page: refused, in sync, or findings."""
     grouped = METHODS[method].grouped
     ctx: RankContext = request.getfixturevalue("ctx") if grouped else RankContext()
+    base = replace(BASE, method=method, average_every=4 if method == "diloco" else None)
     rank: Rank | None = request.getfixturevalue("syncheck_rank") if grouped else None
     out = rank.shared if rank is not None else tmp_path
     runs = {row: settings for row, settings in RUNS.items() if row != "--compile"}
-    verdicts = {row: train_and_compare(ctx, replace(BASE, method=method, out=out, **s)) for row, s in runs.items()}
+    verdicts = {row: train_and_compare(ctx, replace(base, out=out, **s)) for row, s in runs.items()}
     together = [s for row, s in runs.items() if verdicts[row] != "refused" and row not in NOT_COMBINED]
     accepted = {key: value for settings in together for key, value in settings.items()}
-    verdicts["all together"] = train_and_compare(ctx, replace(BASE, method=method, out=out, **accepted))
+    verdicts["all together"] = train_and_compare(ctx, replace(base, out=out, **accepted))
     assert verdicts == {row: cell for row, cell in read_table()[method].items() if row != "--compile"}
 
 

@@ -47,6 +47,7 @@ MORE: dict[str, tuple[dict[str, Any], list[int]]] = {
     "zero, fp16": ({"method": "zero", "amp": "fp16", "sync_bn": True, **ADAMW}, [4]),
     "localsgd, in the warm-up": ({"method": "localsgd", "average_every": 3, "accumulate": 2}, [2]),
     "localsgd, at an average": ({"method": "localsgd", "average_every": 2, "sync_bn": True, **ADAMW}, [4]),
+    "diloco, between and at outer steps": ({"method": "diloco", "average_every": 3, **UNEVEN}, [2, 6]),
     "fsdp, sgd": ({"method": "fsdp", "grad_clip": 0.5, **UNEVEN}, [5]),
     "fsdp, bf16": ({"method": "fsdp", "amp": "bf16", "accumulate": 2, "sync_bn": True}, [1]),
 }
@@ -135,14 +136,14 @@ class Draws(nn.Module):
 @pytest.mark.parametrize("stop", [3, 4])
 def test_random_numbers_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """A resumed run restores the RNG states of torch, Python and NumPy, and a non-persistent buffer."""
-    monkeypatch.setattr("train.job.build_from_settings", Draws)
+    monkeypatch.setattr("train.task.build_from_settings", Draws)
     assert_bitwise(RankContext(), tmp_path, replace(TINY, method="single"), [stop])
 
 
 @pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
 def test_each_rng_state_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: str) -> None:
     """If one RNG has a different state, the final weights differ, so `assert_bitwise` detects each RNG."""
-    monkeypatch.setattr("train.job.build_from_settings", Draws)
+    monkeypatch.setattr("train.task.build_from_settings", Draws)
     settings = replace(TINY, method="single", out=tmp_path)
     whole(RankContext(), settings)
     once = state_of(RankContext(), settings, 8)["model"]

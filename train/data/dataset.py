@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
+
+from train.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from train.data.augment import Mixup
 
 
 @dataclass(frozen=True)
 class DataOptions:
     """Options of a data set; None selects the default.
 
-    image_size (pixels along each edge), channels, classes, train_samples: for `synthetic` only. augment: none, basic or
-    strong. seed: seed of the augmentation.
+    image_size (pixels along each edge), channels, classes, train_samples: for `synthetic` only. augment: none, basic,
+    strong or timm. seed: seed of the augmentation.
     """
 
     image_size: int | None = None
@@ -71,7 +75,8 @@ class Images(Dataset[tuple[Tensor, ...]]):
     `data[3]` is (float32 [channels, H, W], int64 []), `data[[3, 5]]` and `data[3:5]` are (float32 [2, channels, H, W],
     int64 [2]).
 
-    With `augment`, call `set_epoch` before each epoch, and before the DataLoader starts its workers.
+    With `mixup`, labels are probabilities, float32 [N, classes]. With `augment`, call `set_epoch` before each epoch,
+    and before the DataLoader starts its workers.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
     ) -> None:
         self.images, self.labels, self.normalize, self.augment = images, labels, normalize, augment
         self.samples, self.epoch = len(labels), 0
+        self.mixup: Mixup | None = None
 
     def __len__(self) -> int:
         return self.samples
@@ -106,24 +112,61 @@ class Images(Dataset[tuple[Tensor, ...]]):
             if rows.numel() and not -self.samples <= rows.min() <= rows.max() < self.samples:
                 raise IndexError(f"index out of range: the data set has {self.samples} samples")
             rows = rows % self.samples
+        images, labels = self.load(rows)
+        if self.mixup is not None:
+            partners, weights = self.mixup.draw(rows, self.epoch, self.samples)
+            pairs = zip((images, labels), self.load(partners), strict=True)
+            images, labels = (self.mixup.mix(one, other, weights) for one, other in pairs)
+        return (images[0], labels[0]) if isinstance(index, int) else (images, labels)
+
+    def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the images of the rows, augmented and normalized, and their labels."""
         images, labels = self.take(rows)
         if self.normalize is not None and self.augment is not None:
             images = self.augment(images, rows, self.epoch, self.normalize)
         elif self.normalize is not None:
             images = self.normalize(images)
-        return (images[0], labels[0]) if isinstance(index, int) else (images, labels)
+        return images, labels
+
+
+class Collated(Images):
+    """A data set of a user's task, whose samples are collated into batches like in torch's DataLoader."""
+
+    def __init__(self, samples: Any) -> None:
+        self.each, self.samples, self.epoch = samples, len(samples), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the data set, if it takes it."""
+        if hasattr(self.each, "set_epoch"):
+            self.each.set_epoch(epoch)
+
+    def __getitem__(self, index: int | slice | Sequence[int]) -> tuple[Tensor, ...]:
+        if isinstance(index, int):
+            sample: tuple[Tensor, ...] = self.each[index]
+            return sample
+        rows = range(*index.indices(self.samples)) if isinstance(index, slice) else index
+        return tuple(default_collate([self.each[row] for row in rows]))
 
 
 @dataclass(frozen=True)
 class Data:
-    """Disjoint training and test samples.
+    """Disjoint training and test samples: Images, or other data sets of a user's task until they are loaded.
 
     channels: 0 for text. classes: of images, or number of different bytes. image_size: pixels along each edge, as all
     images are square, or length of a text's sequences.
     """
 
-    train: Images
-    test: Images
-    channels: int
-    classes: int
-    image_size: int
+    train: Any
+    test: Any
+    channels: int = 0
+    classes: int = 0
+    image_size: int = 0
+
+
+def limit(data: Data, samples: int | None, name: str) -> Data:
+    """Keep the first training samples (None: all). Raises UserError if there are fewer."""
+    if samples is None:
+        return data
+    if samples > len(data.train):
+        raise UserError(f"--limit-train {samples}: {name} has only {len(data.train)} training samples")
+    return replace(data, train=data.train.first(samples))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.data.dataset import Data, DataOptions
+from train.data.augment import Mixup
+from train.data.dataset import Data, DataOptions, limit
 from train.data.digits import load_digits
 from train.data.synthetic import load_synthetic
 from train.data.text import load_text
@@ -38,8 +39,6 @@ def load_data(name: str, folder: Path | None, limit_train: int | None, options: 
             option = f"--{field.replace('_', '-')} {getattr(options, field)}"
             raise UserError(f"{option}: not supported by --data {name}; use --data synthetic")
     data = DATASETS[name](folder, options)
-    if limit_train is None:
-        return data
-    if limit_train > len(data.train):
-        raise UserError(f"--limit-train {limit_train}: {name} has only {len(data.train)} training samples")
-    return Data(data.train.first(limit_train), data.test, data.channels, data.classes, data.image_size)
+    if options.augment == "timm":
+        data.train.mixup = Mixup(options.seed, data.classes)
+    return limit(data, limit_train, name)

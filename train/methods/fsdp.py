@@ -70,21 +70,25 @@ class Fsdp(Method):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Move the model to its device and shard it."""
-        from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
-
         # 1a. Convert to SyncBatchNorm first, as in ddp.py.
         if self.settings.sync_bn:
             model = convert_sync_batchnorm(model)
         # 1. Move the parameters and buffers to the device.
         self.module = model.to(self.ctx.device)
+        self.mesh = self.ctx.mesh.build(self.ctx.device.type)
+        self.shard(self.mesh)
+        return self.module
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the parameters along a mesh."""
+        from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
+
         # 1b. Shard each block, then the rest. Parameters sharded together are gathered together: smaller groups need
         #     less memory, larger groups fewer messages. The remaining parameters stay gathered until their backward.
         #     Every parameter becomes a DTensor with this rank's rows and the global shape.
-        self.mesh = self.ctx.mesh.build(self.ctx.device.type)
         for block in find_blocks(self.module):
-            fully_shard(block, mesh=self.mesh)
-        fully_shard(self.module, mesh=self.mesh)
-        return self.module
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
 
     # 2. As in single.py. The optimizer is built after sharding, which replaces the model's parameters.
 

@@ -132,7 +132,7 @@ class Method:
         """Scale the gradients if the norm of the whole gradient exceeds `max_norm`. Returns the norm before.
 
         All ranks scale complete gradients by one factor: gradients are equal on all ranks, or shards (fsdp), whose norm
-        torch computes over all ranks. Under localsgd each rank clips its own gradient.
+        torch computes over all ranks. Under localsgd and diloco each rank clips its own gradient.
         """
         return clip_grad_norm_(self.module.parameters(), max_norm)
 

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING
 from train.errors import UserError
 from train.methods.cp import Cp
 from train.methods.ddp import Ddp
+from train.methods.ddp_tp import DdpTp
+from train.methods.diloco import DiLoCo
 from train.methods.dp import Dp
 from train.methods.ep import Ep
 from train.methods.fsdp import Fsdp
+from train.methods.fsdp_tp import FsdpTp
 from train.methods.hsdp import Hsdp
+from train.methods.hsdp_tp import HsdpTp
 from train.methods.localsgd import LocalSgd
+from train.methods.pp import Pp
+from train.methods.pp_fsdp import PpFsdp
 from train.methods.single import Single
+from train.methods.tp import Tp
 from train.methods.zero import Zero
 
 if TYPE_CHECKING:
@@ -27,10 +34,17 @@ METHODS: dict[str, type[Method]] = {
     "ddp": Ddp,
     "zero": Zero,
     "localsgd": LocalSgd,
+    "diloco": DiLoCo,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
+    "tp": Tp,
+    "fsdp_tp": FsdpTp,
+    "hsdp_tp": HsdpTp,
+    "ddp_tp": DdpTp,
     "cp": Cp,
     "ep": Ep,
+    "pp": Pp,
+    "pp_fsdp": PpFsdp,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -48,14 +62,20 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--ema": lambda s: s.ema is not None,
     "--save-format safetensors": lambda s: s.save_format == "safetensors",
 }
+TENSOR_PARALLEL = tuple(name for name, method in METHODS.items() if issubclass(method, Tp))
 # Methods in which several ranks share one copy of the model.
 PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
-    "--average-every": (lambda s: s.average_every is not None, ("localsgd",)),
+    "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
+    "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
+    "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
+    "--outer-lr": (lambda s: s.outer_lr is not None, ("diloco",)),
+    "--outer-momentum": (lambda s: s.outer_momentum is not None, ("diloco",)),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
     "--context-mode": (lambda s: s.context_mode is not None, ("cp",)),
+    "--pipeline-schedule": (lambda s: s.pipeline_schedule is not None, ("pp", "pp_fsdp")),
 }
 
 
