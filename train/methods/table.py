@@ -11,6 +11,7 @@ from train.methods.dp import Dp
 from train.methods.fsdp import Fsdp
 from train.methods.hsdp import Hsdp
 from train.methods.localsgd import LocalSgd
+from train.methods.replicate import Replicate
 from train.methods.single import Single
 from train.methods.zero import Zero
 
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
     "diloco": DiLoCo,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
+    "replicate": Replicate,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -48,12 +50,18 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
 }
 # Methods in which several ranks share one copy of the model.
 PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
+DDP, SHARDED = ("ddp", "zero", "localsgd"), ("fsdp", "hsdp")
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
     "--outer-lr": (lambda s: s.outer_lr is not None, ("diloco",)),
     "--outer-momentum": (lambda s: s.outer_momentum is not None, ("diloco",)),
+    "--static-graph": (lambda s: s.static_graph, DDP),
+    "--bucket-view": (lambda s: s.bucket_view, DDP),
+    "--reshard-after-forward": (lambda s: s.reshard_after_forward is not None, SHARDED),
+    "--cpu-offload": (lambda s: s.cpu_offload, (*SHARDED, "replicate")),
+    "--mp-policy": (lambda s: s.mp_policy, (*SHARDED, "replicate")),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
 }
 
