@@ -21,6 +21,7 @@ from benchmarks import (
     compare,
     digest,
     distributed_tests,
+    equivalence,
     large,
     last_element,
     live,
@@ -46,6 +47,7 @@ BENCHMARKS = {
     "digest": digest,
     "live": live,
     "scale": scale,
+    "equivalence": equivalence,
 }
 
 

@@ -41,6 +41,7 @@ def metadata(
     mesh: Mapping[str, int] | None = None,
     optimizer_sharded: bool = False,
     averaging: Mapping[str, int] | None = None,
+    tied: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
     host: str | None = None,
 ) -> dict[str, Any]:
@@ -59,6 +60,8 @@ def metadata(
     optimizer state, as with ZeRO; then pass the rank's own optimizer, whose parameters define the shard. averaging: for
     local SGD, `period` and `warmup_steps` in optimizer steps, and `last_step`, the step of the last averaging (0 if
     none yet).
+    tied: for pipeline parallelism, names of tensors that are copies of a tensor of another stage, and the name of that
+    tensor, such as {"head.weight": "embed.weight"}; the same on all ranks. Their optimizer states are copies too.
     config: settings that distinguish runs; runs that differ only in `sync_bn` are reported as a pair.
     host: name of the machine, by default this machine's.
 
@@ -78,6 +81,7 @@ def metadata(
         "mesh": dict(mesh or {}),
         "optimizer_sharded": optimizer_sharded,
         "averaging": dict(averaging or {}),
+        "tied": dict(tied or {}),
         "buffers_synced": buffers_synced,
         "config": dict(config or {}),
         "versions": _list_versions(),
@@ -120,6 +124,9 @@ def parse_metadata(block: object, path: str) -> Metadata:
             raise _malformed(path, key, _describe(value), "numbers by name")
         return value
 
+    tied = get("tied", dict, {})
+    if not all(isinstance(name, str) for name in (*tied, *tied.values())):
+        raise _malformed(path, "tied", _describe(tied), "names by name")
     for key in ("config", "versions", "bn_momentum"):
         if not _is_bounded(get(key, dict, {})):
             raise _malformed(path, key, "nested without end", f"at most {_MOST_LEVELS} levels")
@@ -131,6 +138,7 @@ def parse_metadata(block: object, path: str) -> Metadata:
         **{key: get(key, dict, {}) for key in ("bn_momentum", "config", "versions")},
         mesh=numbers("mesh"),
         averaging=numbers("averaging"),
+        tied=tied,
         buffers=names("buffers") if block.get("buffers") is not None else None,
         frozen=names("frozen"),
         optimizer_parameters=names("optimizer_parameters"),

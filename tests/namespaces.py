@@ -17,7 +17,7 @@ __all__ = ["Host", "ip", "two_hosts"]
 
 
 class Host(Node):
-    """A node that starts the commands of tests."""
+    """A node for the commands of a test."""
 
     def command(self, *words: object) -> list[object]:
         """Return a command for this namespace."""
@@ -32,4 +32,4 @@ def two_hosts() -> Iterator[list[Host]]:
             nodes = stack.enter_context(two_nodes())
         except UserError as error:
             unavailable("netns", str(error))
-        yield [Host(node.name, node.device, node.address) for node in nodes]
+        yield [Host(*node) for node in nodes]

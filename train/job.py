@@ -73,6 +73,7 @@ def prepare(
     """
     check_agreement(settings, ctx)
     check_modifiers(settings)
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
     torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
     data = load(settings, ctx)
     ctx = METHODS[settings.method].place(settings, ctx)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,40 +19,52 @@ if TYPE_CHECKING:
     from train.methods.single import Method
 
 
+TOP = 5  # of Score.top5
+SUMS = 4  # of a Meter
+
+
 @dataclass(frozen=True)
 class Score:
     """The performance of a model.
 
     loss: mean cross-entropy per sample, in nats. accuracy: fraction of correct predictions. samples: number of samples.
+    top5: fraction of samples whose class is among the five most probable classes; None with at most five classes.
     """
 
     loss: float
     accuracy: float
     samples: int
+    top5: float | None = None
 
 
 class Meter:
     """Accumulates sums rather than means, so that ranks and batches of different sizes are weighted correctly.
 
     The sums stay on the device, so adding does not wait for it. They are float64, which represents counts exactly.
-    sums: [3] loss, correct predictions, samples. recent: [3] the same since the last `take`.
+    sums: [4] loss, correct predictions, samples, and samples for Score.top5, NaN with at most five classes. recent: [4]
+    the same since the last `take`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.both = torch.zeros(3, 2, dtype=torch.float64, device=device)
+        self.both = torch.zeros(SUMS, 2, dtype=torch.float64, device=device)
         self.sums, self.recent = self.both.unbind(1)  # views
 
     def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add one batch. loss_sum: [] sum over the predictions. logits: [..., classes]. labels: [...] int64."""
-        right = (logits.detach().argmax(-1) == labels).sum()
-        self.add_sums(torch.stack([loss_sum.detach().double(), right, right.new_tensor(labels.numel())]))
+        """Add one batch. loss_sum: [] sum over the predictions. logits: [..., classes]. labels: as in cross_entropy."""
+        labels = most_probable(labels)
+        # With --loss-parallel they are DTensors.
+        tensors = loss_sum.detach(), logits.detach()
+        loss_sum, logits = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
+        right = (logits.argmax(-1) == labels).sum()
+        top5 = (logits.topk(TOP).indices == labels[..., None]).sum() if logits.shape[-1] > TOP else right * math.nan
+        self.add_sums(torch.stack([loss_sum.double(), right, right.new_tensor(labels.numel()), top5]))
 
     def add_sums(self, sums: Tensor) -> None:
-        """Add the sums of another meter, [3]."""
+        """Add the sums of another meter, [4]."""
         self.both += sums[:, None]
 
     def take(self) -> Tensor:
-        """Return and reset the sums since the last call, [3].
+        """Return and reset the sums since the last call, [4].
 
         A difference of totals would be NaN after one infinite loss.
         """
@@ -68,16 +81,30 @@ class Meter:
         return score_of(self.sum_over_ranks(ctx).tolist())
 
     def sum_over_ranks(self, ctx: RankContext) -> Tensor:
-        """Return the sums over all ranks, [3]; a collective. Ranks with the same samples count once."""
+        """Return the sums over all ranks, [4]; a collective. Ranks with the same samples count once."""
         return ctx.sum_over_ranks(self.sums.clone() if ctx.mesh.counts else torch.zeros_like(self.sums))
 
 
 def score_of(sums: Sequence[float]) -> Score:
-    """Compute a score from the sums of loss, correct predictions and samples."""
-    loss, right, samples = sums
+    """Compute a score from the sums of a meter."""
+    loss, right, samples, top5 = sums
     if samples == 0:
         return Score(float("nan"), float("nan"), 0)
-    return Score(loss / samples, right / samples, int(samples))
+    return Score(loss / samples, right / samples, int(samples), None if math.isnan(top5) else top5 / samples)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropy over the predictions.
+
+    logits: [..., classes]. targets: int64 [...] classes, or float [..., classes] probabilities, as after mixup.
+    """
+    classes = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
+    return F.cross_entropy(logits.flatten(0, -2), classes, reduction="sum")
+
+
+def most_probable(targets: Tensor) -> Tensor:
+    """Return the most probable class of each target of `cross_entropy`, int64 [...]."""
+    return targets.argmax(-1) if targets.is_floating_point() else targets
 
 
 def evaluate(method: Method, batches: Batches, ctx: RankContext) -> Score:
@@ -89,7 +116,7 @@ def evaluate(method: Method, batches: Batches, ctx: RankContext) -> Score:
     meter = Meter(ctx.device)
 
     def measure(outputs: Tensor, targets: Tensor) -> None:
-        meter.add(F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum"), outputs, targets)
+        meter.add(cross_entropy(outputs, targets), outputs, targets)
 
     with torch.no_grad():  # not inference_mode, because FSDP keeps gathered tensors
         for x, y in batches:

@@ -24,6 +24,8 @@ from train.errors import UserError
 from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
+from train.methods.cp import MODES
+from train.methods.pp import PIPELINES
 from train.models import MODELS, build_model
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
@@ -43,7 +45,16 @@ EXAMPLES = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UserError, and prints its help on one process only."""
+    """An ArgumentParser that raises UserError, prints its help on one process only, and accepts --batch_size."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse arguments, after replacing the underscores in the names of options by hyphens."""
+        return super().parse_known_args([*map(self._with_hyphens, sys.argv[1:] if args is None else args)], namespace)
+
+    def _with_hyphens(self, argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        hyphens = name.replace("_", "-")
+        return hyphens + equals + value if hyphens in self._option_string_actions else argument
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with the message and a suggestion."""
@@ -203,6 +214,12 @@ def _add_method(group: argparse._ArgumentGroup) -> None:
     _add(group, "--mp-policy", "fsdp, hsdp, replicate: gather parameters and compute in bf16, reduce in float32")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
     _add(group, "--parallel-degree", text)
+    _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")
+    _add(group, "--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
+    text = "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
+    _add(group, "--context-mode", text, choices=MODES)
+    text = "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
+    _add(group, "--pipeline-schedule", text, choices=PIPELINES)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 
@@ -219,7 +236,8 @@ def _add_launch(group: argparse._ArgumentGroup) -> None:
     _add(group, "--local-rank", text, metavar="L")
     text = "by hand: rendezvous at tcp://ADDRESS:PORT of rank 0, or in file:///PATH, a new file for each run"
     _add(group, "--init-method", text, metavar="URL")
-    _add(group, "--ip", "with --port: short for --init-method tcp://ADDRESS:PORT", metavar="ADDRESS")
+    text = "with --port: short for --init-method tcp://ADDRESS:PORT; with --spawn instead of a temporary file"
+    _add(group, "--ip", text, metavar="ADDRESS")
     _add(group, "--port", "a free port of rank 0's machine, the same everywhere", metavar="PORT")
 
 
@@ -245,6 +263,8 @@ def _add_modifiers(group: argparse._ArgumentGroup) -> None:
     _add(group, "--join", "let ranks have different numbers of batches, with DDP's join context manager")
     _add(group, "--compile", "use torch.compile; the first step takes seconds to minutes")
     _add(group, "--channels-last", "use the memory format NHWC for images and weights; faster on many GPUs")
+    text = "let cuDNN time its algorithms for each shape of input, and use the fastest; for GPUs and equal shapes"
+    _add(group, "--cudnn-benchmark", text)
     text = "gradient compression of DDP: none, 16-bit floats, or low-rank matrices"
     _add(group, "--comm-hook", text, choices=("none", "fp16", "bf16", "powersgd"))
     _add(group, "--powersgd-rank", "rank of powersgd's matrices (default: 1)")
@@ -270,7 +290,8 @@ def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
     _add(group, "--data-dir", "folder of the data; digits, text and synthetic need no folder")
     text = "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout"
     _add(group, "--download", text)
-    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing"
+    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing; timm: "
+    text += "RandomResizedCrop, RandAugment, mixup and label smoothing"
     _add(group, "--augment", text, choices=AUGMENTATIONS)
     _add(group, "--image-size", "pixels along each edge, for --data synthetic (default: 32)")
     _add(group, "--channels", "channels of an image, for --data synthetic (default: 3)")

@@ -45,6 +45,10 @@ class Settings:
     cpu_offload: bool = False  # keep shards in the CPU's memory
     mp_policy: bool = False  # gather parameters and compute in bfloat16
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
+    sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
+    loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
+    context_mode: str | None = None  # how attention of cp communicates: allgather or ulysses
+    pipeline_schedule: str | None = None  # of pp and pp_fsdp: 1f1b, gpipe, interleaved or zbv
     # Modifiers of the method.
     sync_bn: bool = False
     buffer_sync: bool = True
@@ -55,6 +59,7 @@ class Settings:
     join: bool = False  # allow ranks to have different numbers of batches
     compile: bool = False  # use torch.compile
     channels_last: bool = False  # store the channels of a pixel contiguously (NHWC)
+    cudnn_benchmark: bool = False  # let cuDNN choose its algorithms by timing them
     comm_hook: str = "none"  # or fp16, bf16, powersgd: compress gradients under DDP
     powersgd_rank: int | None = None  # columns of PowerSGD's matrices
     powersgd_start: int | None = None  # steps before PowerSGD starts
@@ -71,7 +76,7 @@ class Settings:
     data: str = "digits"
     data_dir: Path | None = None
     download: bool = False  # download missing data
-    augment: str = "none"  # random changes of training images: or basic, strong
+    augment: str = "none"  # random changes of training images: or basic, strong, timm
     image_size: int | None = None
     channels: int | None = None
     classes: int | None = None
@@ -116,6 +121,8 @@ class Settings:
         """Return the name of the run: the method and its modifiers, used in file names and the metadata block."""
         powersgd_rank = (self.powersgd_rank or "") if self.comm_hook == "powersgd" else ""
         modifiers = {
+            "seqparallel": self.sequence_parallel,
+            "lossparallel": self.loss_parallel,
             "syncbn": self.sync_bn,
             "nobufsync": not self.buffer_sync,
             f"amp-{self.amp}": self.amp != "off",

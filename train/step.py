@@ -6,10 +6,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from train.metrics import Meter
+from train.metrics import Meter, cross_entropy, most_probable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,8 +69,8 @@ class Step:
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Update the model once.
 
-        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N] int64. meter:
-        accumulates the loss and accuracy of the share.
+        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N] int64, or
+        probabilities [N, classes]. meter: accumulates the loss and accuracy of the share.
         """
         method, parts = self.method, list(self.method.split(self._prepare(x), y.to(self.ctx.device, non_blocking=True)))
         measured = Meter(self.ctx.device)
@@ -114,10 +113,10 @@ class Step:
         """Add the gradient of one micro-batch."""
         # Divide by the number of predictions of the global batch, not of the micro-batch, so that uneven shares are
         # weighted correctly. A sample of text has one prediction per token.
-        predictions = samples * y[:1].numel()
+        predictions = samples * most_probable(y[:1]).numel()
 
         def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            loss_sum = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+            loss_sum = cross_entropy(outputs, targets)
             meter.add(loss_sum, outputs, targets)
             return self.scaler.scale(loss_sum / predictions)
 

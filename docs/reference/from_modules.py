@@ -44,7 +44,7 @@ TRAIN = {
     "Distribution over processes": "launch mesh data_parallel sync_batchnorm comm_hooks",
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors upkeep watch",
-    "Measurements and output": "metrics recorders evaluate bench",
+    "Measurements and output": "metrics recorders plot evaluate bench",
     "Options": "options settings",
 }
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
-from syncheck.comparison.replica_groups import assemble_shards, divide, find_positions, is_mixed, mesh_of
+from syncheck.comparison.replica_groups import assemble_shards, divide, find_positions, is_mixed, mesh_of, stage_of
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
-from syncheck.comparison.ties import broken_ties
+from syncheck.comparison.ties import broken_ties, rename_copies
 from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
 from syncheck.evidence.tensors import add_evidence
 from syncheck.kernel.blocks import Files
@@ -23,7 +23,7 @@ from syncheck.tensor_parallel import find_replicated
 from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
     from syncheck.layout.groups import ReplicaGroup
@@ -59,10 +59,10 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     """Compare a group of replicas. Raises CheckpointError if a file can no longer be read."""
     snapshots, parts = detect_partitioning(dict(replicas.ranks))
     names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
-    tensors, kinds, wanted = _classify(snapshots, selection)
+    tensors, tied, kinds, wanted = _classify(snapshots, selection)
     tally = _Tally()
     if len(snapshots) > 1:
-        _compare_tensors(tensors, kinds.by_name, snapshots, wanted, selection, tally, parts)
+        _compare_tensors(tensors, kinds.by_name, snapshots, wanted, selection, tally, parts, tied)
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     counts = {
         kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
@@ -102,13 +102,22 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
 
 
 def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
-    """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts."""
+    """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts.
+
+    Pipeline stages have different members too, but the ranks of a stage must have the same.
+    """
     sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
+    stages: dict[Hashable, list[Snapshot]] = defaultdict(list)
+    for snapshot in snapshots.values():
+        stages[stage_of(snapshot)].append(snapshot)
 
     def is_partial(name: str) -> bool:
         if parts.labels and parts.holds(name, of_optimizer=False):
             return True
-        return (sharded or parts != Parts()) and is_membership(name)
+        if not is_membership(name):
+            return False
+        uniform = all(s.values.get(name) == ranks[0].values.get(name) for ranks in stages.values() for s in ranks)
+        return sharded or parts != Parts() or (len(stages) > 1 and uniform)
 
     return is_partial
 
@@ -174,8 +183,9 @@ def _compare_tensors(
     selection: Selection,
     tally: _Tally,
     parts: Parts,
+    tied: frozenset[str],
 ) -> None:
-    """Compare every selected tensor and add the results to `tally`."""
+    """Compare every selected tensor and add the results to `tally`. tied: names of copies in several stages."""
     ranks, positions = tuple(snapshots), find_positions(snapshots)
     whole = find_replicated(aligned) if positions.plain else frozenset()
     with Files(jobs=selection.jobs) as files:
@@ -201,7 +211,7 @@ def _compare_tensors(
             partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
             partitioned = partial and not lost and not parts.unclear
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
-            division = divide(tensors, ranks, positions, replicated=name in whole)
+            division = divide(tensors, ranks, positions, replicated=name in whole, tied=name in tied)
             diff = compare_tensor(
                 name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick
             )
@@ -244,20 +254,24 @@ def kinds_in(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
 
 def selected_kinds(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
     """Return the kind of each selected tensor by its name without prefixes of wrappers."""
-    _, kinds, wanted = _classify(snapshots, selection)
+    _, _, kinds, wanted = _classify(snapshots, selection)
     return {name: kind for name, kind in kinds.by_name.items() if wanted(name, kind)}
 
 
 def _classify(
     snapshots: Mapping[int, Snapshot], selection: Selection
-) -> tuple[dict[str, dict[int, Tensor]], Kinds, Callable[[str, str], bool]]:
-    """Return the tensors by normalized name and rank, their kinds, and a predicate for the selected names and kinds."""
+) -> tuple[dict[str, dict[int, Tensor]], frozenset[str], Kinds, Callable[[str, str], bool]]:
+    """Return the tensors by normalized name and rank, the names of copies, kinds, and a predicate for the selection.
+
+    The predicate takes names and kinds.
+    """
     aligned: dict[str, dict[int, Tensor]] = {}  # in the order of the first checkpoint
     for rank, snapshot in snapshots.items():
         for name, tensor in normalize_keys(snapshot.tensors).items():
             aligned.setdefault(name, {})[rank] = tensor
+    tied = rename_copies(aligned, snapshots)
     kinds = _find_kinds(aligned, snapshots, selection)
-    return aligned, kinds, make_selector(selection.only, selection.include, selection.exclude, kinds.unsure)
+    return aligned, tied, kinds, make_selector(selection.only, selection.include, selection.exclude, kinds.unsure)
 
 
 def _find_kinds(

@@ -7,6 +7,7 @@
   therefore compared along the replicate dimension, and FSDP shards have no replicas. A mesh may contain only some of
   the ranks (tensor parallelism inside DDP): ranks with equal coordinates in sibling meshes are replicas, unless they
   belong to different pipeline stages.
+- Copies of a tensor in several pipeline stages, if the metadata lists them: also the ranks of these stages.
 - If some ranks hold shards of a tensor and other ranks the whole tensor, the shards of each mesh are assembled.
 """
 
@@ -90,7 +91,7 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
         plain[rank] = tuple(sorted(at for at in (mesh or mesh_of(snapshot)).items() if at[0].lower() in dividing))
         sharded[rank] = plain[rank]
     if native:
-        sharded = {rank: _without_tensor_parallel(position) for rank, position in plain.items()}
+        sharded = {rank: _without(position, TENSOR_PARALLEL) for rank, position in plain.items()}
     return Positions(
         plain if any(plain.values()) else {},
         sharded if any(sharded.values()) else {},
@@ -99,8 +100,8 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
     )
 
 
-def _without_tensor_parallel(position: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    return tuple(at for at in position if at[0].lower() not in TENSOR_PARALLEL)
+def _without(position: tuple[tuple[str, int], ...], names: frozenset[str]) -> tuple[tuple[str, int], ...]:
+    return tuple(at for at in position if at[0].lower() not in names)
 
 
 def _number_stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
@@ -129,17 +130,27 @@ def mesh_of(snapshot: Snapshot) -> dict[str, int]:
     return max(coordinates, key=len, default={})
 
 
+def stage_of(snapshot: Snapshot) -> frozenset[tuple[str, int]]:
+    """Return the coordinates of a rank in the pipeline dimensions; empty without a pipeline."""
+    return frozenset(at for at in mesh_of(snapshot).items() if at[0].lower() in PIPELINE)
+
+
 def divide(
-    tensors: Mapping[int, Tensor], ranks: tuple[int, ...], positions: Positions, *, replicated: bool = False
+    tensors: Mapping[int, Tensor],
+    ranks: tuple[int, ...],
+    positions: Positions,
+    *,
+    replicated: bool = False,
+    tied: bool = False,
 ) -> Division:
     """Divide the ranks with a tensor into replica groups.
 
     ranks: all ranks of the group. replicated: whether the name shows that all tensor-parallel ranks hold the whole
-    tensor; different shapes override it.
+    tensor; different shapes override it. tied: whether pipeline stages hold copies of the tensor.
     """
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     if parts:
-        return _divide_dtensor(parts, tuple(tensors), ranks, positions)
+        return _divide_dtensor(parts, tuple(tensors), ranks, positions, tied=tied)
     coordinates = positions.plain
     if not coordinates:
         return Division((tuple(tensors),), ranks)
@@ -147,7 +158,9 @@ def divide(
     expected = tuple(rank for rank in ranks if coordinates[rank] in present)
     same_shape = len({t.shape for t in tensors.values()}) == 1
     if (replicated and same_shape) or all(map(_has_tensor_parallel_mesh, tensors.values())):
-        coordinates = {rank: _without_tensor_parallel(position) for rank, position in coordinates.items()}
+        coordinates = {rank: _without(position, TENSOR_PARALLEL) for rank, position in coordinates.items()}
+    if tied:
+        coordinates = {rank: _without(position, PIPELINE) for rank, position in coordinates.items()}
     sets = tuple(map(tuple, group_ranks({rank: coordinates[rank] for rank in tensors}).values()))
     dims = ", ".join(dict.fromkeys(name for position in coordinates.values() for name, _ in position))
     if not dims:
@@ -185,7 +198,12 @@ def _placement_text(placement: str, size: int, name: str) -> str:
 
 
 def _divide_dtensor(
-    parts: Mapping[int, Sharding], present: tuple[int, ...], ranks: tuple[int, ...], positions: Positions
+    parts: Mapping[int, Sharding],
+    present: tuple[int, ...],
+    ranks: tuple[int, ...],
+    positions: Positions,
+    *,
+    tied: bool,
 ) -> Division:
     keys: dict[int, Hashable] = {}
     # Ranks share sharding objects, so a thousand ranks have only a few distinct objects.
@@ -202,7 +220,7 @@ def _divide_dtensor(
             continue
         divided = tuple(i for placement, i in zip(sharding.placements, position, strict=True) if placement != "R")
         outer = tuple(at for at in positions.sharded.get(rank, ()) if at[0] not in sharding.names)
-        keys[rank] = numbers[id(sharding)], divided, outer
+        keys[rank] = numbers[id(sharding)], divided, _without(outer, PIPELINE) if tied else outer
     members = {rank for sharding in shardings.values() for rank in sharding.ranks}
     stages = {(positions.stages.get(rank), positions.sharded.get(rank)) for rank in present}
     expected = tuple(

@@ -27,10 +27,13 @@ def row(name: str, *epochs: float, problem: str = "", gpus: tuple[float, ...] = 
 
 def record(event: str, **values: Any) -> dict[str, Any]:
     """Return a line of metrics.jsonl."""
+    if event == "start":
+        values = {"model": "resnet8", "data": "digits", "samples": 340, "batch_size": 32}
     return {"event": event, "time": 1000.0, "run": "ddp", **values}
 
 
 def epoch(number: int, seconds: float, accuracy: float = 0.1, memory: int = 1) -> dict[str, Any]:
     """Return an epoch's line of metrics.jsonl: 10 steps, 320 samples."""
     values = {"epoch_time_s": seconds, "samples": 320, "test_accuracy": accuracy, "peak_memory_bytes": memory}
+    values["gpu_utilization_by_rank"] = [90.0 + number, 10.0]
     return record("epoch", epoch=number, step=10 * number, **values)

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ def test_excludes_the_first_epoch() -> None:
     """The first epoch is excluded as warm-up; accuracy is the last epoch's, and memory is the maximum."""
     records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
     timing = read_timing(records, began=990.0)
-    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7)
+    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7, utilization=(92.5, 10.0))
     assert (timing.epoch_time, timing.throughput) == (3.0, 320 / 3)
 
 
@@ -65,6 +66,9 @@ def test_speed_up_is_over_single_of_the_same_round() -> None:
     rows = [row("single", 4.0, 4.0, 9.0), row("ddp", 1.0, 2.0, 3.0)]  # ratios 4, 2, 3; the ratio of medians is 2
     assert [compute_speed_up(r, rows) for r in rows] == [1.0, 3.0]
     assert compute_speed_up(rows[1], [row("single", problem="refused"), rows[1]]) is None
+    other = replace(rows[0], case=CASES["single-moe"], model="gpt-tiny-moe")
+    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0]]) is None
+    assert compute_speed_up(replace(rows[1], model="gpt-tiny-moe"), [rows[0], other]) == 3.0
 
 
 def test_all_formats_have_equal_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +109,7 @@ def test_run_accepts_the_command_lines_of_every_case(name: str) -> None:
     commands = case.build_commands(2, ["--epochs", "2"], Path("/tmp"), nodes)
     parsed = [build_parser().parse_args(command[command.index(str(RUN)) + 1 :]) for command in commands]
     assert {args.method for args in parsed} == {case.method}
-    if LAUNCHERS[case.launcher].by_hand:
+    if "{rank}" in LAUNCHERS[case.launcher]:
         assert [args.rank for args in parsed] == list(range(case.count_processes(2)))
     else:
         assert len(parsed) == case.nodes
@@ -117,7 +121,7 @@ def test_single_comes_first() -> None:
     assert [case.name for case in select_cases(["all"])] == list(CASES)
     methods = select_cases(["methods"])
     assert {case.method for case in methods} == set(METHODS)
-    assert not any(case.options for case in methods)
+    assert all(case.options in ((), ("--model", "gpt-tiny-moe")) for case in methods)
     with pytest.raises(UserError, match=r"dpp.* single, "):
         select_cases(["dpp"])
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from bench_rows import epoch, record, row
 from programs import command
-from started import wait_for
 
 from train.bench.__main__ import main, write_file
-from train.bench.gpus import compute_utilization, sample_utilization
 from train.bench.overhead import check_settings, measure_overhead
 from train.bench.parts import format_parts
 from train.bench.runs import run_case
@@ -63,22 +60,6 @@ def test_timeout_ends_processes_in_other_sessions(tmp_path: Path) -> None:
     run_case(case, [[sys.executable, "-c", outer]], tmp_path, 1, 10)
     assert case.problem == "not finished after 10 s"
     assert not command(int((tmp_path / "pid").read_text()))
-
-
-def test_gpu_utilization_is_sampled_during_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each GPU has the mean of its samples between two times; a GPU without the sensor has none."""
-    began = datetime.fromtimestamp(1000.0)
-    lines = []
-    for seconds, percents in ((-1, (3, 4)), (1, (90, 10)), (2, (80, 20)), (9, (1, 1))):
-        date = (began + timedelta(seconds=seconds)).strftime("%Y/%m/%d %H:%M:%S.123")
-        lines += [f"{date}, {gpu}, {percent}" for gpu, percent in enumerate([*percents, "[N/A]"])]
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\ncat <<END\n" + "\n".join([*lines, "2026/01"]) + "\nEND\nexec sleep 60\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    with sample_utilization(tmp_path / "samples"):
-        wait_for(lambda: (tmp_path / "samples").read_text().endswith("01\n"), 10)
-    assert compute_utilization(tmp_path / "samples", 1000.0, 1005.0) == (85.0, 15.0)
 
 
 def test_an_unwritable_table_is_saved_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from scenarios import SMALL, trained
 from torch.utils.data import DataLoader
 
 from train.data import DataOptions, DistributedBatchSampler, load_data
-from train.data.augment import BasicAugment, build_augment
+from train.data.augment import BasicAugment, Mixup, build_augment
 from train.data.dataset import Images, Normalize
 from train.errors import UserError
 from train.launch import RankContext
@@ -23,7 +23,7 @@ from train.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KINDS = ("basic", "strong")
+KINDS = ("basic", "strong", "timm")
 PLAIN = Normalize((0.0,), (1 / 255,))  # keeps all values
 
 
@@ -35,22 +35,25 @@ def make_images(samples: int = 24) -> Images:
 
 def augmented(kind: str, seed: int = 5, samples: int = 24) -> Images:
     """Return the same images, with augmentation."""
-    if kind == "strong":
+    if kind != "basic":
         pytest.importorskip("torchvision")
     images = make_images(samples)
+    images.mixup = Mixup(seed, classes=samples) if kind == "timm" else None
     images.augment = build_augment(DataOptions(augment=kind, seed=seed), 3, flip=True)
     return images
 
 
 def load_epoch(images: Images, ranks: int, workers: int, *, skip: int = 0, epoch: int = 3) -> dict[int, bytes]:
-    """Return the bytes of the images of one epoch by label, loaded on this number of ranks."""
+    """Return the bytes of the images and labels of one epoch by index, loaded on this number of ranks."""
     contents: dict[int, bytes] = {}
     for rank in range(ranks):
         sampler = DistributedBatchSampler(len(images), 8, rank, ranks, shuffle=True, seed=0)
         sampler.set_epoch(epoch, skip)
         images.set_epoch(epoch)
-        for x, y in DataLoader(images, sampler=sampler, batch_size=None, num_workers=workers):
-            contents |= {int(label): image.numpy().tobytes() for image, label in zip(x, y, strict=True)}
+        loaded = DataLoader(images, sampler=sampler, batch_size=None, num_workers=workers)
+        for indices, (x, y) in zip(sampler, loaded, strict=True):
+            rows = zip(indices, x, y, strict=True)
+            contents |= {index: image.numpy().tobytes() + label.numpy().tobytes() for index, image, label in rows}
     return contents
 
 
@@ -92,8 +95,8 @@ def test_indexing(kind: str) -> None:
     """An image is the same alone, from the end, in a slice, in a batch and in a prefix."""
     images = augmented(kind)
     batch, labels = images[[3, 5, 4]]
-    assert labels.tolist() == [3, 5, 4]
-    for same in (images[5][0], images[5 - 24][0], images.first(6)[5][0]):
+    assert torch.equal(labels, images[:][1][[3, 5, 4]])
+    for same in (images[5][0], images[5 - 24][0], (images.first(6)[5][0] if kind != "timm" else images[5][0])):
         assert torch.equal(same, batch[1])
     assert torch.equal(images[4:5][0][0], batch[2])
     with pytest.raises(IndexError):
@@ -147,7 +150,7 @@ def test_augmented_digits() -> None:
     train = load_data("digits", None, None, DataOptions(augment="basic")).train
     assert train.normalize is not None
     assert (train.normalize(train.images) - plain[:][0]).abs().max() <= 0.5 / 255 / 0.3759 + 1e-6
-    with pytest.raises(UserError, match=r"^--augment weak: .*none, basic, strong$"):
+    with pytest.raises(UserError, match=r"^--augment weak: .*none, basic, strong, timm$"):
         load_data("digits", None, None, DataOptions(augment="weak"))
 
 
@@ -227,6 +230,48 @@ def test_every_operation_takes_every_magnitude(mode: str) -> None:
         plain = Image.new("RGB", (20, 20), (200, 200, 200))
         filled = (np.asarray(OPERATIONS["TranslateX"](plain, 1.0, fill)) == fill).all(2).mean()
         assert filled == pytest.approx(0.45, abs=0.05)
+
+
+def test_timm_crops_up_to_a_twelfth() -> None:
+    """A crop has 8 % to 100 % of the area; half of the images are mirrored, unless mirroring changes the class."""
+    pytest.importorskip("torchvision")
+    ramp = torch.arange(32, dtype=torch.uint8).mul(8).expand(300, 1, 32, 32).contiguous()  # grows to the right
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.data.rand_augment.rand_augment", lambda picture, _: picture)
+        for flip in (False, True):
+            augment = build_augment(DataOptions(augment="timm"), 1, flip=flip)
+            assert augment is not None
+            out = augment(ramp, torch.arange(300), 0, PLAIN)
+            assert out.shape == ramp.shape
+            widths = (out[:, 0, 16, -1] - out[:, 0, 16, 0]) / 8 + 1  # in columns; negative if mirrored
+            assert widths.abs().min() < 0.4 * 32
+            assert widths.abs().max() > 0.9 * 32
+            assert (widths.abs() > 0.08**0.5 * (3 / 4) ** 0.5 * 32 - 2).all()
+            assert 110 < (widths < 0).sum() < 190 if flip else (widths > 0).all()
+
+
+def test_mixup_is_the_weighted_mean_of_two_samples() -> None:
+    """An image and its label are mixed with a partner from the whole set, by a weight of Beta(0.2, 0.2) each."""
+    images = make_images(400)
+    images.mixup = Mixup(3, classes=400)
+    partners, weights = images.mixup.draw(torch.arange(400), 7, 400)
+    assert len(partners.unique()) > 200
+    # Beta(0.2, 0.2) has the mean 1/2 and the variance 1/4 / 1.4, near the ends.
+    assert abs(weights.mean() - 0.5) < 0.06
+    assert abs(weights.var() - 0.25 / 1.4) < 0.03
+    plain = make_images(400)[:][0]
+    images.set_epoch(7)
+    x, y = images[100:104]
+    assert y.sum(1).tolist() == pytest.approx([1.0] * 4, rel=1e-5)
+    for row in range(4):
+        index, partner, weight = 100 + row, int(partners[100 + row]), weights[100 + row]
+        assert torch.allclose(x[row], weight * plain[index] + (1 - weight) * plain[partner], atol=1e-3)
+        expected = torch.full((400,), 0.1 / 400)
+        expected[index] += 0.9 * weight
+        expected[partner] += 0.9 * (1 - weight)
+        assert torch.allclose(y[row], expected, atol=1e-6)
+    assert int(images.first(9)[:][1].argmax(1).max()) < 9  # --limit-train: partners are training samples too
+    assert not torch.equal(images.mixup.draw(torch.arange(400), 8, 400)[1], weights)
 
 
 def test_augmented_runs_are_reproducible() -> None:

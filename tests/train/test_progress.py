@@ -24,8 +24,8 @@ START = Start(
 
 
 def epoch(step: int, epoch: int, trained: Score, test: Score | None, speed: float) -> EpochRecord:
-    """Return the record of an epoch with all times zero."""
-    return EpochRecord(step, epoch, trained, test, speed, 0.0, 0.0)
+    """Return the record of an epoch with steps of 12.3 ms and other times zero."""
+    return EpochRecord(step, epoch, trained, test, speed, 0.0, 0.0, 0.0123)
 
 
 def test_meter_weights_by_samples() -> None:
@@ -42,9 +42,21 @@ def test_an_infinite_loss_does_not_affect_later_records() -> None:
     meter = Meter(torch.device("cpu"))
     for loss in (math.inf, 2.0):
         meter.add(torch.tensor(loss), torch.eye(2), torch.tensor([0, 0]))
-        assert meter.take().tolist() == [loss, 1, 2]
+        assert meter.take().tolist()[:3] == [loss, 1, 2]
     assert meter.local() == Score(loss=math.inf, accuracy=0.5, samples=4)
-    assert meter.take().tolist() == [0, 0, 0]
+    assert meter.take().tolist() == [0, 0, 0, 0]
+
+
+def test_top5_counts_the_five_most_probable_classes() -> None:
+    """Top-5 accuracy counts classes up to the fifth place; five classes have none, and labels may be probabilities."""
+    logits = torch.tensor([0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]).expand(7, 7)
+    meter = Meter(torch.device("cpu"))
+    meter.add(torch.tensor(7.0), logits[:4], torch.arange(4))
+    meter.add(torch.tensor(7.0), logits[4:], torch.eye(7)[4:])  # as after mixup
+    assert meter.local() == meter.over_ranks(RankContext()) == Score(2.0, 1 / 7, 7, top5=5 / 7)
+    meter = Meter(torch.device("cpu"))
+    meter.add(torch.tensor(5.0), logits[:5, :5], torch.arange(5))
+    assert meter.local() == Score(1.0, 1 / 5, 5, top5=None)
 
 
 def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,8 +66,11 @@ def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
         progress.start(START)
         progress.step(1, 1, Meter(torch.device("cpu")), 100.0)
         progress.epoch(epoch(44, 1, Score(0.5, 0.75, 44), Score(0.25, 0.875, 8), 1234.5))
+        progress.epoch(epoch(88, 2, Score(0.5, 0.75, 44, 0.9), Score(0.25, 0.875, 8, 0.985), 1234.5))
     assert capsys.readouterr().out == (
-        "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  test 87.5%  1234 samples/s\n"
+        "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  test 87.5%  1234 samples/s, 12.3 ms/step\n"
+        "ddp-syncbn: epoch  2/10  step 88/440  loss 0.5000  train 75.0%  test 87.5%  top-5 98.5%  1234 samples/s, "
+        "12.3 ms/step\n"
     )
 
 
@@ -73,12 +88,13 @@ def test_bar_ends_with_the_last_numbers(capsys: pytest.CaptureFixture[str], monk
         progress.start(START)
         for step in range(1, 441):
             progress.step(step, 10, Meter(torch.device("cpu")), 12345.0)
-        progress.epoch(epoch(440, 10, Score(0.5, 1.0, 44), Score(0.25, 0.989, 8), 12345.0))
-    first, second = capsys.readouterr().out.rstrip().splitlines()
+        progress.epoch(epoch(440, 10, Score(0.5, 1.0, 44), Score(0.25, 0.989, 8, 1.0), 12345.0))
+    first, second, third = capsys.readouterr().out.rstrip().splitlines()
     assert first.startswith("ddp-syncbn ")
     assert first.rstrip().endswith("epoch 10/10  step 440/440")
-    assert max(len(first.rstrip()), len(second.rstrip())) <= 80
+    assert max(len(line.rstrip()) for line in (first, second, third)) <= 80
     assert second.strip() == "loss 0.5000  train 100.0%  test 98.9%  12345 samples/s"
+    assert third.strip() == "12.3 ms/step  top-5 100.0%"
 
 
 def test_log_interval_prints_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +106,8 @@ def test_log_interval_prints_steps(capsys: pytest.CaptureFixture[str]) -> None:
             progress.start(replace(START, settings=Settings(log_interval=interval)))
             progress.log(StepRecord(22, 1, 0.05, score, score, pace, pace, pace, 1234.5))
             progress.epoch(epoch(44, 1, score, None, 1234.5))
-    epoch_line = "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  1234 samples/s"
-    step_line = "ddp-syncbn: epoch  1/10  step 22/440  loss 0.5000  train 75.0%  lr 0.05  1234 samples/s"
+    epoch_line = "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  1234 samples/s, 12.3 ms/step"
+    step_line = "ddp-syncbn: epoch  1/10  step 22/440  loss 0.5000  train 75.0%  lr 0.05  1234 samples/s, 200.0 ms/step"
     assert capsys.readouterr().out.splitlines() == [epoch_line, step_line, epoch_line]
 
 
@@ -105,6 +121,6 @@ def test_bar_estimates_the_remaining_time(capsys: pytest.CaptureFixture[str], mo
         progress.start(replace(START, plan=plan, resumed_at=110000))
         progress.step(110001, 282, Meter(torch.device("cpu")), 12345.0)
         progress.step(110100, 282, Meter(torch.device("cpu")), 12345.0)
-    first, second = capsys.readouterr().out.rstrip().splitlines()
+    first, second, third = capsys.readouterr().out.rstrip().splitlines()
     assert first.rstrip().endswith("epoch 282/300  step 110100/117300  2:01:13 left")
-    assert max(len(first.rstrip()), len(second.rstrip())) <= 80
+    assert max(len(line.rstrip()) for line in (first, second, third)) <= 80

@@ -34,10 +34,11 @@ ALONE = replace(SMALL, method="single", max_steps=None, epochs=2, limit_train=20
 EVENTS = {
     "start": "event time run method world_size model parameters data samples batch_size shares epochs steps "
     "steps_per_epoch resumed_at launcher torch host device backend config",
-    "step": "event time run step epoch lr loss accuracy samples data_time_s data_time_max_s batch_time_s "
-    "batch_time_max_s samples_per_second grad_norm loss_scale peak_memory_bytes",
-    "epoch": "event time run epoch step loss accuracy samples test_loss test_accuracy test_samples best epoch_time_s "
-    "test_time_s data_time_s batch_time_s samples_per_second peak_memory_bytes gpu_utilization",
+    "step": "event time run step epoch lr loss accuracy top5_accuracy samples data_time_s data_time_max_s "
+    "batch_time_s batch_time_max_s samples_per_second grad_norm loss_scale peak_memory_bytes",
+    "epoch": "event time run epoch step loss accuracy top5_accuracy samples test_loss test_accuracy "
+    "test_top5_accuracy test_samples best epoch_time_s test_time_s data_time_s batch_time_s samples_per_second "
+    "peak_memory_bytes gpu_utilization gpu_utilization_by_rank",
     "end": "event time run ended steps seconds test_accuracy best_accuracy best_epoch",
 }
 
@@ -74,12 +75,14 @@ def test_metrics_have_their_fields(tmp_path: Path) -> None:
     steps, epochs = ([line for line in lines if line["event"] == event] for event in ("step", "epoch"))
     assert [(s["step"], s["epoch"], s["samples"]) for s in steps] == [(4, 1, 128), (8, 2, 128), (12, 2, 128)]
     assert [(e["step"], e["samples"]) for e in epochs] == [(6, 192), (12, 192)]
-    for number in ("loss", "accuracy"):
+    for number in ("loss", "accuracy", "top5_accuracy"):
         whole = sum(e[number] * e["samples"] for e in epochs)
         assert sum(s[number] * s["samples"] for s in steps) == pytest.approx(whole, rel=1e-12)
     assert all(s["batch_time_s"] > s["data_time_s"] > 0 and s["grad_norm"] > 0 for s in steps)
     assert all(1e7 < s["peak_memory_bytes"] < 1e11 for s in (*steps, *epochs))
     assert (epochs[0]["test_accuracy"], epochs[1]["test_accuracy"]) == (None, result.test.accuracy)
+    assert result.test.accuracy < epochs[1]["test_top5_accuracy"] == result.test.top5 <= 1
+    assert epochs[0]["test_top5_accuracy"] is None
     assert lines[-1]["ended"] == "finished"
     assert (lines[-1]["steps"], lines[-1]["best_accuracy"], lines[-1]["best_epoch"]) == (12, result.test.accuracy, 2)
     assert lines[0]["config"]["batch_size"] == 32

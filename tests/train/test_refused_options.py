@@ -52,6 +52,14 @@ NEXT = "; add --spawn 2, or start with torchrun"
         ),
         ("--method single --spawn 2", "--method single is one process, the launcher started 2"),
         ("--spawn 2 --rank 0", "--spawn and --rank: --spawn sets it for each rank; drop one of the options"),
+        (
+            "--spawn 2 --port 29500",
+            "--spawn and --port: an address needs both --ip and --port; add the other or drop it",
+        ),
+        ("--spawn 2 --ip ::1 --port 0", "port 0: must be 1 to 65535; see --port and MASTER_PORT"),
+        ("--batch_size 0", "--batch-size 0: must be at least 1"),
+        ("--batch_size=0", "--batch-size 0: must be at least 1"),
+        ("--no_such_option 3", "unrecognized arguments: --no_such_option 3"),
         ("--spawn 2 --batch-size 1", "--batch-size 1 (global) leaves some of 2 ranks empty; use 2 or more"),
         (
             "--rank 0",
@@ -159,6 +167,7 @@ def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: 
         ((RUN,), "run.py: error"),
         (("-m", "train.evaluate", "ckpts"), "evaluate.py"),
         (("-m", "train.bench"), "train.bench: error"),
+        (("-m", "train.plot", "metrics.jsonl"), "plot.py"),
     ],
 )
 def test_missing_torch_is_one_line(programs: Programs, program: tuple[object, ...], prefix: str) -> None:

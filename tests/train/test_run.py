@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from scenarios import differing, load
 
 from train.engine import train
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 FLAGS = """
     accumulate alpha amp augment average-every backend batch-size channels channels-last checkpoint-every
-    classes comm-hook compile data data-dir depth download ema epochs eval-every fault fault-step find-unused
-    gpus grad-clip help image-size init-method ip join keep-last limit-train list-faults list-models local-rank
-    log-dir log-interval lr lr-scale max-steps method model momentum monitor monitor-every no-buffer-sync
+    classes comm-hook compile cudnn-benchmark data data-dir depth download ema epochs eval-every fault fault-step
+    find-unused gpus grad-clip help image-size init-method ip join keep-last limit-train list-faults list-models
+    local-rank log-dir log-interval lr lr-scale max-steps method model momentum monitor monitor-every no-buffer-sync
     no-shuffle on-desync optimizer out port powersgd-rank powersgd-start progress rank replicas resume save-best
     save-every save-format save-per-rank schedule seed spawn sync-bn tensorboard timeout train-samples
     warmup-epochs warmup-steps weight-decay width workers world-size
@@ -40,6 +41,31 @@ def test_flags_are_frozen() -> None:
     names = {name for action in actions for name in action.option_strings if name.startswith("--")}
     assert names == {f"--{name}" for name in FLAGS.split()}
     assert all(action.help for action in actions)
+
+
+def test_every_option_may_have_underscores() -> None:
+    """--batch_size is --batch-size, for every option with hyphens; values and values after "=" keep theirs."""
+    parser = build_parser()
+    parsed = 0
+    for action in parser._actions:
+        for name in action.option_strings:
+            if "-" not in name[2:] or name.startswith("--list"):
+                continue
+            value = [] if action.nargs == 0 else [[*(action.choices or ["7"])][-1]]
+            hyphens = parser.parse_args([name, *value])
+            assert parser.parse_args(["--" + name[2:].replace("-", "_"), *value]) == hyphens != parser.parse_args([])
+            parsed += 1
+    assert parsed > 35
+    args = parser.parse_args(["--log_dir=my_logs", "--init_method", "file:///a_b"])
+    assert (args.log_dir, args.init_method) == (Path("my_logs"), "file:///a_b")
+
+
+def test_cudnn_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--cudnn-benchmark switches cuDNN's search for its fastest algorithms on; another run switches it off."""
+    monkeypatch.setattr("torch.backends.cudnn.benchmark", False)
+    for options, expected in ((["--cudnn-benchmark"], True), ([], False)):
+        assert main([*options, "--limit-train", "64", "--epochs", "1", "--width", "4", "--progress", "none"]) == 0
+        assert torch.backends.cudnn.benchmark is expected
 
 
 def test_defaults_are_those_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,21 +57,17 @@ WORKLOAD = (
     *("--model", "resnet18", "--data", "synthetic", "--train-samples", "640", "--batch-size", "64"),
     *("--epochs", "2"),
 )
-# Of the case list `methods`: a model that every method supports, and 10 steps per epoch.
-METHODS_WORKLOAD = (
-    *("--model", "transformer", "--data", "digits", "--limit-train", "320", "--batch-size", "32"),
-    *("--epochs", "4"),
-)
+# For the case list `methods`; 5 steps per epoch.
+METHODS_WORKLOAD = "--model gpt-tiny --data text --limit-train 80 --batch-size 16 --epochs 3".split()
 FORMATS = {".md": as_markdown, ".json": as_json, ".txt": as_text}
 EPILOG = f"""cases:
 {textwrap.fill(", ".join(CASES), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
 
-"all" runs every case, and "methods" runs every method without modifiers.
+"all" runs every case; "methods" runs every method on its minimum number of processes.
 
 Options after -- are passed to every run and replace the defaults
   {" ".join(WORKLOAD)}
-or, with "methods",
-  {" ".join(METHODS_WORKLOAD)}
+  {" ".join(METHODS_WORKLOAD)} (for "methods")
 The global batch (--batch-size) is partitioned over the processes, so every case does the same work. The first of
 several epochs is warm-up and is excluded.
 
@@ -92,9 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "cases", nargs="*", metavar="CASE", help=f"cases to run, all, or methods (default: {' '.join(DEFAULT)})"
-    )
+    text = f"cases to run, all, or methods (default: {' '.join(DEFAULT)})"
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=text)
     parser.add_argument(
         "--processes", type=int, default=2, metavar="N", help="processes of each distributed method (default: 2)"
     )

@@ -18,38 +18,23 @@ if TYPE_CHECKING:
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
-
-@dataclass(frozen=True)
-class Launcher:
-    """The command lines that start the processes of a run.
-
-    before, after: words before and after run.py, with placeholders for the fields of `Case.build_commands`. nodes:
-    number of nodes. by_hand: one command line for each process; otherwise one for each node.
-    """
-
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    nodes: int = 1
-    by_hand: bool = False
-
-
-_TORCHRUN = ("-m", "torch.distributed.run")
-_RANK = ("--rank", "{rank}", "--world-size", "{processes}", "--init-method")
-_FILE, _TCP = (*_RANK, "file://{folder}/rendezvous"), (*_RANK, "tcp://{address}:{port}")
-_NODES = ("--nnodes=2", "--node-rank={node}", "--nproc-per-node={share}", "--master-addr={address}")
-# torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its warning.
-LAUNCHERS = {
-    "python": Launcher(),
-    "spawn": Launcher(after=("--spawn", "{processes}")),
-    "torchrun": Launcher((*_TORCHRUN, "--standalone", "--nproc-per-node={processes}")),
-    "launch": Launcher(
-        ("-W", "ignore", "-m", "torch.distributed.launch", "--standalone", "--nproc-per-node={processes}")
-    ),
-    "file": Launcher(after=_FILE, by_hand=True),
-    "tcp": Launcher(after=_TCP, by_hand=True),
-    "nodes": Launcher((*_TORCHRUN, *_NODES, "--master-port={port}"), nodes=2),
-    "nodes-file": Launcher(after=_FILE, nodes=2, by_hand=True),
-    "nodes-tcp": Launcher(after=_TCP, nodes=2, by_hand=True),
+_BY_HAND = ("{run}", "--rank", "{rank}", "--world-size", "{processes}", "--init-method")
+_FILE, _TCP = (*_BY_HAND, "file://{folder}/rendezvous"), (*_BY_HAND, "tcp://{address}:{port}")
+_NODES = ("--nnodes=2", "--node-rank={node}", "--master-addr={address}", "--master-port={port}")
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node={share}")
+# The words after `python` by launcher, with the placeholders of `Case.build_commands`. With {rank}, each process has a
+# command line of its own. torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its
+# warning.
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": ("{run}",),
+    "spawn": ("{run}", "--spawn", "{processes}"),
+    "torchrun": (*_TORCHRUN, "--standalone", "{run}"),
+    "launch": ("-W", "ignore", "-m", "torch.distributed.launch", *_TORCHRUN[2:], "--standalone", "{run}"),
+    "file": _FILE,
+    "tcp": _TCP,
+    "nodes": (*_TORCHRUN, *_NODES, "{run}"),
+    "nodes-file": _FILE,
+    "nodes-tcp": _TCP,
 }
 
 
@@ -57,8 +42,8 @@ LAUNCHERS = {
 class Case:
     """A row of the table.
 
-    options: options of run.py in addition to --method. launcher: a key of LAUNCHERS. replicas: whether a single process
-    holds all replicas, as in dp. least: minimum number of processes.
+    options: options of run.py in addition to --method; they replace the options for all cases. launcher: a key of
+    LAUNCHERS. replicas: whether a single process holds all replicas, as in dp. least: minimum number of processes.
     """
 
     name: str
@@ -71,7 +56,7 @@ class Case:
     @property
     def nodes(self) -> int:
         """Number of nodes."""
-        return LAUNCHERS[self.launcher].nodes
+        return 2 if self.launcher.startswith("nodes") else 1
 
     def count_processes(self, requested: int) -> int:
         """Return the number of processes of this case, given the value of --processes: equal on all nodes."""
@@ -82,31 +67,23 @@ class Case:
     ) -> list[list[str]]:
         """Build the command lines, which run at the same time.
 
-        requested: value of --processes. options: options of run.py for all cases. folder: of this run. nodes: for the
-        launchers with two nodes.
+        requested: value of --processes. options: for all cases. folder: of this run. nodes: two, if the case has two.
         """
-        launcher, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
-        share = processes // launcher.nodes
-        address, port = (nodes[0].address, 29500) if launcher.nodes > 1 else ("127.0.0.1", _find_free_port())
-        common = {"processes": processes, "share": share, "folder": folder, "address": address, "port": port}
-        replicas = ("--replicas", str(requested)) if self.replicas else ()
+        words, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
+        share = processes // self.nodes
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            address, port = probe.getsockname()
+        if self.nodes > 1:
+            address = nodes[0].address
         commands = []
-        for rank in range(processes) if launcher.by_hand else range(0, processes, share):
-            node = rank // share
-            before, after = (
-                [word.format(rank=rank, node=node, **common) for word in words]
-                for words in (launcher.before, launcher.after)
-            )
-            prefix = nodes[node].prefix if launcher.nodes > 1 else []
-            run = [sys.executable, *before, str(RUN), *after, "--method", self.method, *self.options]
-            commands.append([*prefix, *run, *options, *replicas])
+        for rank in range(0, processes, 1 if "{rank}" in words else share):
+            values = {"run": RUN, "rank": rank, "processes": processes, "node": rank // share, "share": share}
+            values |= {"folder": folder, "address": address, "port": port}
+            prefix = nodes[rank // share].prefix if self.nodes > 1 else []
+            start = [*prefix, sys.executable, *(word.format(**values) for word in words)]
+            replicas = ["--replicas", str(requested)] if self.replicas else []
+            commands.append([*start, "--method", self.method, *options, *self.options, *replicas])
         return commands
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # The minimum number of processes of each method; 2 for methods that are missing here.
@@ -131,9 +108,14 @@ _MODIFIERS = {
 }
 _SINGLE = ("amp-bf16", "channels-last", "compile", "workers-1")  # modifiers for a single process
 
+_MOE = ("--model", "gpt-tiny-moe")
+_MODELS = {"ep": _MOE}  # the only model with experts
+_DONE = ("single", "dp", "ddp")
+
 _CASES = (
     Case("single", "single", launcher="python"),
     *(Case(f"single-{name}", "single", _MODIFIERS[name], launcher="python") for name in _SINGLE),
+    Case("single-moe", "single", _MOE, launcher="python"),
     Case("dp", "dp", launcher="python", replicas=True),
     Case("ddp", "ddp"),
     Case("ddp-torchrun", "ddp", launcher="torchrun"),
@@ -146,16 +128,17 @@ _CASES = (
     Case("ddp-nodes-tcp", "ddp", launcher="nodes-tcp"),
     Case("ddp-nodes-4", "ddp", launcher="nodes", least=4),
     *(Case(f"ddp-{name}", "ddp", options) for name, options in _MODIFIERS.items()),
-    *(Case(name, name, least=LEAST.get(name, 2)) for name in METHODS if name not in ("single", "dp", "ddp")),
+    *(Case(name, name, _MODELS.get(name, ()), least=LEAST.get(name, 2)) for name in METHODS if name not in _DONE),
     Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
 )
 CASES = {case.name: case for case in _CASES}
-REFERENCE = "single"  # speed-ups are relative to its throughput
+REFERENCE = "single"
+REFERENCES = (REFERENCE, "single-moe")  # speed-ups are relative to the throughput of the case with the same model
 
 
 def select_cases(names: Sequence[str]) -> list[Case]:
     """Return the cases of these names, always including the reference. Raises UserError for unknown names."""
-    lists = {"all": tuple(CASES), "methods": tuple(METHODS)}
+    lists = {"all": tuple(CASES), "methods": (*METHODS, "single-moe")}
     selected = {REFERENCE, *(case for name in names for case in lists.get(name, (name,)))}
     for name in names:
         if name not in CASES and name not in lists:

@@ -6,8 +6,7 @@ import shutil
 import subprocess
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from train.errors import UserError
 
@@ -16,12 +15,13 @@ if TYPE_CHECKING:
 
 
 def ip(*words: str) -> None:
-    """Configure the network. Raises CalledProcessError with the output of ip."""
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    """Configure the network. Raises UserError with the output of ip."""
+    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"'ip {' '.join(words)}' failed: {done.stderr.strip()}")
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """A namespace, its network device, and its address."""
 
     name: str
@@ -40,19 +40,15 @@ def two_nodes() -> Iterator[list[Node]]:
     if shutil.which("ip") is None:
         raise UserError("there is no program ip to create network namespaces")
     mark = uuid.uuid4().hex[:8]
-    nodes = [Node(f"train-{mark}-{i}", f"v{i}{mark}", f"10.77.0.{i}") for i in (1, 2)]
+    nodes = a, b = [Node(f"train-{mark}-{i}", f"v{i}{mark}", f"10.77.0.{i}") for i in (1, 2)]
     try:
-        try:
-            for node in nodes:
-                ip("netns", "add", node.name)
-                ip("-n", node.name, "link", "set", "lo", "up")
-            a, b = nodes
-            ip("link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
-            for node in nodes:
-                ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", node.device)
-                ip("-n", node.name, "link", "set", node.device, "up")
-        except subprocess.CalledProcessError as error:
-            raise UserError(f"'{' '.join(error.cmd)}' failed: {error.stderr.strip()}") from error
+        for node in nodes:
+            ip("netns", "add", node.name)
+        ip("link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
+        for node in nodes:
+            ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", node.device)
+            for device in ("lo", node.device):
+                ip("-n", node.name, "link", "set", device, "up")
         yield nodes
     finally:
         for node in nodes:  # this removes both ends of the cable

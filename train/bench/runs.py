@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -15,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.bench.gpus import compute_utilization, sample_utilization
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 
+# Runs its arguments at the same time, and exits with the code of the first failed argument.
+PARALLEL = 'for words; do eval "$words" & pids+=" $!"; done; for pid in $pids; do wait $pid || exit; done'
 MARK = "TRAIN_BENCH_RUN"  # environment variable that all processes of a run inherit
 
 
@@ -34,8 +35,8 @@ class Timing:
     start_time: seconds from the command to the first step. epochs: seconds of training per included epoch; the first
     epoch (warm-up) and a last epoch cut short by --max-steps are excluded unless no other epoch exists. steps, samples:
     of an included epoch. accuracy: test accuracy at the end. memory: peak memory over ranks in bytes, on the GPU if
-    there is a GPU. total_time: seconds from the command to the end of its last process. utilization: percent of each
-    GPU of this machine during training; empty without GPUs.
+    there is a GPU. total_time: seconds from the command to its end. utilization: mean percent of each rank's GPU in the
+    included epochs; empty without GPUs.
     """
 
     start_time: float
@@ -86,58 +87,43 @@ def run_case(row: Row, commands: Sequence[Sequence[str]], folder: Path, threads:
     """
     mark = str(uuid.uuid4())  # identifies all processes of this run
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: mark}
+    options = ("--log-dir", str(folder), "--progress", "none")
     began = time.time()
-    processes: list[subprocess.Popen[bytes]] = []
-    null = subprocess.DEVNULL
+    process = subprocess.Popen(
+        ["bash", "-c", PARALLEL, "bash", *(shlex.join([*command, *options]) for command in commands)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # the processes are killed as a group
+    )
     try:
-        with sample_utilization(folder / "utilization"):
-            for number, command in enumerate(commands):
-                with (folder / f"stderr-{number}").open("wb") as file:
-                    words = [*command, "--log-dir", str(folder), "--progress", "none"]
-                    # In a new session, because the processes are killed as a group.
-                    new = subprocess.Popen(
-                        words, env=environment, stdin=null, stdout=null, stderr=file, start_new_session=True
-                    )
-                    processes.append(new)
-            for process in processes:
-                process.wait(max(0.0, began + timeout - time.time()))
+        _, errors = process.communicate(timeout=timeout)
         total = time.time() - began
     except subprocess.TimeoutExpired:
         row.problem = f"not finished after {timeout:g} s"
         return
     finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         kill_marked_processes(mark)
-        for process in processes:
-            process.wait()
-    if _find_problem(row, [process.returncode for process in processes], folder):
+        process.communicate()
+    if process.returncode:
+        # torchrun exits with code 1 for any failure, and its report contains the exit code of the processes. A case
+        # with earlier timings was not refused.
+        is_refusal = process.returncode == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
+        row.refused = is_refusal and not row.timings
+        lines = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
+        row.problem = lines[0].removeprefix("run.py: error: ") if lines else f"exited with code {process.returncode}"
         return
     try:
         (path,) = folder.glob("*/metrics.jsonl")
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        timing = read_timing(records, began)
-        utilization = compute_utilization(folder / "utilization", began + timing.start_time, records[-1]["time"])
-        row.timings.append(replace(timing, total_time=total, utilization=utilization))
+        row.timings.append(replace(read_timing(records, began), total_time=total))
         row.model, row.data = records[0]["model"], records[0]["data"]
     except (OSError, ValueError, LookupError, TypeError) as error:  # for example after a full disk
         row.problem = f"its metrics are incomplete: {error}"
-
-
-def _find_problem(row: Row, codes: Sequence[int], folder: Path) -> bool:
-    """Store the message of the first failed command in the row, and return whether a command failed."""
-    for number, code in enumerate(codes):
-        if code:
-            errors = (folder / f"stderr-{number}").read_text(errors="replace")
-            # torchrun exits with code 1 for any failure, and its report contains the exit code of the processes. A case
-            # with earlier timings was not refused.
-            is_refusal = code == 2 or re.search(r"exitcode\s*: 2\b", errors) is not None
-            row.refused = is_refusal and not row.timings
-            lines = [line for line in errors.splitlines() if line.startswith("run.py: ")] or errors.splitlines()
-            row.problem = lines[0].removeprefix("run.py: error: ") if lines else f"exited with code {code}"
-            return True
-    return False
 
 
 def kill_marked_processes(mark: str) -> None:
@@ -171,7 +157,8 @@ def read_timing(records: Sequence[Record], began: float) -> Timing:
         start_time=start["time"] - began,
         epochs=tuple(record["epoch_time_s"] for record in included),
         steps=steps,
-        samples=included[-1]["samples"],
+        samples=min(start["samples"], steps * start["batch_size"]),  # the epochs of a text count bytes
         accuracy=epochs[-1]["test_accuracy"],
         memory=max(record["peak_memory_bytes"] for record in epochs),
+        utilization=tuple(map(statistics.mean, zip(*(r["gpu_utilization_by_rank"] for r in included), strict=False))),
     )

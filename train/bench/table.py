@@ -10,7 +10,7 @@ import textwrap
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from train.bench.cases import REFERENCE
+from train.bench.cases import REFERENCES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,24 +29,18 @@ HEAD = (
 NOTES = (
     "Medians over the rounds, without the first epoch of each run. start: time from the command to the first step. "
     "total: whole command, with start, all epochs and evaluation. steps: timed steps of all rounds. "
-    "speed-up: samples/s divided by samples/s of single in the same round. test %: accuracy at the end. "
-    "memory: peak of a single process, on its GPU if it has one. GPU %: mean utilization of each GPU during training."
+    "speed-up: samples/s divided by that of single with the same model in the same round. test %: accuracy at the end. "
+    "memory: peak of a process, on its GPU if it has one. GPU %: utilization of each rank's GPU in the last round."
 )
 
 
 def compute_speed_up(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return the median over the rounds of the throughput divided by that of `single`; None if not measured."""
-    base = next((other for other in rows if other.case.name == REFERENCE), None)
-    if base is None or not base.timings or not row.timings:
+    """Return the median over the rounds of the throughput relative to `single`; None if not measured."""
+    bases = [other for other in rows if other.case.name in REFERENCES and other.timings and other.model == row.model]
+    if not bases or not row.timings:
         return None
     # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
-    pairs = zip(row.timings, base.timings, strict=False)
-    return statistics.median(own.throughput / other.throughput for own, other in pairs)
-
-
-def compute_utilization(row: Row) -> list[float]:
-    """Return the median over the rounds of the utilization of each GPU."""
-    return [statistics.median(gpu) for gpu in zip(*(timing.utilization for timing in row.timings), strict=False)]
+    return statistics.median(a.throughput / b.throughput for a, b in zip(row.timings, bases[0].timings, strict=False))
 
 
 def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -67,16 +61,13 @@ def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         "-" if speed_up is None else f"{speed_up:.2f}",
         f"{row.timings[-1].accuracy * 100:.1f}",
         f"{row.compute_median(MEMORY) / 1e6:.0f}",
-        "/".join(f"{percent:.0f}" for percent in compute_utilization(row)) or "-",
+        "/".join(f"{percent:.0f}" for percent in row.timings[-1].utilization) or "-",
     )
 
 
 def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = None) -> str:
-    """Format the table and, below the table, the problems.
-
-    width: columns; None uses the width of the terminal. On a narrow terminal the table has several parts, and each part
-    begins with the names of the cases.
-    """
+    """Format the table and, below the table, the problems. width: columns; None uses the width of the terminal."""
+    # On a narrow terminal the table has several parts, and each part begins with the names of the cases.
     width = width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH)
     lines = [HEAD, *(format_row(row, rows) for row in rows if row.timings)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -89,20 +80,14 @@ def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = No
     for part in parts:
         cells = ([f"{line[i]:{'<' if i < TEXTS else '>'}{widths[i]}}" for i in part] for line in lines)
         paragraphs.append("\n".join("  ".join(line).rstrip() for line in cells))
-    problems = [f"{row.case.name}: {row.problem}" for row in rows if row.problem]
-    return (
-        "\n\n".join([*paragraphs, "\n".join([*problems, textwrap.fill(NOTES, width, break_on_hyphens=False)])]) + "\n"
-    )
+    notes = [*(f"{row.case.name}: {row.problem}" for row in rows if row.problem), textwrap.fill(NOTES, width)]
+    return "\n\n".join([*paragraphs, "\n".join(notes)]) + "\n"
 
 
 def as_markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     """Format the table for a README or a pull request."""
-    lines = [
-        format_machine(machine),
-        "",
-        f"| {' | '.join(HEAD)} |",
-        "|" + "---|" * TEXTS + "---:|" * (len(HEAD) - TEXTS),
-    ]
+    rule = "---|" * TEXTS + "---:|" * (len(HEAD) - TEXTS)
+    lines = [format_machine(machine), "", f"| {' | '.join(HEAD)} |", f"|{rule}"]
     lines += [f"| {' | '.join(format_row(row, rows))} |" for row in rows if row.timings]
     problems = [f"- `{row.case.name}`: {row.problem}" for row in rows if row.problem]
     return "\n".join([*lines, "", *problems, *([""] if problems else []), NOTES]) + "\n"

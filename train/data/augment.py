@@ -17,13 +17,15 @@ from train.seeds import mixed, mixed_each, scrambled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from PIL import Image
 
     from train.data.dataset import Augment, DataOptions, Normalize
 
-AUGMENTATIONS = ("none", "basic", "strong")
+AUGMENTATIONS = ("none", "basic", "strong", "timm")
 JITTER = 0.4  # brightness, contrast and saturation are multiplied by 0.6 to 1.4
 ERASE_PROBABILITY = 0.25
-STRONG_STREAM = 1  # makes the draws of StrongAugment and BasicAugment independent
+STRONG_STREAM, MIXUP_STREAM = 1, 2  # make the draws of StrongAugment, BasicAugment and Mixup independent
+MIXUP_ALPHA, SMOOTHING = 0.2, 0.1
 
 
 def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:
@@ -34,16 +36,17 @@ def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment
     """
     if options.augment == "none":
         return None
+    option = f"--augment {options.augment}"
     if options.augment not in AUGMENTATIONS:
-        raise UserError(f"--augment {options.augment}: unknown; supported: {', '.join(AUGMENTATIONS)}")
+        raise UserError(f"{option}: unknown; supported: {', '.join(AUGMENTATIONS)}")
     if options.augment == "basic":
         return BasicAugment(options.seed, flip=flip)
     if channels not in (1, 3):
-        raise UserError(f"--augment strong: images have {channels} channels, not 1 or 3; use --augment basic")
+        raise UserError(f"{option}: images have {channels} channels, not 1 or 3; use --augment basic")
     try:
-        return StrongAugment(options.seed, flip=flip)
+        return (StrongAugment if options.augment == "strong" else TimmAugment)(options.seed, flip=flip)
     except ImportError as error:
-        raise UserError("--augment strong: torchvision is not installed; run pip install -e '.[train]'") from error
+        raise UserError(f"{option}: torchvision is not installed; run pip install -e '.[train]'") from error
 
 
 class BasicAugment:
@@ -92,12 +95,12 @@ class StrongAugment:
         # Imported only for --augment strong, because the import takes seconds.
         from torchvision.transforms import v2  # type: ignore[import-untyped]
 
-        self.seed, self.basic = seed, BasicAugment(seed, flip=flip)
+        self.seed, self.flip = seed, flip
         self.erase = v2.RandomErasing(p=ERASE_PROBABILITY, scale=(0.02, 1 / 3), ratio=(0.3, 1 / 0.3), value="random")
 
     def __call__(self, pixels: Tensor, indices: Tensor, epoch: int, normalize: Normalize) -> Tensor:
         """Augment and normalize the images, as described in Augment."""
-        pixels = self.basic.shift_and_flip(pixels, indices, epoch)
+        pixels = self.move(pixels, indices, epoch)
         keys = mixed_each(mixed(self.seed, epoch, STRONG_STREAM), indices.numpy()).tolist()
         mean_color = tuple(round(255 * mean) for mean in normalize.mean)
         # torchvision draws from torch's default generator. Its state is restored, so that augmentation does not change
@@ -108,20 +111,81 @@ class StrongAugment:
             images = []
             for image, key in zip(pixels, keys, strict=True):
                 generator.manual_seed(key)
-                images.append(self.erase(normalize(self.change_colors(image, mean_color)[None])[0]))
+                images.append(self.erase(normalize(self.change_image(image, mean_color)[None])[0]))
         finally:
             generator.set_state(before)
         return torch.stack(images) if images else normalize(pixels)
 
-    def change_colors(self, image: Tensor, mean_color: tuple[int, ...]) -> Tensor:
-        """Apply color jitter and RandAugment: uint8 [channels, H, W] to the same shape and dtype."""
+    def move(self, pixels: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        """Shift and mirror the images, all at once."""
+        return BasicAugment(self.seed, flip=self.flip).shift_and_flip(pixels, indices, epoch)
+
+    def change_image(self, image: Tensor, mean_color: tuple[int, ...]) -> Tensor:
+        """Change one image with PIL: uint8 [channels, H, W] to the same shape and dtype."""
         from PIL import Image
         from torchvision.transforms import v2
 
         from train.data.rand_augment import rand_augment
 
-        is_gray = len(image) == 1
-        picture = Image.fromarray(image[0].numpy() if is_gray else image.permute(1, 2, 0).contiguous().numpy())
-        jitter = v2.ColorJitter(brightness=JITTER, contrast=JITTER, saturation=None if is_gray else JITTER)
-        picture = rand_augment(jitter(picture), mean_color)
+        array = image[0].numpy() if len(image) == 1 else image.permute(1, 2, 0).contiguous().numpy()
+        picture = rand_augment(self.change_picture(Image.fromarray(array)), mean_color)
         return v2.functional.pil_to_tensor(picture)  # type: ignore[no-any-return]
+
+    def change_picture(self, picture: Image.Image) -> Image.Image:
+        """Apply color jitter."""
+        from torchvision.transforms import v2
+
+        saturation = None if picture.mode == "L" else JITTER
+        return v2.ColorJitter(brightness=JITTER, contrast=JITTER, saturation=saturation)(picture)  # type: ignore[no-any-return]
+
+
+class TimmAugment(StrongAugment):
+    """The recipe of timm for ImageNet: RandomResizedCrop, mirroring, and RandAugment; `Mixup` then mixes the images.
+
+    A crop has 8 % to 100 % of the area and sides of 3:4 to 4:3, and is resized to the size of the image.
+    """
+
+    def __init__(self, seed: int, *, flip: bool) -> None:
+        super().__init__(seed, flip=flip)
+        self.erase = torch.nn.Identity()
+
+    def move(self, pixels: Tensor, indices: Tensor, epoch: int) -> Tensor:  # noqa: ARG002 - for StrongAugment
+        """Return the images; `change_picture` moves them."""
+        return pixels
+
+    def change_picture(self, picture: Image.Image) -> Image.Image:
+        """Crop, resize and mirror."""
+        from torchvision.transforms import v2
+
+        bicubic = v2.InterpolationMode.BICUBIC
+        picture = v2.RandomResizedCrop((picture.height, picture.width), interpolation=bicubic)(picture)
+        return v2.RandomHorizontalFlip(p=0.5 if self.flip else 0.0)(picture)  # type: ignore[no-any-return]
+
+
+class Mixup:
+    """Mix each training image and its label with another sample, and smooth the labels.
+
+    A sample has the weight w of Beta(0.2, 0.2), its partner 1 - w (https://arxiv.org/abs/1710.09412). Both draws depend
+    only on the seed, the epoch and the index of the sample. timm and torchvision instead mix the samples of a batch
+    with one weight, so that the result depends on the number of ranks. Label smoothing
+    (https://arxiv.org/abs/1512.00567) spreads a tenth of the probability over all classes.
+    """
+
+    def __init__(self, seed: int, classes: int) -> None:
+        self.seed, self.classes = seed, classes
+
+    def draw(self, indices: Tensor, epoch: int, samples: int) -> tuple[Tensor, Tensor]:
+        """Draw the partner of each sample, int64 [N] below `samples`, and its own weight, float32 [N]."""
+        keys = mixed_each(mixed(self.seed, epoch, MIXUP_STREAM), indices.numpy())
+        weights = [np.random.default_rng(int(key)).beta(MIXUP_ALPHA, MIXUP_ALPHA) for key in keys]
+        return torch.from_numpy(draw_integers(keys, 0, samples)), torch.tensor(weights, dtype=torch.float32)
+
+    def mix(self, one: Tensor, other: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted mean of two batches of images, or of two batches of labels, int64 [N].
+
+        Labels become probabilities, float32 [N, classes].
+        """
+        if not one.is_floating_point():
+            one, other = (F.one_hot(y, self.classes) * (1 - SMOOTHING) + SMOOTHING / self.classes for y in (one, other))
+        weights = weights.view(-1, *[1] * (one.dim() - 1))
+        return weights * one + (1 - weights) * other

@@ -13,13 +13,15 @@ from torch.utils.data import Dataset
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from train.data.augment import Mixup
+
 
 @dataclass(frozen=True)
 class DataOptions:
     """Options of a data set; None selects the default.
 
-    image_size (pixels along each edge), channels, classes, train_samples: for `synthetic` only. augment: none, basic or
-    strong. seed: seed of the augmentation.
+    image_size (pixels along each edge), channels, classes, train_samples: for `synthetic` only. augment: none, basic,
+    strong or timm. seed: seed of the augmentation.
     """
 
     image_size: int | None = None
@@ -71,7 +73,8 @@ class Images(Dataset[tuple[Tensor, ...]]):
     `data[3]` is (float32 [channels, H, W], int64 []), `data[[3, 5]]` and `data[3:5]` are (float32 [2, channels, H, W],
     int64 [2]).
 
-    With `augment`, call `set_epoch` before each epoch, and before the DataLoader starts its workers.
+    With `mixup`, labels are probabilities, float32 [N, classes]. With `augment`, call `set_epoch` before each epoch,
+    and before the DataLoader starts its workers.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Images(Dataset[tuple[Tensor, ...]]):
     ) -> None:
         self.images, self.labels, self.normalize, self.augment = images, labels, normalize, augment
         self.samples, self.epoch = len(labels), 0
+        self.mixup: Mixup | None = None
 
     def __len__(self) -> int:
         return self.samples
@@ -106,12 +110,21 @@ class Images(Dataset[tuple[Tensor, ...]]):
             if rows.numel() and not -self.samples <= rows.min() <= rows.max() < self.samples:
                 raise IndexError(f"index out of range: the data set has {self.samples} samples")
             rows = rows % self.samples
+        images, labels = self.load(rows)
+        if self.mixup is not None:
+            partners, weights = self.mixup.draw(rows, self.epoch, self.samples)
+            pairs = zip((images, labels), self.load(partners), strict=True)
+            images, labels = (self.mixup.mix(one, other, weights) for one, other in pairs)
+        return (images[0], labels[0]) if isinstance(index, int) else (images, labels)
+
+    def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the images of the rows, augmented and normalized, and their labels."""
         images, labels = self.take(rows)
         if self.normalize is not None and self.augment is not None:
             images = self.augment(images, rows, self.epoch, self.normalize)
         elif self.normalize is not None:
             images = self.normalize(images)
-        return (images[0], labels[0]) if isinstance(index, int) else (images, labels)
+        return images, labels
 
 
 @dataclass(frozen=True)

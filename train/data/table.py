@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from train.data.augment import Mixup
 from train.data.dataset import Data, DataOptions
 from train.data.digits import load_digits
 from train.data.synthetic import load_synthetic
@@ -38,6 +39,8 @@ def load_data(name: str, folder: Path | None, limit_train: int | None, options: 
             option = f"--{field.replace('_', '-')} {getattr(options, field)}"
             raise UserError(f"{option}: not supported by --data {name}; use --data synthetic")
     data = DATASETS[name](folder, options)
+    if options.augment == "timm":
+        data.train.mixup = Mixup(options.seed, data.classes)
     if limit_train is None:
         return data
     if limit_train > len(data.train):

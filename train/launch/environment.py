@@ -156,6 +156,9 @@ def _make_single_context(method: str, options: LaunchOptions) -> RankContext:
     if options.backend is not None:
         raise UserError(f"--backend {options.backend}: --method {method} has no process group")
     devices = choose_devices(options.gpus, None)
+    if method == "single" and options.gpus is not None and len(devices) > 1:
+        advice = f"use --method dp, or --spawn {len(devices)} for a process per GPU"
+        raise UserError(f"--gpus {options.gpus}: --method single uses one GPU; {advice}")
     return RankContext(device=devices[0] if devices else CPU, devices=devices)
 
 

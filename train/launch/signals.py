@@ -108,6 +108,7 @@ class Signals:
         """
         if hasattr(self, "_reader"):
             self._deferred = True
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # --spawn starts ranks with SIGINT blocked
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 self._handle(number, lambda *_: None)
 

@@ -1,6 +1,7 @@
 """--spawn N: start N ranks on this machine with torch's spawn, wait for them, and report one exit status.
 
-Each rank gets the options for starting it by hand, with a rendezvous file in a temporary folder.
+Each rank gets the options for starting it by hand, with a rendezvous file in a temporary folder, or the address of
+--ip and --port.
 """
 
 from __future__ import annotations
@@ -86,9 +87,12 @@ def check_options(environment: Mapping[str, str], options: LaunchOptions) -> Non
     number = options.spawn or 0
     if number < 1:
         raise UserError(f"--spawn {number}: must be at least 1")
-    wrong = options.given("local_rank", *RENDEZVOUS_OPTIONS)
+    wrong = options.given("local_rank", "rank", "world_size", "init_method")
     if wrong:
         raise UserError(f"--spawn and {wrong[0]}: --spawn sets it for each rank; drop one of the options")
+    given = options.given("ip", "port")
+    if len(given) == 1:
+        raise UserError(f"--spawn and {given[0]}: an address needs both --ip and --port; add the other or drop it")
     if "RANK" in environment or "WORLD_SIZE" in environment:
         raise UserError("--spawn under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
     if has_slurm_peers(environment):
@@ -98,7 +102,8 @@ def check_options(environment: Mapping[str, str], options: LaunchOptions) -> Non
 def make_rank_args(args: argparse.Namespace, rank: int, folder: Path) -> argparse.Namespace:
     """Return the arguments of one rank."""
     number = args.spawn
-    local = {"init_method": (folder / "rendezvous").as_uri(), "local_rank": rank, "local_world_size": number}
+    url = (folder / "rendezvous").as_uri() if args.ip is None else None
+    local = {"init_method": url, "local_rank": rank, "local_world_size": number}
     return argparse.Namespace(**vars(args) | {"spawn": None, "rank": rank, "world_size": number} | local)
 
 

@@ -86,17 +86,21 @@ class Fsdp(Method):
             model = convert_sync_batchnorm(model)
         # 1. Move the parameters and buffers to the device.
         self.module = model.to(self.ctx.device)
+        self.mesh = self.ctx.mesh.build(self.ctx.device.type)
+        self.shard(self.mesh)
+        return self.module
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the model over the ranks of a mesh."""
         # 1b. Shard each block, then the rest. Parameters sharded together are gathered together: smaller groups need
         #     less memory, larger groups fewer messages. The remaining parameters stay gathered until their backward.
         #     Every parameter becomes a DTensor with this rank's rows and the global shape.
-        self.mesh = self.ctx.mesh.build(self.ctx.device.type)
         for block in find_blocks(self.module):
-            self.shard(block, **self.shard_arguments())
+            self.shard_module(block, mesh=mesh, **self.policies())
         # 1c. With --mp-policy the outputs of the whole model return to float32, for the loss.
-        self.shard(self.module, **self.shard_arguments(output_dtype=torch.float32))
-        return self.module
+        self.shard_module(self.module, mesh=mesh, **self.policies(output_dtype=torch.float32))
 
-    def shard(self, module: nn.Module, **arguments: Any) -> None:
+    def shard_module(self, module: nn.Module, **arguments: Any) -> None:
         """Shard the parameters of a module that are not sharded yet."""
         from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
 
@@ -105,21 +109,21 @@ class Fsdp(Method):
             # True frees the gathered parameters after forward, and gathers them again for backward. False keeps them
             # (ZeRO stage 2): fewer messages, more memory. A number keeps a shard of this many ranks.
             arguments["reshard_after_forward"] = group == "true" if group in ("true", "false") else int(group)
-        fully_shard(module, mesh=self.mesh, **arguments)
+        fully_shard(module, **arguments)
 
-    def shard_arguments(self, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def policies(self, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Return the arguments for --mp-policy and --cpu-offload."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-        arguments: dict[str, Any] = {}
+        policies: dict[str, Any] = {}
         if self.settings.mp_policy:
-            # Parameters are gathered, and layers compute, in bfloat16. Unlike --amp, every layer does. Gradients are
-            # added in float32. The shards, and so the optimizer and the files, stay in float32.
-            arguments["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
+            # Parameters are gathered, and layers compute, in bfloat16. Gradients are added in float32. The shards, and
+            # so the optimizer and the files, stay in float32.
+            policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
         if self.settings.cpu_offload:
             # Shards, gradients and optimizer state are in the CPU's memory, and the optimizer steps there.
-            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=self.ctx.device.type == "cuda")
-        return arguments
+            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=self.ctx.device.type == "cuda")
+        return policies
 
     # 2. As in single.py. The optimizer is built after sharding, which replaces the model's parameters.
 

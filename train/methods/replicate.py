@@ -41,7 +41,7 @@ class Replicate(Fsdp):
         """Return a one-dimensional mesh: every rank has a replica."""
         return {"replicate": world_size}
 
-    def shard(self, module: nn.Module, **arguments: Any) -> None:
+    def shard_module(self, module: nn.Module, **arguments: Any) -> None:
         """Replicate a module. Raises UserError if torch is too old."""
         try:
             from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -49,4 +49,4 @@ class Replicate(Fsdp):
             raise UserError(
                 f"--method replicate: torch {torch.__version__} has no replicate on FSDP2; use --method ddp"
             ) from error
-        replicate(module, mesh=self.mesh, **arguments)
+        replicate(module, **arguments)

@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
+from train.methods.cp import Cp
 from train.methods.ddp import Ddp
+from train.methods.ddp_tp import DdpTp
 from train.methods.diloco import DiLoCo
 from train.methods.dp import Dp
+from train.methods.ep import Ep
 from train.methods.fsdp import Fsdp
+from train.methods.fsdp_tp import FsdpTp
 from train.methods.hsdp import Hsdp
+from train.methods.hsdp_tp import HsdpTp
 from train.methods.localsgd import LocalSgd
+from train.methods.pp import Pp
+from train.methods.pp_fsdp import PpFsdp
 from train.methods.replicate import Replicate
 from train.methods.single import Single
+from train.methods.tp import Tp
 from train.methods.zero import Zero
 
 if TYPE_CHECKING:
@@ -31,6 +39,14 @@ METHODS: dict[str, type[Method]] = {
     "fsdp": Fsdp,
     "hsdp": Hsdp,
     "replicate": Replicate,
+    "tp": Tp,
+    "fsdp_tp": FsdpTp,
+    "hsdp_tp": HsdpTp,
+    "ddp_tp": DdpTp,
+    "cp": Cp,
+    "ep": Ep,
+    "pp": Pp,
+    "pp_fsdp": PpFsdp,
 }
 # Modifiers of a method, and whether the settings use them.
 MODIFIERS: dict[str, Callable[[Settings], bool]] = {
@@ -48,12 +64,15 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
     "--ema": lambda s: s.ema is not None,
     "--save-format safetensors": lambda s: s.save_format == "safetensors",
 }
+TENSOR_PARALLEL = tuple(name for name, method in METHODS.items() if issubclass(method, Tp))
 # Methods in which several ranks share one copy of the model.
 PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
 DDP, SHARDED = ("ddp", "zero", "localsgd"), ("fsdp", "hsdp")
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
+    "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
+    "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
     "--outer-lr": (lambda s: s.outer_lr is not None, ("diloco",)),
     "--outer-momentum": (lambda s: s.outer_momentum is not None, ("diloco",)),
@@ -63,6 +82,8 @@ OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
     "--cpu-offload": (lambda s: s.cpu_offload, (*SHARDED, "replicate")),
     "--mp-policy": (lambda s: s.mp_policy, (*SHARDED, "replicate")),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
+    "--context-mode": (lambda s: s.context_mode is not None, ("cp",)),
+    "--pipeline-schedule": (lambda s: s.pipeline_schedule is not None, ("pp", "pp_fsdp")),
 }
 
 

@@ -12,6 +12,7 @@ be replaced. A pipeline stage is a model whose `embed`, or `norm` and `head`, is
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 
 from train.errors import UserError
 from train.models.transformer import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 WIDTH, DEPTH, HEADS, KEY_VALUE_HEADS = 64, 4, 4, 2
 EXPERTS, EXPERTS_PER_TOKEN = 4, 2
@@ -130,8 +134,23 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Embedding, `depth` blocks, RMSNorm, and a linear layer that predicts the next token.
 
-    tied: the embedding is also the weight of the last layer. Raises UserError for unsupported widths and depths.
+    tied: the embedding is also the weight of the last layer. tp_plan: see train/tensor_parallel.py. Raises UserError
+    for unsupported widths and depths.
     """
+
+    tp_plan: ClassVar[Mapping[str, str]] = {
+        "embed": "embedding",
+        "layers.*.norm?": "norm",
+        "layers.*.[qkv]": "colwise",
+        "layers.*.o": "rowwise",
+        "layers.*.moe": "all_tokens",
+        "layers.*.router": "replicated",
+        "layers.*.gate": "colwise",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "norm": "norm",
+        "head": "head",
+    }
 
     def __init__(
         self, vocabulary: int, width: int | None, depth: int | None, *, tied: bool = True, experts: bool = False

@@ -79,8 +79,9 @@ class EpochRecord:
 
     step, epoch: counted from 1. test: None if the epoch was not evaluated. best: whether the test accuracy is higher
     than in all previous epochs. pace: mean times over ranks and maximum memory; None without --log-dir and
-    --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. gpu_utilization:
-    percent, mean over ranks; None if unavailable.
+    --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. step_time_s: mean
+    time of a step, of the slowest rank if `pace` is known. gpu_utilization: percent, mean over ranks; None if
+    unavailable. gpu_utilization_by_rank: empty if unavailable.
     """
 
     step: int
@@ -90,9 +91,11 @@ class EpochRecord:
     samples_per_second: float
     train_time_s: float
     test_time_s: float
+    step_time_s: float
     best: bool = False
     pace: Pace | None = None
     gpu_utilization: float | None = None
+    gpu_utilization_by_rank: tuple[float, ...] = ()
 
 
 def classify_ending(value: BaseException | None) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.metrics import Score, score_of
+from train.metrics import SUMS, Score, score_of
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Logbook:
         self.every = settings.log_interval or INTERVAL
         self.since_record, self.of_epoch = StepTimes(), StepTimes()
         # The meter is reset after each epoch. Its sums since the last record are carried over to the next record.
-        self.carried = torch.zeros(3, dtype=torch.float64, device=self.ctx.device)
+        self.carried = torch.zeros(SUMS, dtype=torch.float64, device=self.ctx.device)
         self.utilization: list[float] = []
 
     def start(self, resumed_at: int | None = None) -> None:
@@ -111,9 +111,9 @@ class Logbook:
         sums = (self.carried + position.meter.take()).tolist()  # synchronizes with the device
         self._read_clock()
         own = self.since_record.pace(self.ctx.device)
-        rows = self._gather(sums if self.ctx.mesh.counts else [0.0] * 3, own)
+        rows = self._gather(sums if self.ctx.mesh.counts else [0.0] * SUMS, own)
         mean, slowest = _reduce_over_ranks(rows)
-        trained = score_of([sum(row[i] for row in rows) for i in range(3)])
+        trained = score_of([sum(row[i] for row in rows) for i in range(SUMS)])
         seconds = slowest.batch_time_s * self.since_record.steps
         trainer = self.trainer
         record = StepRecord(
@@ -125,7 +125,7 @@ class Logbook:
             mean=mean,
             slowest=slowest,
             own_pace=own,
-            samples_per_second=trained.samples / seconds,
+            samples_per_second=self.since_record.samples / seconds,
             grad_norm=_read_norm(trainer.grad_norm),
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
         )
@@ -150,14 +150,13 @@ class Logbook:
 
     def after_epoch(self, position: Position, trained: Score, test: Score | None, test_time: float, best: bool) -> None:
         """Record an epoch; a collective with --log-dir or --log-interval. test_time: seconds of the evaluation."""
-        pace = utilization = None
+        pace, known = None, []
         elapsed = self.of_epoch.seconds
         if self.gathers:
-            rows = self._gather([0.0] * 3, self.of_epoch.pace(self.ctx.device))
+            rows = self._gather([0.0] * SUMS, self.of_epoch.pace(self.ctx.device))
             mean, slowest = _reduce_over_ranks(rows)
             pace = Pace(mean.data_time_s, mean.batch_time_s, slowest.peak_memory_bytes)
-            known = [row[6] for row in rows if row[6] >= 0]
-            utilization = sum(known) / len(known) if known else None
+            known = [row[-1] for row in rows if row[-1] >= 0]
             elapsed = slowest.batch_time_s * self.of_epoch.steps
         self.utilization.clear()
         # With --join, the last steps of an epoch are smaller than the global batch.
@@ -172,9 +171,11 @@ class Logbook:
                 samples_per_second=samples / elapsed if self.of_epoch.steps else 0.0,
                 train_time_s=self.of_epoch.seconds,
                 test_time_s=test_time,
+                step_time_s=elapsed / max(1, self.of_epoch.steps),
                 best=best,
                 pace=pace,
-                gpu_utilization=utilization,
+                gpu_utilization=sum(known) / len(known) if known else None,
+                gpu_utilization_by_rank=tuple(known),
             )
         )
 
@@ -195,7 +196,7 @@ class Logbook:
 
 def _reduce_over_ranks(rows: list[list[float]]) -> tuple[Pace, Pace]:
     """Return the mean over ranks, and the maximum of each number."""
-    columns = list(zip(*rows, strict=True))[3:6]
+    columns = list(zip(*rows, strict=True))[SUMS:-1]
     data, batch, memory = (sum(column) / len(column) for column in columns)
     slowest_data, slowest_batch, most_memory = map(max, columns)
     return Pace(data, batch, int(memory)), Pace(slowest_data, slowest_batch, int(most_memory))

@@ -105,6 +105,7 @@ class MetricsFile(Recorder):
                 "lr": record.lr,
                 "loss": record.trained.loss,
                 "accuracy": record.trained.accuracy,
+                "top5_accuracy": record.trained.top5,
                 "samples": record.trained.samples,
                 "data_time_s": record.mean.data_time_s,
                 "data_time_max_s": record.slowest.data_time_s,
@@ -131,9 +132,11 @@ class MetricsFile(Recorder):
                 "step": record.step,
                 "loss": record.trained.loss,
                 "accuracy": record.trained.accuracy,
+                "top5_accuracy": record.trained.top5,
                 "samples": record.trained.samples,
                 "test_loss": None if test is None else test.loss,
                 "test_accuracy": None if test is None else test.accuracy,
+                "test_top5_accuracy": None if test is None else test.top5,
                 "test_samples": None if test is None else test.samples,
                 "best": record.best,
                 "epoch_time_s": record.train_time_s,
@@ -143,6 +146,7 @@ class MetricsFile(Recorder):
                 "samples_per_second": record.samples_per_second,
                 "peak_memory_bytes": None if pace is None else pace.peak_memory_bytes,
                 "gpu_utilization": record.gpu_utilization,
+                "gpu_utilization_by_rank": record.gpu_utilization_by_rank,
             },
         )
 

@@ -95,19 +95,25 @@ class Lines(Recorder):
     def log(self, record: StepRecord) -> None:
         """Print the line of a record if --log-interval is set."""
         if self.prints_records:
-            self._write(record.epoch, record.step, record.trained, f"lr {record.lr:.3g}  ", record.samples_per_second)
+            self._write(record, f"lr {record.lr:.3g}  ", record.slowest.batch_time_s)
 
     def epoch(self, record: EpochRecord) -> None:
         """Print the line of an epoch."""
-        test = "" if record.test is None else f"test {record.test.accuracy:.1%}  "
-        self._write(record.epoch, record.step, record.trained, test, record.samples_per_second)
+        test = "" if record.test is None else f"test {record.test.accuracy:.1%}{format_top5(record.test)}  "
+        self._write(record, test, record.step_time_s)
 
-    def _write(self, epoch: int, step: int, trained: Score, details: str, speed: float) -> None:
-        width = len(str(self.plan.epochs))
+    def _write(self, record: StepRecord | EpochRecord, details: str, step_time: float) -> None:
+        width, trained = len(str(self.plan.epochs)), record.trained
         self.output.write(
-            f"{self.plan.run}: epoch {epoch:{width}}/{self.plan.epochs}  step {step}/{self.plan.steps}  "
-            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  {details}{speed:.0f} samples/s\n"
+            f"{self.plan.run}: epoch {record.epoch:{width}}/{self.plan.epochs}  step {record.step}/{self.plan.steps}  "
+            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  {details}"
+            f"{record.samples_per_second:.0f} samples/s, {1000 * step_time:.1f} ms/step\n"
         )
+
+
+def format_top5(test: Score) -> str:
+    """Format the top-5 accuracy, or return an empty string if there are at most five classes."""
+    return "" if test.top5 is None else f"  top-5 {test.top5:.1%}"
 
 
 class Bar(Recorder):
@@ -121,12 +127,12 @@ class Bar(Recorder):
             console=Console(file=cast("IO[str]", output)),
         )
         self.console = self.bar.console
-        self.test = ""
+        self.test = self.top5 = ""
         self.first: tuple[int, float] | None = None  # the first step and its time
 
     def start(self, start: Start) -> None:
         """Draw the empty bar."""
-        self.plan = start.plan
+        self.plan, self.batch_size = start.plan, start.settings.batch_size
         # A longer name would leave no room for the metrics, and is printed above the bar.
         short = self.plan.run if len(self.plan.run) <= MAX_NAME else ""
         self.task = self.bar.add_task(short, total=self.plan.steps, completed=start.resumed_at or 0, numbers="")
@@ -141,18 +147,20 @@ class Bar(Recorder):
         if step % REFRESH:
             self.bar.update(self.task, completed=step)
         else:
-            self._show(step, epoch, meter.local(), samples_per_second)
+            step_time = self.batch_size / samples_per_second
+            self._show(step, epoch, meter.local(), samples_per_second, step_time)
 
     def epoch(self, record: EpochRecord) -> None:
         """Show the metrics of all ranks."""
         if record.test is not None:
-            self.test = f"  test {record.test.accuracy:.1%}"
-        self._show(record.step, record.epoch, record.trained, record.samples_per_second)
+            self.test, self.top5 = f"  test {record.test.accuracy:.1%}", format_top5(record.test)
+        self._show(record.step, record.epoch, record.trained, record.samples_per_second, record.step_time_s)
 
-    def _show(self, step: int, epoch: int, score: Score, samples_per_second: float) -> None:
+    def _show(self, step: int, epoch: int, score: Score, samples_per_second: float, step_time: float) -> None:
         numbers = (
             f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{self._format_time_left(step)}\n"
-            f"loss {score.loss:.4f}  train {score.accuracy:.1%}{self.test}  {samples_per_second:.0f} samples/s"
+            f"loss {score.loss:.4f}  train {score.accuracy:.1%}{self.test}  {samples_per_second:.0f} samples/s\n"
+            f"{1000 * step_time:.1f} ms/step{self.top5}"
         )
         self.bar.update(self.task, completed=step, numbers=numbers)
 

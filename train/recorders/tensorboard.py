@@ -61,7 +61,9 @@ class TensorBoard(Recorder):
     def epoch(self, record: EpochRecord) -> None:
         """Write the test metrics of an epoch."""
         if record.test is not None:
-            self._add({"test/loss": record.test.loss, "test/accuracy": record.test.accuracy}, record.step)
+            test = record.test
+            numbers = {"test/loss": test.loss, "test/accuracy": test.accuracy, "test/top5_accuracy": test.top5}
+            self._add(numbers, record.step)
 
     def _add(self, numbers: dict[str, float | None], step: int) -> None:
         if self.writer is None:

@@ -118,6 +118,13 @@ def test_context_of_gpus(gpus: int) -> None:
     assert (str(ctx.device), ctx.devices, ctx.backend) == ("cuda:3", (ctx.device,), "nccl")
     ctx = make_rank_context({}, "dp", grouped=False, options=LaunchOptions(gpus="3,0"))
     assert (str(ctx.device), len(ctx.devices), ctx.backend) == ("cuda:3", 2, None)
+    with pytest.raises(UserError) as caught:
+        make_rank_context({}, "single", grouped=False, options=LaunchOptions(gpus="3,0"))
+    advice = "use --method dp, or --spawn 2 for a process per GPU"
+    assert str(caught.value) == f"--gpus 3,0: --method single uses one GPU; {advice}"
+    for gpus_option in (None, "3"):
+        ctx = make_rank_context({}, "single", grouped=False, options=LaunchOptions(gpus=gpus_option))
+        assert str(ctx.device) == f"cuda:{gpus_option or 0}"
     with pytest.raises(UserError, match="--backend gloo: --method dp has no process group"):
         make_rank_context({}, "dp", grouped=False, options=LaunchOptions(backend="gloo"))
 

@@ -92,6 +92,18 @@ def test_ctrl_c_ends_all(programs: Programs) -> None:
 
 
 @pytest.mark.slow
+def test_ctrl_c_to_one_rank_ends_all(programs: Programs, free_port: int) -> None:
+    """SIGINT to a single rank stops all ranks after a step, with one line; the ranks meet at --ip and --port."""
+    process = start_long(programs, "--ip", "127.0.0.1", "--port", free_port)
+    with socket.create_connection(("127.0.0.1", free_port), 5):  # rank 0 serves the store
+        pass
+    os.kill(find_ranks(process.pid)[1], signal.SIGINT)
+    run = wait_for_clean_end(programs, process)
+    assert run.returncode == 130
+    assert re.fullmatch(STOPPED.format("SIGINT"), run.stderr)
+
+
+@pytest.mark.slow
 def test_a_closed_terminal_ends_all(programs: Programs) -> None:
     """SIGHUP, which a shell sends to the parent, ends all ranks at once, without a wait for the end of a step."""
     process = start_long(programs)

@@ -1,0 +1,96 @@
+"""DDP and tensor parallelism: replicas of the tensor-parallel model of tp.py.
+
+DDP flattens parameters into buckets, so it must see this rank's shards as plain tensors. `replicate()` would accept the
+DTensors of tp.py and train another model without an error: its losses were off by 8e-3 after 5 steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+from train.methods.ddp import Ddp
+from train.methods.fsdp_tp import DEGREE
+from train.methods.single import find_parallel_degree
+from train.methods.tp import Tp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.amp import GradScaler
+    from torch.optim import Optimizer
+
+    from train.settings import Settings
+
+
+class LocalShards(nn.Module):
+    """A model whose parameters are this rank's shards as plain tensors, in the memory of the model's DTensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = (model,)  # hidden from `parameters()`
+        self.shards = nn.ParameterList(nn.Parameter(p.detach().to_local()) for p in model.parameters())  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Any:
+        """Call the model with DTensors made of the shards, through which gradients reach the shards."""
+        (model,) = self.model
+        pairs = zip(model.named_parameters(), self.shards, strict=True)
+        return functional_call(model, {name: like(parameter, shard) for (name, parameter), shard in pairs}, (x,))
+
+
+def like(parameter: Any, local: Tensor) -> Any:
+    """Return a DTensor with the layout of a parameter and this rank's shard."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class DdpTp(Ddp, Tp):
+    """With degree 2 on 4 ranks, ranks 0 and 2 are replicas, and so are ranks 1 and 3."""
+
+    refuses: ClassVar[Mapping[str, str]] = {**Tp.refuses, "--comm-hook": "TODO", "--find-unused": "TODO"}
+
+    @classmethod
+    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:
+        """Return a mesh whose rows are tensor-parallel groups. Raises UserError if the number of ranks does not fit."""
+        degree = find_parallel_degree(settings, world_size, DEGREE)
+        return {"data": world_size // degree, "tensor": degree}
+
+    @property
+    def metadata_fields(self) -> dict[str, Any]:
+        """Report the mesh coordinates of this rank."""
+        return Tp.metadata_fields.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shard the model along the tensor dimension, and wrap the shards in DDP."""
+        # 1, 1a. As in tp.py.
+        Tp.wrap(self, model)
+        # 1b. As in ddp.py, but gradients are averaged over the ranks with the same shards.
+        self.shards = LocalShards(self.module)
+        self.wrapper = DistributedDataParallel(self.shards, process_group=self.mesh["data"].get_group())
+        return self.wrapper
+
+    # 2. As in tp.py. The optimizer updates the DTensors, and thereby the shards in the same memory.
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of the shards, averaged over all replicas, and give them to the DTensors."""
+        # 3. As in ddp.py. A partial gradient of a norm is reduced before it reaches its shard.
+        Ddp.backward(self, loss)
+        for parameter, shard in zip(self.module.parameters(), self.shards.shards, strict=True):
+            parameter.grad = None if shard.grad is None else like(parameter, shard.grad)
+
+    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Update the parameters and clear the gradients, also of the shards."""
+        super().step(optimizer, scaler)
+        self.wrapper.zero_grad()

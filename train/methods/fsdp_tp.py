@@ -1,0 +1,48 @@
+"""FSDP2 and tensor parallelism: each tensor-parallel shard is sharded again over the data-parallel ranks.
+
+Compare with fsdp.py and tp.py: only the mesh has both dimensions. Tensor-parallel ranks are neighbors, usually the GPUs
+of one machine, because they communicate within every block.
+https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from train.methods.fsdp import Fsdp
+from train.methods.single import find_parallel_degree
+from train.methods.tp import Tp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from train.settings import Settings
+
+DEGREE = 2
+
+
+class FsdpTp(Fsdp, Tp):
+    """With degree 2 on 4 ranks, ranks 0 and 1 have the same samples, and ranks 0 and 2 the same columns.
+
+    Norms are sharded over ranks 0 and 2, so ranks 0 and 1 must hold equal shards of them.
+    """
+
+    refuses: ClassVar[Mapping[str, str]] = {**Fsdp.refuses, "--sync-bn": Tp.refuses["--sync-bn"]}
+
+    @classmethod
+    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:
+        """Return a mesh whose rows are tensor-parallel groups. Raises UserError if the number of ranks does not fit."""
+        degree = find_parallel_degree(settings, world_size, DEGREE)
+        return {"shard": world_size // degree, "tensor": degree}
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shard the model along the tensor dimension, then along the data dimensions."""
+        # 1, 1a. As in tp.py. FSDP comes second, because it gathers what the forward needs: the tensor-parallel shards.
+        Tp.wrap(self, model)
+        # 1b. As in fsdp.py. A matrix sharded by columns becomes a strided shard: rows of rows.
+        self.shard(self.mesh[self.ctx.mesh.names[:-1]])
+        return self.module
+
+    # 3. As in fsdp.py. FSDP reduces partial gradients of norms over the tensor dimension first.
