@@ -97,7 +97,7 @@ class Fsdp(Method):
         #     Every parameter becomes a DTensor with this rank's rows and the global shape.
         for block in find_blocks(self.module):
             self.shard_module(block, mesh=mesh, **self.policies())
-        # 1c. With --mp-policy the outputs of the whole model return to float32, for the loss.
+        # 1c. With --mp-policy the outputs of the whole model return to float32 before the loss.
         self.shard_module(self.module, mesh=mesh, **self.policies(output_dtype=torch.float32))
 
     def shard_module(self, module: nn.Module, **arguments: Any) -> None:
