@@ -73,7 +73,8 @@ def test_mp_policy_gathers_bfloat16(
 ) -> None:
     """With --mp-policy, layers have weights in bfloat16, files have float32, and replicas are in sync.
 
-    Under fsdp, this model without buffers leaves syncheck nothing to compare. The model ends as with --amp bf16, within the rounding of bfloat16. BatchNorm is refused.
+    Under fsdp, this model without buffers leaves syncheck nothing to compare. The model ends as with --amp bf16, within
+    the rounding of bfloat16. BatchNorm is refused.
     """
     settings = replace(CONVNET, method=method, mp_policy=True, save_per_rank=True, out=syncheck_rank.shared)
     job = trained(ctx, settings)
