@@ -113,7 +113,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
 def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
     """Return the metadata of the first rank with any, with the optimizer's parameters on all ranks."""
     blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
-    if not blocks or not hold_different_parameters(find_positions(snapshots)):
+    if not blocks or len({coordinates_in(s, DIFFERENT_PARAMETERS) for s in snapshots.values()}) == 1:
         return blocks[0] if blocks else Metadata()
     names = dict.fromkeys(name for block in blocks for name in block.optimizer_parameters)
     return replace(blocks[0], optimizer_parameters=tuple(names))
