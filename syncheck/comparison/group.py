@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
-from syncheck.comparison.replica_groups import assemble_shards, divide, find_positions, is_mixed, mesh_of, stage_of
+from syncheck.comparison.replica_groups import (
+    DIFFERENT_PARAMETERS,
+    assemble_shards,
+    coordinates_in,
+    divide,
+    find_positions,
+    is_mixed,
+    mesh_of,
+)
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.ties import broken_ties, rename_copies
 from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
@@ -104,12 +112,13 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
 def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
     """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts.
 
-    Pipeline stages have different members too, but the ranks of a stage must have the same.
+    Pipeline stages and ranks with other experts have different members too, but ranks with equal coordinates must have
+    the same.
     """
     sharded = any(s.metadata is not None and s.metadata.optimizer_sharded for s in snapshots.values())
     stages: dict[Hashable, list[Snapshot]] = defaultdict(list)
     for snapshot in snapshots.values():
-        stages[stage_of(snapshot)].append(snapshot)
+        stages[coordinates_in(snapshot, DIFFERENT_PARAMETERS)].append(snapshot)
 
     def is_partial(name: str) -> bool:
         if parts.labels and parts.holds(name, of_optimizer=False):

@@ -3,6 +3,7 @@
 - Plain tensor: all ranks. In a tensor, pipeline or expert parallel mesh, the ranks with equal mesh coordinates: files
   do not show whether a plain tensor in this mesh is replicated or a part. Tensors whose name and shape exclude
   partitioning by tensor parallelism are also compared along the tensor-parallel dimension.
+- DTensor that every rank of its mesh holds whole: as a plain tensor, and along the dimensions of its mesh.
 - DTensor: the ranks with equal coordinates in all dividing dimensions, into shards or into partial sums. HSDP is
   therefore compared along the replicate dimension, and FSDP shards have no replicas. A mesh may contain only some of
   the ranks (tensor parallelism inside DDP): ranks with equal coordinates in sibling meshes are replicas, unless they
@@ -40,6 +41,8 @@ MODEL_PARALLEL = frozenset(
 )
 # The dimensions without DTensors: torch shards parameters along tp and ep as DTensors, but not along pp.
 PIPELINE = frozenset("pp pipe pipeline pipeline_parallel stage".split())
+# Along these dimensions, ranks hold parameters with other names: other layers, or other experts.
+DIFFERENT_PARAMETERS = PIPELINE | frozenset("ep expert expert_parallel".split())
 Sets = tuple[tuple[int, ...], ...]
 
 
@@ -130,9 +133,9 @@ def mesh_of(snapshot: Snapshot) -> dict[str, int]:
     return max(coordinates, key=len, default={})
 
 
-def stage_of(snapshot: Snapshot) -> frozenset[tuple[str, int]]:
-    """Return the coordinates of a rank in the pipeline dimensions; empty without a pipeline."""
-    return frozenset(at for at in mesh_of(snapshot).items() if at[0].lower() in PIPELINE)
+def coordinates_in(snapshot: Snapshot, dimensions: frozenset[str]) -> frozenset[tuple[str, int]]:
+    """Return the coordinates of a rank in some dimensions; empty if its mesh has none of them."""
+    return frozenset(at for at in mesh_of(snapshot).items() if at[0].lower() in dimensions)
 
 
 def divide(
@@ -151,13 +154,14 @@ def divide(
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
     if parts:
         return _divide_dtensor(parts, tuple(tensors), ranks, positions, tied=tied)
-    coordinates = positions.plain
-    if not coordinates:
+    if not positions.plain:
         return Division((tuple(tensors),), ranks)
+    copied = _find_copied_dimensions(tensors)
+    coordinates = {rank: _without(position, copied) for rank, position in positions.plain.items()}
     present = {coordinates[rank] for rank in tensors}
     expected = tuple(rank for rank in ranks if coordinates[rank] in present)
     same_shape = len({t.shape for t in tensors.values()}) == 1
-    if (replicated and same_shape) or all(map(_has_tensor_parallel_mesh, tensors.values())):
+    if replicated and same_shape:
         coordinates = {rank: _without(position, TENSOR_PARALLEL) for rank, position in coordinates.items()}
     if tied:
         coordinates = {rank: _without(position, PIPELINE) for rank, position in coordinates.items()}
@@ -168,9 +172,11 @@ def divide(
     return Division(sets, expected, "model parallel", f"parts along {dims}")
 
 
-def _has_tensor_parallel_mesh(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor whose mesh has the tensor-parallel dimension."""
-    return tensor.sharding is not None and bool({name.lower() for name in tensor.sharding.names} & TENSOR_PARALLEL)
+def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
+    """Return the dimensions of the meshes of whole DTensors, in lower case, along which all ranks hold copies."""
+    names = (t.sharding.names if t.sharding is not None else () for t in tensors.values())
+    copied = frozenset.intersection(*(frozenset(map(str.lower, own)) for own in names))
+    return copied | TENSOR_PARALLEL if copied & TENSOR_PARALLEL else copied
 
 
 def is_whole(sharding: Sharding) -> bool:

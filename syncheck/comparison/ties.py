@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.replica_groups import stage_of
+from syncheck.comparison.replica_groups import PIPELINE, coordinates_in
 from syncheck.records import Tie
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def rename_copies(aligned: dict[str, dict[int, Tensor]], snapshots: Mapping[int,
     tensors are renamed only if no pipeline stage has both names, and if all ranks list the same copies.
     """
     blocks = [s.metadata.tied if s.metadata is not None else {} for s in snapshots.values()]
-    stages = {rank: stage_of(snapshot) for rank, snapshot in snapshots.items()}
+    stages = {rank: coordinates_in(snapshot, PIPELINE) for rank, snapshot in snapshots.items()}
     tied = blocks[0] if all(block == blocks[0] for block in blocks) and all(stages.values()) else {}
     names = set()
     for name in [*aligned] if tied else ():

@@ -128,6 +128,16 @@ class StaleRank(Fault):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
+class StaleStage(StaleRank):
+    """Reset the stages of the last rank to their state of one step ago.
+
+    Example: a pipeline whose stages resume from files of different steps.
+    """
+
+    summary = "one rank's pipeline stages keep the state of the previous step (add --save-every 1)"
+    methods = ("pp",)
+
+
 class AverageNotUpdated(Fault):
     """Stop updating the average of the weights on the last rank.
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from train.faults.base import Fault, find_classifier
+from train.methods.pp import Pp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,6 +120,25 @@ class ClipOnOneRank(Fault):
         """Clip on one rank, to a norm below --grad-clip."""
         if self.is_faulty:
             clip_grad_norm_(method.module.parameters(), CLIP * min(1.0, self.settings.grad_clip or 1.0))
+
+
+class TiedApart(Fault):
+    """Do not add the gradients of both copies of a tied embedding.
+
+    Example: a pipeline without the reduction between the first and the last stage, so each trains its own copy.
+    """
+
+    summary = "the gradients of an embedding in the first and last pipeline stage are not added"
+    code = "SYN212"
+    methods = ("pp", "pp_fsdp")
+
+    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Forget the other copy."""
+        assert isinstance(method, Pp)
+        if not method.tied or method.owners[0] == method.owners[-1]:
+            self.refuse("no embedding is in two stages of different ranks; use --model gpt-tiny, and not zbv")
+        method.copy = None
+        return forward
 
 
 class DiffersByNode(UnequalGradients):

@@ -18,8 +18,16 @@ from train.faults.progress import (
     SkippedStep,
     SmallerSteps,
     StaleRank,
+    StaleStage,
 )
-from train.faults.reduction import AdapterOnOneRank, ClipOnOneRank, DiffersByNode, ForwardThroughModule, LateHead
+from train.faults.reduction import (
+    AdapterOnOneRank,
+    ClipOnOneRank,
+    DiffersByNode,
+    ForwardThroughModule,
+    LateHead,
+    TiedApart,
+)
 from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
 
 if TYPE_CHECKING:
@@ -39,11 +47,13 @@ FAULTS: dict[str, type[Fault]] = {
     "init-not-broadcast": InitNotBroadcast,
     "forward-through-module": ForwardThroughModule,
     "late-head": LateHead,
+    "tied-apart": TiedApart,
     "clip-on-one-rank": ClipOnOneRank,
     "skipped-step": SkippedStep,
     "optimizer-on-one-rank": OptimizerOnOneRank,
     "scaler-diverged": ScalerDiverged,
     "stale-rank": StaleRank,
+    "stale-stage": StaleStage,
     "frozen-not-broadcast": FrozenNotBroadcast,
     "average-not-updated": AverageNotUpdated,
     "bit-flip-weight": BitFlipWeight,

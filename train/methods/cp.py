@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -100,58 +99,29 @@ class Cp(Ddp):
         (loss * self.ctx.world_size).backward()  # type: ignore[no-untyped-call]
 
 
-class Exchange(torch.autograd.Function):
-    """Divide a dimension over the ranks of a group, and gather another; backward does the opposite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, divided: int, gathered: int, group: ProcessGroup) -> Tensor:
-        """x: this rank's slice along `gathered`. Returns its slice along `divided`."""
-        ctx.dimensions, ctx.group = (gathered, divided), group
-        sent = torch.stack(x.chunk(group.size(), divided))  # the slice of each rank
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return torch.cat(received.unbind(), gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return each slice of the gradient to its rank."""
-        return Exchange.apply(gradients[0], *ctx.dimensions, ctx.group), None, None, None
-
-
-class Gather(torch.autograd.Function):
-    """Concatenate the tokens of all ranks of a group: [N, heads, T / ranks, head_dim] to [N, heads, T, head_dim]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        """Gather the slices of all ranks in order."""
-        ctx.group, slices = group, [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(slices, x.contiguous(), group)
-        return torch.cat(slices, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of this rank's tokens: the sum over the ranks that used them."""
-        total = gradients[0].contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(ctx.group.size(), 2)[ctx.group.rank()], None
-
-
 def build_attention(mode: str, group: ProcessGroup) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a replacement for `Attention.attend` for slices of tokens."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd  # takes half a second
+
+    ranks, at = group.size(), group.rank()
+
+    def exchange(slices: tuple[Tensor, ...], dimension: int) -> Tensor:
+        """Send a slice to each rank, and concatenate the received slices; backward returns their gradients."""
+        received = all_to_all_single_autograd(torch.cat(slices), None, None, group)
+        return torch.cat(received.chunk(ranks), dimension)
 
     def gather_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = Gather.apply(k, group), Gather.apply(v, group)
+        k, v = (exchange((x,) * ranks, 2) for x in (k, v))
         # Each query attends to all keys up to its own position.
         own, total = q.shape[2], k.shape[2]
-        mask = torch.ones(own, total, dtype=torch.bool, device=q.device).tril(group.rank() * own)
+        mask = torch.ones(own, total, dtype=torch.bool, device=q.device).tril(at * own)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     def exchange_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if k.shape[1] % group.size():  # too few key and value heads: one for each query head
+        if k.shape[1] % ranks:  # too few key and value heads: repeat them for each query head
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        q, k, v = (Exchange.apply(x, 1, 2, group) for x in (q, k, v))
+        q, k, v = (exchange(x.chunk(ranks, 1), 2) for x in (q, k, v))  # [N, heads / ranks, T, head_dim]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        heads_of_tokens: Tensor = Exchange.apply(y, 2, 1, group)
-        return heads_of_tokens
+        return exchange(y.chunk(ranks, 2), 1)
 
     return {"allgather": gather_keys, "ulysses": exchange_heads}[mode]

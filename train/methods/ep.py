@@ -1,6 +1,6 @@
 """Expert parallelism: each rank of a group holds some of the experts, and tokens travel to the ranks of their experts.
 
-Compare with ddp.py: all ranks have different samples, and all ranks hold the remaining layers. The memory for experts is
+Compare with ddp.py: all ranks have different samples, and all ranks hold the remaining layers. The memory of experts is
 divided by the number of ranks (GShard, https://arxiv.org/abs/2006.16668). With 2 ranks to a group, on 4 ranks, ranks 0
 and 2 hold the first half of the experts, and ranks 1 and 3 the second half.
 """
@@ -149,6 +149,8 @@ def is_expert(name: str) -> bool:
 
 def send_to_experts(experts: list[nn.Module], group: ProcessGroup) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a replacement for `Experts.apply_experts`. experts: of this rank."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd  # takes half a second
+
     own, ranks = len(experts), group.size()
 
     def apply_experts(tokens: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ def send_to_experts(experts: list[nn.Module], group: ProcessGroup) -> Callable[[
         arriving = torch.empty_like(counts)  # for each rank and expert
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = (n.view(ranks, -1).sum(1).tolist() for n in (counts, arriving))
-        inputs = Exchange.apply(tokens[order // expert_ids.shape[1]], received, sent, group)
+        inputs = all_to_all_single_autograd(tokens[order // expert_ids.shape[1]], received, sent, group)
         # They arrive by rank, then by expert: sort by expert.
         numbers = torch.arange(own, device=tokens.device).repeat(ranks).repeat_interleave(arriving)
         by_expert = numbers.argsort(stable=True)
@@ -167,25 +169,8 @@ def send_to_experts(experts: list[nn.Module], group: ProcessGroup) -> Callable[[
         # An expert without tokens computes an empty output, so that its parameters get gradients of zero.
         outputs = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         # Send the outputs back, and undo both sorts.
-        outputs = Exchange.apply(outputs[by_expert.argsort()], sent, received, group)
+        outputs = all_to_all_single_autograd(outputs[by_expert.argsort()], sent, received, group)
         by_token = outputs[order.argsort()].view(*expert_ids.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     return apply_experts
-
-
-class Exchange(torch.autograd.Function):
-    """Send rows to each rank of a group; backward returns the gradients. received, sent: number of rows by rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
-        """x: [sum(sent), width]. Returns [sum(received), width]."""
-        ctx.arguments = sent, received, group
-        y = x.new_empty(sum(received), x.shape[1])
-        dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the gradients of the rows to their ranks."""
-        return Exchange.apply(gradients[0], *ctx.arguments), None, None, None

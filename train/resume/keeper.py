@@ -57,7 +57,7 @@ class Keeper:
         self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
         self.trainer, self.plan, self.saver, self.also = trainer, plan, saver, also
         self.folder = states_folder(settings.out, settings.run)
-        self.position = Position(ctx.device)
+        self.position = Position(ctx.device, trainer.task)
         self.resumed = False
         self.complete: list[int] = []  # steps whose states are kept
         self.saved_at: int | None = None
@@ -125,6 +125,9 @@ class Keeper:
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
         where = str(state_path(self.folder, found.step, 0).parent)
         same = found.world_size == ctx.world_size
+        if not same and ctx.mesh.size("pipeline") > 1:
+            found_by = f"{where} was saved by {found.world_size} ranks, and each has other layers"
+            raise UserError(f"--resume: {found_by}; start {found.world_size} ranks, or use another --out")
         own = ctx.rank if same else min(found.states, key=lambda rank: (rank != ctx.rank % found.world_size, rank))
         state = merge_states(found.states, own) if not same and len(found.states) > 1 else found.states[own]
         with ctx.together():
@@ -138,7 +141,7 @@ class Keeper:
             if name in state["also"]:
                 part.restore(state["also"][name])
         trainer.fault.after_resume(found.step, trainer.method, trainer.optimizer)
-        self.position, self.resumed = restore_position(state, ctx), True
+        self.position, self.resumed = restore_position(state, ctx, self.trainer.task), True
         if same:
             # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first
             # step: each DataLoader has its own generator.

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from programs import RUN, SHORT, assert_trained
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from programs import Programs
 
 SCRIPTS = ROOT / "train" / "scripts"
-NAMES = ("multi_node.sh", "single_gpu.sh", "single_node.sh", "slurm.sbatch")
+NAMES = ("multi_node.sh", "single_gpu.sh", "single_node.sh", "slurm.sbatch", "slurm_array.sbatch")
 
 
 @pytest.mark.slow
@@ -40,6 +40,16 @@ def test_multi_node_prints_its_usage(programs: Programs) -> None:
     run = programs.run(SCRIPTS / "multi_node.sh", 2, 0)
     usage = "usage: multi_node.sh NODES NODE_RANK MASTER_ADDR [MASTER_PORT] [options of run.py]\n"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", usage)
+
+
+@pytest.mark.parametrize(("least", "most", "count"), [(1, 2, 2), (0, 4, 3), (None, None, None)])
+def test_slurm_array_refuses_tasks_that_are_no_ranks(programs: Programs, least: Any, most: Any, count: Any) -> None:
+    """slurm_array.sbatch needs the tasks 0 to N - 1, and an array; otherwise one line names the option of sbatch."""
+    numbers = {"MIN": least, "MAX": most, "COUNT": count}
+    variables = {f"SLURM_ARRAY_TASK_{name}": str(n) for name, n in numbers.items() if n is not None}
+    run = programs.run(SCRIPTS / "slurm_array.sbatch", **variables)
+    message = "slurm_array.sbatch: the tasks of the array must be the ranks from 0: submit it with --array=0-N\n"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", message)
 
 
 @pytest.mark.parametrize("name", ["multi_node.sh", "single_gpu.sh", "single_node.sh"])

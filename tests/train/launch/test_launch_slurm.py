@@ -162,6 +162,14 @@ def test_job_array(slurm: Callable[..., Run], clone: Path) -> None:
     assert len(differing(*(folder / "ddp_rank0.pth" for folder in folders))) > 10
 
 
+def test_job_array_of_ranks(slurm: Callable[..., Run], clone: Path) -> None:
+    """With slurm_array.sbatch, the tasks of a job array are the ranks of one run."""
+    run = slurm("sbatch", "--parsable", "--wait", "train/scripts/slurm_array.sbatch", *SHORT, cwd=clone)
+    assert run.returncode == 0, [file.read_text() for file in clone.glob("*.out")]
+    assert_trained(clone / "ckpts" / f"array_{run.stdout.strip()}", 2)
+    assert not (clone / "ckpts" / f"array_{run.stdout.strip()}" / "rendezvous").exists()
+
+
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_scancel(slurm: Callable[..., Run], cluster: Cluster, programs: Programs, tmp_path: Path, name: str) -> None:
     """scancel, with its default signal or with --signal=USR1, makes both tasks save and stop after the same step."""

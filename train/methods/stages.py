@@ -1,0 +1,99 @@
+"""Stages of a pipeline: parts of a GPT, assigned to ranks, and torch's schedules of their micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from train.errors import UserError
+from train.models.gpt import Gpt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch.distributed import ProcessGroup
+
+# torch's class for each --pipeline-schedule, and the number of stages of each rank.
+PIPELINES = {
+    "1f1b": ("Schedule1F1B", 1),
+    "gpipe": ("ScheduleGPipe", 1),
+    "interleaved": ("ScheduleInterleaved1F1B", 2),
+    "zbv": ("ScheduleZBVZeroBubble", 2),
+}
+
+
+class Stage(Gpt):
+    """The layers from `start` to `stop` of a GPT, the embedding before the first, the norm and head after the last.
+
+    It shares the modules of the model. Autocast applies in training only, as in `Method.train`.
+    """
+
+    def __init__(self, model: Gpt, start: int, stop: int, autocast: Callable[[], AbstractContextManager[None]]) -> None:
+        nn.Module.__init__(self)
+        self.embed, self.layers = None if start else model.embed, model.layers[start:stop]
+        self.norm, self.head = (model.norm, model.head) if stop == len(model.layers) else (None, None)
+        self.autocast = autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: bytes, or the output of the previous stage. Returns the input of the next stage, or logits."""
+        with self.autocast() if torch.is_grad_enabled() else nullcontext():
+            return super().forward(x)
+
+
+def assign_stages(schedule: str | None, ranks: int) -> list[int]:
+    """Return the rank of each stage: ranks take turns, but zbv returns, so that rank 0 has the first and last stage."""
+    name, per_rank = PIPELINES[schedule or "1f1b"]
+    turns = [*range(ranks), *(reversed(range(ranks)) if "ZBV" in name else range(ranks))]
+    return turns[: ranks * per_rank]
+
+
+def split_model(
+    model: Gpt, owners: list[int], rank: int, autocast: Callable[[], AbstractContextManager[None]]
+) -> dict[int, Stage]:
+    """Return the stages of a rank by number, and remove the other stages from the model. Raises UserError.
+
+    The remaining parameters keep their names. owners: the rank of each stage.
+    """
+    depth, count = len(model.layers), len(owners)
+    if depth < count:
+        raise UserError(f"--depth {depth}: {count} pipeline stages need a layer each; use --depth {count} or more")
+    starts = [i * depth // count for i in range(count + 1)]
+    mine = [i for i, owner in enumerate(owners) if owner == rank]
+    stages = {i: Stage(model, starts[i], starts[i + 1], autocast) for i in mine}
+    kept = {layer for i in mine for layer in range(starts[i], starts[i + 1])}
+    model.layers = nn.Sequential(*(layer if i in kept else nn.Identity() for i, layer in enumerate(model.layers)))
+    model.embed = model.embed if 0 in stages else None
+    model.norm, model.head = (model.norm, model.head) if count - 1 in stages else (None, None)
+    return stages
+
+
+def build_schedule(
+    name: str | None,
+    stages: Mapping[int, Stage],
+    x: Tensor,
+    sizes: tuple[int, int, int],
+    loss: Any,
+    group: ProcessGroup,
+) -> Any:
+    """Build torch's schedule for shares like x, [N, T].
+
+    sizes: number of stages, micro-batches, and width of the model. loss: takes outputs and targets.
+    """
+    from torch.distributed import pipelining
+
+    count, parts, width = sizes
+    kind, per_rank = PIPELINES[name or "1f1b"]
+    # With examples, the schedule does not run a micro-batch, and call the loss, to find the shapes. The last output is
+    # not sent, so its example may have any shape.
+    ids = x[: len(x) // parts]
+    hidden = torch.empty(*ids.shape, width, device=x.device, requires_grad=True)
+    built = [
+        pipelining.PipelineStage(stage, i, count, x.device, hidden if i else ids, hidden, group=group)
+        for i, stage in stages.items()
+    ]
+    build = getattr(pipelining, kind)
+    return build(built if per_rank > 1 else built[0], parts, loss_fn=loss, scale_grads=False)
