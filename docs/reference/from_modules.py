@@ -37,7 +37,7 @@ SYNCHECK = {
 }
 TRAIN = {
     "Start here": (
-        "run engine step job methods methods.table methods.single methods.ddp methods.zero "
+        "minimal run engine step job methods methods.table methods.single methods.ddp methods.zero "
         "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.dp"
     ),
     "Models and data": "models data loading schedule seeds",
