@@ -39,6 +39,8 @@ TRAIN = {
     "Start here": (
         "run engine step job methods methods.table methods.single methods.ddp methods.zero "
         "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.replicate methods.dp"
+        "minimal run engine step job methods methods.table methods.single methods.ddp methods.zero "
+        "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.dp"
     ),
     "Models and data": "models data loading schedule seeds",
     "Distribution over processes": "launch mesh data_parallel sync_batchnorm comm_hooks",

@@ -39,7 +39,7 @@ def test_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("mode", ["allgather", "ulysses"])
 def test_slices_equal_the_whole_sequence(ctx: RankContext, syncheck_rank: Rank, mode: str) -> None:
-    """All ranks are in sync, and their outputs for slices equal the outputs of one process; later tokens change none."""
+    """All ranks are in sync, and their outputs for slices equal those of one process; later tokens change none."""
     settings = replace(CP, context_mode=mode, max_steps=2, save_per_rank=True, out=syncheck_rank.shared)
     (group,) = syncheck.compare(*run(ctx, settings).saved).groups
     assert (group.verdict, group.counts.not_compared) == ("in_sync", 0)

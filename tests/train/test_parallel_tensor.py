@@ -184,7 +184,7 @@ def test_models_that_cannot_be_sharded_are_refused(ctx: RankContext) -> None:
 
 def test_options_that_need_tensor_parallelism_are_refused() -> None:
     """Sequence and loss parallelism are options of the tensor-parallel methods."""
-    with pytest.raises(UserError, match="^--sequence-parallel: only for --method tp or fsdp_tp or"):
+    with pytest.raises(UserError, match=r"^--sequence-parallel: only for --method tp or fsdp_tp or"):
         check_modifiers(replace(GPT, method="ddp", sequence_parallel=True))
-    with pytest.raises(UserError, match="^--sequence-parallel: 2 ranks cannot share 7 tokens equally"):
+    with pytest.raises(UserError, match=r"^--sequence-parallel: 2 ranks cannot share 7 tokens equally"):
         check_length(torch.zeros(1, 7), 2)
