@@ -35,7 +35,7 @@ class NormNotReduced(Fault):
             self.refuse("requires --sequence-parallel; otherwise every rank computes the whole gradient of a norm")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
-        """Declare partial gradients as complete, so that `Tp.backward` does not add them."""
+        """Declare partial gradients as complete, which skips the all-reduce in `Tp.backward`."""
         from torch.distributed.tensor import DTensor, Replicate
 
         def keep_local(gradient: Any) -> Any:

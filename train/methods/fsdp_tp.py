@@ -40,7 +40,7 @@ class FsdpTp(Fsdp, Tp):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model along the tensor dimension, then along the data dimensions."""
-        # 1, 1a. As in tp.py. FSDP comes second, because it gathers what the forward needs: the tensor-parallel shards.
+        # 1, 1a. As in tp.py. FSDP comes second, because the forward needs gathered tensor-parallel shards.
         Tp.wrap(self, model)
         # 1b. As in fsdp.py. A matrix sharded by columns becomes a strided shard: rows of rows.
         #     FSDP warns that the logits are a view, which only matters to in-place operations.
