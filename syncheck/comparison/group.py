@@ -111,9 +111,10 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
 
 
 def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
-    """Return the metadata of the first rank with any, with the optimizer's parameters on all ranks."""
+    """Return the metadata of the first rank with any; for stages and experts, with all ranks' optimizer parameters."""
     blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
-    if not blocks or len({coordinates_in(s, DIFFERENT_PARAMETERS) for s in snapshots.values()}) == 1:
+    positions = {coordinates_in(snapshot, DIFFERENT_PARAMETERS) for snapshot in snapshots.values()}
+    if not blocks or len(positions) < 2:
         return blocks[0] if blocks else Metadata()
     names = dict.fromkeys(name for block in blocks for name in block.optimizer_parameters)
     return replace(blocks[0], optimizer_parameters=tuple(names))

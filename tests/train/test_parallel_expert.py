@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from scenarios import run, tensors, trained
-from sequences import MOE, difference_to_single
+from sequences import MOE, ROUNDING, difference_to_single
 
 import syncheck
 from train.errors import UserError
@@ -32,7 +32,7 @@ EP = replace(MOE, method="ep")
 )
 def test_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
     """The losses of 20 steps equal those of one process within rounding; every step is clipped with --grad-clip."""
-    assert difference_to_single(ctx, replace(EP, **changes)) < 1e-6
+    assert difference_to_single(ctx, replace(EP, **changes)) < ROUNDING
 
 
 @pytest.mark.syncheck(ranks=4, timeout=60)
