@@ -7,12 +7,13 @@ options.py define the options.
     launch/                start, rendezvous and end of processes, signals: torchrun, --spawn, by hand, SLURM
     models/ data/          networks and data sets
     loading.py             training batches, optionally loaded by worker processes
+    optional.py            imports of syncheck, without which the trainer writes no metadata blocks
     mesh.py                coordinates of a rank in the grid of a method
     schedule.py seeds.py   the plan of a run and its learning rates; random streams of ranks and samples
     data_parallel.py sync_batchnorm.py comm_hooks.py    implementations used by the methods
     checkpoints/           one file per rank: the end of the run, steps, and the best epoch
     resume/                states for a bitwise identical continuation
-    metrics.py             loss and accuracy over all ranks, in training and on the test set
+    task.py metrics.py     data, model, loss and metrics of a run; scores over all ranks
     recorders/             output of metrics: progress bar, logs, metrics file, TensorBoard
     upkeep.py watch.py     the work after each step and epoch: checks, files, records, signals
     faults/                injected faults

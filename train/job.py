@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,23 +12,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.checkpoints.lock import RunLock
 from train.data import (
-    DataOptions,
     DistributedBatchSampler,
     OwnSharesSampler,
     download,
-    load_data,
     smallest_share,
 )
 from train.errors import UserError
 from train.faults import make_fault
 from train.loading import Loaders, evaluation_batches, training_batches
 from train.methods import METHODS, check_modifiers
-from train.models import build_from_settings
 from train.recorders.base import Recorder
 from train.schedule import LearningRate, Plan
 from train.seeds import seed_rank
 from train.step import Step
 from train.sync_batchnorm import SyncBatchNorm
+from train.task import load_task_data, make_task
 from train.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -81,7 +80,8 @@ def prepare(
     sampler = make_sampler(settings, ctx, len(data.train), method.replicas)
     plan = make_plan(settings, len(data.train), sampler.longest)
     fault = make_fault(settings, ctx, plan.steps)
-    model = make_model(settings, data)
+    fault.build_model = partial(make_model, settings, data)
+    model = fault.build_model()
     check_batchnorm(model, settings, ctx.mesh.data_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)
@@ -112,12 +112,12 @@ def load(settings: Settings, ctx: RankContext) -> Data:
         if settings.download and ctx.local_rank == 0:
             download(settings.data, settings.data_dir)
     with ctx.together():
-        return load_data(settings.data, settings.data_dir, settings.limit_train, DataOptions.from_settings(settings))
+        return load_task_data(make_task(settings), settings)
 
 
 def make_model(settings: Settings, data: Data) -> nn.Module:
-    """Build the network in the settings for this data. Raises UserError."""
-    model = build_from_settings(settings, data.channels, data.classes, data.image_size)
+    """Build the task's model for this data. Raises UserError."""
+    model = make_task(settings).build_model(settings, data)
     if settings.channels_last:
         # Before wrapping and before the optimizer allocates its state in the layout of the weights. Only 4-dimensional
         # weights change.

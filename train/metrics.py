@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
+
+from train.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from train.methods.single import Method
 
 
-TOP = 5  # of Score.top5
 SUMS = 4  # of a Meter
 
 
@@ -27,37 +27,62 @@ SUMS = 4  # of a Meter
 class Score:
     """The performance of a model.
 
-    loss: mean cross-entropy per sample, in nats. accuracy: fraction of correct predictions. samples: number of samples.
-    top5: fraction of samples whose class is among the five most probable classes; None with at most five classes.
+    All are over the predictions of `task`, one per image, byte of a text, or number of a target. loss: mean loss.
+    accuracy, top5: means of the counts of the task, for built-in tasks the fractions of correct predictions, and of
+    classes among the five most probable; top5 is None with at most five classes. samples: number of predictions.
     """
 
     loss: float
     accuracy: float
     samples: int
     top5: float | None = None
+    task: Task = field(default=CLASSIFICATION, compare=False, repr=False)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the task by name; NaN for a metric that does not apply."""
+        return self.task.compute(self.loss, (self.accuracy, math.nan if self.top5 is None else self.top5))
+
+    @property
+    def main(self) -> tuple[str, float]:
+        """Return the name and value of the task's first metric."""
+        name = next(iter(self.task.metrics))
+        return name, self.metrics[name]
+
+    def is_better(self, other: float | None) -> bool:
+        """Return whether the first metric is better than another value of it."""
+        name, value = self.main
+        return other is None or (value > other if self.task.metrics[name] else value < other)
+
+    def format(self, digits: int = 1, *, named: bool | None = None) -> str:
+        """Format the first metric; named: with its name, by default unless it is accuracy, a percentage."""
+        name, value = self.main
+        number = f"{value:.{digits}%}" if name == "accuracy" else f"{value:.4g}"
+        return f"{name} {number}" if (name != "accuracy" if named is None else named) else number
 
 
 class Meter:
     """Accumulates sums rather than means, so that ranks and batches of different sizes are weighted correctly.
 
     The sums stay on the device, so adding does not wait for it. They are float64, which represents counts exactly.
-    sums: [4] loss, correct predictions, samples, and samples for Score.top5, NaN with at most five classes. recent: [4]
-    the same since the last `take`.
+    sums: [4] loss, first count of the task (correct predictions), predictions, second count (NaN if there is none).
+    recent: [4] the same since the last `take`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, task: Task = CLASSIFICATION) -> None:
+        self.task = task
         self.both = torch.zeros(SUMS, 2, dtype=torch.float64, device=device)
         self.sums, self.recent = self.both.unbind(1)  # views
 
-    def add(self, loss_sum: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add one batch. loss_sum: [] sum over the predictions. logits: [..., classes]. labels: as in cross_entropy."""
-        labels = most_probable(labels)
+    def add(self, loss_sum: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        """Add one batch. loss_sum: [] sum over the predictions."""
         # With --loss-parallel they are DTensors.
-        tensors = loss_sum.detach(), logits.detach()
-        loss_sum, logits = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
-        right = (logits.argmax(-1) == labels).sum()
-        top5 = (logits.topk(TOP).indices == labels[..., None]).sum() if logits.shape[-1] > TOP else right * math.nan
-        self.add_sums(torch.stack([loss_sum.double(), right, right.new_tensor(labels.numel()), top5]))
+        tensors = loss_sum.detach(), outputs.detach()
+        loss, outputs = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
+        counts = self.task.count(outputs, targets).double().flatten()
+        first, second = counts[0], counts[1] if len(counts) > 1 else counts[0] * math.nan
+        predictions = first.new_tensor(self.task.count_predictions(targets))
+        self.add_sums(torch.stack([loss.double(), first, predictions, second]))
 
     def add_sums(self, sums: Tensor) -> None:
         """Add the sums of another meter, [4]."""
@@ -74,67 +99,53 @@ class Meter:
 
     def local(self) -> Score:
         """Return the score of this rank's samples."""
-        return score_of(self.sums.tolist())
+        return score_of(self.sums.tolist(), self.task)
 
     def over_ranks(self, ctx: RankContext) -> Score:
         """Return the score over all ranks; a collective, equal on all ranks."""
-        return score_of(self.sum_over_ranks(ctx).tolist())
+        return score_of(self.sum_over_ranks(ctx).tolist(), self.task)
 
     def sum_over_ranks(self, ctx: RankContext) -> Tensor:
         """Return the sums over all ranks, [4]; a collective. Ranks with the same samples count once."""
         return ctx.sum_over_ranks(self.sums.clone() if ctx.mesh.counts else torch.zeros_like(self.sums))
 
 
-def score_of(sums: Sequence[float]) -> Score:
+def score_of(sums: Sequence[float], task: Task = CLASSIFICATION) -> Score:
     """Compute a score from the sums of a meter."""
-    loss, right, samples, top5 = sums
-    if samples == 0:
-        return Score(float("nan"), float("nan"), 0)
-    return Score(loss / samples, right / samples, int(samples), None if math.isnan(top5) else top5 / samples)
+    loss, first, predictions, second = sums
+    if predictions == 0:
+        return Score(float("nan"), float("nan"), 0, task=task)
+    top5 = None if math.isnan(second) else second / predictions
+    return Score(loss / predictions, first / predictions, int(predictions), top5, task)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of the cross-entropy over the predictions.
-
-    logits: [..., classes]. targets: int64 [...] classes, or float [..., classes] probabilities, as after mixup.
-    """
-    classes = targets.flatten(0, -2) if targets.is_floating_point() else targets.flatten()
-    return F.cross_entropy(logits.flatten(0, -2), classes, reduction="sum")
-
-
-def most_probable(targets: Tensor) -> Tensor:
-    """Return the most probable class of each target of `cross_entropy`, int64 [...]."""
-    return targets.argmax(-1) if targets.is_floating_point() else targets
-
-
-def evaluate(method: Method, batches: Batches, ctx: RankContext) -> Score:
+def evaluate(method: Method, batches: Batches, ctx: RankContext, task: Task = CLASSIFICATION) -> Score:
     """Score the model on the test set; a collective.
 
     Under plain DDP every rank scores its share with its own BatchNorm statistics.
     """
     method.module.eval()
-    meter = Meter(ctx.device)
+    meter, total = Meter(ctx.device, task), Meter(ctx.device, task)
 
     def measure(outputs: Tensor, targets: Tensor) -> None:
-        meter.add(cross_entropy(outputs, targets), outputs, targets)
+        meter.add(task.loss(outputs, targets), outputs, targets)
 
     with torch.no_grad():  # not inference_mode, because FSDP keeps gathered tensors
         for x, y in batches:
             method.evaluate(x.to(ctx.device), y.to(ctx.device), measure)
     method.module.train()
-    total = Meter(ctx.device)
     total.add_sums(method.share_sums(meter.sums))
     return total.over_ranks(ctx)
 
 
 @dataclass
 class Best:
-    """The epoch with the best test accuracy so far; among equal epochs the first.
+    """The epoch with the best first metric on the test set so far; among equal epochs the first.
 
-    accuracy: 0 to 1. epoch: counted from 1. step: optimizer steps done. None before the first evaluation.
+    value: of the metric. epoch: counted from 1. step: optimizer steps done. None before the first evaluation.
     """
 
-    accuracy: float | None = None
+    value: float | None = None
     epoch: int | None = None
     step: int | None = None
 
@@ -143,9 +154,9 @@ class Best:
 
         A run resumed at the end of an epoch may evaluate the best epoch again, which remains the best.
         """
-        if self.accuracy is not None and step != self.step and not test.accuracy > self.accuracy:
+        if step != self.step and not test.is_better(self.value):
             return False
-        self.accuracy, self.epoch, self.step = test.accuracy, epoch, step
+        self.value, self.epoch, self.step = test.main[1], epoch, step
         return True
 
     def state(self) -> dict[str, Any]:

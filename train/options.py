@@ -274,6 +274,8 @@ def _add_faults(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
+    text = "own data, model, loss and metrics: a subclass of train.task.Task; replaces --model and --data"
+    _add(group, "--task", text, metavar="MODULE:CLASS")
     _add(group, "--model", ", ".join(MODELS), choices=MODELS, metavar="NAME")
     text = "list the models with their sizes, and exit"
     group.add_argument("--list-models", action=Print, const=list_models, help=text)
@@ -339,7 +341,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     _add(group, "--save-per-rank", "at the end, write DIR/<run>_rank<r>")
     text = "also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank"
     _add(group, "--save-every", text)
-    text = "keep DIR/best/<run>/rank_<r> of the epoch with the highest test accuracy; implies --save-per-rank"
+    text = "keep DIR/best/<run>/rank_<r> of the epoch with the best test metric; implies --save-per-rank"
     _add(group, "--save-best", text)
     text = "every N steps and after the last step, write the state for --resume to DIR/.resume/<run>"
     _add(group, "--checkpoint-every", text)

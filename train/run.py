@@ -33,7 +33,6 @@ if __name__ == "__main__":
     # torch logs pages of C++ stack traces when another rank is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from syncheck import SyncheckError
 from train.engine import Result, train
 from train.errors import RankError, Stopped, UserError
 from train.launch import spawn
@@ -55,6 +54,7 @@ from train.launch.exits import (
 from train.launch.group import PeerLost, process_group
 from train.launch.signals import SIGNALS
 from train.methods import METHODS, check_modifiers
+from train.optional import MISSING, SyncheckError
 from train.options import build_parser, settings_from
 from train.recorders.composite import make_recorder
 from train.recorders.progress import Output
@@ -71,7 +71,9 @@ LONGEST = 604_800  # seconds: a week
 
 def summary(result: Result, method: str) -> str:
     """Format the result in one line, the saved files in a second, and in a third a hint if a group has one replica."""
-    reached = f"{result.test.accuracy:.1%} test accuracy, {_count(result.epochs, 'epoch')}"
+    reached = result.test.format()
+    reached = f"{reached} test accuracy" if "%" in reached else f"test {reached}"
+    reached = f"{reached}, {_count(result.epochs, 'epoch')}"
     first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
     if not result.saved:
         return first + "saved nothing; --save-per-rank writes one checkpoint per rank\n"
@@ -120,6 +122,8 @@ def work(args: argparse.Namespace) -> ExitStatus:
         settings, ctx = settings_and_rank(args)
         if idle := describe_idle_gpus(args.gpus, ctx.devices, ctx.local_world_size):
             print_once(ctx, idle)
+        if MISSING:
+            print_once(ctx, f"{MISSING}: checkpoints have no metadata blocks")
         output, launcher = Output(), find_launcher(os.environ, LaunchOptions.from_args(args))
         recorder = make_recorder(settings, ctx, args.progress, output, launcher)
         with process_group(ctx, args.timeout), recorder:

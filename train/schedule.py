@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from train.errors import UserError
 from train.metrics import Meter
 from train.settings import LARGEST
+from train.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     import torch
@@ -41,17 +42,17 @@ class Position:
     this rank's sums in this epoch.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, task: Task = CLASSIFICATION) -> None:
         self.step = 0
         self.epoch = 1
         self.in_epoch = 0
-        self.meter = Meter(device)
+        self.meter = Meter(device, task)
 
     def next_epoch(self) -> None:
         """Start the next epoch."""
         self.epoch += 1
         self.in_epoch = 0
-        self.meter = Meter(self.meter.sums.device)
+        self.meter = Meter(self.meter.sums.device, self.meter.task)
 
 
 class LearningRate:

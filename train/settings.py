@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.errors import UserError
+from train.optional import MISSING
 
 # Defaults of --lr, found on digits with resnet8 and a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
@@ -17,6 +18,11 @@ MOST_WORKERS = 1024  # per rank; each worker takes memory, so a larger number is
 NOT_TRAINING = frozenset(
     {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
     | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
+)
+# Fields that a user's task replaces.
+OF_TASK = (
+    *("model", "width", "depth", "alpha", "data", "data_dir", "download", "augment"),
+    *("image_size", "channels", "classes", "train_samples"),
 )
 # Counts, which must be at least 1.
 COUNTS = (
@@ -62,6 +68,7 @@ class Settings:
     # An injected fault.
     fault: str | None = None  # name
     fault_step: int | None = None  # optimizer step of the fault, counted from 1
+    task: str | None = None  # package.module:Class of a user's task, with its own data and model
     # The network. width, depth and alpha: None for the network's default.
     model: str = "resnet8"
     width: int | None = None  # channels of the first layer
@@ -99,7 +106,7 @@ class Settings:
     save_per_rank: bool = False
     save_every: int | None = None  # optimizer steps between checkpoints; None: only at the end
     save_format: str = "pth"
-    save_best: bool = False  # keep a checkpoint of the epoch with the best test accuracy
+    save_best: bool = False  # keep a checkpoint of the epoch with the best test metric
     # Logs. log_interval: optimizer steps between records; None for the default, and for no records on the terminal.
     log_dir: Path | None = None  # folder for logs and metrics; None disables them
     log_interval: int | None = None
@@ -140,7 +147,8 @@ class Settings:
         pair.
         """
         names = [field.name for field in fields(self) if field.name not in NOT_TRAINING]
-        return {name: getattr(self, name) for name in names} | {"world_size": world_size}
+        replaced = dict.fromkeys(set(OF_TASK) & set(names)) if self.task else {}
+        return {name: getattr(self, name) for name in names} | replaced | {"world_size": world_size}
 
 
 DEFAULT = Settings()
@@ -156,6 +164,12 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError("--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)")
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: requires --monitor N, the number of steps between checks")
+    for name in OF_TASK if s.task else ():
+        if getattr(s, name) != getattr(DEFAULT, name):
+            raise UserError(f"--{name.replace('_', '-')}: not with --task, which has its own data and model; omit it")
+    for option, used in (("--monitor", s.monitor), ("--fault", s.fault)):
+        if MISSING and used:
+            raise UserError(f"{option}: {MISSING}; run in a clone of syncheck, or omit the option")
     check_hook(s)
     check_join(s, world_size)
     if s.fault_step is not None and s.fault is None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from train.metrics import Meter, cross_entropy, most_probable
+from train.metrics import Meter
+from train.task import make_task
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,7 +59,7 @@ class Step:
         fault: Fault,
     ) -> None:
         self.settings, self.ctx, self.method, self.forward = settings, ctx, method, forward
-        self.optimizer, self.fault = optimizer, fault
+        self.optimizer, self.fault, self.task = optimizer, fault, make_task(settings)
         # float16 cannot represent values below 6e-8, and many gradients are smaller. Scaling the loss scales the
         # gradients; they are unscaled before the step. bfloat16 has the range of float32 and needs no scaling.
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
@@ -69,11 +70,11 @@ class Step:
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Update the model once.
 
-        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N] int64, or
-        probabilities [N, classes]. meter: accumulates the loss and accuracy of the share.
+        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N, ...] targets. meter:
+        accumulates the loss and the metrics of the share.
         """
         method, parts = self.method, list(self.method.split(self._prepare(x), y.to(self.ctx.device, non_blocking=True)))
-        measured = Meter(self.ctx.device)
+        measured = Meter(self.ctx.device, self.task)
         for part, (xs, ys) in enumerate(parts, 1):
             # Gradients accumulate over micro-batches, and are reduced once, with the last micro-batch.
             with nullcontext() if part == len(parts) else method.no_sync():
@@ -106,17 +107,19 @@ class Step:
 
         x, y: a batch. The caller restores everything that this changes: buffers, RNG states and counters.
         """
-        self._accumulate(x.to(self.ctx.device), y.to(self.ctx.device), len(x), Meter(self.ctx.device))
+        meter = Meter(self.ctx.device, self.task)
+        self._accumulate(x.to(self.ctx.device), y.to(self.ctx.device), len(x), meter)
         self.optimizer.zero_grad()
 
     def _accumulate(self, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Add the gradient of one micro-batch."""
         # Divide by the number of predictions of the global batch, not of the micro-batch, so that uneven shares are
         # weighted correctly. A sample of text has one prediction per token.
-        predictions = samples * most_probable(y[:1]).numel()
+        self.predictions_per_sample = self.task.count_predictions(y[:1])
+        predictions = samples * self.predictions_per_sample
 
         def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-            loss_sum = cross_entropy(outputs, targets)
+            loss_sum = self.task.loss(outputs, targets)
             meter.add(loss_sum, outputs, targets)
             return self.scaler.scale(loss_sum / predictions)
 

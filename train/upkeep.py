@@ -97,7 +97,7 @@ class Upkeep:
         self.logbook.end_epoch(position)
         start, self.test, best = time.perf_counter(), None, False
         if position.step == self.plan.steps or position.epoch % self.settings.eval_every == 0:
-            self.test = evaluate(self.trainer.method, self.loaders.test, self.ctx)
+            self.test = evaluate(self.trainer.method, self.loaders.test, self.ctx, self.trainer.task)
             best = self.best.update(self.test, position.epoch, position.step)
         self.logbook.after_epoch(position, self.trained, self.test, time.perf_counter() - start, best)
         if best:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncheck import metadata
-from syncheck.live import SyncMonitor
+from train.optional import SyncMonitor, metadata
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -42,7 +42,7 @@ MODEL_PARALLEL = frozenset(
 # The dimensions without DTensors: torch shards parameters along tp and ep as DTensors, but not along pp.
 PIPELINE = frozenset("pp pipe pipeline pipeline_parallel stage".split())
 # Along these dimensions, ranks hold parameters with other names: other layers, or other experts.
-DIFFERENT_PARAMETERS = MODEL_PARALLEL - TENSOR_PARALLEL
+DIFFERENT_PARAMETERS = PIPELINE | frozenset("ep expert expert_parallel".split())
 Sets = tuple[tuple[int, ...], ...]
 
 

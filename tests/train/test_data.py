@@ -150,6 +150,6 @@ def test_one_rank_downloads_and_all_ranks_fail(
     with pytest.raises(UserError, match=f"rank 0: {folder}: no network"):
         load(settings, ctx)
     monkeypatch.setattr("train.job.download", lambda _, into: into.mkdir())
-    monkeypatch.setattr("train.job.load_data", lambda _, into, *__: into.is_dir())
+    monkeypatch.setattr("train.job.load_task_data", lambda _, settings: settings.data_dir.is_dir())
     assert load(settings, ctx) is True
     assert ctx.gather(len(downloads)) == [1, 0]

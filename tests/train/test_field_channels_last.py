@@ -116,6 +116,6 @@ def test_other_layers_do_not_change(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     def linear(*_: Any, **__: Any) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
-    monkeypatch.setattr("train.job.build_from_settings", linear)
+    monkeypatch.setattr("train.task.build_from_settings", linear)
     files = [run(RankContext(), replace(CONVNET, channels_last=on, out=tmp_path)).saved[0] for on in (False, True)]
     assert widest_gap(*files) == 0

@@ -187,7 +187,7 @@ class Unused(ConvNet):
 @pytest.mark.parametrize("method", ["ddp", "zero", "localsgd"])
 def test_find_unused_allows_unused_parameters(ctx: RankContext, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """An unused parameter fails DDP at the second step; with --find-unused, the run completes with equal ranks."""
-    monkeypatch.setattr("train.job.build_from_settings", lambda *_, **__: Unused(1, 10, 4))
+    monkeypatch.setattr("train.task.build_from_settings", lambda *_, **__: Unused(1, 10, 4))
     settings = replace(CONVNET, method=method)
     with pytest.raises(RuntimeError, match="finished reduction"):
         trained(ctx, settings)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ALONE = replace(SMALL, method="single", max_steps=None, epochs=2, limit_train=200, save_per_rank=False, log_interval=4)
 # The fields of each event, in order.
 EVENTS = {
-    "start": "event time run method world_size model parameters data samples batch_size shares epochs steps "
+    "start": "event time run method world_size task model parameters data samples batch_size shares epochs steps "
     "steps_per_epoch resumed_at launcher torch host device backend config",
     "step": "event time run step epoch lr loss accuracy top5_accuracy samples data_time_s data_time_max_s "
     "batch_time_s batch_time_max_s samples_per_second grad_norm loss_scale peak_memory_bytes",
@@ -240,7 +240,7 @@ def test_records_cover_all_ranks_without_changing_the_weights(ctx: RankContext, 
     assert sum(line["accuracy"] for line in steps) / 2 == pytest.approx(result.trained.accuracy, rel=1e-12)
     log = (shared / "logs" / "ddp" / f"rank_{ctx.rank}.log").read_text()
     assert f"rank {ctx.rank} of 2" in log
-    assert f"of {(51, 48)[ctx.rank]} samples" in log
+    assert f"of {(51, 48)[ctx.rank]} predictions" in log
     assert f"saved {shared / 'with' / f'ddp_rank{ctx.rank}.pth'}" in log
 
 
@@ -291,4 +291,4 @@ def test_equal_score_does_not_replace_the_best() -> None:
     again = Best()
     again.restore(json.loads(json.dumps(best.state())))
     assert [again.update(Score(0.1, accuracy, 8), 3, 30) for accuracy in (0.5, 0.75)] == [False, False]
-    assert again.state() == {"accuracy": 0.75, "epoch": 2, "step": 20}
+    assert again.state() == {"value": 0.75, "epoch": 2, "step": 20}

@@ -136,14 +136,14 @@ class Draws(nn.Module):
 @pytest.mark.parametrize("stop", [3, 4])
 def test_random_numbers_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
     """A resumed run restores the RNG states of torch, Python and NumPy, and a non-persistent buffer."""
-    monkeypatch.setattr("train.job.build_from_settings", Draws)
+    monkeypatch.setattr("train.task.build_from_settings", Draws)
     assert_bitwise(RankContext(), tmp_path, replace(TINY, method="single"), [stop])
 
 
 @pytest.mark.parametrize("generator", ["torch", "python", "numpy"])
 def test_each_rng_state_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generator: str) -> None:
     """If one RNG has a different state, the final weights differ, so `assert_bitwise` detects each RNG."""
-    monkeypatch.setattr("train.job.build_from_settings", Draws)
+    monkeypatch.setattr("train.task.build_from_settings", Draws)
     settings = replace(TINY, method="single", out=tmp_path)
     whole(RankContext(), settings)
     once = state_of(RankContext(), settings, 8)["model"]

@@ -36,7 +36,7 @@ def step_path(out: Path, run: str, step: int, rank: int, extension: str) -> Path
 
 
 def best_path(out: Path, run: str, rank: int, extension: str) -> Path:
-    """Return the path of one rank's checkpoint of the epoch with the best test accuracy."""
+    """Return the path of one rank's checkpoint of the epoch with the best test metric."""
     return out / "best" / run / f"rank_{rank}.{extension}"
 
 

@@ -22,7 +22,8 @@ class Snapshot:
     """The state of one rank after a step.
 
     model: tensors by name, without a wrapper's prefix. optimizer: the optimizer's state dict. scaler: the GradScaler's
-    state dict, if it is enabled. block: the result of syncheck.metadata(). ema: averaged parameters, with --ema.
+    state dict, if it is enabled. block: the result of syncheck.metadata(), written
+    if syncheck is installed. ema: averaged parameters, with --ema.
     """
 
     model: dict[str, Tensor]
@@ -44,7 +45,7 @@ def encode_pth(snapshot: Snapshot) -> bytes:
         **({} if snapshot.scaler is None else {"scaler": snapshot.scaler}),
         "epoch": snapshot.epoch,
         "step": snapshot.step,
-        "syncheck": snapshot.block,
+        **({"syncheck": snapshot.block} if "schema" in snapshot.block else {}),
     }
     torch.save(copy_to_cpu(content), buffer)
     return buffer.getvalue()
@@ -67,7 +68,9 @@ def encode_safetensors(snapshot: Snapshot) -> bytes:
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer.{names[index]}.{key}"] = value
-    strings = {"syncheck": json.dumps(snapshot.block), "epoch": str(snapshot.epoch), "step": str(snapshot.step)}
+    strings = {"epoch": str(snapshot.epoch), "step": str(snapshot.step)}
+    if "schema" in snapshot.block:
+        strings["syncheck"] = json.dumps(snapshot.block)
     return save({name: copy_to_cpu(tensor).contiguous() for name, tensor in tensors.items()}, metadata=strings)
 
 

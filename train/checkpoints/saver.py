@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncheck import metadata
 from train.checkpoints.files import (
     best_path,
     final_path,
@@ -19,6 +18,7 @@ from train.checkpoints.files import (
 from train.checkpoints.formats import FORMATS, Snapshot
 from train.errors import UserError
 from train.launch.exits import print_once
+from train.optional import metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

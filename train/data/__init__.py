@@ -1,7 +1,7 @@
 """Data sets that `--data` selects, augmentation, and the samplers that partition global batches over ranks."""
 
 from train.data.augment import AUGMENTATIONS
-from train.data.dataset import Data, DataOptions
+from train.data.dataset import Data, DataOptions, Images
 from train.data.download import download
 from train.data.sampler import DistributedBatchSampler, OwnSharesSampler, smallest_share
 from train.data.synthetic import MAX_SAMPLES
@@ -14,6 +14,7 @@ __all__ = [
     "Data",
     "DataOptions",
     "DistributedBatchSampler",
+    "Images",
     "OwnSharesSampler",
     "download",
     "load_data",

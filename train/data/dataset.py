@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
+
+from train.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,16 +129,44 @@ class Images(Dataset[tuple[Tensor, ...]]):
         return images, labels
 
 
+class Collated(Images):
+    """A data set of a user's task, whose samples are collated into batches like in torch's DataLoader."""
+
+    def __init__(self, samples: Any) -> None:
+        self.each, self.samples, self.epoch = samples, len(samples), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch to the data set, if it takes it."""
+        if hasattr(self.each, "set_epoch"):
+            self.each.set_epoch(epoch)
+
+    def __getitem__(self, index: int | slice | Sequence[int]) -> tuple[Tensor, ...]:
+        if isinstance(index, int):
+            sample: tuple[Tensor, ...] = self.each[index]
+            return sample
+        rows = range(*index.indices(self.samples)) if isinstance(index, slice) else index
+        return tuple(default_collate([self.each[row] for row in rows]))
+
+
 @dataclass(frozen=True)
 class Data:
-    """Disjoint training and test samples.
+    """Disjoint training and test samples: Images, or other data sets of a user's task until they are loaded.
 
     channels: 0 for text. classes: of images, or number of different bytes. image_size: pixels along each edge, as all
     images are square, or length of a text's sequences.
     """
 
-    train: Images
-    test: Images
-    channels: int
-    classes: int
-    image_size: int
+    train: Any
+    test: Any
+    channels: int = 0
+    classes: int = 0
+    image_size: int = 0
+
+
+def limit(data: Data, samples: int | None, name: str) -> Data:
+    """Keep the first training samples (None: all). Raises UserError if there are fewer."""
+    if samples is None:
+        return data
+    if samples > len(data.train):
+        raise UserError(f"--limit-train {samples}: {name} has only {len(data.train)} training samples")
+    return replace(data, train=data.train.first(samples))

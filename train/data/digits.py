@@ -1,4 +1,4 @@
-"""The data set in the repository: 1,797 real handwritten digits of 8x8 pixels; see fixtures/digits/SOURCE.md."""
+"""The data set in the repository: 1,797 real handwritten digits of 8x8 pixels; see files/digits/SOURCE.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.data.augment import build_augment
 from train.data.dataset import Data, DataOptions, Images, Normalize
 from train.errors import UserError
 
-FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "digits"
+FOLDER = Path(__file__).resolve().parent / "files" / "digits"
 FILE = "digits.npz"
 TRAIN = 1437  # the other 360, 20 %, are the test set
 # Pixels are 0 to 16. Mean and standard deviation of the 1,437 training images divided by 16.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.data.augment import Mixup
-from train.data.dataset import Data, DataOptions
+from train.data.dataset import Data, DataOptions, limit
 from train.data.digits import load_digits
 from train.data.synthetic import load_synthetic
 from train.data.text import load_text
@@ -41,8 +41,4 @@ def load_data(name: str, folder: Path | None, limit_train: int | None, options: 
     data = DATASETS[name](folder, options)
     if options.augment == "timm":
         data.train.mixup = Mixup(options.seed, data.classes)
-    if limit_train is None:
-        return data
-    if limit_train > len(data.train):
-        raise UserError(f"--limit-train {limit_train}: {name} has only {len(data.train)} training samples")
-    return Data(data.train.first(limit_train), data.test, data.channels, data.classes, data.image_size)
+    return limit(data, limit_train, name)

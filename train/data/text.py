@@ -1,4 +1,4 @@
-"""The text in the repository: two plays of Shakespeare as bytes; see train/data/files/text/LICENSE."""
+"""The text in the repository: two plays of Shakespeare as bytes; see files/text/LICENSE."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ if __name__ == "__main__":
         sys.stderr.write("evaluate.py: torch is not installed; in this clone: pip install -e '.[train]'\n")
         sys.exit(2)
 
-from syncheck import SyncheckError
 from train.errors import UserError
 from train.evaluate.rank_scores import score_run
 from train.evaluate.replicas import find_replicas
+from train.optional import MISSING, SyncheckError
 from train.options import Parser
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ DESCRIPTION = """Evaluate each rank's checkpoint on the same test data.
 
 For each run and step, each rank has two scores: with the BatchNorm statistics in its file, and with the statistics
 averaged over the ranks (means are averaged; variances are averaged, plus the variance of the means). The spread is the
-best accuracy minus the worst accuracy, in percentage points. Loss is the mean cross-entropy in nats.
+best accuracy minus the worst accuracy, in percentage points. Loss is the mean cross-entropy in nats. For text, and with
+--task, accuracy is replaced by the first metric of the task.
 """
 EPILOG = """exit codes:
   0  all checkpoints were evaluated
@@ -70,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="folder of the data (default: the digits in this clone)"
     )
+    parser.add_argument("--task", metavar="MODULE:CLASS", help="the --task of the run, whose code is imported")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead of a table")
     return parser
 
@@ -84,9 +86,12 @@ def as_table(runs: Sequence[RunScores]) -> str:
         r = run.replicas
         head = (r.run, "-" if r.step is None else str(r.step))
         table = [(*head, str(rank.rank), *_format_score(rank.own), *_format_score(rank.averaged)) for rank in run.ranks]
-        table.append((*head, "spread", _format_points(run.spread), "", _format_points(run.averaged_spread), ""))
+        spreads = (_format_points(run, spread) for spread in (run.spread, run.averaged_spread))
+        table.append((*head, "spread", next(spreads), "", next(spreads), ""))
         tables[tuple(table)] = run.sentence
-    rows = [HEAD, *(row for table in tables for row in table)]
+    names = {run.ranks[0].own.main[0] for run in runs}
+    name = names.pop() if len(names) == 1 else "metric"
+    rows = [tuple(cell.replace("accuracy", name) for cell in HEAD), *(row for table in tables for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
@@ -96,11 +101,13 @@ def as_table(runs: Sequence[RunScores]) -> str:
 
 
 def _format_score(score: Score | None) -> tuple[str, str]:
-    return ("-", "-") if score is None else (f"{score.accuracy:.2%}", f"{score.loss:.4f}")
+    return ("-", "-") if score is None else (score.format(2, named=False), f"{score.loss:.4f}")
 
 
-def _format_points(spread: float | None) -> str:
-    return "-" if spread is None else f"{100 * spread:.2f}"
+def _format_points(run: RunScores, spread: float | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{100 * spread:.2f}" if run.ranks[0].own.main[0] == "accuracy" else f"{spread:.4g}"
 
 
 def as_json(runs: Sequence[RunScores], refused: Sequence[str]) -> str:
@@ -114,8 +121,9 @@ def _run_as_dict(run: RunScores) -> dict[str, Any]:
     return {
         "run": r.run,
         "step": r.step,
-        "model": r.task.model,
-        "data": r.task.data,
+        "task": r.settings.task,
+        "model": None if r.settings.task else r.settings.model,
+        "data": None if r.settings.task else r.settings.data,
         "world_size": r.world_size,
         "parameters_differ": r.parameters_differ,
         "statistics_differ": r.statistics_differ,
@@ -127,7 +135,12 @@ def _run_as_dict(run: RunScores) -> dict[str, Any]:
 
 
 def _replace_infinite(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields}
+    numbers = dict(fields)
+    if task := numbers.pop("task", None):  # of a Score
+        numbers |= task.compute(numbers["loss"], numbers["accuracy"])
+        if "accuracy" not in task.metrics:
+            del numbers["accuracy"]
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
 
 
 def escape_unprintable(text: str) -> str:
@@ -137,7 +150,9 @@ def escape_unprintable(text: str) -> str:
 
 def evaluate_paths(args: argparse.Namespace) -> int:
     """Evaluate the checkpoints, print the scores, and return the exit code. Raises UserError and SyncheckError."""
-    checkpoints, refused = find_replicas(args.paths)
+    if MISSING:
+        raise UserError(f"{MISSING}, which finds the replicas; run it in a clone of syncheck")
+    checkpoints, refused = find_replicas(args.paths, args.task)
     runs = []
     for replicas in checkpoints:
         try:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.data import DataOptions, load_data
 from train.errors import UserError
 from train.evaluate.replicas import load_weights
 from train.launch import RankContext
 from train.loading import evaluation_batches
 from train.methods.single import Single
 from train.metrics import evaluate
-from train.models import build_from_settings
 from train.settings import DEFAULT
+from train.task import Task, load_task_data, make_task
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
 
-    from train.data import Data
     from train.evaluate.replicas import Replicas
     from train.loading import Batches
     from train.metrics import Score
@@ -54,12 +53,12 @@ class RunScores:
 
     @property
     def spread(self) -> float:
-        """Difference of the best and worst accuracy (0 to 1) of ranks with their own statistics."""
+        """Difference of the best and worst first metric (accuracy: 0 to 1) of ranks with their own statistics."""
         return _compute_spread([rank.own for rank in self.ranks])
 
     @property
     def averaged_spread(self) -> float | None:
-        """Difference of the best and worst accuracy with averaged statistics; None without BatchNorm."""
+        """The same difference with averaged statistics; None without BatchNorm."""
         averaged = [rank.averaged for rank in self.ranks if rank.averaged is not None]
         return _compute_spread(averaged) if averaged else None
 
@@ -75,10 +74,10 @@ class RunScores:
 
 def _describe_own(scores: RunScores, batchnorm: bool) -> str:
     r = scores.replicas
-    accuracies = _format_range([rank.own for rank in scores.ranks])
+    name, numbers = scores.ranks[0].own.main[0], _format_range([rank.own for rank in scores.ranks])
     if not (r.statistics_differ or r.parameters_differ):
         agree = "weights and BatchNorm statistics agree" if batchnorm else "weights agree, and there is no BatchNorm"
-        return f"accuracy is {accuracies}: {agree}"
+        return f"{name} is {numbers}: {agree}"
     causes = []
     if r.statistics_differ:
         causes.append("drifted BatchNorm statistics")
@@ -86,8 +85,9 @@ def _describe_own(scores: RunScores, batchnorm: bool) -> str:
         causes.append("different weights")
     cause = " and ".join(causes)
     if not scores.spread:
-        return f"accuracy is {accuracies} despite {cause}"
-    return f"accuracy differs by up to {100 * scores.spread:.2f} points between ranks with {cause}"
+        return f"{name} is {numbers} despite {cause}"
+    spread = f"{100 * scores.spread:.2f} points" if name == "accuracy" else f"{scores.spread:.4g}"
+    return f"{name} differs by up to {spread} between ranks with {cause}"
 
 
 def _describe_averaged(replicas: Replicas, averaged: Sequence[Score]) -> str:
@@ -98,13 +98,13 @@ def _describe_averaged(replicas: Replicas, averaged: Sequence[Score]) -> str:
 
 
 def _format_range(scores: Sequence[Score]) -> str:
-    low, high = (extreme(score.accuracy for score in scores) for extreme in (min, max))
-    return f"{low:.2%} on every rank" if low == high else f"{low:.2%} to {high:.2%}"
+    low, high = (extreme(scores, key=lambda s: s.main[1]).format(2, named=False) for extreme in (min, max))
+    return f"{low} on every rank" if low == high else f"{low} to {high}"
 
 
 def _compute_spread(scores: Sequence[Score]) -> float:
-    accuracies = [score.accuracy for score in scores]
-    return max(accuracies) - min(accuracies)
+    numbers = [score.main[1] for score in scores]
+    return max(numbers) - min(numbers)
 
 
 def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
@@ -114,20 +114,20 @@ def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
     equal scores.
     """
     # 1. Load all test samples for every rank; training partitions them over the ranks.
-    task = replicas.task
-    folder = None if task.data == "synthetic" else data_dir
-    sizes = DataOptions(task.image_size, task.channels, task.classes, task.train_samples)
-    data = load_data(task.data, folder, None, sizes)
-    ctx = RankContext()
-    batches = evaluation_batches(data.test, ctx)
+    settings = replicas.settings
+    if settings.task is None and settings.data != "synthetic":
+        settings = replace(settings, data_dir=data_dir)
+    task = make_task(settings)
+    data = load_task_data(task, settings)
+    batches = evaluation_batches(data.test, RankContext())
     # 2. Load the tensors of all ranks, and build one model for them.
     states = [load_weights(file) for file in replicas.files]
-    model = _build_model(replicas, data, states)
+    model = _build_model(replicas, partial(task.build_model, settings, data), states)
     # 3. Score each rank as saved, with its weights and its own statistics.
-    own_scores = [_score(model, state, batches, ctx) for state in states]
+    own_scores = [_score(task, model, state, batches) for state in states]
     # 4. Score each rank's weights with the averaged statistics.
     averaged = average_statistics(model, states)
-    averaged_scores = [_score(model, {**state, **averaged}, batches, ctx) if averaged else None for state in states]
+    averaged_scores = [_score(task, model, {**state, **averaged}, batches) if averaged else None for state in states]
     ranks = zip(replicas.files, own_scores, averaged_scores, strict=True)
     return RunScores(replicas, tuple(RankScore(file.rank, file.path, own, merged) for file, own, merged in ranks))
 
@@ -161,13 +161,13 @@ def average_statistics(model: nn.Module, states: Sequence[Mapping[str, Tensor]])
     return averaged
 
 
-def _build_model(replicas: Replicas, data: Data, states: Sequence[State]) -> nn.Module:
+def _build_model(replicas: Replicas, build: Callable[[], nn.Module], states: Sequence[State]) -> nn.Module:
     """Build the model of the metadata, after checking that the tensors of all ranks fit. Raises UserError."""
-    task = replicas.task
+    trained = replicas.settings.task or replicas.settings.model
     # On the meta device first, because the width in a file is untrusted: memory is allocated only if all tensors fit.
     try:
         with torch.device("meta"):
-            model = build_from_settings(task, data.channels, data.classes, data.image_size)
+            model = build()
     except UserError as error:
         raise UserError(f"{replicas.files[0].path}: {error}") from error
     expected = {name: _describe_tensor(tensor) for name, tensor in model.state_dict().items()}
@@ -177,7 +177,7 @@ def _build_model(replicas: Replicas, data: Data, states: Sequence[State]) -> nn.
             if expected.get(name) != found.get(name):
                 difference = f"found {found.get(name, 'no tensor')}, expected {expected.get(name, 'no tensor')}"
                 advice = "pass a file that train/run.py saved without a fault that changes the model"
-                raise UserError(f"{file.path}: {name} does not fit {task.model}: {difference}; {advice}")
+                raise UserError(f"{file.path}: {name} does not fit {trained}: {difference}; {advice}")
     return model.to_empty(device="cpu")
 
 
@@ -185,8 +185,8 @@ def _describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _score(model: nn.Module, state: State, batches: Batches, ctx: RankContext) -> Score:
+def _score(task: Task, model: nn.Module, state: State, batches: Batches) -> Score:
     model.load_state_dict(state)
-    method = Single(DEFAULT, ctx)
+    method = Single(DEFAULT, RankContext())
     method.wrap(model)
-    return evaluate(method, batches, ctx)
+    return evaluate(method, batches, method.ctx, task)

@@ -7,16 +7,17 @@ models of this trainer, and loads them.
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from syncheck import Options, compare, read
 from train.checkpoints.formats import FORMATS
 from train.data import DATASETS, MAX_SAMPLES
 from train.errors import UserError
 from train.models import MODELS
+from train.optional import Options, compare, read
+from train.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,68 +33,54 @@ MAX_SIZE = 65_536  # of width, depth etc.; far above useful sizes, but products 
 LOADABLE = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` supports
 
 
-@dataclass(frozen=True)
-class Task:
-    """Model and data of a run, from its metadata; fields have the same names as in Settings."""
-
-    model: str
-    data: str
-    width: int | None = None
-    depth: int | None = None
-    alpha: int | None = None
-    image_size: int | None = None
-    channels: int | None = None
-    classes: int | None = None
-    train_samples: int | None = None
-
-
-NUMERIC_FIELDS = tuple(field.name for field in fields(Task) if field.name not in ("model", "data"))
+NUMERIC_FIELDS = ("width", "depth", "alpha", "image_size", "channels", "classes", "train_samples")
 
 
 @dataclass(frozen=True)
 class Replicas:
     """The files of a run after one step, sorted by rank.
 
-    world_size: number of replicas in the run, possibly more than files. parameters_differ, statistics_differ: whether
-    any parameter, or any running mean or variance of BatchNorm, differs between the files.
+    settings: model and data of the run, or its task, from its metadata; other fields have defaults. world_size: number
+    of replicas in the run, possibly more than files. parameters_differ, statistics_differ: whether any parameter, or
+    any running mean or variance of BatchNorm, differs between the files.
     """
 
     run: str
     step: int | None
-    task: Task
+    settings: Settings
     world_size: int
     files: tuple[Replica, ...]
     parameters_differ: bool
     statistics_differ: bool
 
 
-def find_replicas(paths: Sequence[str]) -> tuple[list[Replicas], list[str]]:
+def find_replicas(paths: Sequence[str], task: str | None = None) -> tuple[list[Replicas], list[str]]:
     """Group the checkpoints in files, folders and globs by run and step.
 
-    Returns the replicas to evaluate, and a line with a reason for every refused file or group. Raises SyncheckError for
-    a path without checkpoints.
+    task: of --task, because a file must not decide which code is imported. Returns the replicas to evaluate, and a line
+    with a reason for every refused file or group. Raises SyncheckError for a path without checkpoints.
     """
     report = compare(*paths, options=Options(only=("params", "buffers")))
     accepted, refused = [], [f"{file.path}: {file.reason}" for file in report.unreadable]
     for group in report.groups:
         try:
-            accepted.append(_check_group(group))
+            accepted.append(_check_group(group, task))
         except UserError as error:
             refused.append(str(error))
     return accepted, refused
 
 
-def _check_group(group: Group) -> Replicas:
+def _check_group(group: Group, task: str | None) -> Replicas:
     """Check that the group has complete models of one kind on at least two ranks. Raises UserError."""
     first, *others = group.replicas
     snapshot = read(first.path)
-    task = _read_task(snapshot)
+    settings = _read_settings(snapshot, task)
     for replica in group.replicas:
         _check_complete(read(replica.path))
     for replica in others:
-        if _read_task(read(replica.path)) != task:
+        if _read_settings(read(replica.path), task) != settings:
             raise UserError(f"{replica.path}: model or data differ from {first.path}; pass files of a single run")
-    assert snapshot.metadata is not None  # checked by _read_task
+    assert snapshot.metadata is not None  # checked by _read_settings
     world_size = snapshot.metadata.world_size or len(group.replicas)
     if not others:
         advice = "train with at least 2 ranks (--spawn 2)"
@@ -104,7 +91,7 @@ def _check_group(group: Group) -> Replicas:
     return Replicas(
         run=group.run,
         step=group.step,
-        task=task,
+        settings=settings,
         world_size=world_size,
         files=tuple(sorted(group.replicas, key=lambda replica: replica.rank)),
         parameters_differ="parameter" in different,
@@ -112,10 +99,15 @@ def _check_group(group: Group) -> Replicas:
     )
 
 
-def _read_task(snapshot: Snapshot) -> Task:
-    """Read model and data from the metadata block. Raises UserError."""
+def _read_settings(snapshot: Snapshot, task: str | None) -> Settings:
+    """Read model and data, or the task, from the metadata block. Raises UserError."""
     path = snapshot.path
     config = snapshot.metadata.config if snapshot.metadata is not None else {}
+    if config.get("task") != task:
+        trained = f"--task {config['task']}" if config.get("task") else "built-in model and data"
+        raise UserError(f"{path}: trained with {trained}, found --task {task or 'omitted'}; pass the task of the run")
+    if task is not None:
+        return Settings(task=task)
     if "model" not in config or "data" not in config:
         raise UserError(f"{path}: no model and data in its metadata; pass a file that train/run.py saved")
     model, data = config["model"], config["data"]
@@ -123,12 +115,12 @@ def _read_task(snapshot: Snapshot) -> Task:
         raise UserError(f"{path}: model {model!r} is unknown; supported: {', '.join(MODELS)}")
     if not isinstance(data, str) or data not in DATASETS:
         raise UserError(f"{path}: data {data!r} is unknown; supported: {', '.join(DATASETS)}")
-    numbers = {name: config.get(name) for name in NUMERIC_FIELDS}
+    numbers: dict[str, Any] = {name: config.get(name) for name in NUMERIC_FIELDS}
     for name, number in numbers.items():
         largest = MAX_SAMPLES if name == "train_samples" else MAX_SIZE
         if number is not None and not (isinstance(number, int) and 1 <= number <= largest):
             raise UserError(f"{path}: {name} {number!r} in its metadata: must be 1 to {largest}, or null")
-    return Task(model, data, **numbers)
+    return Settings(model=model, data=data, **numbers)
 
 
 def _check_complete(snapshot: Snapshot) -> None:

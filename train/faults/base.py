@@ -11,7 +11,7 @@ from torch import nn
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -43,6 +43,7 @@ class Fault:
     when: ClassVar[str] = "always"
     methods: ClassVar[tuple[str, ...]] = ("ddp",)
     scaler: GradScaler  # set by Step
+    build_model: Callable[[], nn.Module]  # of the run, from torch's seed; set by prepare
     early_save_step: int | None = None
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:

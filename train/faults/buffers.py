@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from train.faults.base import Fault
-from train.faults.start import find_first_convolution
+from train.faults.start import find_first_layer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,9 @@ class LocalNormalizer(Fault):
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Insert a normalizer before the first convolution on all ranks."""
-        convolution = find_first_convolution(method.module)
+        convolution = find_first_layer(method.module)
+        if not isinstance(convolution, nn.Conv2d):
+            self.refuse("the model does not begin with a convolution; use --model resnet8")
         normalizer = InputNormalizer(convolution.in_channels).to(self.ctx.device)
         method.module.normalizer = normalizer
         convolution.register_forward_pre_hook(lambda _, inputs: (normalizer(*inputs),))

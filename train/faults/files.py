@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from syncheck import read
 from train.faults.base import Fault
+from train.optional import read
 
 if TYPE_CHECKING:
     from pathlib import Path

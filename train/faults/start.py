@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from train.faults.base import Fault, find_classifier
-from train.models import build_from_settings
+from train.faults.base import Fault
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,42 +30,41 @@ class InitNotBroadcast(Fault):
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Copy the parameters of another model."""
-        other = self.build_other_model(method.module)
+        other = self.build_other_model()
         if self.is_faulty:
             copy_parameters(other, method.module)
         return forward
 
-    def build_other_model(self, module: nn.Module) -> nn.Module:
+    def build_other_model(self) -> nn.Module:
         """Build the run's model from another seed.
 
         It uses the model's own initialization, so norm weights and zero biases are equal, as in practice.
         """
         with self.fork_rng(self.settings.seed + 1):
-            channels, classes = find_first_convolution(module).in_channels, find_classifier(module)[1].out_features
-            size = getattr(module, "image_size", 0)  # only some models have one
-            return build_from_settings(self.settings, channels, classes, size)
+            other: nn.Module = self.build_model()
+        return other
 
 
 class FrozenNotBroadcast(InitNotBroadcast):
-    """Freeze the first convolution, with different values on the last rank.
+    """Freeze the first layer, with different values on the last rank.
 
     Parts without trainable parameters are often not wrapped, so they are neither broadcast nor updated:
     https://github.com/speechbrain/speechbrain/issues/2814.
     """
 
-    summary = "the first convolution is frozen, and on one rank initialized from another seed"
+    summary = "the first layer is frozen, and on one rank initialized from another seed"
     code = "SYN218"
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Freeze the layer on all ranks, and change it on one."""
-        frozen = find_first_convolution(method.module)
+        frozen = find_first_layer(method.module)
         frozen.requires_grad_(False)
         # Wrap again: DDP records which parameters are trainable, and raises an error if a gradient is missing.
         forward = method.wrap(method.module)
         # After wrapping, which broadcasts rank 0's frozen parameters too.
-        other = self.build_other_model(method.module)
+        other = self.build_other_model()
         if self.is_faulty:
-            copy_parameters(find_first_convolution(other), frozen)
+            copy_parameters(find_first_layer(other), frozen)
         return forward
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
@@ -78,9 +76,9 @@ class FrozenNotBroadcast(InitNotBroadcast):
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 
 
-def find_first_convolution(module: nn.Module) -> nn.Conv2d:
-    """Return the layer that takes the images."""
-    return next(layer for layer in module.modules() if isinstance(layer, nn.Conv2d))
+def find_first_layer(module: nn.Module) -> nn.Module:
+    """Return the layer that takes the input."""
+    return next(layer for layer in module.modules() if isinstance(layer, (nn.Conv2d, nn.Embedding, nn.Linear)))
 
 
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Expert parallelism: each rank of a group holds some of the experts, and tokens travel to the ranks of their experts.
 
-Compare with ddp.py: all ranks have different samples, and all ranks hold the remaining layers. The memory for experts is
+Compare with ddp.py: all ranks have different samples, and all ranks hold the remaining layers. The memory of experts is
 divided by the number of ranks (GShard, https://arxiv.org/abs/2006.16668). With 2 ranks to a group, on 4 ranks, ranks 0
 and 2 hold the first half of the experts, and ranks 1 and 3 the second half.
 """

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from train.evaluate.replicas import Task
     from train.settings import Settings
 
 MAX_WIDTH = 65_536  # larger widths overflow in torch
@@ -144,7 +143,7 @@ def build_model(
         raise UserError(f"--model {name}: not enough memory on this machine") from error
 
 
-def build_from_settings(settings: Settings | Task, channels: int, classes: int, image_size: int) -> nn.Module:
+def build_from_settings(settings: Settings, channels: int, classes: int, image_size: int) -> nn.Module:
     """Build the model selected by the settings, or by the metadata of a run, for images of this size.
 
     Raises UserError.

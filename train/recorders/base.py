@@ -25,7 +25,8 @@ class Start:
     """The run before its first step.
 
     shares: samples of a global batch per rank. parameters: number of parameters of the whole model. samples: number of
-    training samples. peak_lr: learning rate after warm-up. resumed_at: last step of the resumed run, or None.
+    training samples. peak_lr: learning rate after warm-up. resumed_at: last step of the resumed run, or None. metric:
+    the first metric of the task.
     """
 
     plan: Plan
@@ -36,6 +37,7 @@ class Start:
     samples: int
     peak_lr: float
     resumed_at: int | None = None
+    metric: str = "accuracy"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class StepRecord:
 class EpochRecord:
     """Metrics of an epoch over all ranks.
 
-    step, epoch: counted from 1. test: None if the epoch was not evaluated. best: whether the test accuracy is higher
+    step, epoch: counted from 1. test: None if the epoch was not evaluated. best: whether the first metric is better
     than in all previous epochs. pace: mean times over ranks and maximum memory; None without --log-dir and
     --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. step_time_s: mean
     time of a step, of the slowest rank if `pace` is known. gpu_utilization: percent, mean over ranks; None if

@@ -75,6 +75,7 @@ class Logbook:
             samples=self.samples,
             peak_lr=self.rate.peak,
             resumed_at=resumed_at,
+            metric=next(iter(self.trainer.task.metrics)),
         )
         if s.log_dir is None:
             self.recorder.start(start)
@@ -113,7 +114,7 @@ class Logbook:
         own = self.since_record.pace(self.ctx.device)
         rows = self._gather(sums if self.ctx.mesh.counts else [0.0] * SUMS, own)
         mean, slowest = _reduce_over_ranks(rows)
-        trained = score_of([sum(row[i] for row in rows) for i in range(SUMS)])
+        trained = score_of([sum(row[i] for row in rows) for i in range(SUMS)], self.trainer.task)
         seconds = slowest.batch_time_s * self.since_record.steps
         trainer = self.trainer
         record = StepRecord(
@@ -121,7 +122,7 @@ class Logbook:
             epoch=position.epoch,
             lr=lr,
             trained=trained,
-            own=score_of(sums),
+            own=score_of(sums, self.trainer.task),
             mean=mean,
             slowest=slowest,
             own_pace=own,
@@ -160,7 +161,9 @@ class Logbook:
             elapsed = slowest.batch_time_s * self.of_epoch.steps
         self.utilization.clear()
         # With --join, the last steps of an epoch are smaller than the global batch.
-        samples = trained.samples if self.trainer.settings.join else self.of_epoch.samples
+        samples = self.of_epoch.samples
+        if self.trainer.settings.join:
+            samples = trained.samples // self.trainer.predictions_per_sample
         self.recorder.epoch(
             EpochRecord(
                 step=position.step,

@@ -28,6 +28,7 @@ class MetricsFile(Recorder):
     def __init__(self, path: Path, launcher: str | None = None) -> None:
         self.path, self.launcher = path, launcher
         self.file: LineFile | None = None
+        self.metric = "accuracy"
         self.steps, self.since = 0, time.perf_counter()
         self.test: float | None = None
         self.best: tuple[float, int] | None = None
@@ -55,15 +56,15 @@ class MetricsFile(Recorder):
             except (ValueError, TypeError, KeyError):
                 continue
             kept.append(line)
-            if record["event"] == "epoch" and record["test_accuracy"] is not None:
-                self.test = record["test_accuracy"]
+            if record["event"] == "epoch" and (test := record.get(f"test_{self.metric}")) is not None:
+                self.test = test
                 if record["best"]:
-                    self.best = record["test_accuracy"], record["epoch"]
+                    self.best = test, record["epoch"]
         write_atomic(self.path, "".join(f"{line}\n" for line in kept).encode())
 
     def start(self, start: Start) -> None:
         """Open the file and write the event "start". Raises UserError."""
-        s, ctx, plan = start.settings, start.ctx, start.plan
+        s, ctx, plan, self.metric = start.settings, start.ctx, start.plan, start.metric
         if start.resumed_at is not None:
             self.resume_at(start.resumed_at)
             self.steps = start.resumed_at
@@ -72,9 +73,10 @@ class MetricsFile(Recorder):
         record = {
             "method": s.method,
             "world_size": ctx.world_size,
-            "model": s.model,
+            "task": s.task,
+            "model": None if s.task else s.model,
             "parameters": start.parameters,
-            "data": s.data,
+            "data": None if s.task else s.data,
             "samples": start.samples,
             "batch_size": s.batch_size,
             "shares": start.shares,
@@ -104,8 +106,7 @@ class MetricsFile(Recorder):
                 "epoch": record.epoch,
                 "lr": record.lr,
                 "loss": record.trained.loss,
-                "accuracy": record.trained.accuracy,
-                "top5_accuracy": record.trained.top5,
+                **record.trained.metrics,
                 "samples": record.trained.samples,
                 "data_time_s": record.mean.data_time_s,
                 "data_time_max_s": record.slowest.data_time_s,
@@ -122,21 +123,19 @@ class MetricsFile(Recorder):
         """Write the event "epoch"."""
         pace, test = record.pace, record.test
         if test is not None:
-            self.test = test.accuracy
+            self.test = test.main[1]
             if record.best:
-                self.best = test.accuracy, record.epoch
+                self.best = self.test, record.epoch
         self._write(
             "epoch",
             {
                 "epoch": record.epoch,
                 "step": record.step,
                 "loss": record.trained.loss,
-                "accuracy": record.trained.accuracy,
-                "top5_accuracy": record.trained.top5,
+                **record.trained.metrics,
                 "samples": record.trained.samples,
                 "test_loss": None if test is None else test.loss,
-                "test_accuracy": None if test is None else test.accuracy,
-                "test_top5_accuracy": None if test is None else test.top5,
+                **{f"test_{name}": None if test is None else test.metrics[name] for name in record.trained.metrics},
                 "test_samples": None if test is None else test.samples,
                 "best": record.best,
                 "epoch_time_s": record.train_time_s,
@@ -158,13 +157,13 @@ class MetricsFile(Recorder):
         """Write the event "end"."""
         if self.file is None:
             return
-        accuracy, epoch = self.best or (None, None)
+        best, epoch = self.best or (None, None)
         record = {
             "ended": classify_ending(error),
             "steps": self.steps,
             "seconds": time.perf_counter() - self.since if self.seconds is None else self.seconds,
-            "test_accuracy": self.test,
-            "best_accuracy": accuracy,
+            f"test_{self.metric}": self.test,
+            f"best_{self.metric}": best,
             "best_epoch": epoch,
         }
         self._write("end", record)

@@ -99,14 +99,14 @@ class Lines(Recorder):
 
     def epoch(self, record: EpochRecord) -> None:
         """Print the line of an epoch."""
-        test = "" if record.test is None else f"test {record.test.accuracy:.1%}{format_top5(record.test)}  "
+        test = "" if record.test is None else f"test {record.test.format()}{format_top5(record.test)}  "
         self._write(record, test, record.step_time_s)
 
     def _write(self, record: StepRecord | EpochRecord, details: str, step_time: float) -> None:
         width, trained = len(str(self.plan.epochs)), record.trained
         self.output.write(
             f"{self.plan.run}: epoch {record.epoch:{width}}/{self.plan.epochs}  step {record.step}/{self.plan.steps}  "
-            f"loss {trained.loss:.4f}  train {trained.accuracy:.1%}  {details}"
+            f"loss {trained.loss:.4f}  train {trained.format()}  {details}"
             f"{record.samples_per_second:.0f} samples/s, {1000 * step_time:.1f} ms/step\n"
         )
 
@@ -153,13 +153,13 @@ class Bar(Recorder):
     def epoch(self, record: EpochRecord) -> None:
         """Show the metrics of all ranks."""
         if record.test is not None:
-            self.test, self.top5 = f"  test {record.test.accuracy:.1%}", format_top5(record.test)
+            self.test, self.top5 = f"  test {record.test.format()}", format_top5(record.test)
         self._show(record.step, record.epoch, record.trained, record.samples_per_second, record.step_time_s)
 
     def _show(self, step: int, epoch: int, score: Score, samples_per_second: float, step_time: float) -> None:
         numbers = (
             f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{self._format_time_left(step)}\n"
-            f"loss {score.loss:.4f}  train {score.accuracy:.1%}{self.test}  {samples_per_second:.0f} samples/s\n"
+            f"loss {score.loss:.4f}  train {score.format()}{self.test}  {samples_per_second:.0f} samples/s\n"
             f"{1000 * step_time:.1f} ms/step{self.top5}"
         )
         self.bar.update(self.task, completed=step, numbers=numbers)

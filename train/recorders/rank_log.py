@@ -97,7 +97,8 @@ class RankLog(Recorder):
         process = f"process {os.getpid()} on {socket.gethostname()} (node {ctx.node}, local rank {ctx.local_rank})"
         versions = f"python {platform.python_version()}, torch {torch.__version__}"
         device = f"device {device_name(ctx.device)}, backend {ctx.backend or 'none'}, {torch.get_num_threads()} threads"
-        task = f"{s.model} with {start.parameters} parameters on {start.samples} samples of {s.data}"
+        of = ("the model", f"--task {s.task}") if s.task else (s.model, s.data)
+        task = f"{of[0]} with {start.parameters} parameters on {start.samples} samples of {of[1]}"
         share = f"{start.shares[ctx.mesh.data_rank]} of {sum(start.shares)} samples per step on this rank"
         launcher = self.launcher or "unknown"
         lines = [
@@ -119,8 +120,8 @@ class RankLog(Recorder):
         """Write the metrics of this rank."""
         own, pace = record.own, record.own_pace
         self.note(
-            f"step {record.step}, epoch {record.epoch}: own loss {own.loss:.4f}, accuracy {own.accuracy:.1%} of "
-            f"{own.samples} samples; lr {record.lr:.4g}; data {1000 * pace.data_time_s:.2f} ms, "
+            f"step {record.step}, epoch {record.epoch}: own loss {own.loss:.4f}, {own.format(named=True)} of "
+            f"{own.samples} predictions; lr {record.lr:.4g}; data {1000 * pace.data_time_s:.2f} ms, "
             f"batch {1000 * pace.batch_time_s:.2f} ms per step; memory {pace.peak_memory_bytes / 2**20:.0f} MiB"
         )
 
@@ -128,11 +129,11 @@ class RankLog(Recorder):
         """Write the scores over all ranks."""
         test = "not evaluated"
         if record.test is not None:
-            test = f"test loss {record.test.loss:.4f}, accuracy {record.test.accuracy:.1%}"
+            test = f"test loss {record.test.loss:.4f}, {record.test.format(named=True)}"
             test += ", best so far" if record.best else ""
         self.note(
-            f"end of epoch {record.epoch}, step {record.step}, all ranks: loss {record.trained.loss:.4f}, accuracy "
-            f"{record.trained.accuracy:.1%}; {test}; {record.train_time_s:.1f} s + {record.test_time_s:.1f} s"
+            f"end of epoch {record.epoch}, step {record.step}, all ranks: loss {record.trained.loss:.4f}, "
+            f"{record.trained.format(named=True)}; {test}; {record.train_time_s:.1f} s + {record.test_time_s:.1f} s"
         )
 
     def note(self, text: str) -> None:

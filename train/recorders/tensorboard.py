@@ -47,7 +47,7 @@ class TensorBoard(Recorder):
         """Write the metrics since the previous record."""
         numbers = {
             "train/loss": record.trained.loss,
-            "train/accuracy": record.trained.accuracy,
+            **{f"train/{name}": value for name, value in record.trained.metrics.items()},
             "train/learning_rate": record.lr,
             "train/gradient_norm": record.grad_norm,
             "train/loss_scale": record.loss_scale,
@@ -61,9 +61,8 @@ class TensorBoard(Recorder):
     def epoch(self, record: EpochRecord) -> None:
         """Write the test metrics of an epoch."""
         if record.test is not None:
-            test = record.test
-            numbers = {"test/loss": test.loss, "test/accuracy": test.accuracy, "test/top5_accuracy": test.top5}
-            self._add(numbers, record.step)
+            metrics = {f"test/{name}": value for name, value in record.test.metrics.items()}
+            self._add({"test/loss": record.test.loss, **metrics}, record.step)
 
     def _add(self, numbers: dict[str, float | None], step: int) -> None:
         if self.writer is None:

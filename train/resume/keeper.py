@@ -57,7 +57,7 @@ class Keeper:
         self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
         self.trainer, self.plan, self.saver, self.also = trainer, plan, saver, also
         self.folder = states_folder(settings.out, settings.run)
-        self.position = Position(ctx.device)
+        self.position = Position(ctx.device, trainer.task)
         self.resumed = False
         self.complete: list[int] = []  # steps whose states are kept
         self.saved_at: int | None = None
@@ -141,7 +141,7 @@ class Keeper:
             if name in state["also"]:
                 part.restore(state["also"][name])
         trainer.fault.after_resume(found.step, trainer.method, trainer.optimizer)
-        self.position, self.resumed = restore_position(state, ctx), True
+        self.position, self.resumed = restore_position(state, ctx, self.trainer.task), True
         if same:
             # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first
             # step: each DataLoader has its own generator.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.schedule import Plan
     from train.step import Step
+    from train.task import Task
 
 
 def collect_state(trainer: Step, plan: Plan, position: Position, run_id: str) -> dict[str, Any]:
@@ -168,13 +169,13 @@ def _restore_average(trainer: Step, saved: Mapping[str, Tensor]) -> None:
             mine.copy_(theirs)
 
 
-def restore_position(state: Mapping[str, Any], ctx: RankContext) -> Position:
+def restore_position(state: Mapping[str, Any], ctx: RankContext, task: Task) -> Position:
     """Restore the position within the run.
 
     The epoch's sums are each rank's own. After a change of the number of ranks, rank 0 takes the sums of all ranks,
     because `Meter` adds them over all ranks at the end.
     """
-    position, saved = Position(ctx.device), state["position"]
+    position, saved = Position(ctx.device, task), state["position"]
     position.step, position.epoch, position.in_epoch = state["step"], state["epoch"], saved["in_epoch"]
     if state["world_size"] == ctx.world_size:
         position.meter.sums[:] = torch.tensor(saved["sums"], dtype=torch.float64)

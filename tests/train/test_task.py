@@ -1,0 +1,144 @@
+"""--task: the example of docs/tasks.md, its files and evaluation, and refused tasks and options."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from programs import TRAIN
+from scenarios import trained
+
+from train.errors import UserError
+from train.evaluate.__main__ import main as evaluate
+from train.launch import RankContext
+from train.run import main
+from train.settings import Settings, check
+from train.task import make_task
+
+if TYPE_CHECKING:
+    from programs import Programs
+
+EXAMPLE = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(), re.DOTALL)[
+    0
+]
+BROKEN = (
+    EXAMPLE
+    + """
+class Single(Sine):
+    def load(self, settings):
+        return Data(train=torch.rand(8, 2), test=torch.rand(8, 2))
+
+class NoMetrics(Task):
+    pass
+"""
+)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write the example to a module in the current folder, and return its name."""
+    name = f"tasks_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return name
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_example_trains(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example learns; its metrics are printed and recorded, and the best epoch has the smallest error."""
+    options = [
+        "--task",
+        f"{module}:Sine",
+        "--epochs",
+        "6",
+        "--save-best",
+        "--log-dir",
+        "log",
+        "--checkpoint-every",
+        "50",
+    ]
+    assert main(options) == 0
+    assert re.search(r"^single: test rmse 0\.\d+, 6 epochs, 186 steps", capsys.readouterr().out, re.MULTILINE)
+    start, *records, end = read_events(Path("log/single/metrics.jsonl"))
+    epochs = [record for record in records if record["event"] == "epoch"]
+    assert (start["task"], start["model"], start["config"]["data"]) == (f"{module}:Sine", None, None)
+    assert epochs[0]["test_rmse"] > 2 * epochs[-1]["test_rmse"]
+    assert all(0 < epoch["mae"] < epoch["rmse"] for epoch in epochs)
+    assert epochs[0]["samples"] == 992
+    best = min(epochs, key=lambda epoch: epoch["test_rmse"])
+    assert (end["best_rmse"], end["best_epoch"]) == (best["test_rmse"], best["epoch"])
+    # The model in the file has the recorded error, and the error is the mean over all test samples.
+    job = trained(RankContext(), Settings(task=f"{module}:Sine", max_steps=1))
+    job.method.module.load_state_dict(torch.load("ckpts/best/single/rank_0.pth", weights_only=True)["model"])
+    x, y = job.loaders.test.dataset[:]
+    with torch.no_grad():
+        assert (job.method.module(x) - y).square().mean().sqrt().item() == pytest.approx(best["test_rmse"], rel=1e-5)
+
+
+def test_a_resumed_run_keeps_the_best(module: str) -> None:
+    """A run of 6 epochs resumed after 3 ends with the metrics of an uninterrupted run; another task is refused."""
+    options = ["--task", f"{module}:Sine", "--epochs", "6", "--schedule", "constant"]
+    options += ["--warmup-steps", "5", "--log-dir"]
+    assert main([*options, "whole", "--out", "whole"]) == 0
+    assert main([*options, "half", "--max-steps", "93", "--checkpoint-every", "93", "--out", "half"]) == 0
+    assert main([*options, "half", "--checkpoint-every", "93", "--out", "half", "--resume"]) == 0
+    whole, half = (read_events(Path(name, "single", "metrics.jsonl"))[-1] for name in ("whole", "half"))
+    for key in ("test_rmse", "best_rmse", "best_epoch"):
+        assert half[key] == whole[key]
+    assert main(["--out", "half", "--resume"]) == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_and_their_evaluation(module: str, programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks with loading workers save equal models; train.evaluate scores them only with --task."""
+    options = ("--spawn", 2, "--save-per-rank", "--workers", 1, "--task", f"{module}:Sine", "--max-steps", 4)
+    assert programs.run(*TRAIN, *options).returncode == 0
+    assert evaluate(["ckpts", "--task", f"{module}:Sine"]) == 0
+    assert re.search(r"rmse is 0\.\d+ on every rank: weights agree", capsys.readouterr().out)
+    assert evaluate(["ckpts"]) == 2
+    assert f"trained with --task {module}:Sine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent:Sine", "No module named 'absent'"),
+        ("{}:Absent", "has no attribute 'Absent'"),
+        ("{}", "cannot be imported"),
+        ("{}:nn", "must be a subclass of train.task.Task with metrics"),
+        ("{}:NoMetrics", "must be a subclass of train.task.Task with metrics"),
+        ("{}:Single", "must be a pair of tensors"),
+    ],
+)
+def test_unsuitable_tasks_are_refused(module: str, name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A task that cannot be imported, is no task, or has unsuitable samples is one line and exit code 2."""
+    assert main(["--task", name.format(module)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_replaced_options_are_refused() -> None:
+    """Options of the built-in model and data are refused with --task, and an unlimited count too large for it."""
+    for name, value in {"model": "convnet", "data": "text", "width": 8, "image_size": 8, "augment": "basic"}.items():
+        with pytest.raises(UserError, match=f"^--{name.replace('_', '-')}: not with --task"):
+            check(Settings(task="a:B", **{name: value}), 1)
+    check(Settings(task="a:B", limit_train=8), 1)
+
+
+def test_perplexity_is_finite_in_strange_runs() -> None:
+    """The perplexity is the exponential of the loss, and does not raise an error for a diverged run."""
+    task = make_task(Settings(data="text", model="gpt-tiny"))
+    assert task.compute(2.0, 0.5) == {"perplexity": pytest.approx(7.389, rel=1e-3), "accuracy": 0.5}
+    assert task.compute(float("inf"), 0.0)["perplexity"] == float("inf")
+    assert task.compute(1e6, 0.0)["perplexity"] > 1e5
