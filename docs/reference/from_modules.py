@@ -38,7 +38,7 @@ SYNCHECK = {
 TRAIN = {
     "Start here": (
         "run engine step job methods methods.table methods.single methods.ddp methods.zero "
-        "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.dp"
+        "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.pp methods.pp_fsdp methods.stages methods.dp"
     ),
     "Models and data": "models data loading schedule seeds",
     "Distribution over processes": "launch mesh data_parallel sync_batchnorm comm_hooks",

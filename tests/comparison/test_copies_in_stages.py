@@ -90,7 +90,7 @@ def test_useless_lists_compare_nothing(tmp_path: Path, tied: Any) -> None:
     ids=["chain", "cycle", "two names for one", "other tensors"],
 )
 def test_strange_lists_hide_no_difference(tmp_path: Path, tied: Any) -> None:
-    """Whatever is listed, a rank keeps all its tensors, and different values that are compared are out of sync."""
+    """With any list, each rank keeps all its tensors, and compared tensors with different values are out of sync."""
     group = compare_stages(tmp_path, first(), {name: 3 * value for name, value in last().items()}, tied=tied)
     assert group.verdict in ("out_of_sync", "undecided")
     tensors = group.counts.tensors
