@@ -42,7 +42,9 @@ TRAIN = {
         "methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep methods.dp"
     ),
     "Models and data": "task models data loading schedule seeds",
-    "Distribution over processes": "launch mesh methods.stages tensor_parallel expert_exchange data_parallel sync_batchnorm comm_hooks",
+    "Distribution over processes": (
+        "launch mesh methods.stages tensor_parallel expert_exchange data_parallel sync_batchnorm comm_hooks"
+    ),
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors upkeep watch",
     "Measurements and output": "metrics recorders plot evaluate bench",

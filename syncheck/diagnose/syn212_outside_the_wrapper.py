@@ -47,7 +47,8 @@ class Text(Sentence):
     FIX = (
         "Add layers and adapters, and unfreeze parameters, before wrapping: model.head = ...; "
         "model = DistributedDataParallel(model). Or average the gradients of the part before optimizer.step(): "
-        "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))."
+        "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size())). "
+        "If the first and last pipeline stage have copies of an embedding, add the gradients of both."
     )
     NOT_AVERAGED = "The gradients of {modules:names 4} are not averaged over the ranks"
     CONSISTENT = "Consistent with unreduced gradients of {modules:names 4}: no first moments were compared"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.ties import rename_copies
 from syncheck.errors import CheckpointError
 from syncheck.kernel.blocks import Files
 from syncheck.kernel.clustering import cluster_replicas
@@ -69,9 +71,9 @@ def _find_stale_ranks(
             before = _tensors_by_rank(replicas)
             for rank in sorted(odd - stale.keys()):
                 # One rank of the majority represents it. Without a majority, take any other rank.
-                other = next((r for r in before if r != rank and (r not in odd or len(odd) == len(current))), None)
-                if other is not None and _equals_earlier(
-                    rank, current[rank], before[other], differing, None if quick else files
+                others = [r for r in before if r != rank and (r not in odd or len(odd) == len(current))]
+                if _equals_earlier(
+                    rank, current[rank], {r: before[r] for r in others}, differing, None if quick else files
                 ):
                     stale[rank] = step
     # If all ranks match earlier steps, no rank is behind other ranks.
@@ -79,21 +81,32 @@ def _find_stale_ranks(
 
 
 def _tensors_by_rank(replicas: ReplicaGroup) -> dict[int, dict[str, Tensor]]:
-    return {rank: normalize_keys(snapshot.tensors) for rank, snapshot in replicas.ranks}
+    snapshots = dict(replicas.ranks)
+    aligned: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for rank, snapshot in replicas.ranks:
+        for name, tensor in normalize_keys(snapshot.tensors).items():
+            aligned[name][rank] = tensor
+    rename_copies(aligned, snapshots)
+    return {rank: {name: tensors[rank] for name, tensors in aligned.items() if rank in tensors} for rank in snapshots}
 
 
 def _equals_earlier(
     rank: int,
     current: Mapping[str, Tensor],
-    before: Mapping[str, Tensor],
+    before: Mapping[int, Mapping[str, Tensor]],
     differing: Sequence[TensorDiff],
     files: Files | None,
 ) -> bool:
-    """Whether all differing tensors of a rank equal those of `before`. Usually the first tensor decides."""
-    names = [diff.name for diff in differing if any(rank in ranks for ranks in diff.clusters)]
-    return bool(names) and all(
-        name in current and name in before and _are_equal(current[name], before[name], files) for name in names
-    )
+    """Whether all differing tensors of a rank equal those of a replica in `before`. Usually the first decides."""
+    own = [diff for diff in differing if any(rank in ranks for ranks in diff.clusters)]
+    for diff in own:
+        replicas = next((ranks for ranks in diff.replica_groups if rank in ranks), ())
+        other = next((before[r] for r in replicas if r in before and diff.name in before[r]), {})
+        if not (
+            diff.name in current and diff.name in other and _are_equal(current[diff.name], other[diff.name], files)
+        ):
+            return False
+    return bool(own)
 
 
 def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:

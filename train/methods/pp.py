@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from train.errors import UserError
 from train.methods.single import Method, find_parallel_degree
-from train.methods.stages import assign_stages, build_schedule, split_model
+from train.methods.stages import add_gradient_of, assign_stages, build_schedule, count_micro_batches, split_model
 from train.models.gpt import Gpt
 
 if TYPE_CHECKING:
@@ -54,14 +54,8 @@ class Pp(Method):
     def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:
         """Return the mesh of stages and their copies. Raises UserError if ranks or batch sizes do not fit."""
         ranks = find_parallel_degree(settings, world_size, cls.default_degree)
-        parts, copies = settings.accumulate if settings.accumulate > 1 else ranks, world_size // ranks
-        if parts % ranks and settings.pipeline_schedule != "gpipe":
-            raise UserError(f"--accumulate {parts}: must be a multiple of {ranks} pipeline ranks, except for gpipe")
-        if settings.batch_size % (parts * copies):
-            given, needed = f"--method {settings.method} --batch-size {settings.batch_size}", parts * copies
-            raise UserError(f"{given}: must be a multiple of {needed}, because all micro-batches have one size")
-        if settings.keep_last:
-            raise UserError(f"--keep-last: not with --method {settings.method}: all micro-batches have one size")
+        copies = world_size // ranks
+        count_micro_batches(settings, ranks, copies)
         return {"pipeline": ranks, cls.copies: copies}
 
     @property
@@ -93,8 +87,8 @@ class Pp(Method):
     def split(self, x: Tensor, y: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the whole share: the schedule splits it."""
         if self.schedule is None:
-            parts = self.settings.accumulate if self.settings.accumulate > 1 else self.ctx.mesh.size("pipeline")
-            sizes = len(self.owners), parts, self.width
+            ranks = self.ctx.mesh.size("pipeline")
+            sizes = len(self.owners), count_micro_batches(self.settings, ranks, self.ctx.mesh.data_size), self.width
             self.schedule = build_schedule(
                 self.settings.pipeline_schedule, self.stages, x, sizes, lambda o, t: self.compute_loss(o, t), self.group
             )
@@ -117,18 +111,10 @@ class Pp(Method):
             dist.all_reduce(gradient, group=self.mesh.get_group(self.copies))
 
     def add_tied_gradient(self) -> None:
-        """Add the gradient of the embedding's other copy. a + b equals b + a, so both copies stay equal."""
-        if self.copy is None:
-            return
-        gradient: Any = self.copy.weight.grad
-        mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        theirs, other = torch.empty_like(mine), self.find_global_rank(self.last if 0 in self.stages else 0)
-        exchange = [
-            dist.P2POp(op, tensor, other, self.group) for op, tensor in ((dist.isend, mine), (dist.irecv, theirs))
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        mine += theirs
+        """Add the gradient of the embedding's other copy."""
+        if self.copy is not None:
+            other = self.find_global_rank(0 if self.last in self.stages else self.last)
+            add_gradient_of(other, self.copy.weight.grad, self.group)
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip by the norm over all stages. Both copies of the embedding count once."""

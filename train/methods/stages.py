@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.errors import UserError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
+
+    from train.settings import Settings
 
 # torch's class for each --pipeline-schedule, and the number of stages of each rank.
 PIPELINES = {
@@ -49,6 +52,23 @@ def assign_stages(schedule: str | None, ranks: int) -> list[int]:
     name, per_rank = PIPELINES[schedule or "1f1b"]
     turns = [*range(ranks), *(reversed(range(ranks)) if "ZBV" in name else range(ranks))]
     return turns[: ranks * per_rank]
+
+
+def count_micro_batches(settings: Settings, ranks: int, copies: int) -> int:
+    """Return the number of micro-batches of a step: --accumulate, or else one for each rank.
+
+    ranks: of a pipeline. copies: of each stage. Raises UserError if the batches cannot be split evenly.
+    """
+    s, parts = settings, settings.accumulate if settings.accumulate > 1 else ranks
+    if parts % ranks and s.pipeline_schedule != "gpipe":
+        raise UserError(f"--accumulate {parts}: must be a multiple of {ranks} pipeline ranks, except for gpipe")
+    reason = "because all micro-batches have one size"
+    if s.batch_size % (parts * copies):
+        given = f"--method {s.method} --batch-size {s.batch_size}"
+        raise UserError(f"{given}: must be a multiple of {parts * copies}, {reason}")
+    if s.keep_last:
+        raise UserError(f"--keep-last: not with --method {s.method}, {reason}")
+    return parts
 
 
 def split_model(
@@ -97,3 +117,13 @@ def build_schedule(
     ]
     build = getattr(pipelining, kind)
     return build(built if per_rank > 1 else built[0], parts, loss_fn=loss, scale_grads=False)
+
+
+def add_gradient_of(other: int, gradient: Any, group: ProcessGroup) -> None:
+    """Exchange a gradient, or a shard of one, with another rank, and add both: a + b is bitwise equal to b + a."""
+    mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    theirs = torch.empty_like(mine)
+    exchange = [dist.P2POp(dist.isend, mine, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    mine += theirs
