@@ -73,7 +73,7 @@ ALLOWED = {
     "evidence.history": BASE | {"kinds", "evidence.suspects"},
     "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests"},
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
-    "comparison.ties": BASE,
+    "comparison.ties": BASE | {"comparison.replica_groups"},
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel"},
