@@ -37,15 +37,16 @@ SYNCHECK = {
 }
 TRAIN = {
     "Start here": (
-        "run engine step job methods methods.table methods.single methods.ddp methods.zero "
-        "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.dp"
+        "minimal run engine step job methods methods.table methods.single methods.ddp methods.zero methods.localsgd "
+        "methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp methods.fsdp_tp methods.hsdp_tp "
+        "methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep methods.dp"
     ),
-    "Models and data": "models data loading schedule seeds",
-    "Distribution over processes": "launch mesh data_parallel sync_batchnorm comm_hooks",
+    "Models and data": "task models data loading schedule seeds",
+    "Distribution over processes": "launch mesh methods.stages tensor_parallel expert_exchange data_parallel sync_batchnorm comm_hooks",
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors upkeep watch",
     "Measurements and output": "metrics recorders plot evaluate bench",
-    "Options": "options settings",
+    "Options": "options settings optional",
 }
 
 
