@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_the_best(module: str) -> None:
 def test_two_ranks_and_their_evaluation(module: str, programs: Programs, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks with loading workers save equal models; train.evaluate scores them only with --task."""
     options = ("--spawn", 2, "--save-per-rank", "--workers", 1, "--task", f"{module}:Sine", "--max-steps", 4)
-    assert programs.run(*TRAIN, *options).returncode == 0
+    assert programs.run(*TRAIN, *options, timeout=120).returncode == 0
     assert evaluate(["ckpts", "--task", f"{module}:Sine"]) == 0
     assert re.search(r"rmse is 0\.\d+ on every rank: weights agree", capsys.readouterr().out)
     assert evaluate(["ckpts"]) == 2
