@@ -108,7 +108,7 @@ def test_table_is_complete() -> None:
 
 
 def test_options_of_some_methods_are_complete() -> None:
-    """The second table has a verdict exactly where OWN lists the method, and other methods refuse the option."""
+    """The second table has a verdict for each method in OWN, and the remaining methods refuse the option."""
     table = read_table("option")
     for option, changes in OPTIONS.items():
         owners = {name for name, cells in table.items() if cells[option] != "-"}
