@@ -26,7 +26,7 @@ def distribute_like(saved: Tensor, target: Tensor) -> Tensor:
     that scatters rank 0's tensor.
     """
     if not is_dtensor(target):
-        return saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined,no-any-return]
+        return saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined]
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
