@@ -25,8 +25,8 @@ from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
 from train.methods.cp import MODES
-from train.methods.stages import PIPELINES
 from train.models import MODELS, build_model
+from train.pipeline_stages import PIPELINES
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
 
@@ -201,11 +201,17 @@ def _add(group: argparse._ArgumentGroup, option: str, text: str, **arguments: An
 def _add_method(group: argparse._ArgumentGroup) -> None:
     text = "default: ddp if several processes were started, otherwise single"
     group.add_argument("--method", choices=METHODS, help=text)
-    text = "dp: replicas (default: all its GPUs, or 2); hsdp: replicas of the sharded model (default: 2)"
+    text = "dp: replicas (default: all its GPUs, or 2); hsdp, hsdp_tp: replicas of the sharded model (default: 2)"
     _add(group, "--replicas", text)
     _add(group, "--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
     _add(group, "--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")
     _add(group, "--outer-momentum", "diloco: Nesterov momentum of the outer optimizer (default: 0.9)")
+    _add(group, "--static-graph", "ddp, zero, localsgd: assume that every step uses the same parameters")
+    _add(group, "--bucket-view", "ddp, zero, localsgd: store gradients in DDP's buckets only, which saves memory")
+    text = "fsdp, hsdp: free gathered parameters after forward (true, false), or keep shards of N ranks"
+    _add(group, "--reshard-after-forward", text, metavar="true|false|N")
+    _add(group, "--cpu-offload", "fsdp, hsdp, replicate: keep parameters, gradients and optimizer in the CPU's memory")
+    _add(group, "--mp-policy", "fsdp, hsdp, replicate: gather parameters and compute in bf16, reduce in float32")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
     _add(group, "--parallel-degree", text)
     _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")

@@ -45,6 +45,11 @@ class Settings:
     average_every: int | None = None  # steps between averages of localsgd and diloco
     outer_lr: float | None = None  # learning rate of diloco's outer optimizer
     outer_momentum: float | None = None
+    static_graph: bool = False  # let DDP rely on the order of gradients in the first step
+    bucket_view: bool = False  # let gradients be views of DDP's buckets
+    reshard_after_forward: str | None = None  # of FSDP: true, false, or a number of ranks
+    cpu_offload: bool = False  # keep shards in the CPU's memory
+    mp_policy: bool = False  # gather parameters and compute in bfloat16
     parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
     sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
     loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
@@ -136,6 +141,9 @@ class Settings:
             "channels-last": self.channels_last,
             f"hook-{self.comm_hook}{powersgd_rank}": self.comm_hook != "none",
             f"ema{self.ema or 0:g}": self.ema is not None,
+            "static": self.static_graph,
+            "offload": self.cpu_offload,
+            "mp-bf16": self.mp_policy,
             f"fault-{self.fault}": self.fault is not None,
         }
         return "-".join([self.method, *(name for name, used in modifiers.items() if used)])
@@ -164,6 +172,12 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError("--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)")
     if s.on_desync is not None and not s.monitor:
         raise UserError(f"--on-desync {s.on_desync}: requires --monitor N, the number of steps between checks")
+    if s.reshard_after_forward not in (None, "true", "false") and not s.reshard_after_forward.strip("0").isdecimal():
+        raise UserError(f"--reshard-after-forward {s.reshard_after_forward}: must be true, false, or a number of ranks")
+    if s.static_graph and s.accumulate > 1:
+        raise UserError("--static-graph: not with --accumulate: no_sync fails an internal assertion of DDP")
+    if s.mp_policy and s.amp != "off":
+        raise UserError(f"--mp-policy: not with --amp {s.amp}: both select the precision in which layers compute")
     for name in OF_TASK if s.task else ():
         if getattr(s, name) != getattr(DEFAULT, name):
             raise UserError(f"--{name.replace('_', '-')}: not with --task, which has its own data and model; omit it")

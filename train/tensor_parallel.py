@@ -128,6 +128,6 @@ def replicate_module(module: nn.Module, mesh: DeviceMesh) -> None:
     distribute_module(
         module,
         mesh,
-        input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),
+        input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),  # type: ignore[arg-type]
         output_fn=lambda _, output, __: output.to_local(),
     )

@@ -25,7 +25,7 @@ SYNCHECK = {
     "Measuring differences": "differences",
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
-        "comparison.optimizer_parts comparison.ties comparison.reference"
+        "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
     ),
     "Evidence, and several steps of a run": (
         "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "
@@ -37,15 +37,18 @@ SYNCHECK = {
 }
 TRAIN = {
     "Start here": (
-        "run engine step job methods methods.table methods.single methods.ddp methods.zero "
-        "methods.localsgd methods.diloco methods.fsdp methods.hsdp methods.pp methods.pp_fsdp methods.stages methods.dp"
+        "minimal run engine step job methods methods.table methods.single methods.ddp methods.zero methods.localsgd "
+        "methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp methods.fsdp_tp methods.hsdp_tp "
+        "methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep methods.dp"
     ),
-    "Models and data": "models data loading schedule seeds",
-    "Distribution over processes": "launch mesh data_parallel sync_batchnorm comm_hooks",
+    "Models and data": "task models data loading schedule seeds",
+    "Distribution over processes": (
+        "launch mesh pipeline_stages tensor_parallel expert_exchange data_parallel sync_batchnorm comm_hooks"
+    ),
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors upkeep watch",
     "Measurements and output": "metrics recorders plot evaluate bench",
-    "Options": "options settings",
+    "Options": "options settings optional",
 }
 
 

@@ -1,4 +1,4 @@
-"""Copies of a tensor in several pipeline stages, such as an embedding tied to the weight of the last layer."""
+"""Match copies of a tensor in several pipeline stages, such as an embedding tied to the last layer."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.copies import rename_copies
@@ -78,7 +79,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         for kind in KINDS
         if kind in tally.by_kind
     }
-    metadata = next((s.metadata for s in snapshots.values() if s.metadata is not None), Metadata())
+    metadata = _merge_metadata(snapshots)
     kept = make_selector(frozenset(), (), selection.exclude)
     values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
     return Comparison(
@@ -108,6 +109,16 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
             stores_progress=any(map(stores_progress, snapshots.values())),
         ),
     )
+
+
+def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
+    """Return the metadata of the first rank with any; for stages and experts, with all ranks' optimizer parameters."""
+    blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
+    positions = {coordinates_in(snapshot, DIFFERENT_PARAMETERS) for snapshot in snapshots.values()}
+    if not blocks or len(positions) < 2:
+        return blocks[0] if blocks else Metadata()
+    names = dict.fromkeys(name for block in blocks for name in block.optimizer_parameters)
+    return replace(blocks[0], optimizer_parameters=tuple(names))
 
 
 def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
@@ -180,7 +191,7 @@ class _Tally:
     def shards(self) -> tuple[Shards, ...]:
         """Return a summary of the sharded tensors by kind and layout."""
         return tuple(
-            Shards(kind, layout, len(sets), sum(map(bool, sets)), next(filter(None, sets), ()))
+            Shards(kind, layout, len(sets), sum(map(bool, sets)), tuple(dict.fromkeys(chain.from_iterable(sets))))
             for (kind, layout), sets in self.laid_out.items()
         )
 

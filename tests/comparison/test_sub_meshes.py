@@ -191,3 +191,31 @@ def test_files_of_fsdp2_and_tensor_parallel_ranks(syncheck_rank: Rank, tmp_path:
         assert report.exit_code == int(odd)
         assert different == ({"norm.weight": ((0, 1), (2, 3))} if odd else {})
         dist.barrier()
+
+
+@pytest.mark.parametrize("odd", [None, 1])
+@pytest.mark.parametrize("lost", [None, 3])
+def test_copies_along_the_expert_dimension(tmp_path: Path, odd: int | None, lost: int | None) -> None:
+    """DTensors copied over a mesh with experts are compared on all ranks, experts between ranks of one coordinate.
+
+    The optimizer lists other experts on each rank, which is no difference in settings.
+    """
+
+    def make(rank: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        names = ["router", f"experts.{rank % 2}"]
+        model: dict[str, Any] = {names[1]: W + rank % 2}
+        if rank != lost:
+            model["router"] = local(change_if_odd(W, rank, odd), mesh, Replicate(), Replicate())
+        state = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        at = {"data": rank // 2, "expert": rank % 2}
+        block = syncheck.metadata(run="m", rank=rank, world_size=4, step=1, mesh=at) | {"optimizer_parameters": names}
+        return {"model": model, "optimizer": state, "syncheck": block}
+
+    (group,) = compare(tmp_path, make).groups
+    assert group.verdict == ("in_sync" if odd is lost is None else "out_of_sync")
+    assert "SYN107" not in {finding.code for finding in group.findings}
+    assert ("SYN101" in {finding.code for finding in group.findings}) is (lost is not None)
+    assert [diff.name for diff in group.tensors if diff.out_of_sync] == ["router"] * (
+        odd is not None or lost is not None
+    )

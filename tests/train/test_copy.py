@@ -48,7 +48,7 @@ def test_a_copy_trains_saves_and_resumes(tmp_path: Path, programs: Programs) -> 
     command = (sys.executable, "train/run.py", "--spawn", 2, "--save-per-rank", "--width", 4, "--checkpoint-every", 2)
     variables = {"PYTHONPATH": str(blocker)}
     for steps, more in ((2, ()), (4, ("--resume",))):
-        run = programs.run(*command, "--max-steps", steps, *more, **variables)
+        run = programs.run(*command, "--max-steps", steps, *more, timeout=120, **variables)
         assert run.returncode == 0, run.stderr
         assert len(re.findall("syncheck.*no metadata blocks", run.stderr)) == 1
     assert "resumed ddp at step 2/4" in run.stderr

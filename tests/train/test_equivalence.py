@@ -12,6 +12,7 @@ from scenarios import NEEDS_FSDP, SMALL, fsdp, run, slow_fsdp, trained, whole_st
 from torch.nn.utils import clip_grad_norm_
 
 from train.launch import RankContext
+from train.settings import DEFAULT
 from train.step import Step
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero --accumulate --grad-clip": {"method": "zero", "accumulate": 3, "grad_clip": CLIP},
     # Averaging models with equal starts after every step is averaging gradients, because SGD is linear in the gradient.
     "diloco --average-every 1": {"method": "diloco", "average_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "ddp --static-graph": {"static_graph": True},
+    "ddp --bucket-view": {"bucket_view": True, "accumulate": 3},
+    "replicate": {"method": "replicate", "accumulate": 3, "grad_clip": CLIP},
+    "replicate --cpu-offload": {"method": "replicate", "cpu_offload": True},
+    "fsdp --reshard-after-forward": {"method": "fsdp", "reshard_after_forward": "false"},
+    "fsdp --cpu-offload": {"method": "fsdp", "cpu_offload": True, "accumulate": 3, "grad_clip": CLIP},
     "fsdp": {"method": "fsdp"},
     "fsdp --accumulate": {"method": "fsdp", "accumulate": 3},
     "fsdp --accumulate --grad-clip": {"method": "fsdp", "accumulate": 3, "grad_clip": CLIP},
@@ -59,7 +66,9 @@ def difference_to_single(ctx: RankContext, settings: Settings) -> float:
     """Train on all ranks, then in each process alone on whole batches; return the maximum difference of the models."""
     together = whole_state(trained(ctx, settings))
     alone = replace(settings, method="single", accumulate=1, find_unused=False, sync_bn=False)
-    alone = replace(alone, average_every=None, outer_lr=None, outer_momentum=None)
+    options = ("average_every", "outer_lr", "outer_momentum", "static_graph", "bucket_view")
+    options += ("reshard_after_forward", "cpu_offload")
+    alone = replace(alone, **{name: getattr(DEFAULT, name) for name in options})
     reference = train_alone(alone)
     assert list(together) == list(reference)
     return max((together[name].double() - reference[name].double()).abs().max().item() for name in reference)
@@ -67,7 +76,7 @@ def difference_to_single(ctx: RankContext, settings: Settings) -> float:
 
 @pytest.mark.syncheck(ranks=2)
 @pytest.mark.parametrize("batch_size", [32, 35], ids=["even", "uneven"])
-@pytest.mark.parametrize("variant", [fsdp(name) if "fsdp" in name else name for name in VARIANTS])
+@pytest.mark.parametrize("variant", [fsdp(name) if name[0] in "fr" else name for name in VARIANTS])
 def test_trains_like_single(ctx: RankContext, variant: str, batch_size: int) -> None:
     """Without BatchNorm, every variant ends within rounding of one process, with even and uneven shares."""
     assert difference_to_single(ctx, replace(NO_BN, batch_size=batch_size, **VARIANTS[variant])) < ROUNDING
@@ -77,8 +86,11 @@ def test_trains_like_single(ctx: RankContext, variant: str, batch_size: int) -> 
 @pytest.mark.syncheck(ranks=4)
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.slow), {"accumulate": 3, "grad_clip": CLIP}],
-    ids=["plain", "accumulate and clip"],
+    [
+        pytest.param({"reshard_after_forward": "1"}, marks=pytest.mark.slow),
+        {"accumulate": 3, "grad_clip": CLIP},
+    ],
+    ids=["reshard after forward", "accumulate and clip"],
 )
 def test_hsdp_trains_like_single(ctx: RankContext, changes: dict[str, Any]) -> None:
     """Two sharded replicas on four ranks end within rounding of one process."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from scenarios import NEEDS_FSDP, SMALL, load, run, widest_gap
-from test_matrix import BASE, read_table, train_and_compare
+from scenarios import SMALL, load, run, widest_gap
+from test_matrix import make_settings, parametrize, read_table, train_and_compare
 
 from train.job import prepare
 from train.launch import RankContext
@@ -41,19 +41,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "method",
-    [
-        "single",
-        "dp",
-        pytest.param("ddp", marks=pytest.mark.syncheck(ranks=2)),
-        pytest.param("zero", marks=pytest.mark.syncheck(ranks=2)),
-        pytest.param("localsgd", marks=pytest.mark.syncheck(ranks=2)),
-        pytest.param("diloco", marks=pytest.mark.syncheck(ranks=2)),
-        pytest.param("fsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=2)]),
-        pytest.param("hsdp", marks=[NEEDS_FSDP, pytest.mark.syncheck(ranks=4)]),
-    ],
-)
+@parametrize("single", "dp", "ddp", "zero", "localsgd", "diloco", "fsdp", "hsdp", "replicate")
 def test_the_table_is_correct_for_compile(
     method: str, request: pytest.FixtureRequest, tmp_path: Path, graphs: list[int]
 ) -> None:
@@ -61,7 +49,7 @@ def test_the_table_is_correct_for_compile(
     grouped = METHODS[method].grouped
     ctx: RankContext = request.getfixturevalue("ctx") if grouped else RankContext()
     out = request.getfixturevalue("syncheck_rank").shared if grouped else tmp_path
-    actual = train_and_compare(ctx, replace(BASE, method=method, compile=True, out=out))
+    actual = train_and_compare(ctx, replace(make_settings(method), compile=True, out=out))
     assert actual == read_table()[method]["--compile"]
     assert actual in ("refused", read_table()[method]["alone"])
     assert bool(graphs) is (actual != "refused")

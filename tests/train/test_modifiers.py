@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained
+from scenarios import NEEDS_FSDP, SMALL, differing, fsdp, load, run, tensors, trained, whole_state
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -23,6 +23,7 @@ from train.methods.ddp import Ddp
 from train.models import build_model
 from train.models.convnet import ConvNet
 from train.schedule import compute_lr_scale, set_learning_rate
+from train.settings import check
 from train.step import Step
 
 if TYPE_CHECKING:
@@ -62,6 +63,31 @@ def test_amp_computes_in_its_precision(
     states = job.method.state(job.trainer.optimizer)[0].optimizer.state_dict()["state"].values()
     assert {t.dtype for state in states for t in state.values() if isinstance(t, Tensor)} == {torch.float32}
     assert job.trainer.scaler.is_enabled() is (amp == "fp16")
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("method", ["fsdp", "replicate"])
+def test_mp_policy_gathers_bfloat16(
+    ctx: RankContext, syncheck_rank: Rank, dtypes: dict[str, set[torch.dtype]], method: str
+) -> None:
+    """With --mp-policy, layers have weights in bfloat16, files have float32, and replicas are in sync.
+
+    Under fsdp, this model without buffers leaves syncheck nothing to compare. The model ends as with --amp bf16, within
+    the rounding of bfloat16. BatchNorm is refused.
+    """
+    settings = replace(CONVNET, method=method, mp_policy=True, save_per_rank=True, out=syncheck_rank.shared)
+    job = trained(ctx, settings)
+    assert dtypes == {"activation": {torch.bfloat16}, "weight": {torch.bfloat16}}
+    mine, amp = whole_state(job), whole_state(trained(ctx, replace(settings, mp_policy=False, amp="bf16")))
+    assert max((mine[name] - amp[name]).abs().max().item() for name in amp) < 1e-3  # measured: 0
+    paths = [settings.out / f"{method}-mp-bf16_rank{rank}.pth" for rank in range(2)]
+    assert {tensor.dtype for tensor in tensors(paths[0]).values()} == {torch.float32}
+    (group,) = syncheck.compare(*paths).groups
+    assert group.verdict == ("in_sync" if method == "replicate" else "undecided")
+    assert (group.counts.not_compared == 0) is (method == "replicate")
+    with pytest.raises(UserError, match="--mp-policy: not with BatchNorm"):
+        run(ctx, replace(settings, model="resnet8"))
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -300,6 +326,30 @@ def test_refusals_name_options_that_exist() -> None:
     for method in METHODS.values():
         assert set(method.refuses) <= set(MODIFIERS)
         assert all(len(reason.split()) > 4 for reason in method.refuses.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"static_graph": True, "accumulate": 2}, "--static-graph: not with --accumulate: no_sync"),
+        ({"method": "fsdp", "mp_policy": True, "amp": "bf16"}, "--mp-policy: not with --amp bf16: both"),
+        ({"method": "fsdp", "reshard_after_forward": "0"}, "--reshard-after-forward 0: must be true, false, or a"),
+        ({"method": "diloco", "outer_momentum": 1.0}, "--outer-momentum 1.0: must be at least 0 and below 1"),
+    ],
+    ids=["static graph", "mp policy", "reshard", "outer momentum"],
+)
+def test_options_of_a_method_are_checked(changes: dict[str, Any], message: str) -> None:
+    """Values and combinations that cannot work are refused before the processes connect."""
+    with pytest.raises(UserError, match=message):
+        check(replace(SMALL, **changes), 2)
+
+
+@NEEDS_FSDP
+def test_the_group_of_reshard_must_divide_the_ranks() -> None:
+    """FSDP cannot keep a shard of three ranks on four ranks."""
+    settings = replace(SMALL, method="fsdp", reshard_after_forward="3")
+    with pytest.raises(UserError, match="--reshard-after-forward 3: must divide 4"):
+        METHODS["fsdp"](settings, METHODS["fsdp"].place(settings, RankContext(0, 4, backend="gloo")))
 
 
 @pytest.mark.parametrize("method", ["fsdp", "hsdp"])

@@ -47,11 +47,13 @@ MORE: dict[str, tuple[dict[str, Any], list[int]]] = {
     "zero, fp16": ({"method": "zero", "amp": "fp16", "sync_bn": True, **ADAMW}, [4]),
     "localsgd, in the warm-up": ({"method": "localsgd", "average_every": 3, "accumulate": 2}, [2]),
     "localsgd, at an average": ({"method": "localsgd", "average_every": 2, "sync_bn": True, **ADAMW}, [4]),
+    "ddp, static_graph": ({"static_graph": True}, [1, 3]),
+    "replicate": ({"method": "replicate", **ADAMW}, [3]),
     "diloco, between and at outer steps": ({"method": "diloco", "average_every": 3, **UNEVEN}, [2, 6]),
     "fsdp, sgd": ({"method": "fsdp", "grad_clip": 0.5, **UNEVEN}, [5]),
     "fsdp, bf16": ({"method": "fsdp", "amp": "bf16", "accumulate": 2, "sync_bn": True}, [1]),
 }
-SLOW = [pytest.param(name, marks=[pytest.mark.slow, *([NEEDS_FSDP] if "fsdp" in name else [])]) for name in MORE]
+SLOW = [pytest.param(name, marks=[pytest.mark.slow, *([NEEDS_FSDP] if name[0] in "fr" else [])]) for name in MORE]
 ALONE: dict[str, tuple[dict[str, Any], list[int]]] = {
     "single": ({"method": "single", "amp": "bf16", "ema": 0.9, **UNEVEN}, [3, 7]),
     "single, each step": ({"method": "single", "model": "convnet", "width": None, **ADAMW}, [1, 2, 3, 4, 5, 6, 7, 8]),

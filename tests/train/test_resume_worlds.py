@@ -142,13 +142,13 @@ def test_one_rank_resumes_ddp_of_two(syncheck_rank: Rank, capfd: pytest.CaptureF
 
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=4)
-@pytest.mark.parametrize("method", ["ddp", "zero", "localsgd", fsdp("fsdp")])
+@pytest.mark.parametrize("method", ["ddp", "zero", "localsgd", "diloco", fsdp("fsdp"), fsdp("replicate")])
 def test_new_ranks_start_from_saved_ranks(syncheck_rank: Rank, method: str) -> None:
     """Rank r of 4 restores the per-rank tensors of saved rank r modulo 2: BatchNorm buffers, or all for localsgd.
 
     With width 2, ranks 2 and 3 of fsdp hold no rows of most tensors.
     """
-    settings = replace(TINY, method=method, width=2, average_every=2 if method == "localsgd" else None)
+    settings = replace(TINY, method=method, width=2, average_every=2 if method in ("localsgd", "diloco") else None)
     settings = replace(settings, out=syncheck_rank.shared, save_per_rank=False)
     with world(syncheck_rank, "old", 2) as ctx:
         if ctx is not None:
@@ -160,7 +160,7 @@ def test_new_ranks_start_from_saved_ranks(syncheck_rank: Rank, method: str) -> N
         saved = torch.load(state_path(states_folder(settings.out, settings.run), 5, ctx.rank % 2), weights_only=True)[
             "model"
         ]
-        own = [name for name in saved if method == "localsgd" or "running" in name]
+        own = [name for name in saved if method in ("localsgd", "diloco") or "running" in name]
         assert own
         assert [name for name in own if not model[name].equal(saved[name])] == []
         assert (

@@ -15,7 +15,6 @@ import math
 import os
 import signal
 import sys
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from train.options import Parser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from train.evaluate.rank_scores import RunScores
+    from train.evaluate.rank_scores import RankScore, RunScores
     from train.metrics import Score
 
 SCHEMA = 1  # of the JSON document; removing a field increases it
@@ -127,20 +126,25 @@ def _run_as_dict(run: RunScores) -> dict[str, Any]:
         "world_size": r.world_size,
         "parameters_differ": r.parameters_differ,
         "statistics_differ": r.statistics_differ,
-        "ranks": [asdict(rank, dict_factory=_replace_infinite) for rank in run.ranks],
+        "ranks": [_rank_as_dict(rank) for rank in run.ranks],
         "spread": run.spread,
         "averaged_spread": run.averaged_spread,
         "sentence": run.sentence,
     }
 
 
-def _replace_infinite(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    numbers = dict(fields)
-    if task := numbers.pop("task", None):  # of a Score
-        numbers |= task.compute(numbers["loss"], numbers["accuracy"])
-        if "accuracy" not in task.metrics:
-            del numbers["accuracy"]
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+def _rank_as_dict(rank: RankScore) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "path": rank.path,
+        "own": _score_as_dict(rank.own),
+        "averaged": None if rank.averaged is None else _score_as_dict(rank.averaged),
+    }
+
+
+def _score_as_dict(score: Score) -> dict[str, Any]:
+    numbers = {"loss": score.loss, **score.metrics, "samples": score.samples}
+    return {name: None if not math.isfinite(number) else number for name, number in numbers.items()}
 
 
 def escape_unprintable(text: str) -> str:

@@ -128,9 +128,10 @@ def _check_complete(snapshot: Snapshot) -> None:
     if snapshot.format not in LOADABLE:
         advice = f"pass one {' or '.join(FORMATS)} file per rank"
         raise UserError(f"{snapshot.path}: the format {snapshot.format} cannot be loaded as a model; {advice}")
-    if snapshot.metadata is not None and "pipeline" in snapshot.metadata.mesh:
-        advice = "train with --method ddp, zero or localsgd"
-        raise UserError(f"{snapshot.path}: has only the layers of a rank's pipeline stages; {advice}")
+    for dimension, part in (("pipeline", "layers of a rank's pipeline stages"), ("expert", "experts of a rank")):
+        if snapshot.metadata is not None and dimension in snapshot.metadata.mesh:
+            advice = "train with --method ddp, zero or localsgd"
+            raise UserError(f"{snapshot.path}: has only the {part}; {advice}")
     shards = [
         name for name, tensor in snapshot.tensors.items() if tensor.sharding and not name.startswith("optimizer.")
     ]

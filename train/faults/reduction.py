@@ -52,19 +52,19 @@ class ForwardThroughModule(UnequalGradients):
         return method.module
 
 
-class LateLayer(UnequalGradients):
-    """Base class of faults that add a layer after DDP has registered the parameters."""
+class LocalGradients(UnequalGradients):
+    """Base class of faults that leave the gradients of some layers on each rank."""
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
         super().__init__(settings, ctx, steps)
         if settings.grad_clip is not None:
             self.refuse(
-                "with --grad-clip the norm would include the new layer's local gradient, and all parameters would "
+                "with --grad-clip the norm would include the layer's local gradient, and all parameters would "
                 "differ; remove --grad-clip"
             )
 
 
-class LateHead(LateLayer):
+class LateHead(LocalGradients):
     """Add a layer after the classifier when DDP has registered the parameters.
 
     The optimizer is built later and trains the layer on each rank's own gradients. Replacing the classifier would raise
@@ -84,7 +84,7 @@ class LateHead(LateLayer):
         return forward
 
 
-class AdapterOnOneRank(LateLayer):
+class AdapterOnOneRank(LocalGradients):
     """Attach an adapter to the classifier after wrapping, on the last rank only.
 
     Examples: a resume or configuration that differs between ranks. The adapter starts at zero and learns from its

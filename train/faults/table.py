@@ -8,6 +8,7 @@ from train.errors import UserError
 from train.faults.base import Fault
 from train.faults.batchnorm import BuffersNeverSynced, ExtraForward, VarianceOnly
 from train.faults.buffers import LocalNormalizer
+from train.faults.experts import ExpertReplicatedWrongly, RouterUpdatedLocally
 from train.faults.files import DamagedOnDisk, LastSaveFailed, OtherDtype
 from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
 from train.faults.progress import (
@@ -29,6 +30,7 @@ from train.faults.reduction import (
     TiedApart,
 )
 from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
+from train.faults.tensor_parallel import ClipByLocalNorm, NormNotReduced
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -46,6 +48,8 @@ FAULTS: dict[str, type[Fault]] = {
     "local-normalizer": LocalNormalizer,
     "init-not-broadcast": InitNotBroadcast,
     "forward-through-module": ForwardThroughModule,
+    "expert-replicated-wrongly": ExpertReplicatedWrongly,
+    "router-updated-locally": RouterUpdatedLocally,
     "late-head": LateHead,
     "tied-apart": TiedApart,
     "clip-on-one-rank": ClipOnOneRank,
@@ -62,6 +66,8 @@ FAULTS: dict[str, type[Fault]] = {
     "nan-on-one-rank": NanOnOneRank,
     "damaged-on-disk": DamagedOnDisk,
     "differs-by-node": DiffersByNode,
+    "norm-not-reduced": NormNotReduced,
+    "clip-by-local-norm": ClipByLocalNorm,
     "rounding-only": RoundsOtherwise,
     "smaller-steps": SmallerSteps,
 }

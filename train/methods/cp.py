@@ -67,7 +67,7 @@ class Cp(Ddp):
             raise UserError(f"--model {self.settings.model}: cp divides text; use gpt-tiny or gpt-tiny-moe")
         # 1a. All other layers compute each token separately, and need no change.
         for layer in layers:
-            layer.attend = build_attention(self.mode, group)  # type: ignore[method-assign]
+            layer.attend = build_attention(self.mode, group)  # type: ignore[assignment,method-assign]
         # 1. As in ddp.py: DDP averages the gradients of all ranks, those with equal samples included.
         return super().wrap(model)
 

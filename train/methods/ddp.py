@@ -67,6 +67,10 @@ class Ddp(Method):
             self.module,
             device_ids=[self.ctx.device.index] if self.ctx.device.type == "cuda" else None,
             find_unused_parameters=self.settings.find_unused,
+            # With a static graph, the first step records the order of gradients, and later steps rely on it. With
+            # bucket views, gradients are stored in the buckets, instead of a second time in each parameter.
+            static_graph=self.settings.static_graph,
+            gradient_as_bucket_view=self.settings.bucket_view,
             **build_buffer_arguments(self.settings.buffer_sync),
         )
         # 1c. Train through the wrapper, because only its forward prepares the gradient reduction. Evaluate through the

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
-    from torch.amp import GradScaler
-    from torch.optim import Optimizer
 
     from train.settings import Settings
 
@@ -33,7 +31,7 @@ class LocalShards(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = (model,)  # hidden from `parameters()`
-        self.shards = nn.ParameterList(nn.Parameter(p.detach().to_local()) for p in model.parameters())  # type: ignore[operator]
+        self.shards = nn.ParameterList(nn.Parameter(p.detach().to_local()) for p in model.parameters())  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Any:
         """Call the model with DTensors made of the shards, through which gradients reach the shards."""
@@ -59,7 +57,12 @@ def like(parameter: Any, local: Tensor) -> Any:
 class DdpTp(Ddp, Tp):
     """With degree 2 on 4 ranks, ranks 0 and 2 are replicas, and so are ranks 1 and 3."""
 
-    refuses: ClassVar[Mapping[str, str]] = {**Tp.refuses, "--comm-hook": "TODO", "--find-unused": "TODO"}
+    refuses: ClassVar[Mapping[str, str]] = {
+        **Tp.refuses,
+        "--join": "the optimizer state is broadcast from rank 0 at the end, and other ranks have other shards",
+        "--comm-hook": "the hooks reduce over all ranks, and would add gradients of different shards",
+        "--find-unused": "DDP finds unused modules, but every forward uses all shards",
+    }
 
     @classmethod
     def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:
@@ -85,12 +88,12 @@ class DdpTp(Ddp, Tp):
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of the shards, averaged over all replicas, and give them to the DTensors."""
+        # 3a. A cleared gradient of a DTensor (step 4) also clears the gradient of its shard.
+        pairs = list(zip(self.module.parameters(), self.shards.shards, strict=True))
+        for parameter, shard in pairs:
+            if parameter.grad is None:
+                shard.grad = None
         # 3. As in ddp.py. A partial gradient of a norm is reduced before it reaches its shard.
         Ddp.backward(self, loss)
-        for parameter, shard in zip(self.module.parameters(), self.shards.shards, strict=True):
-            parameter.grad = None if shard.grad is None else like(parameter, shard.grad)
-
-    def step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters and clear the gradients, also of the shards."""
-        super().step(optimizer, scaler)
-        self.wrapper.zero_grad()
+        for parameter, shard in pairs:
+            parameter.grad = like(parameter, shard.grad)

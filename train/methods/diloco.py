@@ -32,8 +32,7 @@ EVERY, LR, MOMENTUM = 20, 0.7, 0.9  # the paper has 500 steps
 class DiLoCo(Method):
     """Replicas differ by design, except after every N-th step. Inner optimizer state and buffers always differ.
 
-    The outer optimizer and its parameters, `start`, are equal on all ranks at every step. All ranks must begin with
-    one seed, because nothing is broadcast.
+    The outer optimizer and its parameters, `start`, are always equal. All ranks must begin with one seed.
     """
 
     grouped = True
@@ -67,11 +66,9 @@ class DiLoCo(Method):
         self.module = model.to(self.ctx.device)
         # 1b. The outer optimizer has its own copy of the parameters: their values at the last outer step.
         self.start = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
-        lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
-        momentum = MOMENTUM if momentum is None else momentum
-        self.outer = torch.optim.SGD(
-            self.start.values(), lr=LR if lr is None else lr, momentum=momentum, nesterov=momentum > 0
-        )
+        momentum = MOMENTUM if self.settings.outer_momentum is None else self.settings.outer_momentum
+        lr = self.settings.outer_lr or LR
+        self.outer = torch.optim.SGD(self.start.values(), lr=lr, momentum=momentum, nesterov=momentum > 0)
         return self.module
 
     # 2. As in single.py: the inner optimizer.
@@ -108,11 +105,7 @@ class DiLoCo(Method):
 
     def extra_state(self) -> dict[str, Any]:
         """Return the step count, and the parameters and momentum of the outer optimizer; equal on all ranks."""
-        momentum = {
-            name: self.outer.state[start]["momentum_buffer"]
-            for name, start in self.start.items()
-            if self.outer.state[start].get("momentum_buffer") is not None
-        }
+        momentum = {name: self.outer.state[start].get("momentum_buffer") for name, start in self.start.items()}
         return {"steps": self.steps, "start": self.start, "momentum": momentum}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -120,5 +113,5 @@ class DiLoCo(Method):
         self.steps = state["steps"]
         for name, start in self.start.items():
             start.copy_(state["start"][name])
-            if name in state["momentum"]:
-                self.outer.state[start]["momentum_buffer"] = state["momentum"][name].to(start)
+            if (momentum := state["momentum"][name]) is not None:
+                self.outer.state[start]["momentum_buffer"] = momentum.to(start)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import UserError
 from train.methods.single import Method
@@ -57,6 +58,11 @@ class Fsdp(Method):
                 f"--method {settings.method}: torch {torch.__version__} shards on GPUs only; use 2.7 or newer on CPUs"
             )
         super().__init__(settings, ctx)
+        ranks, group = ctx.mesh.size("shard"), settings.reshard_after_forward
+        if group not in (None, "true", "false") and ranks % int(group):
+            raise UserError(f"--reshard-after-forward {group}: must divide {ranks}, the ranks that share a copy")
+        if settings.cpu_offload and ctx.device.type == "cuda" and (settings.grad_clip or settings.amp == "fp16"):
+            raise UserError("--cpu-offload: not with --grad-clip or --amp fp16 on GPUs: NCCL cannot reduce CPU tensors")
 
     @property
     def metadata_fields(self) -> dict[str, Any]:
@@ -71,6 +77,11 @@ class Fsdp(Method):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Move the model to its device and shard it."""
         # 1a. Convert to SyncBatchNorm first, as in ddp.py.
+        if self.settings.mp_policy and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise UserError(
+                "--mp-policy: not with BatchNorm: its statistics are in float32, and torch refuses weights in bfloat16 "
+                "beside them; use --amp bf16, or a model without BatchNorm"
+            )
         if self.settings.sync_bn:
             model = convert_sync_batchnorm(model)
         # 1. Move the parameters and buffers to the device.
@@ -80,15 +91,39 @@ class Fsdp(Method):
         return self.module
 
     def shard(self, mesh: DeviceMesh) -> None:
-        """Shard the parameters along a mesh."""
-        from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
-
+        """Shard the model over the ranks of a mesh."""
         # 1b. Shard each block, then the rest. Parameters sharded together are gathered together: smaller groups need
         #     less memory, larger groups fewer messages. The remaining parameters stay gathered until their backward.
         #     Every parameter becomes a DTensor with this rank's rows and the global shape.
         for block in find_blocks(self.module):
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.module, mesh=mesh)
+            self.shard_module(block, mesh=mesh, **self.policies())
+        # 1c. With --mp-policy the outputs of the whole model return to float32 before the loss.
+        self.shard_module(self.module, mesh=mesh, **self.policies(output_dtype=torch.float32))
+
+    def shard_module(self, module: nn.Module, **arguments: Any) -> None:
+        """Shard the parameters of a module that are not sharded yet."""
+        from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
+
+        group = self.settings.reshard_after_forward
+        if group is not None:
+            # True frees the gathered parameters after forward, and gathers them again for backward. False keeps them
+            # (ZeRO stage 2): fewer messages, more memory. A number keeps a shard of this many ranks.
+            arguments["reshard_after_forward"] = group == "true" if group in ("true", "false") else int(group)
+        fully_shard(module, **arguments)
+
+    def policies(self, output_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Return the arguments for --mp-policy and --cpu-offload."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        policies: dict[str, Any] = {}
+        if self.settings.mp_policy:
+            # Parameters are gathered, and layers compute, in bfloat16. Gradients are added in float32. The shards, and
+            # so the optimizer and the files, stay in float32.
+            policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype)
+        if self.settings.cpu_offload:
+            # Shards, gradients and optimizer state are in the CPU's memory, and the optimizer steps there.
+            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=self.ctx.device.type == "cuda")
+        return policies
 
     # 2. As in single.py. The optimizer is built after sharding, which replaces the model's parameters.
 

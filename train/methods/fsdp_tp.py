@@ -7,6 +7,7 @@ https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, ClassVar
 
 from train.methods.fsdp import Fsdp
@@ -39,9 +40,11 @@ class FsdpTp(Fsdp, Tp):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model along the tensor dimension, then along the data dimensions."""
-        # 1, 1a. As in tp.py. FSDP comes second, because it gathers what the forward needs: the tensor-parallel shards.
+        # 1, 1a. As in tp.py. FSDP comes second, because the forward needs gathered tensor-parallel shards.
         Tp.wrap(self, model)
         # 1b. As in fsdp.py. A matrix sharded by columns becomes a strided shard: rows of rows.
+        #     FSDP warns that the logits are a view, which only matters to in-place operations.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         self.shard(self.mesh[self.ctx.mesh.names[:-1]])
         return self.module
 

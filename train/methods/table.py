@@ -18,6 +18,7 @@ from train.methods.hsdp_tp import HsdpTp
 from train.methods.localsgd import LocalSgd
 from train.methods.pp import Pp
 from train.methods.pp_fsdp import PpFsdp
+from train.methods.replicate import Replicate
 from train.methods.single import Single
 from train.methods.tp import Tp
 from train.methods.zero import Zero
@@ -37,6 +38,7 @@ METHODS: dict[str, type[Method]] = {
     "diloco": DiLoCo,
     "fsdp": Fsdp,
     "hsdp": Hsdp,
+    "replicate": Replicate,
     "tp": Tp,
     "fsdp_tp": FsdpTp,
     "hsdp_tp": HsdpTp,
@@ -65,14 +67,20 @@ MODIFIERS: dict[str, Callable[[Settings], bool]] = {
 TENSOR_PARALLEL = tuple(name for name, method in METHODS.items() if issubclass(method, Tp))
 # Methods in which several ranks share one copy of the model.
 PARALLEL = tuple(name for name, method in METHODS.items() if method.parallel)
+DDP, SHARDED = ("ddp", "zero", "localsgd"), ("fsdp", "hsdp")
 # Options that only some methods have.
 OWN: dict[str, tuple[Callable[[Settings], bool], tuple[str, ...]]] = {
-    "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp")),
+    "--replicas": (lambda s: s.replicas is not None, ("dp", "hsdp", "hsdp_tp")),
     "--sequence-parallel": (lambda s: s.sequence_parallel, TENSOR_PARALLEL),
     "--loss-parallel": (lambda s: s.loss_parallel, TENSOR_PARALLEL),
     "--average-every": (lambda s: s.average_every is not None, ("localsgd", "diloco")),
     "--outer-lr": (lambda s: s.outer_lr is not None, ("diloco",)),
     "--outer-momentum": (lambda s: s.outer_momentum is not None, ("diloco",)),
+    "--static-graph": (lambda s: s.static_graph, DDP),
+    "--bucket-view": (lambda s: s.bucket_view, DDP),
+    "--reshard-after-forward": (lambda s: s.reshard_after_forward is not None, SHARDED),
+    "--cpu-offload": (lambda s: s.cpu_offload, (*SHARDED, "replicate")),
+    "--mp-policy": (lambda s: s.mp_policy, (*SHARDED, "replicate")),
     "--parallel-degree": (lambda s: s.parallel_degree is not None, PARALLEL),
     "--context-mode": (lambda s: s.context_mode is not None, ("cp",)),
     "--pipeline-schedule": (lambda s: s.pipeline_schedule is not None, ("pp", "pp_fsdp")),

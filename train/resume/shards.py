@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from train.errors import UserError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -26,7 +28,7 @@ def distribute_like(saved: Tensor, target: Tensor) -> Tensor:
     that scatters rank 0's tensor.
     """
     if not is_dtensor(target):
-        return saved
+        return saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined]
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
@@ -42,9 +44,12 @@ def merge_states(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, A
 
     states: by saving rank. rank: the source of values that every rank holds, such as buffers. Merged are, under fsdp
     and hsdp, the tensors of the model and the optimizer, and under zero the optimizer state of the parameters of each
-    rank.
+    rank. Raises UserError for methods that shard by other rules.
     """
     state = dict(states[rank])
+    if {"tensor", "pipeline"} & state["syncheck"]["mesh"].keys():
+        method, saved_by = state["config"]["method"], state["world_size"]
+        raise UserError(f"--resume: --method {method} cannot change the number of ranks; start {saved_by} ranks again")
     # Under hsdp the first copy of the model has all shards.
     parts = [states[r] for r in sorted(states) if states[r]["syncheck"]["mesh"].get("replicate", 0) == 0]
     state["model"] = {

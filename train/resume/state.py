@@ -10,7 +10,7 @@ import torch
 
 from train.checkpoints.saver import build_metadata_block
 from train.errors import UserError
-from train.resume.shards import distribute_like
+from train.resume.shards import distribute_like, is_dtensor
 from train.schedule import Position
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _place_state_value(value: Any, parameter: Tensor) -> Any:
     # A DTensor's shape is the global shape.
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
         return distribute_like(value, parameter)
-    return value
+    return value.to_local() if is_dtensor(value) else value
 
 
 def _restore_average(trainer: Step, saved: Mapping[str, Tensor]) -> None:

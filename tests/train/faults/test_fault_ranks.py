@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 STATISTICS = ("running_mean", "running_var")
+DDP_FAULTS = {name for name, fault in FAULTS.items() if "ddp" in fault.methods}
 # Faults that affect every rank, and differs-by-node, which needs four ranks.
 EVERY_RANK = {"buffers-never-synced", "forward-through-module", "late-head", "differs-by-node", "local-normalizer"}
 # One fault of each kind is not slow: at the start, in memory, in the reduction, in the files.
 BY_DEFAULT = {"frozen-not-broadcast", "bit-flip-weight", "clip-on-one-rank", "stale-rank"}
 SINGLE_RANK_FAULTS = [
     pytest.param(fault, marks=() if fault in BY_DEFAULT else pytest.mark.slow)
-    for fault in sorted(set(FAULTS) - EVERY_RANK)
+    for fault in sorted(DDP_FAULTS - EVERY_RANK)
 ]
 SGD = replace(QUIET, optimizer="sgd", lr=0.1, max_steps=8)
 # The suspects in a run of three ranks; every rank if each rank has its own gradients.
@@ -50,7 +51,7 @@ def train_files(ctx: RankContext, settings: Settings) -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.syncheck(ranks=2, timeout=60)
-@pytest.mark.parametrize("fault", sorted(set(FAULTS) - {"differs-by-node"}))
+@pytest.mark.parametrize("fault", sorted(DDP_FAULTS - {"differs-by-node"}))
 def test_faults_with_micro_batches(ctx: RankContext, syncheck_rank: Rank, fault: str) -> None:
     """With three uneven micro-batches the run completes, and each fault changes tensors of its kind."""
     settings = replace(QUIET, max_steps=4, accumulate=3, batch_size=33, fault=fault, out=syncheck_rank.shared)

@@ -30,7 +30,7 @@ from train.settings import Settings
 
 TWO = RankContext(0, 2)
 DDP = Settings(method="ddp")
-BASES = {"Fault", "BatchNormFault", "FileFault", "LateLayer", "MemoryFault", "UnequalGradients"}
+BASES = {"Fault", "BatchNormFault", "FileFault", "LocalGradients", "MemoryFault", "UnequalGradients"}
 
 
 def test_every_fault_is_in_the_table() -> None:

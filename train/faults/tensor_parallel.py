@@ -1,0 +1,69 @@
+"""Tensor-parallel ranks that update replicated tensors, such as norms, differently."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.faults.base import Fault
+from train.faults.reduction import CLIP
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from train.launch import RankContext
+    from train.methods.single import Method
+    from train.settings import Settings
+
+
+class NormNotReduced(Fault):
+    """Update each norm by the gradient of this rank's tokens, instead of all tokens.
+
+    With sequence parallelism a norm processes a shard of the tokens, so its gradient must be added over the tensor
+    dimension: https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/distributed/finalize_model_grads.py.
+    """
+
+    summary = "norms get the gradient of this rank's tokens only (needs --sequence-parallel)"
+    code = "SYN231"
+    methods = ("tp",)
+
+    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
+        super().__init__(settings, ctx, steps)
+        if not settings.sequence_parallel:
+            self.refuse("requires --sequence-parallel; otherwise every rank computes the whole gradient of a norm")
+
+    def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
+        """Declare partial gradients as complete, which skips the all-reduce in `Tp.backward`."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        def keep_local(gradient: Any) -> Any:
+            if not any(placement.is_partial() for placement in gradient.placements):
+                return gradient
+            return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)
+
+        for parameter in method.module.parameters():
+            if parameter.placements[0].is_replicate():  # type: ignore[attr-defined]
+                parameter.register_hook(keep_local)  # type: ignore[no-untyped-call]
+        return forward
+
+
+class ClipByLocalNorm(Fault):
+    """Clip on each rank by the norm of its own shards.
+
+    Example: clip_grad_norm_ on plain local tensors, without adding the squares over the tensor dimension. Each rank
+    scales its gradients by another factor, so replicated tensors differ.
+    """
+
+    summary = "each tensor-parallel rank clips by the norm of its own shards, not of the whole gradient"
+    code = "SYN231"
+    methods = ("tp", "ddp_tp")
+
+    def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
+        """Clip to a norm below --grad-clip."""
+        gradients: list[Any] = [p.grad for p in method.module.parameters()]
+        shards = [gradient.to_local() for gradient in gradients]
+        norm = torch.stack([shard.norm() for shard in shards]).norm()
+        for shard in shards:
+            shard.mul_((CLIP * min(1.0, self.settings.grad_clip or 1.0) / norm).clamp(max=1))
