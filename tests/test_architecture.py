@@ -71,9 +71,10 @@ ALLOWED = {
     "evidence.tensors": BASE | {"kernel.blocks", "differences", "evidence.suspects"},
     "evidence.histograms": BASE | {"kernel.blocks", "differences", "evidence.suspects"},
     "evidence.history": BASE | {"kinds", "evidence.suspects"},
-    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests"},
+    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests", "comparison.copies"},
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
-    "comparison.ties": BASE | {"comparison.replica_groups"},
+    "comparison.ties": BASE,
+    "comparison.copies": BASE | {"comparison.replica_groups"},
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel"},
@@ -84,7 +85,8 @@ ALLOWED = {
     | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
     | {"evidence.tensors", "evidence.histograms"}
     | {
-        f"comparison.{part}" for part in ("ties", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
+        f"comparison.{part}"
+        for part in ("ties", "copies", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
     },
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},

@@ -25,7 +25,7 @@ SYNCHECK = {
     "Measuring differences": "differences",
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
-        "comparison.optimizer_parts comparison.ties comparison.reference"
+        "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
     ),
     "Evidence, and several steps of a run": (
         "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "

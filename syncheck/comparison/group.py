@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.copies import rename_copies
 from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
 from syncheck.comparison.replica_groups import (
@@ -19,7 +20,7 @@ from syncheck.comparison.replica_groups import (
     mesh_of,
 )
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
-from syncheck.comparison.ties import broken_ties, rename_copies
+from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
 from syncheck.evidence.tensors import add_evidence
 from syncheck.kernel.blocks import Files

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.ties import rename_copies
+from syncheck.comparison.copies import rename_copies
 from syncheck.errors import CheckpointError
 from syncheck.kernel.blocks import Files
 from syncheck.kernel.clustering import cluster_replicas

@@ -135,6 +135,7 @@ class StaleStage(StaleRank):
     """
 
     summary = "one rank's pipeline stages keep the state of the previous step (add --save-every 1)"
+    code = "SYN217"
     methods = ("pp",)
 
 
