@@ -43,7 +43,7 @@ class Pp(Method):
         "--find-unused": "gradients are added after the backward of all micro-batches",
         "--join": "the schedule needs all ranks in every step",
         "--compile": "the schedule calls the stages, not the compiled model",
-        "--comm-hook": "DDP's hooks need DDP",
+        "--comm-hook": "DDP's hooks need the wrapper of DDP",
     }
     default_degree: ClassVar[int | None] = None
     copies: ClassVar[str] = "data"
