@@ -1,4 +1,4 @@
-"""Measure how closely each parallel method follows a single process, and what syncheck reports about its files."""
+"""Measure how closely each parallel method follows a single process, and compare its files with syncheck."""
 
 from __future__ import annotations
 
