@@ -116,10 +116,10 @@ def compare_snapshots(
     wanted = _find_differing(contents, options)
     if not wanted:
         return _judge_replicas(contents, options, name, grouping)
-    normalized = contents.of_rank(channel.rank).normalized_names
-    tensors = contents.of_rank(channel.rank).tensors
+    content = contents.of_rank(channel.rank)
+    names = contents.common_names(content)
     own: dict[Key, Sliced] = {
-        (normalized[name], tensors[name].same): tensor.data
+        (names[name], content.tensors[name].same): tensor.data
         for name, tensor in local.tensors.items()
         if tensor.data is not None
     }
@@ -172,9 +172,10 @@ def _judge_replicas(
 def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict[bytes, RemoteTensor]]:
     """Return one rank per digest of each tensor that differs within a replica group, by name and digest."""
     digests: dict[str, set[bytes]] = {}
-    for content in contents.by_key.values():
+    names = {key: contents.common_names(content) for key, content in contents.by_key.items()}
+    for key, content in contents.by_key.items():
         for name, tensor in content.tensors.items():
-            digests.setdefault(content.normalized_names[name], set()).add(tensor.same)
+            digests.setdefault(names[key][name], set()).add(tensor.same)
     selection = build_selection(options)
     # By default all tensors are selected, and classifying every name of every rank would take long.
     filtered = selection.only or selection.include or selection.exclude
@@ -182,16 +183,17 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
     by_name: dict[str, dict[int, Tensor]] = {
         name: {} for name, distinct in digests.items() if len(distinct) > 1 and name in selected
     }
-    for rank in contents.rank_infos:
-        content = contents.of_rank(rank)
-        for name, tensor in content.tensors.items():
-            if content.normalized_names[name] in by_name:
-                by_name[content.normalized_names[name]][rank] = tensor
+    for rank, info in contents.rank_infos.items():
+        for name, tensor in contents.of_rank(rank).tensors.items():
+            if (common := names[info.key][name]) in by_name:
+                by_name[common][rank] = tensor
     positions = find_positions(contents.snapshots())
-    whole = find_replicated(by_name) if positions.plain else frozenset()
+    whole, tied = find_replicated(by_name) if positions.plain else frozenset(), set(contents.copies.values())
     wanted: dict[str, dict[bytes, RemoteTensor]] = {}
     for name, tensors in by_name.items():
-        for members in divide(tensors, tuple(contents.rank_infos), positions, replicated=name in whole).comparable:
+        ranks = tuple(contents.rank_infos)
+        division = divide(tensors, ranks, positions, replicated=name in whole, tied=name in tied)
+        for members in division.comparable:
             # Only ranks with equal dtype and shape can be compared with each other.
             by_form: dict[Any, dict[bytes, RemoteTensor]] = {}
             for rank in reversed(members):  # the first of several equal ranks remains
@@ -237,7 +239,7 @@ def _attach_bytes(
 
     by_key = {
         key: content.with_tensors(
-            {name: attach(content.normalized_names[name], t) for name, t in content.tensors.items()}
+            {name: attach(common, content.tensors[name]) for name, common in contents.common_names(content).items()}
         )
         for key, content in contents.by_key.items()
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncheck.comparison.copies import find_copies, name_of_copied
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError, one_line
 from syncheck.kernel.blocks import ranges
@@ -192,6 +193,21 @@ class GroupContents:
         """Return the content of a rank."""
         return self.by_key[self.rank_infos[rank].key]
 
+    @cached_property
+    def copies(self) -> Mapping[str, str]:
+        """The name of the tensor by the name of each copy of it in another pipeline stage."""
+        holders: dict[str, list[int]] = {}
+        if any(content.metadata.tied for content in self.by_key.values()):
+            for rank in self.rank_infos:
+                for name in self.of_rank(rank).normalized_names.values():
+                    holders.setdefault(name, []).append(rank)
+        return find_copies(holders, self.snapshots()) if holders else {}
+
+    def common_names(self, content: Content) -> Mapping[str, str]:
+        """Return the names under which tensors are compared, by name in one of the contents."""
+        names = content.normalized_names
+        return {name: self.copies.get(short, short) for name, short in names.items()} if self.copies else names
+
     @property
     def step(self) -> int | None:
         """The last step in the metadata of the files."""
@@ -308,16 +324,17 @@ def _agree_on_algorithms(
 ) -> list[tuple[str, bytes]]:
     """Return the digests, with COMMON for tensors whose algorithms differ between ranks."""
     used: dict[str, set[str]] = {}
+    tied = local.metadata.tied if local.metadata is not None else {}
     for manifest in manifests.values():
         normalized = manifest.normalized_names()
         for row in manifest.rows:
             if row.algorithm:
-                used.setdefault(normalized[row.name], set()).add(row.algorithm)
-    normalized = normalize(local.tensors)
-    to_redo = [i for i, name in enumerate(local.tensors) if len(used.get(normalized[name], ())) > 1]
+                used.setdefault(name_of_copied(normalized[row.name], tied), set()).add(row.algorithm)
+    common = [name_of_copied(name, tied) for name in normalize(local.tensors).values()]
+    to_redo = [i for i, name in enumerate(common) if len(used.get(name, ())) > 1]
     tensors, agreed = list(local.tensors.values()), list(digests)
-    for i, common in zip(to_redo, compute_digests([tensors[i] for i in to_redo], COMMON), strict=True):
-        agreed[i] = common
+    for i, digest in zip(to_redo, compute_digests([tensors[i] for i in to_redo], COMMON), strict=True):
+        agreed[i] = digest
     return agreed
 
 
