@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from train.checkpoints.saver import Saver
@@ -16,6 +17,7 @@ from train.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -26,6 +28,29 @@ if TYPE_CHECKING:
     from train.recorders.base import Recorder
     from train.schedule import LearningRate, Plan, Position
     from train.step import Step
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    seconds: from the first step to the last evaluation. trained: score over the last epoch. saved: files of all ranks.
+    replaced: number of removed files of an earlier run. diverged: the epoch since which the loss is not finite; None if
+    the loss is finite at the end. failed: failed periodic saves as a sentence, or empty. replicas: of the model, over
+    all ranks.
+    """
+
+    run: str
+    epochs: int
+    steps: int
+    seconds: float
+    trained: Score
+    test: Score
+    saved: tuple[Path, ...]
+    replaced: int
+    diverged: int | None = None
+    failed: str = ""
+    replicas: int = 1
 
 
 class Upkeep:
@@ -107,6 +132,25 @@ class Upkeep:
         else:
             self.diverged = self.diverged or position.epoch
         self.stop_if_asked(position, now=True)
+
+    def finish(self, position: Position, seconds: float) -> Result:
+        """End the records and return the result. seconds: from the first step to the last evaluation."""
+        self.recorder.end(seconds)
+        assert self.trained is not None
+        assert self.test is not None  # the last epoch is always evaluated
+        return Result(
+            run=self.plan.run,
+            epochs=position.epoch,
+            steps=position.step,
+            seconds=seconds,
+            trained=self.trained,
+            test=self.test,
+            saved=tuple(self.saver.saved),
+            replaced=self.saver.replaced,
+            diverged=self.diverged,
+            failed=self.saver.attempts.failed,
+            replicas=self.saver.replicas,
+        )
 
     def stop_if_asked(self, position: Position, *, now: bool = False) -> None:
         """Save a state and stop if any rank received a signal; a collective when due. Raises Stopped on all ranks.

@@ -13,7 +13,7 @@ from resumed import TINY, Crash, Stops
 from scenarios import SMALL, fsdp, load
 from started import ROOT
 
-from train.engine import Result, train
+from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
 from train.metrics import Best, Score
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from syncheck.testing import Rank
     from train.settings import Settings
+    from train.upkeep import Result
 
 # 6 steps an epoch.
 ALONE = replace(SMALL, method="single", max_steps=None, epochs=2, limit_train=200, save_per_rank=False, log_interval=4)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from train.errors import UserError
 from train.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Method:
 
     grouped: whether the method needs a process group. refuses: unsupported options with the reason. replicas: number of
     replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
-    whether gradient buckets are rebuilt after the first backward, see `Step.warm_up_buckets`. parallel: whether ranks
+    whether gradient buckets are rebuilt after the first backward (see train/resume/keeper.py). parallel: whether ranks
     compute one copy of the model together, with --parallel-degree.
     """
 
@@ -172,16 +171,3 @@ class Single(Method):
         "--comm-hook": "a single process sends no gradients to compress",
         "--find-unused": "a single process reduces no gradients",
     }
-
-
-def find_parallel_degree(settings: Settings, world_size: int, default: int | None = None) -> int:
-    """Return the number of ranks that share a copy of the model, which divides the number of all ranks.
-
-    default: without --parallel-degree; None for all ranks. Raises UserError.
-    """
-    degree = settings.parallel_degree or default or world_size
-    if degree < 2 or world_size % degree:
-        given = f"--method {settings.method}" + f" --parallel-degree {degree}" * (settings.parallel_degree is not None)
-        needed = f"a multiple of {degree} ranks" if degree > 1 else "at least 2 ranks"
-        raise UserError(f"{given}: needs {needed}, found {world_size}")
-    return degree

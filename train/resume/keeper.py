@@ -8,6 +8,7 @@ import torch
 
 from train.errors import UserError
 from train.launch.exits import print_once
+from train.metrics import Meter
 from train.resume.differences import check_same_run, describe_changes
 from train.resume.files import list_visible_ranks, remove_states, state_path, states_folder, write_state
 from train.resume.search import FoundState, find_newest_state
@@ -24,6 +25,8 @@ from train.schedule import Position
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
     from train.checkpoints.saver import Saver
     from train.data.dataset import Images
@@ -135,7 +138,7 @@ class Keeper:
             check_shapes(state, trainer, where)
         if trainer.method.rebuilds_buckets:
             x, y = samples[0]
-            trainer.warm_up_buckets(torch.stack([x, x]), torch.stack([y, y]))
+            warm_up_buckets(trainer, torch.stack([x, x]), torch.stack([y, y]))
         restore_state(state, trainer)
         for name, part in self.also.items():
             if name in state["also"]:
@@ -159,3 +162,18 @@ class Keeper:
         if found.step == self.plan.steps:
             print_once(ctx, "resumed: the run had already ended, nothing is left to train")
             self.saver.finish(found.step)
+
+
+def warm_up_buckets(trainer: Step, x: Tensor, y: Tensor) -> None:
+    """Run forward and backward once without a step, before a state is restored; a collective.
+
+    DDP first fills its buckets in the order of the parameters. After the first backward it rebuilds them in the
+    order in which gradients became ready (torch/nn/parallel/distributed.py, _rebuild_buckets). With three or more
+    ranks, the position in a bucket determines the order in which gloo and NCCL add the ranks' values, and so the
+    rounding. A resumed run must therefore start with rebuilt buckets.
+
+    x, y: a batch. The caller restores everything that this changes: buffers, RNG states and counters.
+    """
+    meter = Meter(trainer.ctx.device, trainer.task)
+    trainer.accumulate(x.to(trainer.ctx.device), y.to(trainer.ctx.device), len(x), meter)
+    trainer.optimizer.zero_grad()
