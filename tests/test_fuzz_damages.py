@@ -177,12 +177,12 @@ def test_injected_faults_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     def crash(_: str) -> Any:
         raise KeyError("w")
 
-    expected = {drop: "3.weight differs and is not reported", execute: "it tried to os.system", crash: "exit code 3"}
+    expected = {drop: "3.weight differs", execute: "it tried to os.system", crash: "exit code 3"}
     for read, fault in expected.items():
         monkeypatch.setattr(torch_zip, "read", read)
-        trials = run_trials(0, range(len(KINDS)), tmp_path / read.__name__, ["torch-zip"])
+        trials = run_trials(0, range(4 * len(KINDS)), tmp_path / read.__name__, ["torch-zip"])
         faults = [found for trial in trials for found in trial.verdict.faults]
-        assert any(found.startswith(fault) for found in faults), (fault, faults)
+        assert any(fault in found for found in faults), (fault, faults)
 
 
 def test_security_states_the_number_of_damages() -> None:

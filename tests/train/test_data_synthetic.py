@@ -98,4 +98,4 @@ def test_a_run_on_synthetic_data_can_be_evaluated(ctx: RankContext, tmp_path_fac
     evaluation = scores(Path(out))
     assert [rank.own.samples for rank in evaluation.ranks] == [25, 25]
     assert [rank.own.accuracy for rank in evaluation.ranks] == [result.test.accuracy] * 2
-    assert evaluation.replicas.task.alpha == 6
+    assert evaluation.replicas.settings.alpha == 6

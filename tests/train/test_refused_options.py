@@ -79,7 +79,7 @@ NEXT = "; add --spawn 2, or start with torchrun"
             "--find-unused",
             "--find-unused: not with --method single: a single process reduces no gradients" + NEXT,
         ),
-        ("--replicas 2", "--replicas: only for --method dp or hsdp, not for single"),
+        ("--replicas 2", "--replicas: only for --method dp or hsdp or hsdp_tp, not for single"),
         (
             "--monitor 10",
             "--monitor: not with --method single: a single process has no replica to compare with" + NEXT,

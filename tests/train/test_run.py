@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from train.launch import RankContext
 
 FLAGS = """
-    accumulate alpha amp augment average-every backend batch-size channels channels-last checkpoint-every
-    classes comm-hook compile cudnn-benchmark data data-dir depth download ema epochs eval-every fault fault-step
-    find-unused gpus grad-clip help image-size init-method ip join keep-last limit-train list-faults list-models
-    local-rank log-dir log-interval lr lr-scale max-steps method model momentum monitor monitor-every no-buffer-sync
-    no-shuffle on-desync optimizer out port powersgd-rank powersgd-start progress rank replicas resume save-best
-    save-every save-format save-per-rank schedule seed spawn sync-bn tensorboard timeout train-samples
-    warmup-epochs warmup-steps weight-decay width workers world-size
+    accumulate alpha amp augment average-every backend batch-size bucket-view channels channels-last
+    checkpoint-every classes comm-hook compile context-mode cpu-offload cudnn-benchmark data data-dir depth
+    download ema epochs eval-every fault fault-step find-unused gpus grad-clip help image-size init-method ip join
+    keep-last limit-train list-faults list-models local-rank log-dir log-interval loss-parallel lr lr-scale
+    max-steps method model momentum monitor monitor-every mp-policy no-buffer-sync no-shuffle on-desync optimizer
+    out outer-lr outer-momentum parallel-degree pipeline-schedule port powersgd-rank powersgd-start progress rank
+    replicas reshard-after-forward resume save-best save-every save-format save-per-rank schedule seed
+    sequence-parallel spawn static-graph sync-bn task tensorboard timeout train-samples warmup-epochs warmup-steps
+    weight-decay width workers world-size
 """
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
