@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from train.checkpoints.lock import RunLock
     from train.launch import RankContext
-    from train.methods.single import Replica
+    from train.methods.base import Replica
     from train.schedule import Plan
     from train.step import Step
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from train.data_parallel import GpuReplicas, ReplicaBuffers, ThreadReplicas
 from train.errors import UserError
-from train.methods.single import Method, Replica
+from train.methods.base import Replica
+from train.methods.single import Method
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from train.mesh import Mesh
+from train.methods.base import MethodBase, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -19,58 +18,12 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
-    from train.settings import Settings
-
 # The dtype of --amp under autocast; "off" disables autocast.
 PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Replica:
-    """The contents of one checkpoint: model tensors without a wrapper's prefix, and the optimizer; not copied."""
-
-    model: dict[str, Tensor]
-    optimizer: Optimizer
-
-
-class Method:
-    """Training without parallelism; the other methods override the steps that they change.
-
-    grouped: whether the method needs a process group. refuses: unsupported options with the reason. replicas: number of
-    replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
-    whether gradient buckets are rebuilt after the first backward (see train/resume/keeper.py). parallel: whether ranks
-    compute one copy of the model together, with --parallel-degree.
-    """
-
-    grouped: ClassVar[bool]
-    refuses: ClassVar[Mapping[str, str]]
-    replicas = 1
-    module: nn.Module
-    rebuilds_buckets: ClassVar[bool] = False
-    parallel: ClassVar[bool] = False
-
-    def __init__(self, settings: Settings, ctx: RankContext) -> None:
-        self.settings, self.ctx = settings, ctx
-
-    @classmethod
-    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:  # noqa: ARG003 - for subclasses
-        """Return the sizes of the mesh by dimension, outermost first (`train.mesh`); by default all ranks hold data.
-
-        Raises UserError if the number of ranks does not fit.
-        """
-        return {"data": world_size}
-
-    @classmethod
-    def place(cls, settings: Settings, ctx: RankContext) -> RankContext:
-        """Return the context of this rank with its coordinates in the method's mesh. Raises UserError."""
-        shape = cls.mesh_shape(settings, ctx.world_size)
-        return replace(ctx, mesh=Mesh(ctx.rank, tuple(shape), tuple(shape.values())))
-
-    @property
-    def metadata_fields(self) -> dict[str, Any]:
-        """Return further arguments for syncheck.metadata(). A single replica equals itself: its buffers are synced."""
-        return {"buffers_synced": True}
+class Method(MethodBase):
+    """Training without parallelism; the other methods override the steps that they change."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Prepare a model that is equal on all ranks. Returns the module that training calls."""
@@ -115,10 +68,6 @@ class Method:
         """
         measure(self.module(x), y)
 
-    def share_sums(self, sums: Tensor) -> Tensor:
-        """Return the measured sums, on ranks that have no outputs too."""
-        return sums
-
     def backward(self, loss: Tensor) -> None:
         """Compute the gradient of the global batch.
 
@@ -147,17 +96,6 @@ class Method:
         """Return the replicas of this process; always `replicas` of them."""
         # 5. The state dict of the unwrapped module, which any other program can load.
         return [Replica(self.module.state_dict(), optimizer)]
-
-    def join_ranks(self, optimizer: Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002 - for ddp
-        """Allow ranks to run out of batches at different steps within this context, with --join; a collective."""
-        return nullcontext()
-
-    def extra_state(self) -> dict[str, Any]:
-        """Return the state, besides model and optimizer, that --resume needs: plain values and tensors by name."""
-        return {}
-
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `extra_state` of this rank, or of an old rank if the number of ranks has changed."""
 
 
 class Single(Method):
