@@ -36,7 +36,7 @@ def run_job(job: Job) -> Result:
     upkeep, position = job.upkeep, job.upkeep.position
     upkeep.start()
     start = time.perf_counter()
-    with upkeep.watch:
+    with upkeep.watch.monitor or nullcontext():
         while True:
             train_epoch(job, position)
             upkeep.after_epoch(position)

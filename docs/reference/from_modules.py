@@ -46,7 +46,7 @@ TRAIN = {
         "launch mesh pipeline_stages tensor_parallel expert_exchange data_parallel sync_batchnorm comm_hooks"
     ),
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
-    "Faults, errors and signals": "faults errors upkeep watch",
+    "Faults, errors and signals": "faults errors upkeep",
     "Measurements and output": "metrics recorders plot evaluate bench",
     "Options": "options settings optional",
 }

@@ -19,7 +19,7 @@ from train.launch import RankContext
 from train.metrics import Best, Score
 from train.recorders.composite import CompositeRecorder, make_recorder
 from train.recorders.metrics_file import MetricsFile
-from train.recorders.rank_log import LineFile
+from train.recorders.rank_log import LogFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -185,10 +185,11 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.usefixtures("small_files")
 def test_a_shorter_line_is_written_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line that does not fit is removed completely, and a later, shorter line is written."""
-    file = LineFile(tmp_path / "log", append=False)
+    file = LogFile(tmp_path / "log")
+    file.open("", append=False)
     for line in ("a" * 4000, "b" * 200, "c" * 200, "d"):
         file.write(f"{line}\n")
-    file.close()
+    file.close(None)
     assert (tmp_path / "log").read_text() == "a" * 4000 + "\nd\n"
     assert capsys.readouterr().err.count("\n") == 1
 
