@@ -83,7 +83,7 @@ def run_job(job: Job) -> Result:
         saved=tuple(upkeep.saver.saved),
         replaced=upkeep.saver.replaced,
         diverged=upkeep.diverged,
-        failed=upkeep.saver.attempts.failed,
+        failed=upkeep.saver.failed,
         replicas=upkeep.saver.replicas,
     )
 

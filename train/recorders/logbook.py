@@ -194,7 +194,7 @@ class Logbook:
         """Gather sums, times, memory, and GPU utilization (-1: unavailable) of all ranks; a collective."""
         utilization = sum(self.utilization) / len(self.utilization) if self.utilization else -1.0
         numbers = [*sums, pace.data_time_s, pace.batch_time_s, pace.peak_memory_bytes, utilization]
-        return self.ctx.gather_numbers(numbers)
+        return self.ctx.gather(numbers)
 
 
 def _reduce_over_ranks(rows: list[list[float]]) -> tuple[Pace, Pace]:
