@@ -121,7 +121,7 @@ class Upkeep:
         self.trainer, self.plan, self.loaders, self.recorder = trainer, plan, loaders, recorder
         self.settings, self.ctx = trainer.settings, trainer.ctx
         self.saver, self.best = Saver(trainer, plan, lock), Best()
-        self.keeper = Keeper(trainer, plan, self.saver, loaders.samples, also={"best": self.best})
+        self.keeper = Keeper(trainer, plan, self.saver, loaders.samples, self.best)
         self.position = self.keeper.position
         self.stopping = Stopping(self.ctx, signals, between=not self.settings.join)
         self.watch = Watch(trainer, recorder.console)
@@ -199,7 +199,7 @@ class Upkeep:
             saved=tuple(self.saver.saved),
             replaced=self.saver.replaced,
             diverged=self.diverged,
-            failed=self.saver.attempts.failed,
+            failed=self.saver.failed,
             replicas=self.saver.replicas,
         )
 

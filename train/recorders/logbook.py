@@ -177,7 +177,7 @@ class Logbook:
         """
         utilization = sum(self.utilization) / len(self.utilization) if self.utilization else -1.0
         numbers = [*sums, *astuple(pace), utilization]
-        return self.ctx.gather_numbers(numbers) if self.gathers else [numbers]
+        return self.ctx.gather(numbers) if self.gathers else [numbers]
 
 
 def _reduce_over_ranks(rows: list[list[float]]) -> tuple[Pace, Pace]:
