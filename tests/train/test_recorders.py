@@ -290,7 +290,6 @@ def test_equal_score_does_not_replace_the_best() -> None:
         True,
         True,
     ]
-    again = Best()
-    again.restore(json.loads(json.dumps(best.state())))
+    again = Best(**json.loads(json.dumps(vars(best))))
     assert [again.update(Score(0.1, accuracy, 8), 3, 30) for accuracy in (0.5, 0.75)] == [False, False]
-    assert again.state() == {"value": 0.75, "epoch": 2, "step": 20}
+    assert vars(again) == {"value": 0.75, "epoch": 2, "step": 20}
