@@ -15,7 +15,7 @@ options.py define the options.
     resume/                states for a bitwise identical continuation
     task.py metrics.py     data, model, loss and metrics of a run; scores over all ranks
     recorders/             output of metrics: progress bar, logs, metrics file, TensorBoard
-    upkeep.py watch.py     the work after each step and epoch: checks, files, records, signals
+    upkeep.py              the work after each step and epoch: checks, files, records, signals
     faults/                injected faults
     evaluate/ bench/       separate programs: test scores of each rank's file; timing of the methods
 """

@@ -9,18 +9,21 @@ https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 
 from __future__ import annotations
 
+import inspect
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch._C._distributed_c10d import GradBucket
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
 
     from train.launch import RankContext
     from train.settings import Settings
@@ -90,3 +93,26 @@ def restore_hook_state(state: PowerSGDState, memory: Mapping[str, Any], ctx: Ran
     rng = memory["rng"]
     key = rng["key"].cpu().numpy().astype("uint32")
     state.rng.set_state({"bit_generator": "MT19937", "state": {"key": key, "pos": rng["pos"]}})
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
+    """Broadcast rank 0's optimizer state; a collective. All ranks have made a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    sent = value.to(device)  # Adam's step count is on the CPU, which NCCL does not support
+                    dist.broadcast(sent, 0)
+                    value.copy_(sent)
+
+
+def build_buffer_arguments(sync: bool) -> dict[str, Any]:
+    """Return the DDP arguments for --no-buffer-sync in the installed torch version.
+
+    forward_sync_buffers=False still broadcasts buffers once at the start. broadcast_buffers=False, its predecessor
+    before torch 2.13, does not; here buffers start equal because all ranks use one seed.
+    """
+    if sync:
+        return {}
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

@@ -7,14 +7,13 @@ calls the module directly (https://docs.pytorch.org/docs/stable/generated/torch.
 # ruff: noqa: SLF001 - replicas are assembled from a module's private dictionaries, as in torch
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -98,14 +97,12 @@ class GpuReplicas(nn.DataParallel[nn.Module]):
 class ThreadReplicas(nn.Module):
     """DataParallel with all replicas on one device, for demonstration without GPUs; it is not faster.
 
-    module: takes and returns one tensor [N, ...]. at_once: whether replicas run concurrently. The default is True,
-    unless the module has active dropout: replicas share the generator, so timing would decide which numbers each
-    replica draws. Otherwise both give bitwise equal results.
+    module: takes and returns one tensor [N, ...].
     """
 
-    def __init__(self, module: nn.Module, buffers: ReplicaBuffers, at_once: bool | None = None) -> None:
+    def __init__(self, module: nn.Module, buffers: ReplicaBuffers) -> None:
         super().__init__()
-        self.module, self.replica_buffers, self.at_once = module, buffers, at_once
+        self.module, self.replica_buffers = module, buffers
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, ...]. Returns the outputs of all samples in order."""
@@ -115,9 +112,8 @@ class ThreadReplicas(nn.Module):
         # 2. Replicate.
         replicas = [replicate(self.module, own_buffers=index > 0) for index in range(len(shares))]
         # 3. Apply.
-        at_once = not has_active_dropout(self.module) if self.at_once is None else self.at_once
         with self.replica_buffers.watch(self.module, replicas):
-            outputs = parallel_apply(replicas, shares, at_once=at_once)
+            outputs = parallel_apply(replicas, shares)
         # 4. Gather. Autograd later goes back through all replicas to the common parameters and adds the gradients
         #    there.
         return torch.cat(outputs)
@@ -145,44 +141,21 @@ def replicate(module: nn.Module, *, own_buffers: bool) -> nn.Module:
     return copies[module]
 
 
-def parallel_apply(replicas: Sequence[nn.Module], shares: Sequence[Tensor], *, at_once: bool) -> list[Tensor]:
-    """Call each replica with its share in a new thread, concurrently or in sequence.
+def parallel_apply(replicas: Sequence[nn.Module], shares: Sequence[Tensor]) -> list[Tensor]:
+    """Call each replica with its share in a new thread, one after another.
 
-    Threads are necessary in sequence too. Autograd numbers operations per thread from 0, and processes replicas by
-    their numbers, so without threads it would add the gradients of three or more replicas in another order. Returns the
-    outputs in the order of the replicas. Raises the error of the first failed replica.
+    In sequence, because replicas on one device share its generator: for concurrent replicas, timing would decide which
+    numbers of dropout each replica draws. In threads, because autograd numbers operations per thread from 0 and
+    processes replicas by their numbers; otherwise it would add the gradients of three or more replicas in another
+    order. Returns the outputs in the order of the replicas.
     """
-    call = keep_modes(shares[0].device.type)
-    outputs: dict[int, Tensor] = {}
-    failures: dict[int, BaseException] = {}
-
-    def work(index: int) -> None:
+    call, outputs = keep_modes(shares[0].device.type), []
+    for index, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
+        with ThreadPoolExecutor(1) as thread:
+            output = thread.submit(call, replica, share)
         try:
-            outputs[index] = call(replicas[index], shares[index])
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            outputs.append(output.result())
+        except Exception as error:
             error.add_note(f"in replica {index} of {len(replicas)}")
-            failures[index] = error
-
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(len(replicas))]
-    for worker in workers:
-        worker.start()
-        if not at_once:
-            worker.join()
-    for worker in workers:
-        worker.join()
-    for index in sorted(failures):
-        raise failures[index]
-    return [outputs[index] for index in range(len(replicas))]
-
-
-def has_active_dropout(module: nn.Module) -> bool:
-    """Return whether a forward in the current mode uses random dropout in torch's layers.
-
-    Calls of functional.dropout are not detected: pass at_once=False for modules that use it.
-    """
-    for part in module.modules():
-        # Recurrent and attention layers have no Dropout module, but an attribute with the rate.
-        rate = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0)
-        if part.training and isinstance(rate, (int, float)) and rate > 0:
-            return True
-    return False
+            raise
+    return outputs

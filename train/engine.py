@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,37 +12,12 @@ from train.job import Job, prepare
 from train.schedule import set_learning_rate
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from train.launch import RankContext
     from train.launch.signals import Signals
-    from train.metrics import Score
     from train.recorders.base import Recorder
     from train.schedule import Position
     from train.settings import Settings
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    seconds: from the first step to the last evaluation. trained: score over the last epoch. saved: files of all ranks.
-    replaced: number of removed files of an earlier run. diverged: the epoch since which the loss is not finite; None if
-    the loss is finite at the end. failed: failed periodic saves as a sentence, or empty. replicas: of the model, over
-    all ranks.
-    """
-
-    run: str
-    epochs: int
-    steps: int
-    seconds: float
-    trained: Score
-    test: Score
-    saved: tuple[Path, ...]
-    replaced: int
-    diverged: int | None = None
-    failed: str = ""
-    replicas: int = 1
+    from train.upkeep import Result
 
 
 def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: Signals | None = None) -> Result:
@@ -62,30 +36,14 @@ def run_job(job: Job) -> Result:
     upkeep, position = job.upkeep, job.upkeep.position
     upkeep.start()
     start = time.perf_counter()
-    with upkeep.watch:
+    with upkeep.watch.monitor or nullcontext():
         while True:
             train_epoch(job, position)
             upkeep.after_epoch(position)
             if position.step == job.plan.steps:
                 break
             position.next_epoch()
-    seconds = time.perf_counter() - start
-    upkeep.recorder.end(seconds)
-    assert upkeep.trained is not None
-    assert upkeep.test is not None  # the last epoch is always evaluated
-    return Result(
-        run=job.plan.run,
-        epochs=position.epoch,
-        steps=position.step,
-        seconds=seconds,
-        trained=upkeep.trained,
-        test=upkeep.test,
-        saved=tuple(upkeep.saver.saved),
-        replaced=upkeep.saver.replaced,
-        diverged=upkeep.diverged,
-        failed=upkeep.saver.attempts.failed,
-        replicas=upkeep.saver.replicas,
-    )
+    return upkeep.finish(position, time.perf_counter() - start)
 
 
 def train_epoch(job: Job, position: Position) -> None:

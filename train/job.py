@@ -18,7 +18,7 @@ from train.data import (
     smallest_share,
 )
 from train.errors import UserError
-from train.faults import make_fault
+from train.faults import FaultyStep, make_fault
 from train.loading import Loaders, evaluation_batches, training_batches
 from train.methods import METHODS, check_modifiers
 from train.recorders.base import Recorder
@@ -93,7 +93,8 @@ def prepare(
     optimizer = build_optimizer(settings, method)
     # From here on each rank has a separate random stream.
     seed_rank(settings.seed, ctx)
-    trainer = Step(settings, ctx, method, forward, optimizer, fault)
+    kind = Step if settings.fault is None else FaultyStep
+    trainer = kind(settings, ctx, method, forward, optimizer, fault)
     rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
     train_batches = training_batches(data.train, sampler, ctx, settings.workers)
     loaders = Loaders(data.train, sampler, train_batches, evaluation_batches(data.test, ctx))

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from train.errors import UserError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from train.settings import Settings
 
 # Along these dimensions ranks have different samples: replicas, shards of FSDP, and groups of ranks with other experts.
 DATA = ("data", "replicate", "shard", "expert")
@@ -83,3 +87,16 @@ class Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device_type, self.sizes, mesh_dim_names=self.names)
+
+
+def find_parallel_degree(settings: Settings, world_size: int, default: int | None = None) -> int:
+    """Return the number of ranks that share a copy of the model, which divides the number of all ranks.
+
+    default: without --parallel-degree; None for all ranks. Raises UserError.
+    """
+    degree = settings.parallel_degree or default or world_size
+    if degree < 2 or world_size % degree:
+        given = f"--method {settings.method}" + f" --parallel-degree {degree}" * (settings.parallel_degree is not None)
+        needed = f"a multiple of {degree} ranks" if degree > 1 else "at least 2 ranks"
+        raise UserError(f"{given}: needs {needed}, found {world_size}")
+    return degree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -158,11 +158,3 @@ class Best:
             return False
         self.value, self.epoch, self.step = test.main[1], epoch, step
         return True
-
-    def state(self) -> dict[str, Any]:
-        """Return JSON values for `restore`."""
-        return dict(vars(self))
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
-        vars(self).update(state)

@@ -33,7 +33,7 @@ if __name__ == "__main__":
     # torch logs pages of C++ stack traces when another rank is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from train.engine import Result, train
+from train.engine import train
 from train.errors import RankError, Stopped, UserError
 from train.launch import spawn
 from train.launch.environment import (
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.settings import Settings
+    from train.upkeep import Result
 
 LONGEST = 604_800  # seconds: a week
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.saver import Saver
 from train.errors import Stopped, UserError
 from train.launch.signals import Stopping
 from train.metrics import Best, evaluate
+from train.optional import SyncMonitor, metadata
 from train.recorders.logbook import Logbook
 from train.resume import Keeper
-from train.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
+    from rich.console import Console
     from torch import Tensor
 
     from train.checkpoints.lock import RunLock
@@ -26,6 +29,76 @@ if TYPE_CHECKING:
     from train.recorders.base import Recorder
     from train.schedule import LearningRate, Plan, Position
     from train.step import Step
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    seconds: from the first step to the last evaluation. trained: score over the last epoch. saved: files of all ranks.
+    replaced: number of removed files of an earlier run. diverged: the epoch since which the loss is not finite; None if
+    the loss is finite at the end. failed: failed periodic saves as a sentence, or empty. replicas: of the model, over
+    all ranks.
+    """
+
+    run: str
+    epochs: int
+    steps: int
+    seconds: float
+    trained: Score
+    test: Score
+    saved: tuple[Path, ...]
+    replaced: int
+    diverged: int | None = None
+    failed: str = ""
+    replicas: int = 1
+
+
+class Watch:
+    """Calls a SyncMonitor after every optimizer step, with --monitor.
+
+    console: output of the checks on rank 0, by default stderr.
+    """
+
+    def __init__(self, trainer: Step, console: Console | None = None) -> None:
+        self.settings, self.trainer = trainer.settings, trainer
+        # Further contents of a checkpoint, under the same keys.
+        self.extras: dict[str, Any] = {}
+        if trainer.average is not None:
+            self.extras["ema"] = trainer.average.parameters
+        self.monitor: SyncMonitor | None = None
+        if self.settings.monitor:
+            method, scaler = trainer.method, trainer.scaler
+            (replica,) = method.state(trainer.optimizer)
+            self.monitor = SyncMonitor(
+                (method.module, self.extras),
+                replica.optimizer,
+                scaler if scaler.is_enabled() else None,
+                every=self.settings.monitor,
+                on_desync=self.settings.on_desync or "warn",
+                console=console,
+            )
+
+    def after_step(self, step: int, *, last: bool) -> str:
+        """Check if it is due after this step, counted from 1, or if it is the last step; a collective in that case.
+
+        Returns the findings in a few words for a log, or an empty string.
+        """
+        if self.monitor is None:
+            return ""
+        # Metadata that may change between steps, for example the last average of localsgd. The block is equal on all
+        # ranks, because the monitor knows the ranks.
+        facts = self.trainer.method.metadata_fields
+        self.extras["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
+        before = self.monitor.checks
+        self.monitor.step(step)
+        if last:
+            self.monitor.close()
+        report = self.monitor.last if self.monitor.checks > before else None
+        if report is None or report.verdict != "out_of_sync":
+            return ""
+        codes = sorted({finding.code for group in report.groups for finding in group.findings})
+        return f"step {step}: the ranks are out of sync: {', '.join(codes)}"
 
 
 class Upkeep:
@@ -48,7 +121,7 @@ class Upkeep:
         self.trainer, self.plan, self.loaders, self.recorder = trainer, plan, loaders, recorder
         self.settings, self.ctx = trainer.settings, trainer.ctx
         self.saver, self.best = Saver(trainer, plan, lock), Best()
-        self.keeper = Keeper(trainer, plan, self.saver, loaders.samples, also={"best": self.best})
+        self.keeper = Keeper(trainer, plan, self.saver, loaders.samples, self.best)
         self.position = self.keeper.position
         self.stopping = Stopping(self.ctx, signals, between=not self.settings.join)
         self.watch = Watch(trainer, recorder.console)
@@ -84,8 +157,10 @@ class Upkeep:
         rank 0's through DDP's wrapper. The check comes first, so that the saved state has been checked or repaired.
         """
         step = position.step
-        self.logbook.record_warning(self.watch.after_step(step, last=step == self.plan.steps))
-        self.logbook.record_saved_files(self.saver.after_step(step))
+        if warning := self.watch.after_step(step, last=step == self.plan.steps):
+            self.recorder.warn(warning)
+        for path in self.saver.after_step(step):
+            self.recorder.note(f"saved {path}")
         self.keeper.after_step(position)
 
     def after_epoch(self, position: Position) -> None:
@@ -101,12 +176,32 @@ class Upkeep:
             best = self.best.update(self.test, position.epoch, position.step)
         self.logbook.after_epoch(position, self.trained, self.test, time.perf_counter() - start, best)
         if best:
-            self.logbook.record_saved_files(self.saver.save_best(position.step))
+            for path in self.saver.save_best(position.step):
+                self.recorder.note(f"saved {path}")
         if math.isfinite(self.trained.loss) and (self.test is None or math.isfinite(self.test.loss)):
             self.diverged = None  # a run recovers from a single overflow, as with --amp fp16
         else:
             self.diverged = self.diverged or position.epoch
         self.stop_if_asked(position, now=True)
+
+    def finish(self, position: Position, seconds: float) -> Result:
+        """End the records and return the result. seconds: from the first step to the last evaluation."""
+        self.recorder.end(seconds)
+        assert self.trained is not None
+        assert self.test is not None  # the last epoch is always evaluated
+        return Result(
+            run=self.plan.run,
+            epochs=position.epoch,
+            steps=position.step,
+            seconds=seconds,
+            trained=self.trained,
+            test=self.test,
+            saved=tuple(self.saver.saved),
+            replaced=self.saver.replaced,
+            diverged=self.diverged,
+            failed=self.saver.failed,
+            replicas=self.saver.replicas,
+        )
 
     def stop_if_asked(self, position: Position, *, now: bool = False) -> None:
         """Save a state and stop if any rank received a signal; a collective when due. Raises Stopped on all ranks.

@@ -37,16 +37,17 @@ SYNCHECK = {
 }
 TRAIN = {
     "Start here": (
-        "minimal run engine step job methods methods.table methods.single methods.ddp methods.zero methods.localsgd "
-        "methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp methods.fsdp_tp methods.hsdp_tp "
-        "methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep methods.dp"
+        "minimal run engine step job methods methods.table methods.base methods.single methods.ddp "
+        "methods.zero methods.localsgd methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp "
+        "methods.fsdp_tp methods.hsdp_tp methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep "
+        "methods.dp"
     ),
     "Models and data": "task models data loading schedule seeds",
     "Distribution over processes": (
         "launch mesh pipeline_stages tensor_parallel expert_exchange data_parallel sync_batchnorm comm_hooks"
     ),
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
-    "Faults, errors and signals": "faults errors upkeep watch",
+    "Faults, errors and signals": "faults errors upkeep",
     "Measurements and output": "metrics recorders plot evaluate bench",
     "Options": "options settings optional",
 }

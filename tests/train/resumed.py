@@ -10,7 +10,7 @@ import pytest
 import torch
 from scenarios import load
 
-from train.engine import Result, train
+from train.engine import train
 from train.recorders.base import Recorder
 from train.resume import state_path, states_folder
 from train.settings import Settings
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.metrics import Meter
     from train.recorders.base import EpochRecord
+    from train.upkeep import Result
 
 # Four steps per epoch, eight in all, and a state saved after each step.
 TINY = Settings(method="ddp", width=4, limit_train=70, batch_size=16, epochs=2, save_per_rank=True, checkpoint_every=1)

@@ -43,22 +43,22 @@ def test_excludes_the_first_epoch() -> None:
     """The first epoch is excluded as warm-up; accuracy is the last epoch's, and memory is the maximum."""
     records = [record("start"), epoch(1, 99.0), epoch(2, 2.0, memory=7), epoch(3, 4.0, accuracy=0.9), record("end")]
     timing = read_timing(records, began=990.0)
-    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7, utilization=(92.5, 10.0))
-    assert (timing.epoch_time, timing.throughput) == (3.0, 320 / 3)
+    assert timing == Timing(10.0, (2.0, 4.0), 10, 320, 0.9, 7, gpu_utilization=(92.5, 10.0))
+    assert (timing.epoch_time_s, timing.samples_per_second) == (3.0, 320 / 3)
 
 
 def test_includes_a_single_epoch() -> None:
     """The only epoch is timed, although it includes the warm-up."""
-    assert read_timing([record("start"), epoch(1, 5.0)], began=999.0).epochs == (5.0,)
+    assert read_timing([record("start"), epoch(1, 5.0)], began=999.0).epoch_times_s == (5.0,)
 
 
 def test_excludes_an_incomplete_epoch() -> None:
     """An epoch with fewer steps is excluded, unless it is the only epoch after the first."""
     short = {**epoch(3, 2.0), "step": 25, "samples": 160}
     timing = read_timing([record("start"), epoch(1, 99.0), epoch(2, 4.0), short], began=990.0)
-    assert (timing.epochs, timing.steps, timing.samples) == ((4.0,), 10, 320)
+    assert (timing.epoch_times_s, timing.steps, timing.samples) == ((4.0,), 10, 320)
     timing = read_timing([record("start"), epoch(1, 99.0), {**short, "epoch": 2, "step": 15}], began=990.0)
-    assert (timing.epochs, timing.steps, timing.samples) == ((2.0,), 5, 160)
+    assert (timing.epoch_times_s, timing.steps, timing.samples) == ((2.0,), 5, 160)
 
 
 def test_speed_up_is_over_single_of_the_same_round() -> None:

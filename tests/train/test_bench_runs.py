@@ -13,8 +13,7 @@ from bench_rows import epoch, record, row
 from programs import command
 
 from train.bench.__main__ import main, write_file
-from train.bench.overhead import check_settings, measure_overhead
-from train.bench.parts import format_parts
+from train.bench.measure import check_settings, format_parts, measure_overhead
 from train.bench.runs import run_case
 from train.engine import train_epoch
 from train.errors import UserError
@@ -100,16 +99,16 @@ def test_every_timed_epoch_of_the_trainer_trains(monkeypatch: pytest.MonkeyPatch
         train_epoch(job, position)
         steps.append(position.step - before)
 
-    monkeypatch.setattr("train.bench.overhead.train_epoch", counting)
+    monkeypatch.setattr("train.bench.measure.train_epoch", counting)
     settings = Settings(width=2, limit_train=64, batch_size=32, epochs=1, max_steps=1)
-    assert len(measure_overhead(settings, RankContext(), 3)["ratios"]) == 3
+    assert "(3 pairs of epochs of 2 steps, " in measure_overhead(settings, RankContext(), 3)
     assert steps == [2, 2, 2, 2]
 
 
 def test_parts_are_compared_with_one_process() -> None:
     """Each part has its speed-up over one process with the global batch, and DDP has the all-reduce's share of time."""
-    timings = {"whole": 1.0, "share": 0.5, "together": 0.6, "ddp": 0.8, "reduce": 0.1, "gradient_bytes": 44_700_000}
-    lines = format_parts(timings, 2).splitlines()
+    timings = {"whole": 1.0, "share": 0.5, "together": 0.6, "ddp": 0.8, "reduce": 0.1}
+    lines = format_parts(timings, 44.7, 2).splitlines()
     assert [line.split(" ms per step ")[1].split()[0] for line in lines[:4]] == ["1.00", "2.00", "1.67", "1.25"]
     assert "25.0 % of the step waits for the all-reduce" in lines[3]
     assert lines[4].startswith("all-reduce of 44.7 MB")

@@ -163,7 +163,7 @@ def clip_each_part(self: Step, x: Tensor, y: Tensor, samples: int, meter: Any) -
     torch.nn.utils.clip_grad_norm_(self.method.module.parameters(), CLIP)
 
 
-ACCUMULATE = Step._accumulate
+ACCUMULATE = Step.accumulate
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -174,7 +174,7 @@ def test_wrong_accumulation_exceeds_the_tolerance(
     """Averaging or clipping each micro-batch on its own far exceeds the tolerance of the tests above."""
     settings = replace(NO_BN, accumulate=3, batch_size=35, grad_clip=CLIP)
     right = whole_state(trained(ctx, settings))
-    monkeypatch.setattr(Step, "_accumulate", fault)
+    monkeypatch.setattr(Step, "accumulate", fault)
     wrong = whole_state(trained(ctx, settings))
     assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3
 

@@ -11,7 +11,7 @@ from programs import TRAIN
 
 from train.launch import RankContext
 from train.recorders.base import Start
-from train.recorders.progress import Output, describe_surprises, format_time, make_progress
+from train.recorders.progress import Output, describe_surprises, make_progress
 from train.schedule import Plan
 from train.settings import Settings
 
@@ -75,12 +75,6 @@ def test_describe_surprises() -> None:
     scaled = make_start((16, 16), Settings(lr_scale="linear"), 0.2)
     assert describe_surprises(scaled) == ["learning rate 0.2: 0.1 x 2 (--lr-scale linear)"]
     assert describe_surprises(make_start((16, 16), Settings(compile=True)))[0].startswith("--compile: the first step")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(6.7, "0:07"), (754, "12:34"), (3723, "1:02:03"), (3599.9, "1:00:00")])
-def test_format_time(seconds: float, text: str) -> None:
-    """Times are formatted as M:SS, or as H:MM:SS from one hour."""
-    assert format_time(seconds) == text
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ START = Start(
 
 def epoch(step: int, epoch: int, trained: Score, test: Score | None, speed: float) -> EpochRecord:
     """Return the record of an epoch with steps of 12.3 ms and other times zero."""
-    return EpochRecord(step, epoch, trained, test, speed, 0.0, 0.0, 0.0123)
+    return EpochRecord(step, epoch, trained, test, speed, 0.0, 0.0, 0.0123, Pace(0.0, 0.0123, 1))
 
 
 def test_meter_weights_by_samples() -> None:
@@ -114,12 +114,13 @@ def test_log_interval_prints_steps(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bar_estimates_the_remaining_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run estimates the remaining time from its pace since the resume; long numbers fit 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
-    seconds = iter((0.0, 100.0))
-    monkeypatch.setattr("train.recorders.progress.time.monotonic", lambda: next(seconds, 100.0))
     plan = Plan("ddp-syncbn", epochs=300, steps=117300, steps_per_epoch=391)
     with make_progress("bar", is_main=True) as progress:
+        seconds = 0.0
+        progress.bar.get_time = lambda: seconds
         progress.start(replace(START, plan=plan, resumed_at=110000))
         progress.step(110001, 282, Meter(torch.device("cpu")), 12345.0)
+        seconds = 100.0
         progress.step(110100, 282, Meter(torch.device("cpu")), 12345.0)
     first, second, third = capsys.readouterr().out.rstrip().splitlines()
     assert first.rstrip().endswith("epoch 282/300  step 110100/117300  2:01:13 left")

@@ -13,13 +13,13 @@ from resumed import TINY, Crash, Stops
 from scenarios import SMALL, fsdp, load
 from started import ROOT
 
-from train.engine import Result, train
+from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
 from train.metrics import Best, Score
 from train.recorders.composite import CompositeRecorder, make_recorder
 from train.recorders.metrics_file import MetricsFile
-from train.recorders.rank_log import LineFile
+from train.recorders.rank_log import LogFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from syncheck.testing import Rank
     from train.settings import Settings
+    from train.upkeep import Result
 
 # 6 steps an epoch.
 ALONE = replace(SMALL, method="single", max_steps=None, epochs=2, limit_train=200, save_per_rank=False, log_interval=4)
@@ -184,10 +185,11 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.usefixtures("small_files")
 def test_a_shorter_line_is_written_after_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line that does not fit is removed completely, and a later, shorter line is written."""
-    file = LineFile(tmp_path / "log", append=False)
+    file = LogFile(tmp_path / "log")
+    file.open("", append=False)
     for line in ("a" * 4000, "b" * 200, "c" * 200, "d"):
         file.write(f"{line}\n")
-    file.close()
+    file.close(None)
     assert (tmp_path / "log").read_text() == "a" * 4000 + "\nd\n"
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -288,7 +290,6 @@ def test_equal_score_does_not_replace_the_best() -> None:
         True,
         True,
     ]
-    again = Best()
-    again.restore(json.loads(json.dumps(best.state())))
+    again = Best(**json.loads(json.dumps(vars(best))))
     assert [again.update(Score(0.1, accuracy, 8), 3, 30) for accuracy in (0.5, 0.75)] == [False, False]
-    assert again.state() == {"value": 0.75, "epoch": 2, "step": 20}
+    assert vars(again) == {"value": 0.75, "epoch": 2, "step": 20}

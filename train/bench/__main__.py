@@ -32,10 +32,8 @@ import torch
 from rich.console import Console
 
 from train.bench.cases import CASES, select_cases
+from train.bench.measure import measure_overhead, measure_parts, print_measurement
 from train.bench.nodes import two_nodes
-from train.bench.overhead import measure_overhead
-from train.bench.parts import format_parts, measure_parts
-from train.bench.ranks import run_on_ranks
 from train.bench.runs import Row, run_case
 from train.bench.table import as_json, as_markdown, as_text
 from train.checkpoints.files import write_atomic
@@ -90,23 +88,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     text = f"cases to run, all, or methods (default: {' '.join(DEFAULT)})"
     parser.add_argument("cases", nargs="*", metavar="CASE", help=text)
-    parser.add_argument(
-        "--processes", type=int, default=2, metavar="N", help="processes of each distributed method (default: 2)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each case, in turns (default: 3)")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads per process (default: 1)")
-    parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="time limit of a run (default: 1800)"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="also write the table to FILE.md, .json or .txt",
-    )
+    for option, kind, default, text in (
+        ("--processes", int, 2, "processes of each distributed method"),
+        ("--rounds", int, 3, "runs of each case, in turns"),
+        ("--threads", int, 1, "CPU threads per process"),
+        ("--timeout", float, 1800, "time limit of a run in seconds"),
+    ):
+        parser.add_argument(option, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+    text = "also write the table to FILE.md, .json or .txt"
+    parser.add_argument("-o", "--output", type=Path, action="append", default=[], metavar="FILE", help=text)
     parser.add_argument("--parts", action="store_true", help="measure the parts of a DDP step instead")
     parser.add_argument("--overhead", action="store_true", help="compare the trainer with a bare loop instead")
     return parser
@@ -133,23 +123,23 @@ def describe_machine(arguments: argparse.Namespace, options: Sequence[str]) -> d
 def compare_cases(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     """Run the cases in turns, print their table, and return the exit code."""
     rows = [Row(case, case.count_processes(arguments.processes)) for case in select_cases(arguments.cases or DEFAULT)]
-    received: list[int] = []
 
     def stop(number: int, _: object) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    received = 0
     try:
         run_rounds(rows, arguments, options)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        received = interrupt.args[0]
         sys.stderr.write("interrupted; the table contains the results so far\n")
     machine = describe_machine(arguments, options)
     written = [write_file(path, FORMATS[path.suffix](rows, machine)) for path in arguments.output]
     sys.stdout.write(as_text(rows, machine))
     if received:
-        return 128 + received[0]
+        return 128 + received
     if any(row.problem and not row.refused for row in rows) or not all(written):
         return 1
     return 2 if all(row.problem for row in rows) else 0
@@ -193,25 +183,6 @@ def _connect_nodes(stack: ExitStack, rows: Sequence[Row], options: Sequence[str]
         return ()
 
 
-def print_parts_or_overhead(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Measure the parts of a DDP step, or the overhead of the trainer, and print them."""
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    ddp = ["--method", "ddp", "--spawn", str(arguments.processes)]
-    if arguments.parts:
-        parts = run_on_ranks(measure_parts, [*ddp, *options], arguments.rounds)
-        sys.stdout.write(format_parts(parts, arguments.processes) + "\n")
-        return 0
-    for method in (["--method", "single"], ddp):
-        result = run_on_ranks(measure_overhead, [*method, *options], arguments.rounds)
-        ratios = result["ratios"]
-        sys.stdout.write(
-            f"{method[1]}: {100 * (result['ratio'] - 1):+.2f} % per step compared with a bare loop "
-            f"({len(ratios)} pairs of epochs of {result['steps']} steps, "
-            f"{100 * (min(ratios) - 1):+.2f} to {100 * (max(ratios) - 1):+.2f} %)\n"
-        )
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -222,9 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             raise UserError(f"unrecognized arguments: {' '.join(unknown)}; pass options of run.py after --")
         check_arguments(arguments, options)
-        if arguments.parts or arguments.overhead:
-            return print_parts_or_overhead(arguments, options)
-        return compare_cases(arguments, options)
+        if not (arguments.parts or arguments.overhead):
+            return compare_cases(arguments, options)
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+        ddp = ["--method", "ddp", "--spawn", str(arguments.processes)]
+        for method in [ddp] if arguments.parts else [["--method", "single"], ddp]:
+            measurement = measure_parts if arguments.parts else measure_overhead
+            print_measurement(measurement, [*method, *options], arguments.rounds)
+        return 0
     except UserError as error:
         sys.stderr.write(f"train.bench: error: {error}\n")
         return 2
@@ -235,20 +211,15 @@ def check_arguments(arguments: argparse.Namespace, options: Sequence[str]) -> No
     for name, least in (("processes", 2), ("rounds", 1), ("threads", 1)):
         if getattr(arguments, name) < least:
             raise UserError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
+    select_cases(arguments.cases)
+    build_trainer_parser().parse_args(list(options))
     for path in arguments.output:
         if path.suffix not in FORMATS:
             raise UserError(f"-o {path}: unknown file extension; supported: {', '.join(FORMATS)}")
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"-o {path}: folder {path.parent} does not exist")
         try:
-            new = not path.exists()
             path.open("a").close()
-            if new:
-                path.unlink()
         except OSError as error:
             raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
-    select_cases(arguments.cases)
-    build_trainer_parser().parse_args(list(options))
 
 
 if __name__ == "__main__":

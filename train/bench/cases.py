@@ -43,14 +43,13 @@ class Case:
     """A row of the table.
 
     options: options of run.py in addition to --method; they replace the options for all cases. launcher: a key of
-    LAUNCHERS. replicas: whether a single process holds all replicas, as in dp. least: minimum number of processes.
+    LAUNCHERS. least: minimum number of processes.
     """
 
     name: str
     method: str
     options: tuple[str, ...] = ()
     launcher: str = "spawn"
-    replicas: bool = False
     least: int = 2
 
     @property
@@ -81,7 +80,7 @@ class Case:
             values |= {"folder": folder, "address": address, "port": port}
             prefix = nodes[rank // share].prefix if self.nodes > 1 else []
             start = [*prefix, sys.executable, *(word.format(**values) for word in words)]
-            replicas = ["--replicas", str(requested)] if self.replicas else []
+            replicas = ["--replicas", str(requested)] if self.method == "dp" else []
             commands.append([*start, "--method", self.method, *options, *self.options, *replicas])
         return commands
 
@@ -116,7 +115,7 @@ _CASES = (
     Case("single", "single", launcher="python"),
     *(Case(f"single-{name}", "single", _MODIFIERS[name], launcher="python") for name in _SINGLE),
     Case("single-moe", "single", _MOE, launcher="python"),
-    Case("dp", "dp", launcher="python", replicas=True),
+    Case("dp", "dp", launcher="python"),
     Case("ddp", "ddp"),
     Case("ddp-torchrun", "ddp", launcher="torchrun"),
     Case("ddp-launch", "ddp", launcher="launch"),
@@ -132,14 +131,13 @@ _CASES = (
     Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
 )
 CASES = {case.name: case for case in _CASES}
-REFERENCE = "single"
-REFERENCES = (REFERENCE, "single-moe")  # speed-ups are relative to the throughput of the case with the same model
+REFERENCES = ("single", "single-moe")  # speed-ups are relative to the throughput of the case with the same model
 
 
 def select_cases(names: Sequence[str]) -> list[Case]:
     """Return the cases of these names, always including the reference. Raises UserError for unknown names."""
     lists = {"all": tuple(CASES), "methods": (*METHODS, "single-moe")}
-    selected = {REFERENCE, *(case for name in names for case in lists.get(name, (name,)))}
+    selected = {"single", *(case for name in names for case in lists.get(name, (name,)))}
     for name in names:
         if name not in CASES and name not in lists:
             raise UserError(f"unknown case {name}; supported: {', '.join([*CASES, *lists])}")

@@ -12,12 +12,12 @@ import subprocess
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from train.bench.cases import Case
 
@@ -30,33 +30,33 @@ MARK = "TRAIN_BENCH_RUN"  # environment variable that all processes of a run inh
 
 @dataclass(frozen=True)
 class Timing:
-    """A run of a case.
+    """A run of a case, with the names of the JSON document.
 
-    start_time: seconds from the command to the first step. epochs: seconds of training per included epoch; the first
-    epoch (warm-up) and a last epoch cut short by --max-steps are excluded unless no other epoch exists. steps, samples:
-    of an included epoch. accuracy: test accuracy at the end. memory: peak memory over ranks in bytes, on the GPU if
-    there is a GPU. total_time: seconds from the command to its end. utilization: mean percent of each rank's GPU in the
+    start_s: seconds from the command to the first step. epoch_times_s: seconds of training per included epoch; the
+    first epoch (warm-up) and a last epoch cut short by --max-steps are excluded unless no other epoch exists. steps,
+    samples: of an included epoch. test_accuracy: at the end. peak_memory_bytes: maximum over ranks, on the GPU if there
+    is a GPU. total_s: seconds from the command to its end. gpu_utilization: mean percent of each rank's GPU in the
     included epochs; empty without GPUs.
     """
 
-    start_time: float
-    epochs: tuple[float, ...]
+    start_s: float
+    epoch_times_s: tuple[float, ...]
     steps: int
     samples: int
-    accuracy: float
-    memory: int
-    total_time: float = 0.0
-    utilization: tuple[float, ...] = ()
+    test_accuracy: float
+    peak_memory_bytes: int
+    total_s: float = 0.0
+    gpu_utilization: tuple[float, ...] = ()
 
     @property
-    def epoch_time(self) -> float:
+    def epoch_time_s(self) -> float:
         """Median seconds of an epoch's training."""
-        return statistics.median(self.epochs)
+        return statistics.median(self.epoch_times_s)
 
     @property
-    def throughput(self) -> float:
+    def samples_per_second(self) -> float:
         """Samples per second, over all ranks."""
-        return self.samples / self.epoch_time
+        return self.samples / self.epoch_time_s
 
 
 @dataclass
@@ -74,9 +74,9 @@ class Row:
     refused: bool = False
     problem: str = ""
 
-    def compute_median(self, number: Callable[[Timing], float]) -> float:
-        """Return the median of a number over the runs."""
-        return statistics.median(map(number, self.timings))
+    def compute_median(self, name: str) -> float:
+        """Return the median over the runs of a number of `Timing`."""
+        return float(statistics.median(getattr(timing, name) for timing in self.timings))
 
 
 def run_case(row: Row, commands: Sequence[Sequence[str]], folder: Path, threads: int, timeout: float) -> None:
@@ -120,7 +120,7 @@ def run_case(row: Row, commands: Sequence[Sequence[str]], folder: Path, threads:
     try:
         (path,) = folder.glob("*/metrics.jsonl")
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        row.timings.append(replace(read_timing(records, began), total_time=total))
+        row.timings.append(read_timing(records, began, total))
         row.model, row.data = records[0]["model"], records[0]["data"]
     except (OSError, ValueError, LookupError, TypeError) as error:  # for example after a full disk
         row.problem = f"its metrics are incomplete: {error}"
@@ -143,8 +143,8 @@ def kill_marked_processes(mark: str) -> None:
         time.sleep(0.01)  # a killed process keeps its environment for a moment
 
 
-def read_timing(records: Sequence[Record], began: float) -> Timing:
-    """Compute the timing of a run from its metrics. began: Unix time of the command."""
+def read_timing(records: Sequence[Record], began: float, total: float = 0.0) -> Timing:
+    """Compute the timing of a run from its metrics. began: Unix time of the command. total: its seconds."""
     (start,) = (record for record in records if record["event"] == "start")
     epochs = [record for record in records if record["event"] == "epoch"]
     steps = epochs[0]["step"]  # of every complete epoch
@@ -154,11 +154,12 @@ def read_timing(records: Sequence[Record], began: float) -> Timing:
         steps = later[-1]["step"] % steps
     included = complete or later
     return Timing(
-        start_time=start["time"] - began,
-        epochs=tuple(record["epoch_time_s"] for record in included),
-        steps=steps,
-        samples=min(start["samples"], steps * start["batch_size"]),  # the epochs of a text count bytes
-        accuracy=epochs[-1]["test_accuracy"],
-        memory=max(record["peak_memory_bytes"] for record in epochs),
-        utilization=tuple(map(statistics.mean, zip(*(r["gpu_utilization_by_rank"] for r in included), strict=False))),
+        start["time"] - began,
+        tuple(record["epoch_time_s"] for record in included),
+        steps,
+        min(start["samples"], steps * start["batch_size"]),  # the epochs of a text count bytes
+        epochs[-1]["test_accuracy"],
+        max(record["peak_memory_bytes"] for record in epochs),
+        total,
+        tuple(map(statistics.mean, zip(*(r["gpu_utilization_by_rank"] for r in included), strict=False))),
     )

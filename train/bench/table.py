@@ -7,7 +7,7 @@ import shutil
 import statistics
 import sys
 import textwrap
-from operator import attrgetter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from train.bench.cases import REFERENCES
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from train.bench.runs import Row
 
-THROUGHPUT, EPOCH_TIME = attrgetter("throughput"), attrgetter("epoch_time")
-START, TOTAL, MEMORY = attrgetter("start_time"), attrgetter("total_time"), attrgetter("memory")
 PIPE_WIDTH = 200  # columns, if stdout is not a terminal
 SCHEMA = 1  # of the JSON document; removing a field increases it
 TEXTS = 4  # columns of text, aligned to the left
@@ -40,7 +38,8 @@ def compute_speed_up(row: Row, rows: Sequence[Row]) -> float | None:
     if not bases or not row.timings:
         return None
     # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
-    return statistics.median(a.throughput / b.throughput for a, b in zip(row.timings, bases[0].timings, strict=False))
+    pairs = zip(row.timings, bases[0].timings, strict=False)
+    return statistics.median(own.samples_per_second / base.samples_per_second for own, base in pairs)
 
 
 def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -52,16 +51,16 @@ def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         row.model,
         row.data,
         str(row.processes),
-        f"{row.compute_median(START):.1f}",
-        f"{row.compute_median(TOTAL):.1f}",
-        f"{row.compute_median(EPOCH_TIME):.2f}",
-        str(sum(timing.steps * len(timing.epochs) for timing in row.timings)),
-        f"{1000 * row.compute_median(EPOCH_TIME) / row.timings[0].steps:.1f}",
-        f"{row.compute_median(THROUGHPUT):.1f}",
+        f"{row.compute_median('start_s'):.1f}",
+        f"{row.compute_median('total_s'):.1f}",
+        f"{row.compute_median('epoch_time_s'):.2f}",
+        str(sum(timing.steps * len(timing.epoch_times_s) for timing in row.timings)),
+        f"{1000 * row.compute_median('epoch_time_s') / row.timings[0].steps:.1f}",
+        f"{row.compute_median('samples_per_second'):.1f}",
         "-" if speed_up is None else f"{speed_up:.2f}",
-        f"{row.timings[-1].accuracy * 100:.1f}",
-        f"{row.compute_median(MEMORY) / 1e6:.0f}",
-        "/".join(f"{percent:.0f}" for percent in row.timings[-1].utilization) or "-",
+        f"{row.timings[-1].test_accuracy * 100:.1f}",
+        f"{row.compute_median('peak_memory_bytes') / 1e6:.0f}",
+        "/".join(f"{percent:.0f}" for percent in row.timings[-1].gpu_utilization) or "-",
     )
 
 
@@ -110,26 +109,14 @@ def _row_as_dict(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         "data": row.data or None,
         "processes": row.processes,
         "problem": row.problem or None,
-        "runs": [
-            {
-                "start_s": timing.start_time,
-                "total_s": timing.total_time,
-                "epoch_times_s": list(timing.epochs),
-                "steps": timing.steps,
-                "samples": timing.samples,
-                "test_accuracy": timing.accuracy,
-                "peak_memory_bytes": timing.memory,
-                "gpu_utilization": list(timing.utilization),
-            }
-            for timing in row.timings
-        ],
+        "runs": [asdict(timing) for timing in row.timings],
     }
     if row.timings:
         fields |= {
-            "total_s": row.compute_median(TOTAL),
-            "epoch_time_s": row.compute_median(EPOCH_TIME),
-            "batch_time_s": row.compute_median(EPOCH_TIME) / row.timings[0].steps,
-            "samples_per_second": row.compute_median(THROUGHPUT),
+            "total_s": row.compute_median("total_s"),
+            "epoch_time_s": row.compute_median("epoch_time_s"),
+            "batch_time_s": row.compute_median("epoch_time_s") / row.timings[0].steps,
+            "samples_per_second": row.compute_median("samples_per_second"),
             "speed_up": compute_speed_up(row, rows),
         }
     return fields

@@ -25,21 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def final_path(out: Path, run: str, rank: int, extension: str) -> Path:
-    """Return the path of one rank's checkpoint at the end of the run."""
-    return out / f"{run}_rank{rank}.{extension}"
-
-
-def step_path(out: Path, run: str, step: int, rank: int, extension: str) -> Path:
-    """Return the path of one rank's checkpoint after `step` optimizer steps."""
-    return out / "history" / run / f"step_{step}" / f"rank_{rank}.{extension}"
-
-
-def best_path(out: Path, run: str, rank: int, extension: str) -> Path:
-    """Return the path of one rank's checkpoint of the epoch with the best test metric."""
-    return out / "best" / run / f"rank_{rank}.{extension}"
-
-
 def write_atomic(path: Path, payload: bytes) -> None:
     """Replace a file atomically: `path` contains either the old data or all of the new data.
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from train.checkpoints.files import (
-    best_path,
-    final_path,
-    remove_run,
-    remove_temporary,
-    rename_into_place,
-    step_path,
-    temporary_path,
-    write_temporary,
-)
+from train.checkpoints.files import remove_run, remove_temporary, rename_into_place, temporary_path, write_temporary
 from train.checkpoints.formats import FORMATS, Snapshot
 from train.errors import UserError
 from train.launch.exits import print_once
@@ -27,45 +18,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from train.checkpoints.lock import RunLock
-    from train.launch import RankContext
-    from train.methods.single import Replica
+    from train.methods.base import Replica
     from train.schedule import Plan
     from train.step import Step
 
 T = TypeVar("T")
-
-
-class SaveAttempts:
-    """Counts periodic saves and their failures.
-
-    A temporarily full disk must not end a training that takes days. Rank 0 reports a failure at once, the next save
-    tries again, and the run ends with exit code 2, so that its files are not mistaken for complete.
-    """
-
-    def __init__(self, ctx: RankContext) -> None:
-        self.ctx = ctx
-        self.made = 0
-        self.errors: list[str] = []
-
-    def save(self, description: str, write: Callable[[], T]) -> T | None:
-        """Call `write` and return its result, or None if it fails.
-
-        description: the saved object, as named in the message. write: raises UserError on all ranks or on none.
-        """
-        self.made += 1
-        try:
-            return write()
-        except UserError as error:
-            self.errors.append(f"{description} is not saved: {error}")
-            print_once(self.ctx, f"warning: {self.errors[-1]}; training continues, and the next save tries again")
-            return None
-
-    @property
-    def failed(self) -> str:
-        """Return the number of failed saves and the last error as a sentence, or an empty string."""
-        if not self.errors:
-            return ""
-        return f"{len(self.errors)} of {self.made} periodic saves failed, the last: {self.errors[-1]}"
 
 
 class Saver:
@@ -77,8 +34,8 @@ class Saver:
     earlier deletes nothing.
 
     The constructor is a collective: ranks agree on a random run id. lock: this run's lock on --out. replaced: number of
-    removed checkpoints of an earlier run. attempts: periodic saves, which may fail. If the final save fails on any
-    rank, all ranks raise UserError.
+    removed checkpoints of an earlier run. attempts: number of periodic saves. If the final save fails on any rank, all
+    ranks raise UserError.
     """
 
     def __init__(self, trainer: Step, plan: Plan, lock: RunLock) -> None:
@@ -89,7 +46,8 @@ class Saver:
         self.replaced = 0
         self.cleared = False  # whether the files of an earlier run have been removed
         self.resumed = False
-        self.attempts = SaveAttempts(self.ctx)
+        self.attempts = 0
+        self.errors: list[str] = []  # of periodic saves
         self.run_id = self.ctx.gather(secrets.token_hex(8))[0]
 
     def after_step(self, step: int) -> list[Path]:
@@ -97,16 +55,15 @@ class Saver:
 
         Returns the files written by this process.
         """
-        s, ranks = self.settings, range(self.replicas)
+        s = self.settings
         written: list[Path] = []
         if not s.save_per_rank:
             return written
         if s.save_every is not None and step % s.save_every == 0:
-            paths = [step_path(s.out, s.run, step, rank, s.save_format) for rank in ranks]
-            written += self.attempts.save(f"step {step}", lambda: self._save(paths, step, final=False)) or []
+            paths = self._paths(f"history/{s.run}/step_{step}/rank_")
+            written += self.attempt(f"step {step}", lambda: self._save(paths, step)) or []
         if step in (self.plan.steps, self.trainer.fault.early_save_step):
-            paths = [final_path(s.out, s.run, rank, s.save_format) for rank in ranks]
-            written += self._save(paths, step, final=True)
+            written += self._save(self._paths(f"{s.run}_rank"), step, final=True)
         return written
 
     def save_best(self, step: int) -> list[Path]:
@@ -115,12 +72,33 @@ class Saver:
         Call it between the last step of an epoch and the first step of the next. Returns the files written by this
         process.
         """
-        s = self.settings
-        if not s.save_best:
+        if not self.settings.save_best:
             return []
-        paths = [best_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
-        description = f"the best checkpoint so far, of step {step},"
-        return self.attempts.save(description, lambda: self._save(paths, step, final=False)) or []
+        paths = self._paths(f"best/{self.settings.run}/rank_")
+        return self.attempt(f"the best checkpoint so far, of step {step},", lambda: self._save(paths, step)) or []
+
+    def attempt(self, description: str, write: Callable[[], T]) -> T | None:
+        """Call `write` for a periodic save and return its result, or None if it fails.
+
+        A temporarily full disk must not end a training that takes days. Rank 0 reports a failure at once, the next save
+        tries again, and the run ends with exit code 2, so that its files are not mistaken for complete.
+
+        description: the saved object, as named in the message. write: raises UserError on all ranks or on none.
+        """
+        self.attempts += 1
+        try:
+            return write()
+        except UserError as error:
+            self.errors.append(f"{description} is not saved: {error}")
+            print_once(self.ctx, f"warning: {self.errors[-1]}; training continues, and the next save tries again")
+            return None
+
+    @property
+    def failed(self) -> str:
+        """Return the number of failed periodic saves and the last error as a sentence, or an empty string."""
+        if not self.errors:
+            return ""
+        return f"{len(self.errors)} of {self.attempts} periodic saves failed, the last: {self.errors[-1]}"
 
     def resume(self, run_id: str, saved: Sequence[str], *, same_ranks: bool) -> None:
         """Continue the recorded run: keep its files up to the resumed step.
@@ -134,16 +112,19 @@ class Saver:
 
     def finish(self, step: int) -> None:
         """Write the final checkpoints of a resumed run that had already ended, if any is missing; a collective."""
-        s = self.settings
-        paths = [final_path(s.out, s.run, rank, s.save_format) for rank in range(self.replicas)]
-        if not s.save_per_rank:
+        if not self.settings.save_per_rank:
             return
+        paths = self._paths(f"{self.settings.run}_rank")
         # Files may have been removed or moved since.
         exist = set(paths) <= set(self.saved) and all(paths[index].exists() for index in self._own_indices)
         if not all(self.ctx.gather(exist)):
             self._save(paths, step, final=True)
 
-    def _save(self, paths: list[Path], step: int, *, final: bool) -> list[Path]:
+    def _paths(self, name: str) -> list[Path]:
+        """Return the paths of all replicas. name: relative to --out, up to the rank."""
+        return [self.settings.out / f"{name}{rank}.{self.settings.save_format}" for rank in range(self.replicas)]
+
+    def _save(self, paths: list[Path], step: int, *, final: bool = False) -> list[Path]:
         """Write this process's replicas to `paths`; a collective.
 
         Returns the paths written by this process. Raises UserError on all ranks. If the disk is full, existing files

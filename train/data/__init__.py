@@ -3,7 +3,8 @@
 from train.data.augment import AUGMENTATIONS
 from train.data.dataset import Data, DataOptions, Images
 from train.data.download import download
-from train.data.sampler import DistributedBatchSampler, OwnSharesSampler, smallest_share
+from train.data.join_sampler import OwnSharesSampler, smallest_share
+from train.data.sampler import DistributedBatchSampler
 from train.data.synthetic import MAX_SAMPLES
 from train.data.table import DATASETS, load_data
 

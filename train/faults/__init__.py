@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.faults.base import Fault
+from train.faults.base import Fault, FaultyStep
 from train.faults.table import FAULTS, make_fault
 
-__all__ = ["FAULTS", "Fault", "make_fault"]
+__all__ = ["FAULTS", "Fault", "FaultyStep", "make_fault"]

@@ -13,7 +13,7 @@ from train.errors import UserError
 from train.mesh import Mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 T = TypeVar("T")
 
@@ -55,21 +55,6 @@ class RankContext:
         if self.backend is not None:
             dist.all_reduce(values)
         return values
-
-    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Take the maximum of each element over all ranks, in place."""
-        if self.backend is not None:
-            dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values
-
-    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gather numbers in one small collective: a row for each rank, on every rank."""
-        row = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        if self.backend is None:
-            return [row.tolist()]
-        rows = [torch.empty_like(row) for _ in range(self.world_size)]
-        dist.all_gather(rows, row)
-        return [row.tolist() for row in rows]
 
     def gather(self, value: T) -> list[T]:
         """Gather small picklable values: a list in rank order, on every rank."""

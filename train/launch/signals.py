@@ -18,6 +18,7 @@ from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from train.launch.environment import prints_for_all_ranks
 from train.launch.exits import INTERRUPTED, ExitStatus, print_status
@@ -209,9 +210,9 @@ class Stopping:
         before, since = self.last
         # float64 represents both numbers exactly enough; NCCL needs a tensor on the device.
         mine = [float(self.signals.number), time.monotonic() - since]
-        number, seconds = self.ctx.max_over_ranks(
-            torch.tensor(mine, dtype=torch.float64, device=self.ctx.device)
-        ).tolist()
+        largest = torch.tensor(mine, dtype=torch.float64, device=self.ctx.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        number, seconds = largest.tolist()
         self.last = (step, time.monotonic())
         if not now:
             self.due = step + (count_steps_within(step - before, seconds) if before else 1)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.errors import UserError
+from train.mesh import find_parallel_degree
 from train.methods.ddp import Ddp
-from train.methods.single import find_parallel_degree
 from train.models.gpt import HEADS, Attention
 
 if TYPE_CHECKING:

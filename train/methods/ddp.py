@@ -7,15 +7,18 @@ https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedData
 
 from __future__ import annotations
 
-import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from train.comm_hooks import collect_hook_state, register_hook, restore_hook_state
+from train.comm_hooks import (
+    broadcast_optimizer_state,
+    build_buffer_arguments,
+    collect_hook_state,
+    register_hook,
+    restore_hook_state,
+)
 from train.methods.single import Method
 from train.sync_batchnorm import convert_sync_batchnorm
 
@@ -116,33 +119,11 @@ class Ddp(Method):
 
     def extra_state(self) -> dict[str, Any]:
         """Return the state of PowerSGD, if used."""
-        # 5a. PowerSGD keeps errors by bucket, so a resumed run must have the same buckets: see `Step.warm_up_buckets`.
+        # 5a. PowerSGD keeps errors by bucket, so a resumed run must have the same buckets: see `warm_up_buckets` in
+        #     train/resume/keeper.py.
         return {} if self.compressor is None else collect_hook_state(self.compressor, self.ctx)
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of PowerSGD."""
         if self.compressor is not None:
             restore_hook_state(self.compressor, state, self.ctx)
-
-
-def broadcast_optimizer_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Broadcast rank 0's optimizer state; a collective. All ranks have made a step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor):
-                    sent = value.to(device)  # Adam's step count is on the CPU, which NCCL does not support
-                    dist.broadcast(sent, 0)
-                    value.copy_(sent)
-
-
-def build_buffer_arguments(sync: bool) -> dict[str, Any]:
-    """Return the DDP arguments for --no-buffer-sync in the installed torch version.
-
-    forward_sync_buffers=False still broadcasts buffers once at the start. broadcast_buffers=False, its predecessor
-    before torch 2.13, does not; here buffers start equal because all ranks use one seed.
-    """
-    if sync:
-        return {}
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

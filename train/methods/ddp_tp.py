@@ -12,9 +12,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from train.mesh import find_parallel_degree
 from train.methods.ddp import Ddp
 from train.methods.fsdp_tp import DEGREE
-from train.methods.single import find_parallel_degree
 from train.methods.tp import Tp
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from train.data_parallel import GpuReplicas, ReplicaBuffers, ThreadReplicas
 from train.errors import UserError
-from train.methods.single import Method, Replica
+from train.methods.base import Replica
+from train.methods.single import Method
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +60,7 @@ class Dp(Method):
         """Move the model to the first device and wrap it."""
         # 1. Move the parameters and buffers to the first device, which updates them and accumulates all gradients.
         self.module = model.to(self.devices[0])
-        # 1a. Wrap. Every forward splits the batch, copies the model to each device, runs all copies concurrently and
+        # 1a. Wrap. Every forward splits the batch, copies the model to each device, runs all copies, and
         #     gathers their outputs.
         if len(self.devices) > 1:
             return GpuReplicas(self.module, self.devices, self.buffers)

@@ -16,7 +16,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from train.errors import UserError
 from train.expert_exchange import send_to_experts
-from train.methods.single import Method, Replica, find_parallel_degree
+from train.mesh import find_parallel_degree
+from train.methods.base import Replica
+from train.methods.single import Method
 from train.models.gpt import EXPERTS, Experts
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, ClassVar
 
+from train.mesh import find_parallel_degree
 from train.methods.fsdp import Fsdp
-from train.methods.single import find_parallel_degree
 from train.methods.tp import Tp
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from train.errors import UserError
-from train.methods.single import Method, find_parallel_degree
+from train.mesh import find_parallel_degree
+from train.methods.single import Method
 from train.models.gpt import Gpt
 from train.pipeline_stages import add_gradient_of, assign_stages, build_schedule, count_micro_batches, split_model
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from train.errors import UserError
-from train.mesh import Mesh
+from train.methods.base import MethodBase, Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -20,58 +18,12 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
-    from train.settings import Settings
-
 # The dtype of --amp under autocast; "off" disables autocast.
 PRECISION = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Replica:
-    """The contents of one checkpoint: model tensors without a wrapper's prefix, and the optimizer; not copied."""
-
-    model: dict[str, Tensor]
-    optimizer: Optimizer
-
-
-class Method:
-    """Training without parallelism; the other methods override the steps that they change.
-
-    grouped: whether the method needs a process group. refuses: unsupported options with the reason. replicas: number of
-    replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
-    whether gradient buckets are rebuilt after the first backward, see `Step.warm_up_buckets`. parallel: whether ranks
-    compute one copy of the model together, with --parallel-degree.
-    """
-
-    grouped: ClassVar[bool]
-    refuses: ClassVar[Mapping[str, str]]
-    replicas = 1
-    module: nn.Module
-    rebuilds_buckets: ClassVar[bool] = False
-    parallel: ClassVar[bool] = False
-
-    def __init__(self, settings: Settings, ctx: RankContext) -> None:
-        self.settings, self.ctx = settings, ctx
-
-    @classmethod
-    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:  # noqa: ARG003 - for subclasses
-        """Return the sizes of the mesh by dimension, outermost first (`train.mesh`); by default all ranks hold data.
-
-        Raises UserError if the number of ranks does not fit.
-        """
-        return {"data": world_size}
-
-    @classmethod
-    def place(cls, settings: Settings, ctx: RankContext) -> RankContext:
-        """Return the context of this rank with its coordinates in the method's mesh. Raises UserError."""
-        shape = cls.mesh_shape(settings, ctx.world_size)
-        return replace(ctx, mesh=Mesh(ctx.rank, tuple(shape), tuple(shape.values())))
-
-    @property
-    def metadata_fields(self) -> dict[str, Any]:
-        """Return further arguments for syncheck.metadata(). A single replica equals itself: its buffers are synced."""
-        return {"buffers_synced": True}
+class Method(MethodBase):
+    """Training without parallelism; the other methods override the steps that they change."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Prepare a model that is equal on all ranks. Returns the module that training calls."""
@@ -116,10 +68,6 @@ class Method:
         """
         measure(self.module(x), y)
 
-    def share_sums(self, sums: Tensor) -> Tensor:
-        """Return the measured sums, on ranks that have no outputs too."""
-        return sums
-
     def backward(self, loss: Tensor) -> None:
         """Compute the gradient of the global batch.
 
@@ -149,17 +97,6 @@ class Method:
         # 5. The state dict of the unwrapped module, which any other program can load.
         return [Replica(self.module.state_dict(), optimizer)]
 
-    def join_ranks(self, optimizer: Optimizer) -> AbstractContextManager[None]:  # noqa: ARG002 - for ddp
-        """Allow ranks to run out of batches at different steps within this context, with --join; a collective."""
-        return nullcontext()
-
-    def extra_state(self) -> dict[str, Any]:
-        """Return the state, besides model and optimizer, that --resume needs: plain values and tensors by name."""
-        return {}
-
-    def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Restore `extra_state` of this rank, or of an old rank if the number of ranks has changed."""
-
 
 class Single(Method):
     """The baseline itself, and the options that it refuses."""
@@ -172,16 +109,3 @@ class Single(Method):
         "--comm-hook": "a single process sends no gradients to compress",
         "--find-unused": "a single process reduces no gradients",
     }
-
-
-def find_parallel_degree(settings: Settings, world_size: int, default: int | None = None) -> int:
-    """Return the number of ranks that share a copy of the model, which divides the number of all ranks.
-
-    default: without --parallel-degree; None for all ranks. Raises UserError.
-    """
-    degree = settings.parallel_degree or default or world_size
-    if degree < 2 or world_size % degree:
-        given = f"--method {settings.method}" + f" --parallel-degree {degree}" * (settings.parallel_degree is not None)
-        needed = f"a multiple of {degree} ranks" if degree > 1 else "at least 2 ranks"
-        raise UserError(f"{given}: needs {needed}, found {world_size}")
-    return degree

@@ -13,7 +13,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from train.errors import UserError
-from train.methods.single import Method, find_parallel_degree
+from train.mesh import find_parallel_degree
+from train.methods.single import Method
 from train.tensor_parallel import apply_plan
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from train.methods.base import Replica
 from train.methods.ddp import Ddp
-from train.methods.single import Replica
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.errors import Stopped
-
 if TYPE_CHECKING:
-    from typing import Self
-
     from rich.console import Console
 
     from train.launch import RankContext
     from train.metrics import Meter, Score
     from train.schedule import Plan
     from train.settings import Settings
-
-STOPS = (KeyboardInterrupt, Stopped)  # exceptions that end a run on request
 
 
 @dataclass(frozen=True)
@@ -79,11 +75,11 @@ class StepRecord:
 class EpochRecord:
     """Metrics of an epoch over all ranks.
 
-    step, epoch: counted from 1. test: None if the epoch was not evaluated. best: whether the first metric is better
-    than in all previous epochs. pace: mean times over ranks and maximum memory; None without --log-dir and
-    --log-interval, because gathering it is a collective. train_time_s, test_time_s: of this rank. step_time_s: mean
-    time of a step, of the slowest rank if `pace` is known. gpu_utilization: percent, mean over ranks; None if
-    unavailable. gpu_utilization_by_rank: empty if unavailable.
+    step, epoch: counted from 1. test: None if the epoch was not evaluated. pace: mean times over ranks and maximum
+    memory. train_time_s, test_time_s: of this rank. step_time_s: mean time of a step, of the slowest rank. best:
+    whether the first metric is better than in all previous epochs. gpu_utilization_by_rank: percent; empty if
+    unavailable. Without --log-dir and --log-interval, pace and step_time_s are of this rank, because gathering them is
+    a collective.
     """
 
     step: int
@@ -94,20 +90,17 @@ class EpochRecord:
     train_time_s: float
     test_time_s: float
     step_time_s: float
+    pace: Pace
     best: bool = False
-    pace: Pace | None = None
-    gpu_utilization: float | None = None
     gpu_utilization_by_rank: tuple[float, ...] = ()
 
-
-def classify_ending(value: BaseException | None) -> str:
-    """Return finished, stopped (by a signal) or failed, given the exception that ended the run."""
-    if value is None:
-        return "finished"
-    return "stopped" if isinstance(value, STOPS) else "failed"
+    @property
+    def gpu_utilization(self) -> float | None:
+        """Mean over ranks in percent; None if unavailable."""
+        return statistics.fmean(self.gpu_utilization_by_rank) if self.gpu_utilization_by_rank else None
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Base class, which records nothing.
 
     The hooks are called on every rank in this order: start; step (every step, metrics of this rank) and log (every
@@ -140,9 +133,6 @@ class Recorder:
 
     def end(self, seconds: float) -> None:
         """Record the end, after the last evaluation. seconds: time since the first step."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)

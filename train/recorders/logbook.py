@@ -6,8 +6,8 @@ import re
 import resource
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from train.metrics import SUMS, Score, score_of
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -77,10 +77,7 @@ class Logbook:
             resumed_at=resumed_at,
             metric=next(iter(self.trainer.task.metrics)),
         )
-        if s.log_dir is None:
-            self.recorder.start(start)
-            return
-        with self.ctx.together():
+        with self.ctx.together() if s.log_dir is not None else nullcontext():
             self.recorder.start(start)
 
     def begin_epoch(self) -> None:
@@ -111,23 +108,22 @@ class Logbook:
     def _build_step_record(self, position: Position, lr: float) -> StepRecord:
         sums = (self.carried + position.meter.take()).tolist()  # synchronizes with the device
         self._read_clock()
-        own = self.since_record.pace(self.ctx.device)
-        rows = self._gather(sums if self.ctx.mesh.counts else [0.0] * SUMS, own)
+        own, trainer = self.since_record.pace(self.ctx.device), self.trainer
+        rows = self._gather(own, sums if self.ctx.mesh.counts else [0.0] * SUMS)
         mean, slowest = _reduce_over_ranks(rows)
-        trained = score_of([sum(row[i] for row in rows) for i in range(SUMS)], self.trainer.task)
-        seconds = slowest.batch_time_s * self.since_record.steps
-        trainer = self.trainer
+        # A collective for the DTensor of sharded gradients.
+        norm = getattr(trainer.grad_norm, "full_tensor", lambda: trainer.grad_norm)()
         record = StepRecord(
             step=position.step,
             epoch=position.epoch,
             lr=lr,
-            trained=trained,
-            own=score_of(sums, self.trainer.task),
+            trained=score_of([sum(row[i] for row in rows) for i in range(SUMS)], trainer.task),
+            own=score_of(sums, trainer.task),
             mean=mean,
             slowest=slowest,
             own_pace=own,
-            samples_per_second=self.since_record.samples / seconds,
-            grad_norm=_read_norm(trainer.grad_norm),
+            samples_per_second=self.since_record.samples / (slowest.batch_time_s * self.since_record.steps),
+            grad_norm=None if norm is None else float(norm),
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
         )
         self.since_record = StepTimes()
@@ -139,46 +135,30 @@ class Logbook:
         self._read_clock()
         self.carried += position.meter.take()
 
-    def record_warning(self, text: str) -> None:
-        """Record a warning, unless it is empty."""
-        if text:
-            self.recorder.warn(text)
-
-    def record_saved_files(self, paths: Iterable[Path]) -> None:
-        """Record the files that this process has written."""
-        for path in paths:
-            self.recorder.note(f"saved {path}")
-
     def after_epoch(self, position: Position, trained: Score, test: Score | None, test_time: float, best: bool) -> None:
         """Record an epoch; a collective with --log-dir or --log-interval. test_time: seconds of the evaluation."""
-        pace, known = None, []
-        elapsed = self.of_epoch.seconds
-        if self.gathers:
-            rows = self._gather([0.0] * SUMS, self.of_epoch.pace(self.ctx.device))
-            mean, slowest = _reduce_over_ranks(rows)
-            pace = Pace(mean.data_time_s, mean.batch_time_s, slowest.peak_memory_bytes)
-            known = [row[-1] for row in rows if row[-1] >= 0]
-            elapsed = slowest.batch_time_s * self.of_epoch.steps
+        rows = self._gather(self.of_epoch.pace(self.ctx.device))
+        mean, slowest = _reduce_over_ranks(rows)
         self.utilization.clear()
         # With --join, the last steps of an epoch are smaller than the global batch.
         samples = self.of_epoch.samples
         if self.trainer.settings.join:
             samples = trained.samples // self.trainer.predictions_per_sample
+        # `trained` also includes the steps before a resume within the epoch, the elapsed time does not.
+        speed = samples / (slowest.batch_time_s * self.of_epoch.steps) if self.of_epoch.steps else 0.0
         self.recorder.epoch(
             EpochRecord(
                 step=position.step,
                 epoch=position.epoch,
                 trained=trained,
                 test=test,
-                # `trained` also includes the steps before a resume within the epoch, the elapsed time does not.
-                samples_per_second=samples / elapsed if self.of_epoch.steps else 0.0,
+                samples_per_second=speed,
                 train_time_s=self.of_epoch.seconds,
                 test_time_s=test_time,
-                step_time_s=elapsed / max(1, self.of_epoch.steps),
+                step_time_s=slowest.batch_time_s,
+                pace=replace(mean, peak_memory_bytes=slowest.peak_memory_bytes),
                 best=best,
-                pace=pace,
-                gpu_utilization=sum(known) / len(known) if known else None,
-                gpu_utilization_by_rank=tuple(known),
+                gpu_utilization_by_rank=tuple(row[-1] for row in rows if row[-1] >= 0),
             )
         )
 
@@ -190,11 +170,14 @@ class Logbook:
         if self.gathers and (utilization := read_gpu_utilization(self.ctx.device)) is not None:
             self.utilization.append(utilization)
 
-    def _gather(self, sums: list[float], pace: Pace) -> list[list[float]]:
-        """Gather sums, times, memory, and GPU utilization (-1: unavailable) of all ranks; a collective."""
+    def _gather(self, pace: Pace, sums: Sequence[float] = (0.0,) * SUMS) -> list[list[float]]:
+        """Gather sums, times, memory, and GPU utilization (-1: unavailable) of all ranks; a collective.
+
+        Without --log-dir and --log-interval, return the numbers of this rank.
+        """
         utilization = sum(self.utilization) / len(self.utilization) if self.utilization else -1.0
-        numbers = [*sums, pace.data_time_s, pace.batch_time_s, pace.peak_memory_bytes, utilization]
-        return self.ctx.gather_numbers(numbers)
+        numbers = [*sums, *astuple(pace), utilization]
+        return self.ctx.gather(numbers) if self.gathers else [numbers]
 
 
 def _reduce_over_ranks(rows: list[list[float]]) -> tuple[Pace, Pace]:
@@ -203,13 +186,6 @@ def _reduce_over_ranks(rows: list[list[float]]) -> tuple[Pace, Pace]:
     data, batch, memory = (sum(column) / len(column) for column in columns)
     slowest_data, slowest_batch, most_memory = map(max, columns)
     return Pace(data, batch, int(memory)), Pace(slowest_data, slowest_batch, int(most_memory))
-
-
-def _read_norm(norm: Tensor | None) -> float | None:
-    """Convert a norm to a float; a collective for the DTensor of sharded gradients (fsdp)."""
-    if norm is None:
-        return None
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def read_peak_memory(device: torch.device) -> int:

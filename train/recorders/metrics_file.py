@@ -12,26 +12,22 @@ import torch
 
 from train.checkpoints.files import write_atomic
 from train.errors import UserError
-from train.recorders.base import EpochRecord, Recorder, Start, StepRecord, classify_ending
-from train.recorders.rank_log import LineFile, device_name
+from train.recorders.rank_log import LogFile, classify_ending, device_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from train.recorders.base import EpochRecord, Start, StepRecord
 
-class MetricsFile(Recorder):
-    """Writes a JSON object per line at once, so that other programs can follow the file. Used on rank 0.
 
-    launcher: the name of the launcher, None if unknown.
-    """
+class MetricsFile(LogFile):
+    """Writes a JSON object per line at once, so that other programs can follow the file. Used on rank 0."""
 
     def __init__(self, path: Path, launcher: str | None = None) -> None:
-        self.path, self.launcher = path, launcher
-        self.file: LineFile | None = None
-        self.metric = "accuracy"
-        self.steps, self.since = 0, time.perf_counter()
+        super().__init__(path, launcher)
+        self.run, self.metric, self.since = "", "accuracy", time.perf_counter()
         self.test: float | None = None
-        self.best: tuple[float, int] | None = None
+        self.best: tuple[float | None, int | None] = None, None
         self.seconds: float | None = None
 
     def resume_at(self, step: int) -> None:
@@ -56,11 +52,14 @@ class MetricsFile(Recorder):
             except (ValueError, TypeError, KeyError):
                 continue
             kept.append(line)
-            if record["event"] == "epoch" and (test := record.get(f"test_{self.metric}")) is not None:
-                self.test = test
-                if record["best"]:
-                    self.best = test, record["epoch"]
+            self._remember_scores(record)
         write_atomic(self.path, "".join(f"{line}\n" for line in kept).encode())
+
+    def _remember_scores(self, record: dict[str, Any]) -> None:
+        if (test := record.get(f"test_{self.metric}")) is not None and record["event"] == "epoch":
+            self.test = test
+            if record["best"]:
+                self.best = test, record["epoch"]
 
     def start(self, start: Start) -> None:
         """Open the file and write the event "start". Raises UserError."""
@@ -69,7 +68,6 @@ class MetricsFile(Recorder):
             self.resume_at(start.resumed_at)
             self.steps = start.resumed_at
         self.run, self.since = plan.run, time.perf_counter()
-        self.file = LineFile(self.path, append=start.resumed_at is not None)
         record = {
             "method": s.method,
             "world_size": ctx.world_size,
@@ -91,17 +89,13 @@ class MetricsFile(Recorder):
             "backend": ctx.backend,
             "config": {k: str(v) if hasattr(v, "__fspath__") else v for k, v in s.config(ctx.world_size).items()},
         }
-        self.file.write_first(self._line("start", record))
-
-    def step(self, step: int, *_: object) -> None:
-        """Remember the number of steps."""
-        self.steps = step
+        self.open(self._format_line({"event": "start", **record}), append=start.resumed_at is not None)
 
     def log(self, record: StepRecord) -> None:
         """Write the event "step"."""
         self._write(
-            "step",
             {
+                "event": "step",
                 "step": record.step,
                 "epoch": record.epoch,
                 "lr": record.lr,
@@ -116,37 +110,33 @@ class MetricsFile(Recorder):
                 "grad_norm": record.grad_norm,
                 "loss_scale": record.loss_scale,
                 "peak_memory_bytes": record.slowest.peak_memory_bytes,
-            },
+            }
         )
 
     def epoch(self, record: EpochRecord) -> None:
         """Write the event "epoch"."""
-        pace, test = record.pace, record.test
-        if test is not None:
-            self.test = test.main[1]
-            if record.best:
-                self.best = self.test, record.epoch
+        trained, test = record.trained, record.test
         self._write(
-            "epoch",
             {
+                "event": "epoch",
                 "epoch": record.epoch,
                 "step": record.step,
-                "loss": record.trained.loss,
-                **record.trained.metrics,
-                "samples": record.trained.samples,
-                "test_loss": None if test is None else test.loss,
-                **{f"test_{name}": None if test is None else test.metrics[name] for name in record.trained.metrics},
-                "test_samples": None if test is None else test.samples,
+                "loss": trained.loss,
+                **trained.metrics,
+                "samples": trained.samples,
+                "test_loss": test and test.loss,
+                **{f"test_{name}": test and test.metrics[name] for name in trained.metrics},
+                "test_samples": test and test.samples,
                 "best": record.best,
                 "epoch_time_s": record.train_time_s,
                 "test_time_s": record.test_time_s,
-                "data_time_s": None if pace is None else pace.data_time_s,
-                "batch_time_s": None if pace is None else pace.batch_time_s,
+                "data_time_s": record.pace.data_time_s,
+                "batch_time_s": record.pace.batch_time_s,
                 "samples_per_second": record.samples_per_second,
-                "peak_memory_bytes": None if pace is None else pace.peak_memory_bytes,
+                "peak_memory_bytes": record.pace.peak_memory_bytes,
                 "gpu_utilization": record.gpu_utilization,
                 "gpu_utilization_by_rank": record.gpu_utilization_by_rank,
-            },
+            }
         )
 
     def end(self, seconds: float) -> None:
@@ -155,26 +145,26 @@ class MetricsFile(Recorder):
 
     def close(self, error: BaseException | None) -> None:
         """Write the event "end"."""
-        if self.file is None:
-            return
-        best, epoch = self.best or (None, None)
-        record = {
-            "ended": classify_ending(error),
-            "steps": self.steps,
-            "seconds": time.perf_counter() - self.since if self.seconds is None else self.seconds,
-            f"test_{self.metric}": self.test,
-            f"best_{self.metric}": best,
-            "best_epoch": epoch,
-        }
-        self._write("end", record)
-        self.file.close()
+        best, epoch = self.best
+        self._write(
+            {
+                "event": "end",
+                "ended": classify_ending(error),
+                "steps": self.steps,
+                "seconds": time.perf_counter() - self.since if self.seconds is None else self.seconds,
+                f"test_{self.metric}": self.test,
+                f"best_{self.metric}": best,
+                "best_epoch": epoch,
+            }
+        )
+        super().close(error)
 
-    def _write(self, event: str, record: dict[str, Any]) -> None:
-        if self.file is not None:
-            self.file.write(self._line(event, record))
+    def _write(self, record: dict[str, Any]) -> None:
+        self._remember_scores(record)
+        self.write(self._format_line(record))
 
-    def _line(self, event: str, record: dict[str, Any]) -> str:
-        complete = {"event": event, "time": time.time(), "run": self.run, **record}
+    def _format_line(self, record: dict[str, Any]) -> str:
+        complete = {"event": record["event"], "time": time.time(), "run": self.run, **record}
         # Non-finite numbers become null, because JSON has no NaN, and strict readers would refuse the whole line.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in complete.items()}
         return json.dumps(finite, allow_nan=False) + "\n"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
+import math
 import sys
-import time
-from typing import IO, TYPE_CHECKING, TextIO, cast
+from datetime import timedelta
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -20,7 +20,7 @@ REFRESH = 10  # steps between reads of the meter, because each read synchronizes
 MAX_LISTED = 8  # maximum number of ranks for listing every share
 
 
-class Output(io.TextIOBase):
+class Output:
     """A file object that writes to the current sys.stdout, used on rank 0.
 
     If a write fails, for example because stdout is a file on a full disk, the run continues. Later output is dropped,
@@ -31,7 +31,7 @@ class Output(io.TextIOBase):
     def __init__(self) -> None:
         self.lost: OSError | None = None
 
-    def write(self, text: str, /) -> int:
+    def write(self, text: str) -> int:
         """Write the text and flush it, because logs are read during the run. Raises BrokenPipeError."""
         if self.lost is None:
             try:
@@ -43,18 +43,12 @@ class Output(io.TextIOBase):
                 self.lost = error
         return len(text)
 
-    def isatty(self) -> bool:
-        """Return whether stdout is a terminal."""
-        return _stdout().isatty()
+    def flush(self) -> None:
+        """Do nothing, because `write` flushes."""
 
-    def fileno(self) -> int:
-        """Return the file descriptor, which rich needs to detect the width of the terminal."""
-        return _stdout().fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """Return the encoding; rich draws in ASCII if the encoding requires it."""
-        return _stdout().encoding
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of stdout: rich needs isatty, fileno and encoding."""
+        return getattr(_stdout(), name)
 
 
 def _stdout() -> TextIO:
@@ -125,10 +119,10 @@ class Bar(Recorder):
             BarColumn(bar_width=14),  # fits 80 columns with the metrics and a name of 10 characters
             TextColumn("{task.fields[numbers]}"),
             console=Console(file=cast("IO[str]", output)),
+            speed_estimate_period=math.inf,  # the time left includes evaluations
         )
         self.console = self.bar.console
         self.test = self.top5 = ""
-        self.first: tuple[int, float] | None = None  # the first step and its time
 
     def start(self, start: Start) -> None:
         """Draw the empty bar."""
@@ -142,11 +136,8 @@ class Bar(Recorder):
 
     def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
         """Move the bar, and read the meter every few steps."""
-        if self.first is None:
-            self.first = step, time.monotonic()
-        if step % REFRESH:
-            self.bar.update(self.task, completed=step)
-        else:
+        self.bar.update(self.task, completed=step)
+        if step % REFRESH == 0:
             step_time = self.batch_size / samples_per_second
             self._show(step, epoch, meter.local(), samples_per_second, step_time)
 
@@ -157,30 +148,18 @@ class Bar(Recorder):
         self._show(record.step, record.epoch, record.trained, record.samples_per_second, record.step_time_s)
 
     def _show(self, step: int, epoch: int, score: Score, samples_per_second: float, step_time: float) -> None:
+        seconds = self.bar.tasks[0].time_remaining
+        left = f"  {timedelta(seconds=round(seconds))} left".replace("  0:", "  ") if seconds else ""
         numbers = (
-            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{self._format_time_left(step)}\n"
+            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{left}\n"
             f"loss {score.loss:.4f}  train {score.format()}{self.test}  {samples_per_second:.0f} samples/s\n"
             f"{1000 * step_time:.1f} ms/step{self.top5}"
         )
         self.bar.update(self.task, completed=step, numbers=numbers)
 
-    def _format_time_left(self, step: int) -> str:
-        """Estimate the time left from the steps so far, including evaluations."""
-        if self.first is None or not self.first[0] < step < self.plan.steps:
-            return ""
-        first, since = self.first
-        return f"  {format_time((time.monotonic() - since) * (self.plan.steps - step) / (step - first))} left"
-
     def close(self, error: BaseException | None) -> None:  # noqa: ARG002
         """Stop the bar, and leave its last state on the terminal."""
         self.bar.stop()
-
-
-def format_time(seconds: float) -> str:
-    """Format a duration as 0:07, 12:34 or 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> Recorder:

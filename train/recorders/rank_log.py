@@ -12,65 +12,82 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.errors import UserError
+from train.errors import Stopped, UserError
 from train.launch.exits import print_line
-from train.recorders.base import EpochRecord, Recorder, Start, StepRecord, classify_ending
+from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 from train.settings import DEFAULT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class LineFile:
-    """Appends each line with a single write, so that lines survive if the process is killed.
+class LogFile(Recorder):
+    """Base class of recorders that append lines to a file.
 
-    If a write fails, for example on a full disk, the partial line is removed and one warning is printed on stderr. The
-    run continues, and the next line is tried again.
+    Each line is a single write, so that lines survive if the process is killed. If a write fails, for example on a full
+    disk, the partial line is removed and one warning is printed on stderr. The run continues, and the next line is
+    tried again. launcher: the name of the launcher, None if unknown.
     """
 
-    def __init__(self, path: Path, *, append: bool) -> None:
-        """Create the folder and the file. append: keep the existing contents. Raises UserError."""
-        self.path, self.warned = path, False
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | (0 if append else os.O_TRUNC)
-            self.file = os.open(path, flags | os.O_CLOEXEC, 0o666)
-            self.size = os.lseek(self.file, 0, os.SEEK_END)
-        except OSError as error:
-            raise UserError(f"cannot write the log {path}: {error.strerror}") from error
+    def __init__(self, path: Path, launcher: str | None = None) -> None:
+        self.path, self.launcher = path, launcher
+        self.file: int | None = None
+        self.size = self.steps = 0
+        self.warned = False
 
-    def write_first(self, text: str) -> None:
-        """Write before training starts. Raises UserError, because nothing is lost yet."""
+    def open(self, text: str, *, append: bool) -> None:
+        """Create the folder and the file, and write the first lines. append: keep the existing contents.
+
+        Raises UserError, because nothing is lost yet.
+        """
         try:
-            self._append(text)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | (0 if append else os.O_TRUNC)
+            self.file = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
+            self.size = os.lseek(self.file, 0, os.SEEK_END)
+            self._append(self.file, text)
         except OSError as error:
             raise UserError(f"cannot write the log {self.path}: {error.strerror}") from error
 
     def write(self, text: str) -> None:
-        """Write whole lines. The first failure prints a warning."""
+        """Write whole lines if the file is open. The first failure prints a warning."""
         try:
-            self._append(text)
+            if self.file is not None:
+                self._append(self.file, text)
         except OSError as error:
             if not self.warned:
                 self.warned = True
                 warn_lost(self.path, error)
 
-    def _append(self, text: str) -> None:
+    def _append(self, file: int, text: str) -> None:
         content = text.encode()
         try:
             done = 0
             while done < len(content):  # a nearly full disk accepts a part
-                done += os.pwrite(self.file, content[done:], self.size + done)
+                done += os.pwrite(file, content[done:], self.size + done)
             self.size += done
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self.file, self.size)
+                os.ftruncate(file, self.size)
             raise
 
-    def close(self) -> None:
+    def step(self, step: int, *_: object) -> None:
+        """Remember the number of steps."""
+        self.steps = step
+
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002
         """Close the file."""
-        with suppress(OSError):  # network file systems may report failures on close
-            os.close(self.file)
+        if self.file is not None:
+            with suppress(OSError):  # network file systems may report failures on close
+                os.close(self.file)
+            self.file = None
+
+
+def classify_ending(error: BaseException | None) -> str:
+    """Return finished, stopped (by a signal) or failed, given the exception that ended the run."""
+    if error is None:
+        return "finished"
+    return "stopped" if isinstance(error, (KeyboardInterrupt, Stopped)) else "failed"
 
 
 def warn_lost(path: Path, error: OSError) -> None:
@@ -78,21 +95,12 @@ def warn_lost(path: Path, error: OSError) -> None:
     print_line(f"warning: cannot write the log {path}: {error.strerror}; training continues")
 
 
-class RankLog(Recorder):
-    """Writes a line per event with date and time (UTC). Used on every rank.
-
-    launcher: the name of the launcher, None if unknown.
-    """
-
-    def __init__(self, path: Path, launcher: str | None = None) -> None:
-        self.path, self.launcher = path, launcher
-        self.file: LineFile | None = None
-        self.steps = 0
+class RankLog(LogFile):
+    """Writes a line per event with date and time (UTC). Used on every rank."""
 
     def start(self, start: Start) -> None:
         """Open the file, and write the environment, the settings and the plan. Raises UserError."""
         s, ctx, plan = start.settings, start.ctx, start.plan
-        self.file = LineFile(self.path, append=start.resumed_at is not None)
         options = ", ".join(f"{k}={v}" for k, v in vars(s).items() if v != getattr(DEFAULT, k))
         process = f"process {os.getpid()} on {socket.gethostname()} (node {ctx.node}, local rank {ctx.local_rank})"
         versions = f"python {platform.python_version()}, torch {torch.__version__}"
@@ -110,11 +118,7 @@ class RankLog(Recorder):
         ]
         if start.resumed_at is not None:
             lines.append(f"resumed after step {start.resumed_at}")
-        self.file.write_first("".join(map(_add_time, lines)))
-
-    def step(self, step: int, *_: object) -> None:
-        """Remember the number of steps."""
-        self.steps = step
+        self.open("".join(map(_add_time, lines)), append=start.resumed_at is not None)
 
     def log(self, record: StepRecord) -> None:
         """Write the metrics of this rank."""
@@ -138,8 +142,7 @@ class RankLog(Recorder):
 
     def note(self, text: str) -> None:
         """Write a line."""
-        if self.file is not None:
-            self.file.write(_add_time(text))
+        self.write(_add_time(text))
 
     def warn(self, text: str) -> None:
         """Write a line with the prefix "warning: "."""
@@ -147,13 +150,11 @@ class RankLog(Recorder):
 
     def close(self, error: BaseException | None) -> None:
         """Write how the run ended, with the traceback of a failure."""
-        if self.file is None:
-            return
         ended = classify_ending(error)
         self.note(f"{ended} after step {self.steps}" + (f": {type(error).__name__}: {error}" if error else ""))
         if ended == "failed":
             self.note("".join(traceback.format_exception(error)))
-        self.file.close()
+        super().close(error)
 
 
 def _add_time(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
@@ -10,6 +11,7 @@ from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 from train.recorders.rank_log import warn_lost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 HINT = "--tensorboard: the package tensorboard is not installed; run pip install tensorboard, or omit the option"
@@ -65,25 +67,17 @@ class TensorBoard(Recorder):
             self._add({"test/loss": record.test.loss, **metrics}, record.step)
 
     def _add(self, numbers: dict[str, float | None], step: int) -> None:
-        if self.writer is None:
-            return
-        try:
-            for name, number in numbers.items():
-                if number is not None:
-                    self.writer.add_scalar(name, number, step)
-            self.writer.flush()
-        except OSError as error:
-            self._drop_writer(error)
+        scalars = [(name, number, step) for name, number in numbers.items() if number is not None]
+        self._write(lambda writer: [*starmap(writer.add_scalar, scalars), writer.flush()])
 
-    def _drop_writer(self, error: OSError) -> None:
-        # TensorBoard's writer cannot continue after a failure.
-        self.writer = None
-        warn_lost(self.folder, error)
+    def _write(self, write: Callable[[Any], object]) -> None:
+        if self.writer is not None:
+            try:
+                write(self.writer)
+            except OSError as error:
+                self.writer = None  # it cannot continue after a failure
+                warn_lost(self.folder, error)
 
     def close(self, error: BaseException | None) -> None:  # noqa: ARG002
         """Close the file."""
-        if self.writer is not None:
-            try:
-                self.writer.close()
-            except OSError as failure:
-                self._drop_writer(failure)
+        self._write(lambda writer: writer.close())

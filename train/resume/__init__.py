@@ -8,6 +8,6 @@ tensors to another number of ranks. differences.py compares the options of the s
 from __future__ import annotations
 
 from train.resume.files import state_path, states_folder
-from train.resume.keeper import Keeper, Stateful
+from train.resume.keeper import Keeper
 
-__all__ = ["Keeper", "Stateful", "state_path", "states_folder"]
+__all__ = ["Keeper", "state_path", "states_folder"]

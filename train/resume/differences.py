@@ -68,7 +68,7 @@ def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankCont
     changed = [name for name in LENGTH if then.get(name) != now[name]]
     if changed:
         lengths = " and ".join(
-            f"--{name.replace('_', '-')} {_number(now[name])} (was {_number(then.get(name))})" for name in changed
+            f"--{name.replace('_', '-')} {now[name] or 'none'} (was {then.get(name) or 'none'})" for name in changed
         )
         changes.append(
             f"{lengths}: the learning rate follows the schedule of the new length from here; not bitwise equal to an "
@@ -90,12 +90,5 @@ def _other_ranks(trainer: Step, old: int, new: int) -> str:
     if any(True for _ in trainer.method.module.buffers()):
         changes.append(f"buffers (BatchNorm statistics) of rank r start from rank r modulo {old}")
     changes.append("random streams are new")
-    return f"saved by {_ranks(old)}, now {_ranks(new)}: {exact}; not bitwise from here: {', '.join(changes)}"
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _number(value: int | None) -> str:
-    return "none" if value is None else str(value)
+    ranks = f"saved by {old} rank{'s' * (old > 1)}, now {new} rank{'s' * (new > 1)}"
+    return f"{ranks}: {exact}; not bitwise from here: {', '.join(changes)}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from train.errors import UserError
 from train.launch.exits import print_once
+from train.metrics import Meter
 from train.resume.differences import check_same_run, describe_changes
 from train.resume.files import list_visible_ranks, remove_states, state_path, states_folder, write_state
 from train.resume.search import FoundState, find_newest_state
@@ -23,39 +24,28 @@ from train.resume.state import (
 from train.schedule import Position
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from torch import Tensor
 
     from train.checkpoints.saver import Saver
     from train.data.dataset import Images
+    from train.metrics import Best
     from train.schedule import Plan
     from train.step import Step
 
 COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
 
 
-class Stateful(Protocol):
-    """An object saved and restored with the run, such as the best score so far."""
-
-    def state(self) -> dict[str, Any]:
-        """Return plain values and tensors, accepted by torch.load(weights_only=True)."""
-        ...
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state`."""
-        ...
-
-
 class Keeper:
     """Saves states for --checkpoint-every, and restores the newest state for --resume.
 
     With either option, the constructor is a collective. position: the start of the run. resumed: whether a state was
-    restored. also: further objects to save and restore, by name. samples: training data. Raises UserError on all ranks
+    restored. samples: training data. best: the best epoch so far, saved and restored too. Raises UserError on all ranks
     if the folder is not readable or writable, or if the state is unusable or belongs to another run.
     """
 
-    def __init__(self, trainer: Step, plan: Plan, saver: Saver, samples: Images, also: Mapping[str, Stateful]) -> None:
+    def __init__(self, trainer: Step, plan: Plan, saver: Saver, samples: Images, best: Best) -> None:
         self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
-        self.trainer, self.plan, self.saver, self.also = trainer, plan, saver, also
+        self.trainer, self.plan, self.saver, self.best = trainer, plan, saver, best
         self.folder = states_folder(settings.out, settings.run)
         self.position = Position(ctx.device, trainer.task)
         self.resumed = False
@@ -89,13 +79,13 @@ class Keeper:
         if now:
             self._save(position)
         elif due:
-            self.saver.attempts.save(f"the state of step {step}", lambda: self._save(position))
+            self.saver.attempt(f"the state of step {step}", lambda: self._save(position))
 
     def _save(self, position: Position) -> None:
         """Save a state. Remove older states when it is complete."""
         state = collect_state(self.trainer, self.plan, position, self.saver.run_id)
         state["saved"] = [str(path.relative_to(self.settings.out)) for path in self.saver.saved]
-        state["also"] = {name: part.state() for name, part in self.also.items()}
+        state["also"] = {"best": vars(self.best).copy()}
         if not self.cleared:
             # Remove states of an earlier run, or of steps after the resumed step, before any rank writes: a mixture of
             # both must not look complete.
@@ -135,11 +125,9 @@ class Keeper:
             check_shapes(state, trainer, where)
         if trainer.method.rebuilds_buckets:
             x, y = samples[0]
-            trainer.warm_up_buckets(torch.stack([x, x]), torch.stack([y, y]))
+            warm_up_buckets(trainer, torch.stack([x, x]), torch.stack([y, y]))
         restore_state(state, trainer)
-        for name, part in self.also.items():
-            if name in state["also"]:
-                part.restore(state["also"][name])
+        vars(self.best).update(state["also"]["best"])
         trainer.fault.after_resume(found.step, trainer.method, trainer.optimizer)
         self.position, self.resumed = restore_position(state, ctx, self.trainer.task), True
         if same:
@@ -159,3 +147,18 @@ class Keeper:
         if found.step == self.plan.steps:
             print_once(ctx, "resumed: the run had already ended, nothing is left to train")
             self.saver.finish(found.step)
+
+
+def warm_up_buckets(trainer: Step, x: Tensor, y: Tensor) -> None:
+    """Run forward and backward once without a step, before a state is restored; a collective.
+
+    DDP first fills its buckets in the order of the parameters. After the first backward it rebuilds them in the
+    order in which gradients became ready (torch/nn/parallel/distributed.py, _rebuild_buckets). With three or more
+    ranks, the position in a bucket determines the order in which gloo and NCCL add the ranks' values, and so the
+    rounding. A resumed run must therefore start with rebuilt buckets.
+
+    x, y: a batch. The caller restores everything that this changes: buffers, RNG states and counters.
+    """
+    meter = Meter(trainer.ctx.device, trainer.task)
+    trainer.accumulate(x.to(trainer.ctx.device), y.to(trainer.ctx.device), len(x), meter)
+    trainer.optimizer.zero_grad()

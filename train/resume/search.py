@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
 
-DIFFERENT_RUNS = "its files come from different runs"
-
 
 @dataclass(frozen=True)
 class FoundState:
@@ -34,19 +32,6 @@ class FoundState:
     older: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ReadResult:
-    """The result of one rank's attempt to read a step, small enough to send to all ranks.
-
-    rank: the rank that saved the file, or None if no file is visible. problem: why the file is unusable, or empty.
-    identity: the run id and world size in the file.
-    """
-
-    rank: int | None = None
-    problem: str = ""
-    identity: tuple[str, int] | None = None
-
-
 def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> FoundState | None:
     """Find the newest state of `run` usable on all ranks; None if no state was completed. A collective.
 
@@ -54,19 +39,24 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
     so that another number of ranks needs all files. Raises UserError on all ranks if all existing states are unusable.
     """
     with ctx.together():
-        search = Search(folder, run, ctx, list_visible_ranks(folder))
-    steps = sorted({step for ranks in ctx.gather(search.visible_ranks) for step in ranks}, reverse=True)
+        mine = list_visible_ranks(folder)
+    visible = ctx.gather(mine)
+    steps = sorted({step for ranks in visible for step in ranks}, reverse=True)
     damaged = False
     for at, step in enumerate(steps):
-        states, answers = search.read_step(step)
-        problem, lacking = _find_problem(answers), []
+        known, lacking = [ranks.get(step, []) for ranks in visible], []
+        # A rank without a file of its own reads any other, because every file contains the number of saving ranks.
+        own = known[ctx.rank]
+        states, identities, problem = _read_states(folder, run, step, [ctx.rank] if ctx.rank in own else own[:1], ctx)
         if not problem:
-            # At least one rank read a file of this step, and all identities are equal.
-            ((_, saved_by),) = {answer.identity for answer in answers if answer.identity is not None}
+            ((_, saved_by),) = identities
             if saved_by == ctx.world_size:
-                lacking = [rank for rank, answer in enumerate(answers) if answer.rank != rank]
+                lacking = [rank for rank, ranks in enumerate(known) if rank not in ranks]
             else:
-                problem = search.read_other_files(step, saved_by, states, sharded=sharded)
+                wanted = [_choose_ranks(rank, saved_by, ranks, sharded=sharded) for rank, ranks in enumerate(known)]
+                problem = _find_lacking_file(folder, step, saved_by, known, wanted)
+                if not problem:
+                    states, _, problem = _read_states(folder, run, step, wanted[ctx.rank], ctx)
             if not problem and not lacking:
                 return FoundState(step, saved_by, states, tuple(steps[at + 1 :]))
         damaged = damaged or bool(problem)
@@ -80,71 +70,47 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
     return None
 
 
-def _find_problem(answers: list[ReadResult]) -> str:
-    """Return the reason why the files read do not form one complete state, or an empty string."""
-    damaged = next((answer.problem for answer in answers if answer.problem), "")
-    identities = {answer.identity for answer in answers if answer.identity is not None}
-    return damaged or (DIFFERENT_RUNS if len(identities) > 1 else "")
+def _choose_ranks(rank: int, saved_by: int, known: list[int], *, sharded: bool) -> list[int]:
+    """Choose the files to read after a change of the number of ranks.
+
+    A whole replica needs one file. If all files are visible, rank r reads the file of rank r modulo their number.
+    """
+    if sharded:
+        return list(range(saved_by))
+    known = [other for other in known if other < saved_by]
+    return [known[rank % len(known)] if known else rank % saved_by]
 
 
-@dataclass(frozen=True)
-class Search:
-    """The state files of a run as seen from one rank. visible_ranks: ranks whose files this rank can read, by step."""
+def _find_lacking_file(folder: Path, step: int, saved_by: int, known: list[list[int]], wanted: list[list[int]]) -> str:
+    for rank, (visible, needed) in enumerate(zip(known, wanted, strict=True)):
+        for other in needed:
+            if other not in visible:
+                return (
+                    f"rank {rank} cannot read {state_path(folder, step, other)}, which is required because the number "
+                    f"of ranks changed from {saved_by} to {len(known)}; copy the files of all ranks to each node"
+                )
+    return ""
 
-    folder: Path
-    run: str
-    ctx: RankContext
-    visible_ranks: dict[int, list[int]]
 
-    def read_step(self, step: int) -> tuple[dict[int, dict[str, Any]], list[ReadResult]]:
-        """Read this rank's own file, or any other visible file if it is missing; a collective.
+def _read_states(
+    folder: Path, run: str, step: int, ranks: list[int], ctx: RankContext
+) -> tuple[dict[int, dict[str, Any]], set[tuple[str, int]], str]:
+    """Read the files of these saving ranks; a collective.
 
-        Returns the contents by saving rank, and the results of all ranks.
-        """
-        ranks = self.visible_ranks.get(step, [])
-        states: dict[int, dict[str, Any]] = {}
-        answer = ReadResult()
-        if ranks:
-            rank = self.ctx.rank if self.ctx.rank in ranks else ranks[0]
-            try:
-                states[rank] = state = self._read(step, rank)
-                answer = ReadResult(rank, identity=(state["run_id"], state["world_size"]))
-            except UnusableState as error:
-                answer = ReadResult(rank, problem=str(error))
-        return states, self.ctx.gather(answer)
-
-    def read_other_files(self, step: int, saved_by: int, states: dict[int, dict[str, Any]], *, sharded: bool) -> str:
-        """Read the files needed by this rank after a change from `saved_by` ranks; a collective.
-
-        states: contents read so far; replaced by the needed contents. Returns the first problem on any rank, or an
-        empty string.
-        """
-        ctx = self.ctx
-        known = [rank for rank in self.visible_ranks.get(step, []) if rank < saved_by]
-        # A whole replica needs one file. If all files are visible, rank r reads the file of rank r modulo their number.
-        wanted = list(range(saved_by)) if sharded else known[ctx.rank % max(1, len(known)) :][:1]
-        problem = ""
-        if not wanted or not set(wanted) <= set(known):
-            lacking = sorted(set(wanted) - set(known)) or [ctx.rank % saved_by]
-            problem = (
-                f"rank {ctx.rank} cannot read {state_path(self.folder, step, lacking[0])}, which is required because "
-                f"the number of ranks changed from {saved_by} to {ctx.world_size}; copy the files of all ranks to each "
-                "node"
-            )
-        else:
-            try:
-                needed = {rank: states.get(rank) or self._read(step, rank) for rank in wanted}
-                if len({(state["run_id"], state["world_size"]) for state in needed.values()}) > 1:
-                    raise UnusableState(DIFFERENT_RUNS)
-                states.clear()
-                states.update(needed)
-            except UnusableState as error:
-                problem = str(error)
-        return next((text for text in ctx.gather(problem) if text), "")
-
-    def _read(self, step: int, rank: int) -> dict[str, Any]:
-        path = state_path(self.folder, step, rank)
-        state = read_state(path, self.run)
-        if (state["step"], state["rank"]) != (step, rank):
-            raise UnusableState(f"{path}: contains step {state['step']} of rank {state['rank']}")
-        return state
+    Returns the contents by rank, and for the files of all ranks: the run ids with their numbers of ranks, and the first
+    problem or an empty string.
+    """
+    states: dict[int, dict[str, Any]] = {}
+    problem = ""
+    try:
+        for rank in ranks:
+            path = state_path(folder, step, rank)
+            states[rank] = state = read_state(path, run)
+            if (state["step"], state["rank"]) != (step, rank):
+                raise UnusableState(f"{path}: contains step {state['step']} of rank {state['rank']}")
+    except UnusableState as error:
+        problem = str(error)
+    answers = ctx.gather(([(state["run_id"], state["world_size"]) for state in states.values()], problem))
+    identities = {identity for found, _ in answers for identity in found}
+    problem = next((text for _, text in answers if text), "")
+    return states, identities, problem or "its files come from different runs" * (len(identities) > 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: Any) -> bool:
     """Return whether a value is a DTensor, without importing torch.distributed.tensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return hasattr(tensor, "to_local")
 
 
 def distribute_like(saved: Tensor, target: Tensor) -> Tensor:

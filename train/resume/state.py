@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def collect_state(trainer: Step, plan: Plan, position: Position, run_id: str) -> dict[str, Any]:
     """Collect this rank's state without copying it; a collective, because the epoch's sums are added over all ranks.
 
-    `train.resume.files.FIELDS` lists the keys; `Keeper` adds `saved` and `also`. `epoch` is the current epoch, counted
-    from 1; the metadata block counts completed epochs. Under fsdp tensors are DTensors.
+    `Keeper` adds `saved` and `also`. `epoch` is the current epoch, counted from 1; the metadata block counts completed
+    epochs. Under fsdp tensors are DTensors.
     """
     settings, ctx, method = trainer.settings, trainer.ctx, trainer.method
     optimizer = find_local_optimizer(trainer)
