@@ -57,7 +57,7 @@ def test_throughput_counts_real_samples(ctx: RankContext) -> None:
 
     train(replace(UNEVEN, save_per_rank=False), ctx, KeepEpochs())
     if ctx.is_main:
-        assert [record.samples_per_second * record.train_time_s for record in epochs] == [pytest.approx(71)] * 2
+        assert [record.samples_per_second * record.epoch_time_s for record in epochs] == [pytest.approx(71)] * 2
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -25,7 +25,9 @@ START = Start(
 
 def epoch(step: int, epoch: int, trained: Score, test: Score | None, speed: float) -> EpochRecord:
     """Return the record of an epoch with steps of 12.3 ms and other times zero."""
-    return EpochRecord(step, epoch, trained, test, speed, 0.0, 0.0, 0.0123, Pace(0.0, 0.0123, 1))
+    times = {"epoch_time_s": 0.0, "test_time_s": 0.0, "data_time_s": 0.0, "batch_time_s": 0.0, "step_time_s": 0.0123}
+    unknown = {"best": False, "peak_memory_bytes": 1, "gpu_utilization": None, "gpu_utilization_by_rank": ()}
+    return EpochRecord(epoch=epoch, step=step, trained=trained, test=test, samples_per_second=speed, **times, **unknown)
 
 
 def test_meter_weights_by_samples() -> None:
@@ -104,7 +106,7 @@ def test_log_interval_prints_steps(capsys: pytest.CaptureFixture[str]) -> None:
     for interval in (None, 22):
         with make_progress("plain", is_main=True) as progress:
             progress.start(replace(START, settings=Settings(log_interval=interval)))
-            progress.log(StepRecord(22, 1, 0.05, score, score, pace, pace, pace, 1234.5))
+            progress.log(StepRecord(22, 1, 0.05, score, 0.1, 0.1, 0.2, 0.2, 1234.5, None, None, 1, score, pace))
             progress.epoch(epoch(44, 1, score, None, 1234.5))
     epoch_line = "ddp-syncbn: epoch  1/10  step 44/440  loss 0.5000  train 75.0%  1234 samples/s, 12.3 ms/step"
     step_line = "ddp-syncbn: epoch  1/10  step 22/440  loss 0.5000  train 75.0%  lr 0.05  1234 samples/s, 200.0 ms/step"

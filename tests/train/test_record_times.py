@@ -62,11 +62,11 @@ def test_slow_data_is_data_time(monkeypatch: pytest.MonkeyPatch) -> None:
     records = train_and_keep_records()
     assert [record.step for record in records.steps] == [2, 4, 6, 8, 10]
     for record in records.steps:
-        assert record.mean.batch_time_s >= record.mean.data_time_s >= DELAY
+        assert record.batch_time_s >= record.data_time_s >= DELAY
         assert record.samples_per_second <= 32 / DELAY
     for epoch in records.epochs:
-        assert epoch.pace.data_time_s >= DELAY
-        assert epoch.train_time_s >= 5 * DELAY
+        assert epoch.data_time_s >= DELAY
+        assert epoch.epoch_time_s >= 5 * DELAY
 
 
 def test_a_slow_step_is_batch_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +74,10 @@ def test_a_slow_step_is_batch_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "run", delay(Step.run))
     records = train_and_keep_records()
     for record in records.steps:
-        assert record.mean.batch_time_s - record.mean.data_time_s >= DELAY
+        assert record.batch_time_s - record.data_time_s >= DELAY
     for epoch in records.epochs:
-        assert epoch.pace.batch_time_s - epoch.pace.data_time_s >= DELAY
-        assert epoch.samples_per_second * epoch.train_time_s == pytest.approx(160)
+        assert epoch.batch_time_s - epoch.data_time_s >= DELAY
+        assert epoch.samples_per_second * epoch.epoch_time_s == pytest.approx(160)
 
 
 def test_evaluation_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,5 +85,5 @@ def test_evaluation_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("train.upkeep.evaluate", delay(delay(evaluate)))
     records = train_and_keep_records(log_interval=1)
     assert all(epoch.test_time_s >= 2 * DELAY for epoch in records.epochs)
-    in_steps = sum(record.mean.batch_time_s for record in records.steps)
-    assert in_steps <= sum(epoch.train_time_s for epoch in records.epochs)
+    in_steps = sum(record.batch_time_s for record in records.steps)
+    assert in_steps <= sum(epoch.epoch_time_s for epoch in records.epochs)

@@ -35,7 +35,7 @@ from train.options import Parser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from train.evaluate.rank_scores import RankScore, RunScores
+    from train.evaluate.rank_scores import RunScores
     from train.metrics import Score
 
 SCHEMA = 1  # of the JSON document; removing a field increases it
@@ -116,35 +116,31 @@ def as_json(runs: Sequence[RunScores], refused: Sequence[str]) -> str:
 
 
 def _run_as_dict(run: RunScores) -> dict[str, Any]:
-    r = run.replicas
+    r, settings = run.replicas, run.replicas.settings
     return {
         "run": r.run,
         "step": r.step,
-        "task": r.settings.task,
-        "model": None if r.settings.task else r.settings.model,
-        "data": None if r.settings.task else r.settings.data,
+        "task": settings.task,
+        "model": None if settings.task else settings.model,
+        "data": None if settings.task else settings.data,
         "world_size": r.world_size,
         "parameters_differ": r.parameters_differ,
         "statistics_differ": r.statistics_differ,
-        "ranks": [_rank_as_dict(rank) for rank in run.ranks],
+        "ranks": [
+            {"rank": s.rank, "path": s.path, "own": _score_as_dict(s.own), "averaged": _score_as_dict(s.averaged)}
+            for s in run.ranks
+        ],
         "spread": run.spread,
         "averaged_spread": run.averaged_spread,
         "sentence": run.sentence,
     }
 
 
-def _rank_as_dict(rank: RankScore) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "path": rank.path,
-        "own": _score_as_dict(rank.own),
-        "averaged": None if rank.averaged is None else _score_as_dict(rank.averaged),
-    }
-
-
-def _score_as_dict(score: Score) -> dict[str, Any]:
+def _score_as_dict(score: Score | None) -> dict[str, float | None] | None:
+    if score is None:
+        return None
     numbers = {"loss": score.loss, **score.metrics, "samples": score.samples}
-    return {name: None if not math.isfinite(number) else number for name, number in numbers.items()}
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
 
 def escape_unprintable(text: str) -> str:

@@ -16,7 +16,7 @@ from train.loading import evaluation_batches
 from train.methods.single import Single
 from train.metrics import evaluate
 from train.settings import DEFAULT
-from train.task import Task, load_task_data, make_task
+from train.task import load_task_data, make_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from train.evaluate.replicas import Replicas
-    from train.loading import Batches
     from train.metrics import Score
 
 State = dict[str, "Tensor"]
@@ -52,6 +51,11 @@ class RunScores:
     ranks: tuple[RankScore, ...]
 
     @property
+    def averaged(self) -> list[Score]:
+        """Scores with averaged statistics; empty without BatchNorm."""
+        return [rank.averaged for rank in self.ranks if rank.averaged is not None]
+
+    @property
     def spread(self) -> float:
         """Difference of the best and worst first metric (accuracy: 0 to 1) of ranks with their own statistics."""
         return _compute_spread([rank.own for rank in self.ranks])
@@ -59,42 +63,28 @@ class RunScores:
     @property
     def averaged_spread(self) -> float | None:
         """The same difference with averaged statistics; None without BatchNorm."""
-        averaged = [rank.averaged for rank in self.ranks if rank.averaged is not None]
-        return _compute_spread(averaged) if averaged else None
+        return _compute_spread(self.averaged) if self.averaged else None
 
     @property
     def sentence(self) -> str:
         """Summary of the scores and the causes of their differences."""
-        r = self.replicas
+        r, own = self.replicas, [rank.own for rank in self.ranks]
         step = "" if r.step is None else f", step {r.step}"
-        present = "" if len(self.ranks) == r.world_size else f" ({len(self.ranks)} of its {r.world_size} ranks)"
-        averaged = [rank.averaged for rank in self.ranks if rank.averaged is not None]
-        return f"{r.run}{step}{present}: {_describe_own(self, bool(averaged))}{_describe_averaged(r, averaged)}"
-
-
-def _describe_own(scores: RunScores, batchnorm: bool) -> str:
-    r = scores.replicas
-    name, numbers = scores.ranks[0].own.main[0], _format_range([rank.own for rank in scores.ranks])
-    if not (r.statistics_differ or r.parameters_differ):
-        agree = "weights and BatchNorm statistics agree" if batchnorm else "weights agree, and there is no BatchNorm"
-        return f"{name} is {numbers}: {agree}"
-    causes = []
-    if r.statistics_differ:
-        causes.append("drifted BatchNorm statistics")
-    if r.parameters_differ:
-        causes.append("different weights")
-    cause = " and ".join(causes)
-    if not scores.spread:
-        return f"{name} is {numbers} despite {cause}"
-    spread = f"{100 * scores.spread:.2f} points" if name == "accuracy" else f"{scores.spread:.4g}"
-    return f"{name} differs by up to {spread} between ranks with {cause}"
-
-
-def _describe_averaged(replicas: Replicas, averaged: Sequence[Score]) -> str:
-    if not replicas.statistics_differ or not averaged:
-        return ""
-    statistics = "the statistics alone" if replicas.parameters_differ else "them"
-    return f"; averaging {statistics} gives {_format_range(averaged)}"
+        present = "" if len(own) == r.world_size else f" ({len(own)} of its {r.world_size} ranks)"
+        causes = ["drifted BatchNorm statistics"] * r.statistics_differ + ["different weights"] * r.parameters_differ
+        name, cause = own[0].main[0], " and ".join(causes)
+        if self.spread and causes:
+            spread = f"{100 * self.spread:.2f} points" if name == "accuracy" else f"{self.spread:.4g}"
+            text = f"{name} differs by up to {spread} between ranks with {cause}"
+        elif causes:
+            text = f"{name} is {_format_range(own)} despite {cause}"
+        else:
+            agree = "and BatchNorm statistics agree" if self.averaged else "agree, and there is no BatchNorm"
+            text = f"{name} is {_format_range(own)}: weights {agree}"
+        if r.statistics_differ and self.averaged:
+            statistics = "the statistics alone" if r.parameters_differ else "them"
+            text += f"; averaging {statistics} gives {_format_range(self.averaged)}"
+        return f"{r.run}{step}{present}: {text}"
 
 
 def _format_range(scores: Sequence[Score]) -> str:
@@ -113,23 +103,27 @@ def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
     Scores are computed in one process on the CPU without autocast, so ranks with bitwise equal models have bitwise
     equal scores.
     """
-    # 1. Load all test samples for every rank; training partitions them over the ranks.
     settings = replicas.settings
     if settings.task is None and settings.data != "synthetic":
         settings = replace(settings, data_dir=data_dir)
     task = make_task(settings)
     data = load_task_data(task, settings)
-    batches = evaluation_batches(data.test, RankContext())
-    # 2. Load the tensors of all ranks, and build one model for them.
+    batches = evaluation_batches(data.test, RankContext())  # all test samples; training partitions them over the ranks
     states = [load_weights(file) for file in replicas.files]
     model = _build_model(replicas, partial(task.build_model, settings, data), states)
-    # 3. Score each rank as saved, with its weights and its own statistics.
-    own_scores = [_score(task, model, state, batches) for state in states]
-    # 4. Score each rank's weights with the averaged statistics.
+
+    def score(state: State) -> Score:
+        model.load_state_dict(state)
+        method = Single(DEFAULT, RankContext())
+        method.wrap(model)
+        return evaluate(method, batches, method.ctx, task)
+
     averaged = average_statistics(model, states)
-    averaged_scores = [_score(task, model, {**state, **averaged}, batches) if averaged else None for state in states]
-    ranks = zip(replicas.files, own_scores, averaged_scores, strict=True)
-    return RunScores(replicas, tuple(RankScore(file.rank, file.path, own, merged) for file, own, merged in ranks))
+    ranks = [
+        RankScore(file.rank, file.path, score(state), score({**state, **averaged}) if averaged else None)
+        for file, state in zip(replicas.files, states, strict=True)
+    ]
+    return RunScores(replicas, tuple(ranks))
 
 
 def average_statistics(model: nn.Module, states: Sequence[Mapping[str, Tensor]]) -> State:
@@ -183,10 +177,3 @@ def _build_model(replicas: Replicas, build: Callable[[], nn.Module], states: Seq
 
 def _describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _score(task: Task, model: nn.Module, state: State, batches: Batches) -> Score:
-    model.load_state_dict(state)
-    method = Single(DEFAULT, RankContext())
-    method.wrap(model)
-    return evaluate(method, batches, method.ctx, task)

@@ -31,8 +31,6 @@ LOAD_ERRORS = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError,
 STATISTICS = frozenset({"bn_mean", "bn_var"})  # kinds of tensors in syncheck's report
 MAX_SIZE = 65_536  # of width, depth etc.; far above useful sizes, but products do not overflow
 LOADABLE = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` supports
-
-
 NUMERIC_FIELDS = ("width", "depth", "alpha", "image_size", "channels", "classes", "train_samples")
 
 
@@ -73,15 +71,14 @@ def find_replicas(paths: Sequence[str], task: str | None = None) -> tuple[list[R
 def _check_group(group: Group, task: str | None) -> Replicas:
     """Check that the group has complete models of one kind on at least two ranks. Raises UserError."""
     first, *others = group.replicas
-    snapshot = read(first.path)
-    settings = _read_settings(snapshot, task)
-    for replica in group.replicas:
-        _check_complete(read(replica.path))
-    for replica in others:
-        if _read_settings(read(replica.path), task) != settings:
-            raise UserError(f"{replica.path}: model or data differ from {first.path}; pass files of a single run")
-    assert snapshot.metadata is not None  # checked by _read_settings
-    world_size = snapshot.metadata.world_size or len(group.replicas)
+    snapshots = [read(replica.path) for replica in group.replicas]
+    settings = _read_settings(snapshots[0], task)
+    for snapshot in snapshots:
+        _check_complete(snapshot)
+        if _read_settings(snapshot, task) != settings:
+            raise UserError(f"{snapshot.path}: model or data differ from {first.path}; pass files of a single run")
+    metadata = snapshots[0].metadata
+    world_size = (metadata and metadata.world_size) or len(snapshots)
     if not others:
         advice = "train with at least 2 ranks (--spawn 2)"
         if world_size > 1:
@@ -132,10 +129,8 @@ def _check_complete(snapshot: Snapshot) -> None:
         if snapshot.metadata is not None and dimension in snapshot.metadata.mesh:
             advice = "train with --method ddp, zero or localsgd"
             raise UserError(f"{snapshot.path}: has only the {part}; {advice}")
-    shards = [
-        name for name, tensor in snapshot.tensors.items() if tensor.sharding and not name.startswith("optimizer.")
-    ]
-    if shards:
+    shards = [name for name, tensor in snapshot.tensors.items() if tensor.sharding]
+    if shards := [name for name in shards if not name.startswith("optimizer.")]:
         found = f"{len(shards)} tensors are sharded (FSDP or HSDP), first {shards[0]}"
         advice = "train with --method ddp, zero, localsgd or diloco"
         raise UserError(f"{snapshot.path}: {found}, and a shard cannot be evaluated alone; {advice}")
@@ -143,25 +138,20 @@ def _check_complete(snapshot: Snapshot) -> None:
 
 def load_weights(replica: Replica) -> dict[str, Tensor]:
     """Load a rank's model tensors on the CPU without executing code in the file. Raises UserError."""
+    path = replica.path
     try:
-        return _load_safetensors(replica.path) if replica.format == "safetensors" else _load_pth(replica.path)
+        if replica.format == "safetensors":
+            from safetensors.torch import load_file
+
+            # safetensors files are flat and also contain optimizer tensors.
+            return {name: tensor for name, tensor in load_file(path).items() if not name.startswith("optimizer.")}
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise UserError(f"{path}: safetensors is not installed; run pip install -e '.[train]'") from error
     except LOAD_ERRORS as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{replica.path}: cannot be loaded: {reason[0]}; save or copy the file again") from error
-
-
-def _load_pth(path: str) -> dict[str, Tensor]:
-    content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        raise UserError(f"{path}: cannot be loaded: {reason[0]}; save or copy the file again") from error
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
         raise UserError(f"{path}: no tensors under 'model'; pass a file that train/run.py saved")
     return model
-
-
-def _load_safetensors(path: str) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise UserError(f"{path}: safetensors is not installed; run pip install -e '.[train]'") from error
-    # safetensors files are flat and also contain optimizer tensors.
-    return {name: tensor for name, tensor in load_file(path).items() if not name.startswith("optimizer.")}

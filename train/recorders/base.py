@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,51 +52,49 @@ class Pace:
 class StepRecord:
     """Metrics since the previous record, gathered from all ranks at the same step.
 
-    step, epoch: counted from 1. trained: score over the samples of all ranks. own, own_pace: score and pace of this
-    rank. mean: mean over ranks. slowest: maximum over ranks. grad_norm: norm before clipping in the last step; None
-    without clipping. loss_scale: None without fp16.
+    The fields are those of the event in metrics.jsonl (docs/running.md), in its order, and two more. trained: score over
+    the samples of all ranks. own, own_pace: of this rank.
     """
 
     step: int
     epoch: int
     lr: float
     trained: Score
-    own: Score
-    mean: Pace
-    slowest: Pace
-    own_pace: Pace
+    data_time_s: float
+    data_time_max_s: float
+    batch_time_s: float
+    batch_time_max_s: float
     samples_per_second: float
-    grad_norm: float | None = None
-    loss_scale: float | None = None
+    grad_norm: float | None
+    loss_scale: float | None
+    peak_memory_bytes: int
+    own: Score
+    own_pace: Pace
 
 
 @dataclass(frozen=True)
 class EpochRecord:
     """Metrics of an epoch over all ranks.
 
-    step, epoch: counted from 1. test: None if the epoch was not evaluated. pace: mean times over ranks and maximum
-    memory. train_time_s, test_time_s: of this rank. step_time_s: mean time of a step, of the slowest rank. best:
-    whether the first metric is better than in all previous epochs. gpu_utilization_by_rank: percent; empty if
-    unavailable. Without --log-dir and --log-interval, pace and step_time_s are of this rank, because gathering them is
-    a collective.
+    The fields are those of the event in metrics.jsonl, in its order, and one more. trained, test: scores; test is
+    None if the epoch was not evaluated. step_time_s: mean time of a step, of the slowest rank. Without --log-dir and
+    --log-interval, times are of this rank, because gathering them is a collective.
     """
 
-    step: int
     epoch: int
+    step: int
     trained: Score
     test: Score | None
-    samples_per_second: float
-    train_time_s: float
+    best: bool
+    epoch_time_s: float
     test_time_s: float
+    data_time_s: float
+    batch_time_s: float
+    samples_per_second: float
+    peak_memory_bytes: int
+    gpu_utilization: float | None
+    gpu_utilization_by_rank: tuple[float, ...]
     step_time_s: float
-    pace: Pace
-    best: bool = False
-    gpu_utilization_by_rank: tuple[float, ...] = ()
-
-    @property
-    def gpu_utilization(self) -> float | None:
-        """Mean over ranks in percent; None if unavailable."""
-        return statistics.fmean(self.gpu_utilization_by_rank) if self.gpu_utilization_by_rank else None
 
 
 class Recorder(AbstractContextManager["Recorder"]):

@@ -7,8 +7,9 @@ import resource
 import sys
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,21 +111,24 @@ class Logbook:
         self._read_clock()
         own, trainer = self.since_record.pace(self.ctx.device), self.trainer
         rows = self._gather(own, sums if self.ctx.mesh.counts else [0.0] * SUMS)
-        mean, slowest = _reduce_over_ranks(rows)
+        *totals, data, batch, memory, _ = zip(*rows, strict=True)
         # A collective for the DTensor of sharded gradients.
         norm = getattr(trainer.grad_norm, "full_tensor", lambda: trainer.grad_norm)()
         record = StepRecord(
             step=position.step,
             epoch=position.epoch,
             lr=lr,
-            trained=score_of([sum(row[i] for row in rows) for i in range(SUMS)], trainer.task),
-            own=score_of(sums, trainer.task),
-            mean=mean,
-            slowest=slowest,
-            own_pace=own,
-            samples_per_second=self.since_record.samples / (slowest.batch_time_s * self.since_record.steps),
+            trained=score_of([*map(sum, totals)], trainer.task),
+            data_time_s=fmean(data),
+            data_time_max_s=max(data),
+            batch_time_s=fmean(batch),
+            batch_time_max_s=max(batch),
+            samples_per_second=self.since_record.samples / (max(batch) * self.since_record.steps),
             grad_norm=None if norm is None else float(norm),
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
+            peak_memory_bytes=int(max(memory)),
+            own=score_of(sums, trainer.task),
+            own_pace=own,
         )
         self.since_record = StepTimes()
         self.carried.zero_()
@@ -138,27 +142,30 @@ class Logbook:
     def after_epoch(self, position: Position, trained: Score, test: Score | None, test_time: float, best: bool) -> None:
         """Record an epoch; a collective with --log-dir or --log-interval. test_time: seconds of the evaluation."""
         rows = self._gather(self.of_epoch.pace(self.ctx.device))
-        mean, slowest = _reduce_over_ranks(rows)
+        *_, data, batch, memory, utilization = zip(*rows, strict=True)
+        known = tuple(percent for percent in utilization if percent >= 0)
         self.utilization.clear()
         # With --join, the last steps of an epoch are smaller than the global batch.
         samples = self.of_epoch.samples
         if self.trainer.settings.join:
             samples = trained.samples // self.trainer.predictions_per_sample
-        # `trained` also includes the steps before a resume within the epoch, the elapsed time does not.
-        speed = samples / (slowest.batch_time_s * self.of_epoch.steps) if self.of_epoch.steps else 0.0
         self.recorder.epoch(
             EpochRecord(
-                step=position.step,
                 epoch=position.epoch,
+                step=position.step,
                 trained=trained,
                 test=test,
-                samples_per_second=speed,
-                train_time_s=self.of_epoch.seconds,
-                test_time_s=test_time,
-                step_time_s=slowest.batch_time_s,
-                pace=replace(mean, peak_memory_bytes=slowest.peak_memory_bytes),
                 best=best,
-                gpu_utilization_by_rank=tuple(row[-1] for row in rows if row[-1] >= 0),
+                epoch_time_s=self.of_epoch.seconds,
+                test_time_s=test_time,
+                data_time_s=fmean(data),
+                batch_time_s=fmean(batch),
+                # `trained` also includes the steps before a resume within the epoch, the elapsed time does not.
+                samples_per_second=samples / (max(batch) * self.of_epoch.steps) if self.of_epoch.steps else 0.0,
+                peak_memory_bytes=int(max(memory)),
+                gpu_utilization=fmean(known) if known else None,
+                gpu_utilization_by_rank=known,
+                step_time_s=max(batch),
             )
         )
 
@@ -175,17 +182,9 @@ class Logbook:
 
         Without --log-dir and --log-interval, return the numbers of this rank.
         """
-        utilization = sum(self.utilization) / len(self.utilization) if self.utilization else -1.0
+        utilization = fmean(self.utilization) if self.utilization else -1.0
         numbers = [*sums, *astuple(pace), utilization]
         return self.ctx.gather(numbers) if self.gathers else [numbers]
-
-
-def _reduce_over_ranks(rows: list[list[float]]) -> tuple[Pace, Pace]:
-    """Return the mean over ranks, and the maximum of each number."""
-    columns = list(zip(*rows, strict=True))[SUMS:-1]
-    data, batch, memory = (sum(column) / len(column) for column in columns)
-    slowest_data, slowest_batch, most_memory = map(max, columns)
-    return Pace(data, batch, int(memory)), Pace(slowest_data, slowest_batch, int(most_memory))
 
 
 def read_peak_memory(device: torch.device) -> int:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from train.recorders.base import EpochRecord, Start, StepRecord
 
+NOT_WRITTEN = ("own", "own_pace", "step_time_s")  # fields of records for other recorders
+
 
 class MetricsFile(LogFile):
     """Writes a JSON object per line at once, so that other programs can follow the file. Used on rank 0."""
@@ -93,51 +95,11 @@ class MetricsFile(LogFile):
 
     def log(self, record: StepRecord) -> None:
         """Write the event "step"."""
-        self._write(
-            {
-                "event": "step",
-                "step": record.step,
-                "epoch": record.epoch,
-                "lr": record.lr,
-                "loss": record.trained.loss,
-                **record.trained.metrics,
-                "samples": record.trained.samples,
-                "data_time_s": record.mean.data_time_s,
-                "data_time_max_s": record.slowest.data_time_s,
-                "batch_time_s": record.mean.batch_time_s,
-                "batch_time_max_s": record.slowest.batch_time_s,
-                "samples_per_second": record.samples_per_second,
-                "grad_norm": record.grad_norm,
-                "loss_scale": record.loss_scale,
-                "peak_memory_bytes": record.slowest.peak_memory_bytes,
-            }
-        )
+        self._write({"event": "step", **_list_fields(record)})
 
     def epoch(self, record: EpochRecord) -> None:
         """Write the event "epoch"."""
-        trained, test = record.trained, record.test
-        self._write(
-            {
-                "event": "epoch",
-                "epoch": record.epoch,
-                "step": record.step,
-                "loss": trained.loss,
-                **trained.metrics,
-                "samples": trained.samples,
-                "test_loss": test and test.loss,
-                **{f"test_{name}": test and test.metrics[name] for name in trained.metrics},
-                "test_samples": test and test.samples,
-                "best": record.best,
-                "epoch_time_s": record.train_time_s,
-                "test_time_s": record.test_time_s,
-                "data_time_s": record.pace.data_time_s,
-                "batch_time_s": record.pace.batch_time_s,
-                "samples_per_second": record.samples_per_second,
-                "peak_memory_bytes": record.pace.peak_memory_bytes,
-                "gpu_utilization": record.gpu_utilization,
-                "gpu_utilization_by_rank": record.gpu_utilization_by_rank,
-            }
-        )
+        self._write({"event": "epoch", **_list_fields(record)})
 
     def end(self, seconds: float) -> None:
         """Remember the duration of the run."""
@@ -168,3 +130,16 @@ class MetricsFile(LogFile):
         # Non-finite numbers become null, because JSON has no NaN, and strict readers would refuse the whole line.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in complete.items()}
         return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _list_fields(record: StepRecord | EpochRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in vars(record).items():
+        if name in ("trained", "test"):
+            prefix = "" if name == "trained" else "test_"
+            metrics = value.metrics if value else dict.fromkeys(record.trained.metrics)
+            numbers = {"loss": value and value.loss, **metrics, "samples": value and value.samples}
+            fields |= {prefix + key: number for key, number in numbers.items()}
+        elif name not in NOT_WRITTEN:
+            fields[name] = value
+    return fields

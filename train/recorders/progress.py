@@ -89,7 +89,7 @@ class Lines(Recorder):
     def log(self, record: StepRecord) -> None:
         """Print the line of a record if --log-interval is set."""
         if self.prints_records:
-            self._write(record, f"lr {record.lr:.3g}  ", record.slowest.batch_time_s)
+            self._write(record, f"lr {record.lr:.3g}  ", record.batch_time_max_s)
 
     def epoch(self, record: EpochRecord) -> None:
         """Print the line of an epoch."""

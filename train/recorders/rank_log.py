@@ -137,7 +137,7 @@ class RankLog(LogFile):
             test += ", best so far" if record.best else ""
         self.note(
             f"end of epoch {record.epoch}, step {record.step}, all ranks: loss {record.trained.loss:.4f}, "
-            f"{record.trained.format(named=True)}; {test}; {record.train_time_s:.1f} s + {record.test_time_s:.1f} s"
+            f"{record.trained.format(named=True)}; {test}; {record.epoch_time_s:.1f} s + {record.test_time_s:.1f} s"
         )
 
     def note(self, text: str) -> None:

@@ -54,9 +54,9 @@ class TensorBoard(Recorder):
             "train/gradient_norm": record.grad_norm,
             "train/loss_scale": record.loss_scale,
             "speed/samples_per_second": record.samples_per_second,
-            "speed/batch_time_s": record.mean.batch_time_s,
-            "speed/data_time_s": record.mean.data_time_s,
-            "memory/peak_bytes": record.slowest.peak_memory_bytes,
+            "speed/batch_time_s": record.batch_time_s,
+            "speed/data_time_s": record.data_time_s,
+            "memory/peak_bytes": record.peak_memory_bytes,
         }
         self._add(numbers, record.step)
 
