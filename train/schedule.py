@@ -55,7 +55,7 @@ class Position:
         """Start the next epoch."""
         self.epoch += 1
         self.in_epoch = 0
-        self.meter = Meter(self.meter.sums.device, self.meter.task)
+        self.meter.sums.zero_()
 
 
 class LearningRate:

@@ -158,7 +158,7 @@ class Upkeep:
         """
         step = position.step
         if warning := self.watch.after_step(step, last=step == self.plan.steps):
-            self.recorder.warn(warning)
+            self.recorder.note(f"warning: {warning}")
         for path in self.saver.after_step(step):
             self.recorder.note(f"saved {path}")
         self.keeper.after_step(position)
@@ -169,7 +169,7 @@ class Upkeep:
         The evaluation does not change the model. Raises Stopped on all ranks.
         """
         self.trained = position.meter.over_ranks(self.ctx)
-        self.logbook.end_epoch(position)
+        self.logbook.read_clock()
         start, self.test, best = time.perf_counter(), None, False
         if position.step == self.plan.steps or position.epoch % self.settings.eval_every == 0:
             self.test = evaluate(self.trainer.method, self.loaders.test, self.ctx, self.trainer.task)
@@ -185,8 +185,7 @@ class Upkeep:
         self.stop_if_asked(position, now=True)
 
     def finish(self, position: Position, seconds: float) -> Result:
-        """End the records and return the result. seconds: from the first step to the last evaluation."""
-        self.recorder.end(seconds)
+        """Return the result. seconds: from the first step to the last evaluation."""
         assert self.trained is not None
         assert self.test is not None  # the last epoch is always evaluated
         return Result(

@@ -188,7 +188,7 @@ def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> str:
 
     def run_trainer() -> None:
         train_epoch(job, position)
-        job.upkeep.logbook.end_epoch(position)
+        job.upkeep.logbook.read_clock()
         position.next_epoch()
 
     def run_bare() -> None:

@@ -52,8 +52,8 @@ class Pace:
 class StepRecord:
     """Metrics since the previous record, gathered from all ranks at the same step.
 
-    The fields are those of the event in metrics.jsonl (docs/running.md), in its order, and two more. trained: score over
-    the samples of all ranks. own, own_pace: of this rank.
+    The fields are those of the event in metrics.jsonl (docs/running.md), in its order, and two more. trained: score
+    over the samples of all ranks. own, own_pace: of this rank.
     """
 
     step: int
@@ -101,7 +101,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     """Base class, which records nothing.
 
     The hooks are called on every rank in this order: start; step (every step, metrics of this rank) and log (every
-    --log-interval steps, metrics of all ranks); epoch; end. note and warn may be called at any time. A hook must not
+    --log-interval steps, metrics of all ranks); epoch. note may be called at any time. A hook must not
     communicate, because the engine has already gathered all metrics. start may raise UserError; later failures must not
     end the run. A recorder is a context manager, which closes it at the end.
 
@@ -124,12 +124,6 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def note(self, text: str) -> None:
         """Record a line of text."""
-
-    def warn(self, text: str) -> None:
-        """Record a warning."""
-
-    def end(self, seconds: float) -> None:
-        """Record the end, after the last evaluation. seconds: time since the first step."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)

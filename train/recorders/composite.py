@@ -36,7 +36,7 @@ class CompositeRecorder(Recorder):
         self.recorders = tuple(recorders)
         self.console = next((r.console for r in self.recorders if r.console is not None), None)
 
-    start, step, log, epoch, note, warn, end = map(_forward, ("start", "step", "log", "epoch", "note", "warn", "end"))
+    start, step, log, epoch, note = map(_forward, ("start", "step", "log", "epoch", "note"))
 
     def close(self, error: BaseException | None) -> None:
         """Close all recorders in reverse order, even if closing one of them fails."""

@@ -60,8 +60,6 @@ class Logbook:
         self.gathers = settings.log_dir is not None or settings.log_interval is not None
         self.every = settings.log_interval or INTERVAL
         self.since_record, self.of_epoch = StepTimes(), StepTimes()
-        # The meter is reset after each epoch. Its sums since the last record are carried over to the next record.
-        self.carried = torch.zeros(SUMS, dtype=torch.float64, device=self.ctx.device)
         self.utilization: list[float] = []
 
     def start(self, resumed_at: int | None = None) -> None:
@@ -107,8 +105,8 @@ class Logbook:
             self.recorder.log(self._build_step_record(position, lr))
 
     def _build_step_record(self, position: Position, lr: float) -> StepRecord:
-        sums = (self.carried + position.meter.take()).tolist()  # synchronizes with the device
-        self._read_clock()
+        sums = position.meter.take().tolist()  # synchronizes with the device
+        self.read_clock()
         own, trainer = self.since_record.pace(self.ctx.device), self.trainer
         rows = self._gather(own, sums if self.ctx.mesh.counts else [0.0] * SUMS)
         *totals, data, batch, memory, _ = zip(*rows, strict=True)
@@ -131,13 +129,7 @@ class Logbook:
             own_pace=own,
         )
         self.since_record = StepTimes()
-        self.carried.zero_()
         return record
-
-    def end_epoch(self, position: Position) -> None:
-        """Stop the clock of an epoch, after its sums have been read."""
-        self._read_clock()
-        self.carried += position.meter.take()
 
     def after_epoch(self, position: Position, trained: Score, test: Score | None, test_time: float, best: bool) -> None:
         """Record an epoch; a collective with --log-dir or --log-interval. test_time: seconds of the evaluation."""
@@ -169,7 +161,8 @@ class Logbook:
             )
         )
 
-    def _read_clock(self) -> None:
+    def read_clock(self) -> None:
+        """Add the time since the last call, after reading the sums, which waits for the device."""
         now = time.perf_counter()
         for times in (self.since_record, self.of_epoch):
             times.seconds += now - self.last_read

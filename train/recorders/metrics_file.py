@@ -30,7 +30,6 @@ class MetricsFile(LogFile):
         self.run, self.metric, self.since = "", "accuracy", time.perf_counter()
         self.test: float | None = None
         self.best: tuple[float | None, int | None] = None, None
-        self.seconds: float | None = None
 
     def resume_at(self, step: int) -> None:
         """Remove the records after this optimizer step, and the record of the end.
@@ -101,10 +100,6 @@ class MetricsFile(LogFile):
         """Write the event "epoch"."""
         self._write({"event": "epoch", **_list_fields(record)})
 
-    def end(self, seconds: float) -> None:
-        """Remember the duration of the run."""
-        self.seconds = seconds
-
     def close(self, error: BaseException | None) -> None:
         """Write the event "end"."""
         best, epoch = self.best
@@ -113,7 +108,7 @@ class MetricsFile(LogFile):
                 "event": "end",
                 "ended": classify_ending(error),
                 "steps": self.steps,
-                "seconds": time.perf_counter() - self.since if self.seconds is None else self.seconds,
+                "seconds": time.perf_counter() - self.since,
                 f"test_{self.metric}": self.test,
                 f"best_{self.metric}": best,
                 "best_epoch": epoch,

@@ -144,10 +144,6 @@ class RankLog(LogFile):
         """Write a line."""
         self.write(_add_time(text))
 
-    def warn(self, text: str) -> None:
-        """Write a line with the prefix "warning: "."""
-        self.note(f"warning: {text}")
-
     def close(self, error: BaseException | None) -> None:
         """Write how the run ended, with the traceback of a failure."""
         ended = classify_ending(error)
