@@ -11,6 +11,7 @@ import signal
 import sys
 import textwrap
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -160,17 +161,8 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.set_defaults(local_world_size=None)
-    add_group = parser.add_argument_group
-    _add_method(add_group("method"))
-    _add_launch(add_group("processes", "default: the ranks of torchrun or srun, else this process alone"))
-    _add_devices(add_group("devices"))
-    _add_modifiers(add_group("modifiers of the method"))
-    _add_faults(add_group("injected faults"))
-    _add_model_and_data(add_group("model and data"))
-    _add_optimization(add_group("optimization"))
-    _add_monitor(add_group("checks during training"))
-    _add_output(add_group("output"))
-    _add_logs(add_group("progress, logs and metrics"))
+    for add_options in (_add_method, _add_launch, _add_modifiers, _add_model_and_data, _add_optimization, _add_output):
+        add_options(parser)
     return parser
 
 
@@ -198,170 +190,159 @@ def _add(group: argparse._ArgumentGroup, option: str, text: str, **arguments: An
     group.add_argument(option, default=field.default, help=text, **TYPES[str(field.type).split(" | ")[0]] | arguments)
 
 
-def _add_method(group: argparse._ArgumentGroup) -> None:
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("method")
+    add = partial(_add, group)
     text = "default: ddp if several processes were started, otherwise single"
     group.add_argument("--method", choices=METHODS, help=text)
     text = "dp: replicas (default: all its GPUs, or 2); hsdp, hsdp_tp: replicas of the sharded model (default: 2)"
-    _add(group, "--replicas", text)
-    _add(group, "--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
-    _add(group, "--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")
-    _add(group, "--outer-momentum", "diloco: Nesterov momentum of the outer optimizer (default: 0.9)")
-    _add(group, "--static-graph", "ddp, zero, localsgd: assume that every step uses the same parameters")
-    _add(group, "--bucket-view", "ddp, zero, localsgd: store gradients in DDP's buckets only, which saves memory")
+    add("--replicas", text)
+    add("--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
+    add("--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")
+    add("--outer-momentum", "diloco: Nesterov momentum of the outer optimizer (default: 0.9)")
+    add("--static-graph", "ddp, zero, localsgd: assume that every step uses the same parameters")
+    add("--bucket-view", "ddp, zero, localsgd: store gradients in DDP's buckets only, which saves memory")
     text = "fsdp, hsdp: free gathered parameters after forward (true, false), or keep shards of N ranks"
-    _add(group, "--reshard-after-forward", text, metavar="true|false|N")
-    _add(group, "--cpu-offload", "fsdp, hsdp, replicate: keep parameters, gradients and optimizer in the CPU's memory")
-    _add(group, "--mp-policy", "fsdp, hsdp, replicate: gather parameters and compute in bf16, reduce in float32")
+    add("--reshard-after-forward", text, metavar="true|false|N")
+    add("--cpu-offload", "fsdp, hsdp, replicate: keep parameters, gradients and optimizer in the CPU's memory")
+    add("--mp-policy", "fsdp, hsdp, replicate: gather parameters and compute in bf16, reduce in float32")
     text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
-    _add(group, "--parallel-degree", text)
-    _add(group, "--sequence-parallel", "tp and combinations: shard the tokens between blocks")
-    _add(group, "--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
+    add("--parallel-degree", text)
+    add("--sequence-parallel", "tp and combinations: shard the tokens between blocks")
+    add("--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
     text = "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
-    _add(group, "--context-mode", text, choices=MODES)
+    add("--context-mode", text, choices=MODES)
     text = "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
-    _add(group, "--pipeline-schedule", text, choices=PIPELINES)
+    add("--pipeline-schedule", text, choices=PIPELINES)
     text = "maximum time to wait for other ranks (default: %(default)s)"
     group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
 
 
-def _add_launch(group: argparse._ArgumentGroup) -> None:
-    text = (
-        "start N processes on this machine; implied (2, or one per GPU) by torchrun with one process "
-        "and --save-per-rank, without --method"
-    )
-    _add(group, "--spawn", text)
-    _add(group, "--rank", "by hand, in a shell per process: its number, from 0", metavar="R")
-    _add(group, "--world-size", "by hand: the number of processes")
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes", "default: the ranks of torchrun or srun, else this process alone")
+    add = partial(_add, group)
+    text = "start N processes on this machine; implied (2, or one per GPU) by torchrun with one process "
+    text += "and --save-per-rank, without --method"
+    add("--spawn", text)
+    add("--rank", "by hand, in a shell per process: its number, from 0", metavar="R")
+    add("--world-size", "by hand: the number of processes")
     text = "by hand: its number on this machine, which selects the GPU (default: the rank modulo the GPUs)"
-    _add(group, "--local-rank", text, metavar="L")
+    add("--local-rank", text, metavar="L")
     text = "by hand: rendezvous at tcp://ADDRESS:PORT of rank 0, or in file:///PATH, a new file for each run"
-    _add(group, "--init-method", text, metavar="URL")
+    add("--init-method", text, metavar="URL")
     text = "with --port: short for --init-method tcp://ADDRESS:PORT; with --spawn instead of a temporary file"
-    _add(group, "--ip", text, metavar="ADDRESS")
-    _add(group, "--port", "a free port of rank 0's machine, the same everywhere", metavar="PORT")
+    add("--ip", text, metavar="ADDRESS")
+    add("--port", "a free port of rank 0's machine, the same everywhere", metavar="PORT")
+    group = parser.add_argument_group("devices")
+    add = partial(_add, group)
+    text = "GPUs of this machine, as 0,1, or none for the CPU: each process uses one, dp all (default: all, "
+    text += "or the CPU if there are fewer GPUs than processes)"
+    add("--gpus", text, metavar="LIST")
+    add("--backend", "of the process group (default: nccl on GPUs, gloo on CPUs)", choices=("gloo", "nccl"))
 
 
-def _add_devices(group: argparse._ArgumentGroup) -> None:
-    text = (
-        "GPUs of this machine, as 0,1, or none for the CPU: each process uses one, dp all (default: all, "
-        "or the CPU if there are fewer GPUs than processes)"
-    )
-    _add(group, "--gpus", text, metavar="LIST")
-    text = "of the process group (default: nccl on GPUs, gloo on CPUs)"
-    _add(group, "--backend", text, choices=("gloo", "nccl"))
-
-
-def _add_modifiers(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--sync-bn", "compute BatchNorm over the samples of all ranks")
+def _add_modifiers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("modifiers of the method")
+    add = partial(_add, group)
+    add("--sync-bn", "compute BatchNorm over the samples of all ranks")
     group.add_argument("--no-buffer-sync", action="store_true", help="let each rank keep separate BatchNorm statistics")
-    text = "mixed precision with torch.autocast; fp16 uses loss scaling"
-    _add(group, "--amp", text, choices=("off", "bf16", "fp16"))
+    add("--amp", "mixed precision with torch.autocast; fp16 uses loss scaling", choices=("off", "bf16", "fp16"))
     text = "partition each rank's share into K micro-batches, and reduce gradients after the last"
-    _add(group, "--accumulate", text, metavar="K")
-    _add(group, "--grad-clip", "clip the norm of the whole gradient", metavar="NORM")
-    _add(group, "--find-unused", "let DDP search for parameters that are unused in a step")
-    _add(group, "--join", "let ranks have different numbers of batches, with DDP's join context manager")
-    _add(group, "--compile", "use torch.compile; the first step takes seconds to minutes")
-    _add(group, "--channels-last", "use the memory format NHWC for images and weights; faster on many GPUs")
+    add("--accumulate", text, metavar="K")
+    add("--grad-clip", "clip the norm of the whole gradient", metavar="NORM")
+    add("--find-unused", "let DDP search for parameters that are unused in a step")
+    add("--join", "let ranks have different numbers of batches, with DDP's join context manager")
+    add("--compile", "use torch.compile; the first step takes seconds to minutes")
+    add("--channels-last", "use the memory format NHWC for images and weights; faster on many GPUs")
     text = "let cuDNN time its algorithms for each shape of input, and use the fastest; for GPUs and equal shapes"
-    _add(group, "--cudnn-benchmark", text)
+    add("--cudnn-benchmark", text)
     text = "gradient compression of DDP: none, 16-bit floats, or low-rank matrices"
-    _add(group, "--comm-hook", text, choices=("none", "fp16", "bf16", "powersgd"))
-    _add(group, "--powersgd-rank", "rank of powersgd's matrices (default: 1)")
-    _add(group, "--powersgd-start", "number of first steps without powersgd (default: 2)")
+    add("--comm-hook", text, choices=("none", "fp16", "bf16", "powersgd"))
+    add("--powersgd-rank", "rank of powersgd's matrices (default: 1)")
+    add("--powersgd-start", "number of first steps without powersgd (default: 2)")
     text = "also save an exponential moving average of the weights, for example with decay 0.999"
-    _add(group, "--ema", text, metavar="DECAY")
-
-
-def _add_faults(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--fault", "inject this fault; --list-faults prints the names", metavar="NAME", choices=FAULTS)
-    _add(group, "--fault-step", "step of the fault (default: depends on the fault)")
+    add("--ema", text, metavar="DECAY")
+    group = parser.add_argument_group("injected faults")
+    add = partial(_add, group)
+    add("--fault", "inject this fault; --list-faults prints the names", metavar="NAME", choices=FAULTS)
+    add("--fault-step", "step of the fault (default: depends on the fault)")
     group.add_argument("--list-faults", action=Print, const=list_faults, help="list the faults with effects, and exit")
 
 
-def _add_model_and_data(group: argparse._ArgumentGroup) -> None:
+def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and data")
+    add = partial(_add, group)
     text = "own data, model, loss and metrics: a subclass of train.task.Task; replaces --model and --data"
-    _add(group, "--task", text, metavar="MODULE:CLASS")
-    _add(group, "--model", ", ".join(MODELS), choices=MODELS, metavar="NAME")
+    add("--task", text, metavar="MODULE:CLASS")
+    add("--model", ", ".join(MODELS), choices=MODELS, metavar="NAME")
     text = "list the models with their sizes, and exit"
     group.add_argument("--list-models", action=Print, const=list_models, help=text)
-    _add(group, "--width", "channels of the first layer (default: depends on the model)")
-    _add(group, "--depth", "layers of a pyramidnet, blocks of the transformer")
-    _add(group, "--alpha", "channels that a pyramidnet adds over all its blocks")
-    _add(group, "--data", ", ".join(DATASETS), choices=DATASETS, metavar="NAME")
-    _add(group, "--data-dir", "folder of the data; digits, text and synthetic need no folder")
+    add("--width", "channels of the first layer (default: depends on the model)")
+    add("--depth", "layers of a pyramidnet, blocks of the transformer")
+    add("--alpha", "channels that a pyramidnet adds over all its blocks")
+    add("--data", ", ".join(DATASETS), choices=DATASETS, metavar="NAME")
+    add("--data-dir", "folder of the data; digits, text and synthetic need no folder")
     text = "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout"
-    _add(group, "--download", text)
+    add("--download", text)
     text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing; timm: "
     text += "RandomResizedCrop, RandAugment, mixup and label smoothing"
-    _add(group, "--augment", text, choices=AUGMENTATIONS)
-    _add(group, "--image-size", "pixels along each edge, for --data synthetic (default: 32)")
-    _add(group, "--channels", "channels of an image, for --data synthetic (default: 3)")
-    _add(group, "--classes", "number of classes, for --data synthetic (default: 10)")
-    text = "training images, with a tenth as many test images, for --data synthetic (default: 50000)"
-    _add(group, "--train-samples", text)
-    _add(group, "--limit-train", "use only the first N training samples")
+    add("--augment", text, choices=AUGMENTATIONS)
+    add("--image-size", "pixels along each edge, for --data synthetic (default: 32)")
+    add("--channels", "channels of an image, for --data synthetic (default: 3)")
+    add("--classes", "number of classes, for --data synthetic (default: 10)")
+    add("--train-samples", "training images, with a tenth as many test images, for --data synthetic (default: 50000)")
+    add("--limit-train", "use only the first N training samples")
     text = "also train on the last, smaller batch of each epoch, if every share of it has at least 2 samples"
-    _add(group, "--keep-last", text)
-    _add(group, "--workers", "data loading processes per rank; 0: load in the rank itself")
+    add("--keep-last", text)
+    add("--workers", "data loading processes per rank; 0: load in the rank itself")
     group.add_argument("--no-shuffle", action="store_true", help="use the same order in every epoch")
 
 
-def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--epochs", "number of epochs")
-    _add(group, "--max-steps", "stop after N optimizer steps")
-    text = "global batch size, partitioned over the ranks; uneven shares are weighted exactly"
-    _add(group, "--batch-size", text)
-    _add(group, "--optimizer", "optimizer", choices=LEARNING_RATES)
+def _add_optimization(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("optimization")
+    add = partial(_add, group)
+    add("--epochs", "number of epochs")
+    add("--max-steps", "stop after N optimizer steps")
+    add("--batch-size", "global batch size, partitioned over the ranks; uneven shares are weighted exactly")
+    add("--optimizer", "optimizer", choices=LEARNING_RATES)
     rates = ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items())
     group.add_argument("--lr", type=float, help=f"peak learning rate of the schedule (default: {rates})")
-    text = (
-        "multiply --lr by the number of processes (linear) or its square root (sqrt). Use it if --batch-size "
-        "grows with the number of processes; otherwise none is correct"
-    )
-    _add(group, "--lr-scale", text, choices=SCALES)
-    _add(group, "--schedule", "learning rate after warm-up", choices=SCHEDULES)
-    _add(group, "--warmup-steps", "steps of linear warm-up (default: a tenth of the run)")
-    _add(group, "--warmup-epochs", "warm-up in epochs; may be a fraction", metavar="X")
-    _add(group, "--momentum", "momentum of sgd")
-    _add(group, "--weight-decay", "weight decay")
-    _add(group, "--seed", "seed of weights and sample order", metavar=None)
-
-
-def _add_monitor(group: argparse._ArgumentGroup) -> None:
-    text = (
-        "check every N optimizer steps, and after the last step, that all ranks hold the same model (0: never). "
-        "Use the longer name with torchrun, because --monitor is ambiguous among its own options"
-    )
+    text = "multiply --lr by the number of processes (linear) or its square root (sqrt). Use it if --batch-size "
+    text += "grows with the number of processes; otherwise none is correct"
+    add("--lr-scale", text, choices=SCALES)
+    add("--schedule", "learning rate after warm-up", choices=SCHEDULES)
+    add("--warmup-steps", "steps of linear warm-up (default: a tenth of the run)")
+    add("--warmup-epochs", "warm-up in epochs; may be a fraction", metavar="X")
+    add("--momentum", "momentum of sgd")
+    add("--weight-decay", "weight decay")
+    add("--seed", "seed of weights and sample order", metavar=None)
+    group = parser.add_argument_group("checks during training")
+    text = "check every N optimizer steps, and after the last step, that all ranks hold the same model (0: never). "
+    text += "Use the longer name with torchrun, because --monitor is ambiguous among its own options"
     group.add_argument("--monitor", "--monitor-every", type=int, default=DEFAULT.monitor, metavar="N", help=text)
     text = "if a check fails: exit with code 1, warn and continue, or repair the affected ranks (default: warn)"
     group.add_argument("--on-desync", choices=("raise", "warn", "resync"), help=text)
 
 
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    text = (
-        "output folder. A run replaces the files of a finished run with the same method and modifiers, and is "
-        "refused while such a run is active"
-    )
-    _add(group, "--out", text)
-    _add(group, "--save-per-rank", "at the end, write DIR/<run>_rank<r>")
-    text = "also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank"
-    _add(group, "--save-every", text)
-    text = "keep DIR/best/<run>/rank_<r> of the epoch with the best test metric; implies --save-per-rank"
-    _add(group, "--save-best", text)
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    add = partial(_add, group)
+    text = "output folder. A run replaces the files of a finished run with the same method and modifiers, and is "
+    text += "refused while such a run is active"
+    add("--out", text)
+    add("--save-per-rank", "at the end, write DIR/<run>_rank<r>")
+    add("--save-every", "also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank")
+    add("--save-best", "keep DIR/best/<run>/rank_<r> of the epoch with the best test metric; implies --save-per-rank")
     text = "every N steps and after the last step, write the state for --resume to DIR/.resume/<run>"
-    _add(group, "--checkpoint-every", text)
-    text = "resume from the newest state of --checkpoint-every in DIR, or start at step 0 without a state"
-    _add(group, "--resume", text)
-    _add(group, "--save-format", "checkpoint format", choices=FORMATS)
-
-
-def _add_logs(group: argparse._ArgumentGroup) -> None:
+    add("--checkpoint-every", text)
+    add("--resume", "resume from the newest state of --checkpoint-every in DIR, or start at step 0 without a state")
+    add("--save-format", "checkpoint format", choices=FORMATS)
+    group = parser.add_argument_group("progress, logs and metrics")
+    add = partial(_add, group)
     text = "auto: a bar on a terminal, otherwise a line per epoch (default: %(default)s)"
     group.add_argument("--progress", choices=("auto", "bar", "plain", "none"), default="auto", help=text)
-    _add(group, "--eval-every", "evaluate on the test set every N epochs, and after the last epoch")
-    text = "write DIR/<run>/metrics.jsonl and a log per rank, replacing the logs of a run with the same name"
-    _add(group, "--log-dir", text)
+    add("--eval-every", "evaluate on the test set every N epochs, and after the last epoch")
+    add("--log-dir", "write DIR/<run>/metrics.jsonl and a log per rank, replacing the logs of a run with the same name")
     text = "optimizer steps between records of --log-dir (default: 50); if set, --progress plain prints each record"
-    _add(group, "--log-interval", text)
-    _add(group, "--tensorboard", "also write the records of --log-dir for TensorBoard, which must be installed")
+    add("--log-interval", text)
+    add("--tensorboard", "also write the records of --log-dir for TensorBoard, which must be installed")

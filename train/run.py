@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,7 +79,7 @@ def summary(result: Result, method: str) -> str:
     first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
     if not result.saved:
         return first + "saved nothing; --save-per-rank writes one checkpoint per rank\n"
-    where = f"{result.saved[0]} to {result.saved[-1]}" if len(result.saved) > 1 else f"{result.saved[0]}"
+    where = " to ".join(str(path) for path in dict.fromkeys((result.saved[0], result.saved[-1])))
     replaced = f" (replaced {result.replaced} of an earlier run of this name)" if result.replaced else ""
     alone = ""
     if result.replicas == 1 and METHODS[method].grouped:
@@ -96,9 +97,12 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     try:
         check_modifiers(settings)
     except UserError as error:
-        if args.method is None and settings.method == "single" and fits(replace(settings, method="ddp")):
-            raise UserError(f"{error}; add --spawn 2, or start with torchrun") from error
-        raise
+        advice = ""
+        if args.method is None and settings.method == "single":
+            with suppress(UserError):
+                check_modifiers(replace(settings, method="ddp"))
+                advice = "; add --spawn 2, or start with torchrun"
+        raise UserError(f"{error}{advice}") from error
     grouped = METHODS[settings.method].grouped
     ctx = make_rank_context(os.environ, settings.method, grouped=grouped, options=LaunchOptions.from_args(args))
     ctx = METHODS[settings.method].place(settings, ctx)
@@ -106,15 +110,6 @@ def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:
     if not 0 < args.timeout <= LONGEST:
         raise UserError(f"--timeout {args.timeout}: needs seconds, above 0 and up to {LONGEST}")
     return settings, ctx
-
-
-def fits(settings: Settings) -> bool:
-    """Return whether the method accepts all given options."""
-    try:
-        check_modifiers(settings)
-    except UserError:
-        return False
-    return True
 
 
 def work(args: argparse.Namespace) -> ExitStatus:

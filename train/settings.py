@@ -24,12 +24,8 @@ OF_TASK = (
     *("model", "width", "depth", "alpha", "data", "data_dir", "download", "augment"),
     *("image_size", "channels", "classes", "train_samples"),
 )
-# Counts, which must be at least 1.
-COUNTS = (
-    *("epochs", "batch_size", "width", "depth", "alpha", "image_size", "channels", "classes", "train_samples"),
-    *("limit_train", "max_steps", "save_every", "checkpoint_every", "accumulate", "replicas", "average_every"),
-    *("parallel_degree", "fault_step", "eval_every", "log_interval", "powersgd_rank"),
-)
+# Integers that need not be at least 1.
+NOT_COUNTS = ("seed", "workers", "monitor", "warmup_steps", "powersgd_start")
 
 
 @dataclass(frozen=True)
@@ -196,10 +192,10 @@ def check(settings: Settings, world_size: int) -> None:
 
 
 def _check_numbers(s: Settings) -> None:
-    for name in COUNTS:
-        number = getattr(s, name)
-        if number is not None and number < 1:
-            raise UserError(f"--{name.replace('_', '-')} {number}: must be at least 1")
+    for field in fields(s):
+        number = getattr(s, field.name)
+        if field.type in ("int", "int | None") and field.name not in NOT_COUNTS and number is not None and number < 1:
+            raise UserError(f"--{field.name.replace('_', '-')} {number}: must be at least 1")
     for name, valid, expected in (
         ("lr", math.isfinite(s.lr) and s.lr > 0, "a positive number"),
         ("outer_lr", s.outer_lr is None or (math.isfinite(s.outer_lr) and s.outer_lr > 0), "a positive number"),

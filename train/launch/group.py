@@ -11,7 +11,6 @@ import ctypes
 import os
 import re
 import socket
-import stat
 import threading
 import time
 import uuid
@@ -69,7 +68,8 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     try:
         yield
     except (UserError, Stopped):
-        close_process_group(ctx, store)
+        dist.destroy_process_group()
+        leave_store(ctx, store)
         raise
     except RuntimeError as error:
         if any(text in str(error) for text in PEER_ERRORS):
@@ -77,7 +77,8 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
         raise
     # After any other exception the group stays open: the peers may be inside a collective, and closing the group could
     # wait for them. The process is about to end anyway.
-    close_process_group(ctx, store)
+    dist.destroy_process_group()
+    leave_store(ctx, store)
 
 
 def join_process_group(ctx: RankContext, timeout: float) -> Store:
@@ -118,7 +119,7 @@ def open_store(ctx: RankContext, timeout: float) -> Store:
             # removes it at the same moment.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
         else:
-            serve = ctx.rank == 0 and rank_0_serves_store(ctx)
+            serve = ctx.rank == 0 and not uses_agent_store()
             # Rank 0 connects to its own server, by whatever address the other ranks reach it.
             host = "localhost" if serve else wait_for_server(ctx, timeout)
             port, wait = urlsplit(ctx.init_method).port or 0, timedelta(seconds=timeout)
@@ -130,11 +131,6 @@ def open_store(ctx: RankContext, timeout: float) -> Store:
         advice = "choose another file, or a free port with --port or torchrun's --master-port"
         raise RankError(f"rank {ctx.rank} cannot use {ctx.init_method}: {reason}; {advice}") from error
     return PrefixStore("train", store)
-
-
-def rank_0_serves_store(ctx: RankContext) -> bool:
-    """Return whether rank 0 holds the keys, rather than a file or torchrun's agent."""
-    return ctx.init_method.startswith("tcp:") and not uses_agent_store()
 
 
 def uses_agent_store() -> bool:
@@ -171,10 +167,8 @@ def check_store_file(path: Path) -> None:
     """
     problem = "it is not a rendezvous file"
     try:
-        mode = stat.S_IFREG
-        with suppress(FileNotFoundError):  # checked once, because other ranks may create the file at any moment
-            mode = path.stat().st_mode
-        if stat.S_ISREG(mode):  # opening a pipe would block
+        # In this order, because other ranks may create the file at any moment. Opening a pipe would block.
+        if not path.exists() or path.is_file():
             with path.open("a+b") as file:
                 file.seek(0)
                 if FILE_STORE_START.startswith(file.read(len(FILE_STORE_START))):
@@ -241,7 +235,8 @@ def describe_lost_ranks(ctx: RankContext, store: Store, error: RuntimeError) -> 
     try:
         lost = call_with_deadline(lambda: find_lost_ranks(ctx, store), LIVENESS_SECONDS + CONNECT_SLACK)
     except (RuntimeError, TimeoutError):
-        lost = [0] if rank_0_serves_store(ctx) else []  # the store does not respond
+        # The store does not respond: rank 0 serves it, rather than a file or torchrun's agent.
+        lost = [0] if ctx.init_method.startswith("tcp:") and not uses_agent_store() else []
     return f"rank {ctx.rank} lost {format_ranks(lost) if lost else 'another rank'} ({_first_line(error)})"
 
 
@@ -255,12 +250,6 @@ def find_lost_ranks(ctx: RankContext, store: Store) -> list[int]:
     store.add(f"failed/{ctx.rank}", 1)
     # If rank 0 serves the store, it has to outlive the check of the other ranks.
     return find_missing_ranks(store, "failed", range(ctx.world_size), LIVENESS_SECONDS + (ctx.rank == 0))
-
-
-def close_process_group(ctx: RankContext, store: Store) -> None:
-    """Close the group."""
-    dist.destroy_process_group()
-    leave_store(ctx, store)
 
 
 def leave_store(ctx: RankContext, store: Store) -> None:
