@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class Snapshot:
     """The state of one rank after a step.
 
-    model: tensors by name, without a wrapper's prefix. optimizer: the optimizer's state dict. scaler: the GradScaler's
-    state dict, if it is enabled. block: the result of syncheck.metadata(), written
-    if syncheck is installed. ema: averaged parameters, with --ema.
+    model: tensors by name, without a wrapper's prefix. optimizer, scaler: state dicts; scaler is None if disabled.
+    block: the result of syncheck.metadata(), written if syncheck is installed. ema: averaged parameters, with --ema.
     """
 
     model: dict[str, Tensor]

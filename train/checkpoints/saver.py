@@ -67,11 +67,7 @@ class Saver:
         return written
 
     def save_best(self, step: int) -> list[Path]:
-        """Replace the best checkpoint, with --save-best; a collective in that case.
-
-        Call it between the last step of an epoch and the first step of the next. Returns the files written by this
-        process.
-        """
+        """Replace the best checkpoint after an epoch, with --save-best; a collective. Returns this process's files."""
         if not self.settings.save_best:
             return []
         paths = self._paths(f"best/{self.settings.run}/rank_")
@@ -125,10 +121,9 @@ class Saver:
         return [self.settings.out / f"{name}{rank}.{self.settings.save_format}" for rank in range(self.replicas)]
 
     def _save(self, paths: list[Path], step: int, *, final: bool = False) -> list[Path]:
-        """Write this process's replicas to `paths`; a collective.
+        """Write this process's replicas to `paths` and return their paths; a collective.
 
-        Returns the paths written by this process. Raises UserError on all ranks. If the disk is full, existing files
-        stay.
+        Raises UserError on all ranks. If the disk is full, existing files stay.
         """
         written: list[Path] = []
         try:

@@ -217,8 +217,7 @@ def restore_rng_states(states: dict[str, Any], devices: Sequence[torch.device]) 
 def reseed_generators(seed: int, step: int, stream: int) -> None:
     """Start new random streams, different on each rank, after the number of ranks has changed.
 
-    seed: of the run. step: of the resumed state, so that a second change leads to different streams. stream: of the
-    rank.
+    step: of the resumed state, so that a second change leads to different streams.
     """
     words = np.random.SeedSequence((seed, step, stream)).generate_state(2)
     torch.manual_seed(int(words[0]))  # seeds CUDA too
