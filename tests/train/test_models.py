@@ -11,7 +11,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from train.errors import UserError
 from train.methods.fsdp import find_blocks
 from train.models import MODELS, build_model
-from train.models.cifar_resnet import CifarResNet
 from train.models.transformer import choose_patch_size
 from train.options import list_models
 
@@ -50,8 +49,6 @@ def test_parameters_of_resnets() -> None:
     assert count_parameters("resnet18") == 11_173_962
     convolutions = [m for m in build_model("resnet8", 1, 10, None).modules() if isinstance(m, nn.Conv2d)]
     assert len(convolutions) == 7
-    with pytest.raises(ValueError, match="6n"):
-        CifarResNet(10, 3, 10, 16)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""ResNet-18, 34 and 50 (https://arxiv.org/abs/1512.03385) with variable width and a stem for small images.
+"""ResNets (https://arxiv.org/abs/1512.03385) with variable width and a stem for small images.
 
 The stem is a single 3x3 convolution with stride 1 and no pooling, because the stages already halve images of 8x8 to
-32x32 three times. Tensors have the same names and order as in torchvision.
+32x32 two or three times. Tensors have the same names and order as in torchvision.
 """
 
 from __future__ import annotations
@@ -11,13 +11,32 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH = 64  # channels of the first stage in the paper
+
+class PaddedShortcut(nn.Module):
+    """The shortcut without parameters ("option A"): subsample every other pixel, and pad new channels with zeros."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.new_channels, self.stride = channels_out - channels_in, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, channels_in, H, W]. Returns [N, channels_out, H / stride, W / stride]."""
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new_channels))
+
+
+class Projection(nn.Sequential):
+    """The shortcut with a 1x1 convolution, for blocks that change the shape."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__(nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out))
 
 
 class Block(nn.Module):
-    """Residual block with two 3x3 convolutions; the shortcut is a 1x1 convolution if the shape changes."""
+    """Residual block with two 3x3 convolutions."""
 
     expansion: ClassVar[int] = 1  # output channels divided by `channels`
+    width: ClassVar[int] = 64  # channels of the first stage in the paper
+    shortcut: ClassVar[type[Projection | PaddedShortcut]] = Projection
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -25,7 +44,7 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.downsample = _build_shortcut(channels_in, channels, stride)
+        self.downsample = self.build_shortcut(channels_in, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, channels_in, H, W]. Returns [N, channels, H / stride, W / stride]."""
@@ -33,24 +52,36 @@ class Block(nn.Module):
         y = self.bn2(self.conv2(y))
         return F.relu(y + self.downsample(x))
 
+    def build_shortcut(self, channels_in: int, channels_out: int, stride: int) -> nn.Module:
+        """Return the identity if the block keeps the shape."""
+        if stride == 1 and channels_in == channels_out:
+            return nn.Identity()
+        return self.shortcut(channels_in, channels_out, stride)
 
-class Bottleneck(nn.Module):
+
+class CifarBlock(Block):
+    """The block of the small ResNets for CIFAR-10 (section 4.2), with a shortcut without parameters."""
+
+    width, shortcut = 16, PaddedShortcut
+
+
+class Bottleneck(Block):
     """Residual block with 1x1, 3x3 and 1x1 convolutions; the last has four times as many output channels.
 
     `stride` applies to the 3x3 convolution, as in torchvision; the paper applies it to the first convolution.
     """
 
-    expansion: ClassVar[int] = 4
+    expansion = 4
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.conv1 = nn.Conv2d(channels_in, channels, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
         self.conv3 = nn.Conv2d(channels, 4 * channels, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(4 * channels)
-        self.downsample = _build_shortcut(channels_in, 4 * channels, stride)
+        self.downsample = self.build_shortcut(channels_in, 4 * channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, channels_in, H, W]. Returns [N, 4 * channels, H / stride, W / stride]."""
@@ -60,36 +91,29 @@ class Bottleneck(nn.Module):
         return F.relu(y + self.downsample(x))
 
 
-def _build_shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
-    if stride == 1 and channels_in == channels_out:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out))
-
-
 class ResNet(nn.Module):
-    """Four stages with 1, 2, 4 and 8 times `width` channels.
+    """Stages with 1, 2, 4 and 8 times `width` channels, global average pooling, and a linear classifier.
 
-    block: block class. blocks: number of blocks per stage. The first block of the second to fourth stage halves the
-    image.
+    block: block class. blocks: number of blocks per stage. The first block of each later stage halves the image.
     """
 
     def __init__(
-        self,
-        block: type[Block | Bottleneck],
-        blocks: tuple[int, ...],
-        channels: int,
-        classes: int,
-        width: int | None,
+        self, block: type[Block], blocks: tuple[int, ...], channels: int, classes: int, width: int | None
     ) -> None:
         super().__init__()
-        width = width or WIDTH
+        width = width or block.width
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = _build_stage(block, blocks[0], width, width, 1)
-        self.layer2 = _build_stage(block, blocks[1], width * block.expansion, 2 * width, 2)
-        self.layer3 = _build_stage(block, blocks[2], 2 * width * block.expansion, 4 * width, 2)
-        self.layer4 = _build_stage(block, blocks[3], 4 * width * block.expansion, 8 * width, 2)
-        self.fc = nn.Linear(8 * width * block.expansion, classes)
+        self.stages = []
+        channels_in = width
+        for number, count in enumerate(blocks):
+            layers = []
+            for index in range(count):
+                layers.append(block(channels_in, width << number, 2 if number and not index else 1))
+                channels_in = block.expansion * (width << number)
+            self.stages.append(f"layer{number + 1}")
+            self.add_module(self.stages[-1], nn.Sequential(*layers))
+        self.fc = nn.Linear(channels_in, classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -97,13 +121,7 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, channels, H, W]. Returns logits [N, classes]."""
         y = F.relu(self.bn1(self.conv1(x)))
-        y = self.layer4(self.layer3(self.layer2(self.layer1(y))))
+        for stage in self.stages:
+            y = self.get_submodule(stage)(y)
         logits: Tensor = self.fc(y.mean((2, 3)))
         return logits
-
-
-def _build_stage(
-    block: type[Block | Bottleneck], blocks: int, channels_in: int, channels: int, stride: int
-) -> nn.Sequential:
-    first = block(channels_in, channels, stride)
-    return nn.Sequential(first, *(block(channels * block.expansion, channels, 1) for _ in range(blocks - 1)))

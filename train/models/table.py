@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from train.errors import UserError
 from train.models import pyramidnet, resnet
-from train.models.cifar_resnet import CifarResNet
-from train.models.convnet import ConvNet
+from train.models.convnet import ConvNet, MnistConvNet
 from train.models.gpt import Gpt
-from train.models.mnist_convnet import MnistConvNet
-from train.models.torchvision_resnet import build_torchvision_resnet
 from train.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
     from train.settings import Settings
 
@@ -54,16 +51,33 @@ class Network:
     text: bool = False
 
 
-def _cifar(depth: int) -> Network:
-    return Network(lambda s: CifarResNet(depth, s.channels, s.classes, s.width), f"{RESNET} 4.2")
-
-
-def _resnet(block: type[resnet.Block | resnet.Bottleneck], *blocks: int) -> Network:
-    return Network(lambda s: resnet.ResNet(block, blocks, s.channels, s.classes, s.width), f"{RESNET}, 3x3 stem")
+def _resnet(block: type[resnet.Block], *blocks: int, source: str = ", 3x3 stem") -> Network:
+    return Network(lambda s: resnet.ResNet(block, blocks, s.channels, s.classes, s.width), RESNET + source)
 
 
 def _torchvision(name: str) -> Network:
-    return Network(lambda s: build_torchvision_resnet(name, s.channels, s.classes), f"{RESNET}, torchvision", ())
+    return Network(lambda s: _build_torchvision(name, s.channels, s.classes), f"{RESNET}, torchvision", ())
+
+
+def _build_torchvision(name: str, channels: int, classes: int) -> nn.Module:
+    """Build a ResNet of torchvision with random weights. Raises UserError if torchvision is missing.
+
+    These networks are designed for 224x224 and divide the image size by 32, so 8x8 digits shrink to one pixel in the
+    third stage. If images do not have 3 channels, the first convolution is replaced.
+    """
+    try:
+        # Imported only for torchvision models, because the import takes seconds.
+        from torchvision import models  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise UserError(f"--model tv_{name} needs torchvision: pip install -e '.[train]'") from error
+    model: nn.Module = getattr(models, name)(weights=None, num_classes=classes)
+    if channels != 3:
+        stem = model.get_submodule("conv1")
+        assert isinstance(stem, nn.Conv2d)
+        new = nn.Conv2d(channels, stem.out_channels, 7, stride=2, padding=3, bias=False)
+        nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
+        model.register_module("conv1", new)
+    return model
 
 
 def _gpt(paper: str, *, tied: bool, experts: bool) -> Network:
@@ -82,8 +96,8 @@ def _pyramidnet(block: type[pyramidnet.Block | pyramidnet.Bottleneck]) -> Networ
 
 RESNET = "https://arxiv.org/abs/1512.03385"
 MODELS = {
-    "resnet8": _cifar(8),
-    "resnet20": _cifar(20),
+    "resnet8": _resnet(resnet.CifarBlock, 1, 1, 1, source=" 4.2"),
+    "resnet20": _resnet(resnet.CifarBlock, 3, 3, 3, source=" 4.2"),
     "resnet18": _resnet(resnet.Block, 2, 2, 2, 2),
     "resnet34": _resnet(resnet.Block, 3, 4, 6, 3),
     "resnet50": _resnet(resnet.Bottleneck, 3, 4, 6, 3),
