@@ -24,21 +24,12 @@ class SyncBatchNorm(_BatchNorm):
     take part in each training forward and backward. In evaluation, or with a single rank, it equals BatchNorm.
     Gradients of weight and bias are this rank's share; the parallel method sums or averages them.
 
-    Raises ValueError on all ranks in training if all ranks together have fewer than 2 values per channel.
+    Further arguments are those of nn.BatchNorm2d. Raises ValueError on all ranks in training if all ranks together
+    have fewer than 2 values per channel.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+    def __init__(self, *arguments: Any, process_group: dist.ProcessGroup | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.process_group = process_group
 
     def _check_input_dim(self, x: Tensor) -> None:

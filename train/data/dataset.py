@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,16 +56,10 @@ class Normalize:
         return pixels.to(torch.float32).sub_(mean).div_(std)
 
 
-class Augment(Protocol):
-    """Random augmentation of training images."""
-
-    def __call__(self, pixels: Tensor, indices: Tensor, epoch: int, normalize: Normalize) -> Tensor:
-        """Augment each image for this epoch, and normalize it.
-
-        pixels: uint8 [N, channels, H, W]. indices: int64 [N], indices into the whole training set. Returns float32
-        [N, channels, H, W]. The result for an image depends only on the image, its index and the epoch.
-        """
-        ...  # pragma: no cover
+# Augments and normalizes training images. Arguments: uint8 [N, channels, H, W], int64 [N] indices into the whole
+# training set, the epoch, and the normalization. Returns float32 [N, channels, H, W]. The result for an image depends
+# only on the image, its index and the epoch.
+Augment = Callable[[Tensor, Tensor, int, Normalize], Tensor]
 
 
 class Images(Dataset[tuple[Tensor, ...]]):

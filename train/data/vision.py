@@ -6,7 +6,6 @@ published files. This module checks the MD5 first, to report the path of a file 
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-# Exceptions of torchvision, numpy, torch and pickle for damaged files.
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AssertionError,
-    pickle.UnpicklingError,
-)
 
 
 @dataclass(frozen=True)
@@ -115,7 +102,7 @@ class Source:
         try:
             samples = self.import_class()(folder, train=train)
             images, labels = torch.as_tensor(samples.data), torch.as_tensor(samples.targets)
-        except READ_ERRORS as error:
+        except Exception as error:  # torchvision, numpy, torch and pickle raise many kinds for damaged files
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
                 f"--data {self.name}: the {part} files in {folder} are damaged: {reason}; replace them with --download"

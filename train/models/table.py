@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -121,24 +121,17 @@ MODELS = {
 }
 
 
-def build_model(
-    name: str,
-    channels: int,
-    classes: int,
-    width: int | None,
-    *,
-    image_size: int = 32,
-    depth: int | None = None,
-    alpha: int | None = None,
-) -> nn.Module:
+def build_model(name: str, channels: int, classes: int, width: int | None, **options: Any) -> nn.Module:
     """Build the model `name` on the CPU from torch's current seed.
 
-    channels: 0 for text. Raises UserError for unknown names, and for options and data that the model does not support.
+    options: image_size, depth and alpha, see Shape. Raises UserError for unknown names, and for options and data that
+    the model does not support.
     """
     if name not in MODELS:
         raise UserError(f"--model {name}: unknown; supported: {', '.join(MODELS)}")
-    network = MODELS[name]
-    for option, number in (("width", width), ("depth", depth), ("alpha", alpha)):
+    network, shape = MODELS[name], Shape(channels, classes, width=width, **options)
+    for option in ("width", "depth", "alpha"):
+        number = getattr(shape, option)
         if number is not None and option not in network.options:
             others = ", ".join(other for other in MODELS if option in MODELS[other].options)
             raise UserError(f"--{option} {number}: not supported by {name}; use it with {others}")
@@ -150,7 +143,7 @@ def build_model(
     if width is not None and width > MAX_WIDTH:
         raise UserError(f"--width {width}: must be at most {MAX_WIDTH}")
     try:
-        return network.build(Shape(channels, classes, image_size, width, depth, alpha))
+        return network.build(shape)
     except RuntimeError as error:  # torch has no exception class for a lack of CPU memory
         if "allocate memory" not in str(error):
             raise
