@@ -10,8 +10,10 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, ClassVar
 
+from train.errors import UserError
 from train.mesh import find_parallel_degree
 from train.methods.fsdp import Fsdp
+from train.methods.hsdp import REPLICAS
 from train.methods.tp import Tp
 
 if TYPE_CHECKING:
@@ -49,3 +51,21 @@ class FsdpTp(Fsdp, Tp):
         return self.module
 
     # 3. As in fsdp.py. FSDP reduces partial gradients of norms over the tensor dimension first.
+
+
+class HsdpTp(FsdpTp):
+    """HSDP and tensor parallelism: replicas of the sharded model, on a mesh of three dimensions.
+
+    With 2 copies and degree 2 on 8 ranks, ranks 0 to 3 hold the first copy, and rank 4 equals rank 0.
+    """
+
+    @classmethod
+    def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:
+        """Return a three-dimensional mesh. Raises UserError if the number of ranks does not fit."""
+        shape, copies = super().mesh_shape(settings, world_size), settings.replicas or REPLICAS
+        if shape["shard"] % copies or shape["shard"] == copies:
+            raise UserError(
+                f"--method hsdp_tp --replicas {copies}: needs a multiple of {2 * copies * shape['tensor']} ranks, "
+                f"found {world_size}"
+            )
+        return {"replicate": copies, "shard": shape["shard"] // copies, "tensor": shape["tensor"]}

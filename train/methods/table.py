@@ -12,9 +12,8 @@ from train.methods.diloco import DiLoCo
 from train.methods.dp import Dp
 from train.methods.ep import Ep
 from train.methods.fsdp import Fsdp
-from train.methods.fsdp_tp import FsdpTp
+from train.methods.fsdp_tp import FsdpTp, HsdpTp
 from train.methods.hsdp import Hsdp
-from train.methods.hsdp_tp import HsdpTp
 from train.methods.localsgd import LocalSgd
 from train.methods.pp import Pp
 from train.methods.pp_fsdp import PpFsdp
