@@ -39,7 +39,7 @@ TRAIN = {
     "Start here": (
         "minimal run engine step job methods methods.table methods.base methods.single methods.ddp "
         "methods.zero methods.localsgd methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp "
-        "methods.fsdp_tp methods.hsdp_tp methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep "
+        "methods.fsdp_tp methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep "
         "methods.dp"
     ),
     "Models and data": "task models data loading schedule seeds",
