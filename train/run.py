@@ -1,7 +1,7 @@
 """Train a model with a parallel method and save one checkpoint per rank.
 
     torchrun --nproc-per-node 2 train/run.py --save-per-rank    # ddp
-    torchrun train/run.py --save-per-rank                       # the same, or one rank per GPU: see docs/methods.md
+    torchrun train/run.py --save-per-rank                       # the same, or one rank per GPU: see docs/launchers.md
     python train/run.py --spawn 2 --save-per-rank               # the same without torchrun
     python train/run.py                                         # single
 

@@ -1,4 +1,4 @@
-"""docs/methods.md is correct: every method runs with every modifier, and syncheck's verdicts equal the table.
+"""docs/matrix.md is correct: every method runs with every modifier, and syncheck's verdicts equal the table.
 
 By default two rows run for methods that need at most two ranks. SYNCHECK_MATRIX=all runs every cell.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from syncheck.testing import Rank
     from train.settings import Settings
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "matrix.md"
 # The settings of each row except "all together", which combines all modifiers that the method does not refuse. If two
 # values of one option exclude each other, the later value applies.
 RUNS: dict[str, dict[str, Any]] = {
@@ -123,14 +123,14 @@ def test_page_gives_every_reason() -> None:
     text = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
     for name, method in METHODS.items():
         missing = [f"{option}: {reason}" for option, reason in method.refuses.items() if reason not in text]
-        assert missing == [], f"docs/methods.md must quote the reasons of {name}"
+        assert missing == [], f"docs/matrix.md must quote the reasons of {name}"
 
 
 def test_page_lists_every_fault() -> None:
-    """The page ends with the name, code and summary of every fault in FAULTS."""
-    text = PAGE.read_text(encoding="utf-8")
+    """docs/faults.md ends with the name, code and summary of every fault in FAULTS."""
+    text = PAGE.with_name("faults.md").read_text(encoding="utf-8")
     rows = [f"| `{name}` | {fault.code} | {fault.summary} |" for name, fault in FAULTS.items()]
-    assert text.splitlines()[-len(rows) :] == rows, "docs/methods.md ends with a row for each fault, in FAULTS' order"
+    assert text.splitlines()[-len(rows) :] == rows, "docs/faults.md ends with a row for each fault, in FAULTS' order"
 
 
 @parametrize(*(name for name in METHODS if RANKS.get(name, 2) <= 2))
