@@ -51,17 +51,22 @@ def metadata(
         torch.save({"model": ddp.module.state_dict(), "syncheck": block}, f"ckpts/rank{rank}.pth")
 
     run: name of the run, equal on all ranks. run_id: random text, equal on all ranks of one launch, so that files of
-    two launches are not compared as replicas; by default torchrun's run id, if it is set. step, epoch: number of
-    completed optimizer steps and epochs. model: the unwrapped module, to record the names of buffers and frozen
-    parameters, and the BatchNorm momentum. optimizer: for the order of its parameters. buffers_synced: True if the
-    method synchronizes buffers at least once per step (SyncBatchNorm, or plain DDP with a lag of one step), False if
-    never (DDP with forward_sync_buffers=False, FSDP), None if unknown. mesh: coordinate of this rank by mesh dimension.
+    two launches are not compared as replicas; by default torchrun's run id, if it is set.
+    step, epoch: number of completed optimizer steps and epochs.
+    model: the unwrapped module, to record the names of buffers and frozen parameters, and the BatchNorm momentum.
+    optimizer: for the order of its parameters.
+    buffers_synced: True if the method synchronizes buffers at least once per step (SyncBatchNorm, or plain DDP with a
+    lag of one step), False if never (DDP with forward_sync_buffers=False, FSDP), None if unknown.
+    mesh: coordinate of this rank by mesh dimension.
     optimizer_sharded: True if each rank has its own shard of the optimizer state, as with ZeRO; then pass the rank's
-    own optimizer, whose parameters define the shard. averaging: for local SGD, `period` and `warmup_steps` in optimizer
-    steps, and `last_step`, the step of the last average (0: none). tied: copies of a tensor of another pipeline stage,
-    such as {"head.weight": "embed.weight"}, equal on all ranks. config: settings that distinguish runs; runs that
-    differ only in `sync_bn` are reported as a pair. host: name of the machine, by default this machine's. Raises
-    ValueError for a rank outside 0..world_size-1.
+    own optimizer, whose parameters define the shard.
+    averaging: for local SGD, `period` and `warmup_steps` in optimizer steps, and `last_step`, the step of the last
+    average (0 before the first).
+    tied: copies of a tensor of another pipeline stage, such as {"head.weight": "embed.weight"}, equal on all ranks.
+    config: settings that distinguish runs; runs that differ only in `sync_bn` are reported as a pair.
+    host: name of the machine, by default this machine's.
+
+    Raises ValueError for a rank outside 0..world_size-1.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: must be from 0 to world_size - 1 ({rank} given, world_size {world_size})")

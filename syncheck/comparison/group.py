@@ -33,7 +33,7 @@ from syncheck.tensor_parallel import find_replicated
 from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
     from syncheck.layout.groups import ReplicaGroup
@@ -112,13 +112,23 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
 
 
 def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
-    """Return the metadata of the first rank with any; for stages and experts, with all ranks' optimizer parameters."""
+    """Return the metadata of the first rank with any; for stages and experts, with the names of all ranks."""
     blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
     positions = {coordinates_in(snapshot, DIFFERENT_PARAMETERS) for snapshot in snapshots.values()}
     if not blocks or len(positions) < 2:
         return blocks[0] if blocks else Metadata()
-    names = dict.fromkeys(name for block in blocks for name in block.optimizer_parameters)
-    return replace(blocks[0], optimizer_parameters=tuple(names))
+    return replace(
+        blocks[0],
+        optimizer_parameters=_join(block.optimizer_parameters for block in blocks),
+        buffers=None
+        if any(block.buffers is None for block in blocks)
+        else _join(block.buffers or () for block in blocks),
+        frozen=_join(block.frozen for block in blocks),
+    )
+
+
+def _join(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chain.from_iterable(names)))
 
 
 def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
@@ -302,10 +312,8 @@ def _find_kinds(
     shapes = {name: tensor.shape for name, tensor in firsts.items()}
     dtypes = {name: tensor.dtype for name, tensor in firsts.items()}
     parameters = [name for name, tensors in aligned.items() if any(t.parameter for t in tensors.values())]
-    metadata = next(
-        (s.metadata for s in snapshots.values() if s.metadata is not None and s.metadata.buffers is not None),
-        None,
-    )
+    described = {r: s for r, s in snapshots.items() if s.metadata is not None and s.metadata.buffers is not None}
+    metadata = _merge_metadata(described) if described else None
     kinds = classify_tensors(shapes, metadata, selection.buffers, dtypes=dtypes, parameters=parameters)
     # The kind depends on the shape and dtype on the first rank, so it is unsure if shape or dtype differ between ranks.
     selected = [name for name, kind in kinds.by_name.items() if selection.only or kind == "rng"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from syncheck.records import Group
 
 TIED = {"head.weight": "embed.weight"}
+KINDS = {"table": "buffer", "weight": "parameter"}
 ONES = np.ones((4, 3), np.float32)
 
 
@@ -28,7 +29,8 @@ def compare_stages(
         at = {"pipeline": rank} if mesh is None else mesh[rank]
         block = syncheck.metadata(run="pp", rank=rank, world_size=len(models), step=1, mesh=at)
         block["tied"] = tied[rank] if isinstance(tied, list) else tied
-        block["optimizer_parameters"] = list(model)
+        block["buffers"] = [name for name in model if name.endswith("table")]
+        block["optimizer_parameters"] = [name for name in model if name not in block["buffers"]]
         states = {index: {"momentum_buffer": value} for index, value in enumerate(model.values())}
         groups = [{"lr": 0.1, "params": list(range(len(model)))}]
         more = {"optimizer": {"state": states, "param_groups": groups}} if optimizer else {}
@@ -96,6 +98,14 @@ def test_strange_lists_hide_no_difference(tmp_path: Path, tied: Any) -> None:
     tensors = group.counts.tensors
     assert tensors in (2, 3, 4)
     assert tensors - group.counts.not_compared == sum(diff.status == "different" for diff in group.tensors)
+
+
+def test_buffers_of_all_stages_are_known(tmp_path: Path) -> None:
+    """The metadata of each stage lists the buffers of this stage only."""
+    models = [{f"{layer}.table": ONES, f"{layer}.weight": ONES} for layer in (0, 0, 1, 1)]
+    mesh = [{"pipeline": stage, "data": copy} for stage in range(2) for copy in range(2)]
+    group = compare_stages(tmp_path, *models, mesh=mesh)
+    assert group.evidence.names == {f"{layer}.{name}": kind for layer in (0, 1) for name, kind in KINDS.items()}
 
 
 def test_copies_need_different_stages(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from agreement import all_pass, all_raise, each_rank
 from checkpoints import changed, network, save
@@ -82,6 +83,32 @@ def test_report_equals_the_report_of_one_process(syncheck_rank: Any, folder: str
     there = last_files(folder)
     report = all_pass(each_rank(collective, there[syncheck_rank.rank]))
     assert told(report) == told(syncheck.compare(*there))
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize(
+    "tied",
+    [
+        {"b": "a"},
+        {"c": "a"},
+        {"b": "a", "c": "a"},
+        {"b": "a", "a": "c"},
+        {"b": "a", "a": "b"},
+        {"b": "a", "a": "d", "d": "c"},
+        {"b": "d", "c": "a"},
+    ],
+    ids=str,
+)
+def test_copies_in_stages(syncheck_rank: Any, tied: dict[str, str]) -> None:
+    """For any list of copies, equal and different copies are reported as by one process."""
+    rank = syncheck_rank.rank
+    for name, factors in (("equal", (1, 1)), ("other", (1, 3))):
+        model = {name: np.full(4, 2.0 * factors[rank], np.float32) for name in (("a", "d"), ("b", "c"))[rank]}
+        block = syncheck.metadata(run=name, rank=rank, world_size=2, mesh={"pipeline": rank}, tied=tied)
+        mine = save(syncheck_rank.shared / f"{name}_{rank}.pth", {"model": model, "syncheck": block})
+        syncheck_rank.barrier()
+        report = all_pass(each_rank(collective, mine))
+        assert told(report) == told(syncheck.compare(*(mine.with_name(f"{name}_{r}.pth") for r in range(2))))
 
 
 def written(rank: Any, name: str, by: float = 0.0, **metadata: Any) -> Path:
