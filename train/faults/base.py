@@ -52,6 +52,10 @@ class Fault:
         self.is_faulty = ctx.rank == ctx.world_size - 1
         default = {"half": max(1, steps // 2), "last": steps, "always": 0}[self.when]
         self.fault_step = settings.fault_step or default
+        self._check()
+
+    def _check(self) -> None:
+        """Call `refuse` if the fault cannot have an effect with these settings."""
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - for subclasses
         """Run once, after wrapping and before building the optimizer. Returns the module that training calls."""

@@ -15,9 +15,7 @@ from train.sync_batchnorm import SyncBatchNorm
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
     from train.methods.single import Method
-    from train.settings import Settings
 
 
 class BatchNormFault(Fault):
@@ -40,11 +38,10 @@ class BuffersNeverSynced(BatchNormFault):
     summary = "DDP's buffer synchronization is off, but the metadata reports it as on (add --save-every 3)"
     code = "SYN202"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.sync_bn:
+    def _check(self) -> None:
+        if self.settings.sync_bn:
             self.refuse("with --sync-bn all ranks compute equal statistics in any case; remove --sync-bn")
-        if not settings.buffer_sync:
+        if not self.settings.buffer_sync:
             self.refuse("--no-buffer-sync has the same effect; remove either option")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
@@ -67,9 +64,8 @@ class ExtraForward(BatchNormFault):
     summary = "one rank runs an additional forward in training mode before each step"
     code = "SYN203"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.sync_bn:
+    def _check(self) -> None:
+        if self.settings.sync_bn:
             self.refuse("the layers of --sync-bn would wait for the other ranks; remove --sync-bn")
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
@@ -102,9 +98,8 @@ class VarianceOnly(BatchNormFault):
     summary = "one rank's SyncBatchNorm uses its local count for the unbiased running variance (needs --sync-bn)"
     code = "SYN204"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if not settings.sync_bn:
+    def _check(self) -> None:
+        if not self.settings.sync_bn:
             self.refuse("plain BatchNorm always uses the local count; add --sync-bn")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:

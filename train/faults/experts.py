@@ -10,9 +10,7 @@ from train.methods.ep import Ep, is_expert
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.launch import RankContext
     from train.methods.single import Method
-    from train.settings import Settings
 
 
 class ExpertReplicatedWrongly(LocalGradients):
@@ -26,10 +24,10 @@ class ExpertReplicatedWrongly(LocalGradients):
     code = "SYN212"
     methods = ("ep",)
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if ctx.mesh.size("data") < 2:
-            self.refuse(f"experts have no replicas on {ctx.world_size} ranks; start {2 * ctx.world_size}")
+    def _check(self) -> None:
+        super()._check()
+        if self.ctx.mesh.size("data") < 2:
+            self.refuse(f"experts have no replicas on {self.ctx.world_size} ranks; start {2 * self.ctx.world_size}")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Swap the process groups on all ranks."""

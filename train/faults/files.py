@@ -15,16 +15,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from train.checkpoints.formats import Snapshot
-    from train.launch import RankContext
-    from train.settings import Settings
 
 
 class FileFault(Fault):
     """Base class of faults that affect files."""
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if not settings.save_per_rank:
+    def _check(self) -> None:
+        if not self.settings.save_per_rank:
             self.refuse("it affects only saved files; add --save-per-rank")
 
 
@@ -56,10 +53,10 @@ class LastSaveFailed(FileFault):
     code = "SYN106"
     when = "half"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if self.fault_step >= steps:
-            self.refuse(f"the earlier save must come before the last step, {steps}; use a smaller --fault-step")
+    def _check(self) -> None:
+        super()._check()
+        if self.fault_step >= self.steps:
+            self.refuse(f"the earlier save must come before the last step, {self.steps}; use a smaller --fault-step")
         self.early_save_step = self.fault_step
 
     def before_save(self, snapshot: Snapshot, *, final: bool) -> Snapshot | None:
@@ -76,10 +73,10 @@ class DamagedOnDisk(FileFault):
     summary = "one byte of a tensor in one rank's file changes on disk"
     code = "SYN223"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.save_format != "pth":
-            self.refuse(f"{settings.save_format} files have no checksums; use --save-format pth")
+    def _check(self) -> None:
+        super()._check()
+        if self.settings.save_format != "pth":
+            self.refuse(f"{self.settings.save_format} files have no checksums; use --save-format pth")
 
     def after_save(self, path: Path, *, final: bool) -> None:
         """Invert a mantissa byte in the middle of a weight of a convolution or linear layer."""

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
     from train.methods.single import Method
-    from train.settings import Settings
 
 # The second highest exponent bit of float32. It is set in all numbers from 2**-63 to 2, so flipping it divides the
 # number by 2**64: the weight is lost, but finite, and training continues. Setting the highest bit would multiply by
@@ -30,14 +28,11 @@ class MemoryFault(Fault):
     The choice depends only on --seed, so all ranks make it, and can raise an error together.
     """
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        self.generator = torch.Generator().manual_seed(settings.seed)
-
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:
         """Choose the element on all ranks, and change it on one."""
         if step != self.fault_step:
             return
+        self.generator = torch.Generator().manual_seed(self.settings.seed)
         weights = [weight for weight in method.module.parameters() if weight.dim() > 1 and weight.requires_grad]
         tensor = self.choose_tensor(weights, optimizer).detach().view(-1)
         index = self.choose_element(tensor)
@@ -96,9 +91,8 @@ class BitFlipExpAvg(BitFlipWeight):
     code = "SYN220"
     when = "last"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.optimizer == "sgd" and settings.momentum == 0:
+    def _check(self) -> None:
+        if self.settings.optimizer == "sgd" and self.settings.momentum == 0:
             self.refuse("with --momentum 0 the optimizer has no state; use --optimizer adamw")
 
     def choose_tensor(self, weights: list[nn.Parameter], optimizer: Optimizer) -> Tensor:

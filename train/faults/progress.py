@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
     from train.methods.single import Method
-    from train.settings import Settings
 
 
 class SkippedStep(Fault):
@@ -48,11 +46,10 @@ class OptimizerOnOneRank(Fault):
     code = "SYN215"
     when = "half"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
+    def _check(self) -> None:
         if self.fault_step < 2:
             self.refuse("there is no optimizer state before step 1; use --fault-step 2 or more")
-        if settings.optimizer == "sgd" and settings.momentum == 0:
+        if self.settings.optimizer == "sgd" and self.settings.momentum == 0:
             self.refuse("--optimizer sgd without momentum has no state; use --momentum 0.9 or --optimizer adamw")
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
@@ -77,10 +74,9 @@ class ScalerDiverged(SkippedStep):
     summary = "only one rank's loss scaler detects an overflow, skips a step and halves its scale (needs --amp fp16)"
     code = "SYN216"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.amp != "fp16":
-            self.refuse(f"--amp {settings.amp} has no loss scaler; add --amp fp16")
+    def _check(self) -> None:
+        if self.settings.amp != "fp16":
+            self.refuse(f"--amp {self.settings.amp} has no loss scaler; add --amp fp16")
 
     def after_step(self, step: int, method: Method, optimizer: Optimizer) -> None:  # noqa: ARG002
         """Halve the scale, as GradScaler.update() does after an overflow."""
@@ -101,8 +97,7 @@ class StaleRank(Fault):
     code = "SYN217"
     when = "last"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
+    def _check(self) -> None:
         if self.fault_step < 2:
             self.refuse("step 1 has no previous step; use --fault-step 2 or more")
         self.previous: tuple[list[Tensor], dict[str, Any]]
@@ -150,9 +145,8 @@ class AverageNotUpdated(Fault):
     code = "SYN219"
     when = "half"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.ema is None:
+    def _check(self) -> None:
+        if self.settings.ema is None:
             self.refuse("the run has no average; add --ema 0.9")
 
     def should_update_average(self, step: int) -> bool:

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
     from train.methods.single import Method
-    from train.settings import Settings
 
 # Much smaller than typical norms: over four epochs on digits, gradient norms of resnet8 and convnet were 0.13 to 2.2.
 CLIP = 0.01
@@ -29,9 +27,8 @@ CLIP = 0.01
 class UnequalGradients(Fault):
     """Base class of faults with different gradients on each rank or node."""
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.amp == "fp16":
+    def _check(self) -> None:
+        if self.settings.amp == "fp16":
             self.refuse(
                 "with --amp fp16 ranks would detect different overflows and skip different steps; use --amp bf16"
             )
@@ -55,9 +52,9 @@ class ForwardThroughModule(UnequalGradients):
 class LocalGradients(UnequalGradients):
     """Base class of faults that leave the gradients of some layers on each rank."""
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if settings.grad_clip is not None:
+    def _check(self) -> None:
+        super()._check()
+        if self.settings.grad_clip is not None:
             self.refuse(
                 "with --grad-clip the norm would include the layer's local gradient, and all parameters would "
                 "differ; remove --grad-clip"
@@ -152,15 +149,15 @@ class DiffersByNode(UnequalGradients):
     summary = "gradients are averaged within each node only; on one machine the halves of the ranks act as nodes"
     code = "SYN230"
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        nodes = ctx.gather(ctx.node)
+    def _check(self) -> None:
+        super()._check()
+        nodes = self.ctx.gather(self.ctx.node)
         self.has_real_nodes = len(set(nodes)) > 1
         if not self.has_real_nodes:
-            nodes = [int(rank >= ctx.world_size // 2) for rank in range(ctx.world_size)]
+            nodes = [int(rank >= self.ctx.world_size // 2) for rank in range(self.ctx.world_size)]
         # node -> its ranks
         self.nodes = {node: [rank for rank, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))}
-        self.node = nodes[ctx.rank]
+        self.node = nodes[self.ctx.rank]
         if min(map(len, self.nodes.values())) < 2:
             self.refuse(
                 f"needs at least 2 ranks on each of {len(self.nodes)} nodes; start {2 * len(self.nodes)} or more"

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from train.launch import RankContext
     from train.methods.single import Method
-    from train.settings import Settings
 
 
 class NormNotReduced(Fault):
@@ -29,9 +27,8 @@ class NormNotReduced(Fault):
     code = "SYN231"
     methods = ("tp",)
 
-    def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:
-        super().__init__(settings, ctx, steps)
-        if not settings.sequence_parallel:
+    def _check(self) -> None:
+        if not self.settings.sequence_parallel:
             self.refuse("requires --sequence-parallel; otherwise every rank computes the whole gradient of a norm")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
