@@ -11,12 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.checkpoints.lock import RunLock
-from train.data import (
-    DistributedBatchSampler,
-    OwnSharesSampler,
-    download,
-    smallest_share,
-)
+from train.data import DistributedBatchSampler, OwnSharesSampler, download, smallest_share
 from train.errors import UserError
 from train.faults import FaultyStep, make_fault
 from train.loading import Loaders, evaluation_batches, training_batches

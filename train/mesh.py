@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from train.settings import Settings
@@ -87,6 +88,19 @@ class Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device_type, self.sizes, mesh_dim_names=self.names)
+
+
+def gather_whole(tensor: Any) -> Any:
+    """Return the whole tensor of a DTensor, a collective; return any other tensor unchanged."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def join_shards(local: Tensor, *, like: Any) -> Any:
+    """Return the DTensor of which `local` is this rank's shard, with the shape and layout of another DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape = like.device_mesh, like.placements, like.shape
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=like.stride())
 
 
 def find_parallel_degree(settings: Settings, world_size: int, default: int | None = None) -> int:

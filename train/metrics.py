@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from train.mesh import gather_whole
 from train.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class Meter:
     def add(self, loss_sum: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add one batch. loss_sum: [] sum over the predictions."""
         # With --loss-parallel they are DTensors.
-        tensors = loss_sum.detach(), outputs.detach()
-        loss, outputs = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors)
+        loss, outputs = gather_whole(loss_sum.detach()), gather_whole(outputs.detach())
         counts = self.task.count(outputs, targets).double().flatten()
         first, second = counts[0], counts[1] if len(counts) > 1 else counts[0] * math.nan
         predictions = first.new_tensor(self.task.count_predictions(targets))

@@ -44,14 +44,7 @@ from train.launch.environment import (
     make_rank_context,
     prints_for_all_ranks,
 )
-from train.launch.exits import (
-    INTERRUPTED,
-    ExitStatus,
-    exit_process,
-    open_closed_streams,
-    print_once,
-    print_status,
-)
+from train.launch.exits import INTERRUPTED, ExitStatus, exit_process, open_closed_streams, print_once, print_status
 from train.launch.group import PeerLost, process_group
 from train.launch.signals import SIGNALS
 from train.methods import METHODS, check_modifiers

@@ -87,7 +87,4 @@ def copy_to_cpu(tree: Any) -> Any:
 
 
 # Encoders by file extension.
-FORMATS: dict[str, Callable[[Snapshot], bytes]] = {
-    "pth": encode_pth,
-    "safetensors": encode_safetensors,
-}
+FORMATS: dict[str, Callable[[Snapshot], bytes]] = {"pth": encode_pth, "safetensors": encode_safetensors}

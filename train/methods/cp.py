@@ -9,7 +9,7 @@ torch's `context_parallel` is not used, because it has no kernels for CPUs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -53,11 +53,6 @@ class Cp(Ddp):
         """Return a two-dimensional mesh: each row shares the tokens of its samples. Raises UserError."""
         degree = find_parallel_degree(settings, world_size)
         return {"data": world_size // degree, "context": degree}
-
-    @property
-    def metadata_fields(self) -> dict[str, Any]:
-        """Report the mesh coordinate of this rank."""
-        return {**super().metadata_fields, "mesh": self.ctx.mesh.coordinates}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Replace the attention, and wrap the model in DDP. Raises UserError."""

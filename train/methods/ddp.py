@@ -54,7 +54,7 @@ class Ddp(Method):
     @property
     def metadata_fields(self) -> dict[str, Any]:
         """Report synchronized buffers. By default they lag by one step, because the next forward synchronizes them."""
-        return {"buffers_synced": self.settings.sync_bn or self.settings.buffer_sync}
+        return super().metadata_fields | {"buffers_synced": self.settings.sync_bn or self.settings.buffer_sync}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Move the model to its device and wrap it in DDP."""

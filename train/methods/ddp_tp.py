@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from train.mesh import find_parallel_degree
+from train.mesh import find_parallel_degree, join_shards
 from train.methods.ddp import Ddp
 from train.methods.fsdp_tp import DEGREE
 from train.methods.tp import Tp
@@ -37,21 +37,7 @@ class LocalShards(nn.Module):
         """Call the model with DTensors made of the shards, through which gradients reach the shards."""
         (model,) = self.model
         pairs = zip(model.named_parameters(), self.shards, strict=True)
-        return functional_call(model, {name: like(parameter, shard) for (name, parameter), shard in pairs}, (x,))
-
-
-def like(parameter: Any, local: Tensor) -> Any:
-    """Return a DTensor with the layout of a parameter and this rank's shard."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+        return functional_call(model, {name: join_shards(shard, like=p) for (name, p), shard in pairs}, (x,))
 
 
 class DdpTp(Ddp, Tp):
@@ -69,11 +55,6 @@ class DdpTp(Ddp, Tp):
         """Return a mesh whose rows are tensor-parallel groups. Raises UserError if the number of ranks does not fit."""
         degree = find_parallel_degree(settings, world_size, DEGREE)
         return {"data": world_size // degree, "tensor": degree}
-
-    @property
-    def metadata_fields(self) -> dict[str, Any]:
-        """Report the mesh coordinates of this rank."""
-        return Tp.metadata_fields.fget(self)  # type: ignore[attr-defined, no-any-return]
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model along the tensor dimension, and wrap the shards in DDP."""
@@ -96,4 +77,4 @@ class DdpTp(Ddp, Tp):
         # 3. As in ddp.py. A partial gradient of a norm is reduced before it reaches its shard.
         Ddp.backward(self, loss)
         for parameter, shard in pairs:
-            parameter.grad = like(parameter, shard.grad)
+            parameter.grad = join_shards(shard.grad, like=parameter)

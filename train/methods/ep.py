@@ -57,11 +57,6 @@ class Ep(Method):
             raise UserError(f"--parallel-degree {degree}: cannot divide {EXPERTS} experts; use 2 or 4")
         return {"data": world_size // degree, "expert": degree}
 
-    @property
-    def metadata_fields(self) -> dict[str, Any]:
-        """Report the mesh coordinate of this rank."""
-        return {**super().metadata_fields, "mesh": self.ctx.mesh.coordinates}
-
     def wrap(self, model: nn.Module) -> nn.Module:
         """Keep this rank's experts. Raises UserError."""
         layers = [module for module in model.modules() if isinstance(module, Experts)]

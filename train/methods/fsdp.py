@@ -66,8 +66,8 @@ class Fsdp(Method):
 
     @property
     def metadata_fields(self) -> dict[str, Any]:
-        """Report the mesh coordinate of this rank, and unsynchronized buffers."""
-        return {"buffers_synced": self.settings.sync_bn, "mesh": self.ctx.mesh.coordinates}
+        """Report unsynchronized buffers."""
+        return super().metadata_fields | {"buffers_synced": self.settings.sync_bn}
 
     @classmethod
     def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:  # noqa: ARG003 - for subclasses

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from train.errors import UserError
-from train.mesh import find_parallel_degree
+from train.mesh import find_parallel_degree, gather_whole
 from train.methods.single import Method
 from train.models.gpt import Gpt
 from train.pipeline_stages import add_gradient_of, assign_stages, build_schedule, count_micro_batches, split_model
@@ -61,8 +61,8 @@ class Pp(Method):
 
     @property
     def metadata_fields(self) -> dict[str, Any]:
-        """Report the mesh coordinates of this rank, and the tensors that are copies of each other."""
-        return {"mesh": self.ctx.mesh.coordinates, "tied": self.tied}
+        """Report the tensors that are copies of each other."""
+        return super().metadata_fields | {"tied": self.tied}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Keep the stages of this rank. Raises UserError for a model that cannot be split."""
@@ -121,7 +121,7 @@ class Pp(Method):
         """Clip by the norm over all stages. Both copies of the embedding count once."""
         second = self.copy.weight if self.copy is not None and 0 not in self.stages else None
         norm = get_total_norm([p.grad for p in self.module.parameters() if p is not second and p.grad is not None])
-        square = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm) ** 2
+        square: Tensor = gather_whole(norm) ** 2
         dist.all_reduce(square, group=self.group)
         clip_grads_with_norm_(self.module.parameters(), max_norm, square.sqrt())
         return square.sqrt()

@@ -50,11 +50,6 @@ class Tp(Method):
             raise UserError(f"--parallel-degree {degree}: --method tp has one copy of the model; use fsdp_tp or ddp_tp")
         return {"tensor": degree}
 
-    @property
-    def metadata_fields(self) -> dict[str, Any]:
-        """Report the mesh coordinates of this rank."""
-        return {"buffers_synced": True, "mesh": self.ctx.mesh.coordinates}
-
     def wrap(self, model: nn.Module) -> nn.Module:
         """Move the model to its device and shard it by its `tp_plan`."""
         # 1. Move the parameters and buffers to the device.
@@ -93,12 +88,6 @@ class Tp(Method):
             gradient: Any = parameter.grad
             if gradient is not None and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
                 parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip by the norm of the whole gradient, which DTensors compute over all shards."""
-        norm: Any = super().clip(max_norm)
-        whole: Tensor = norm.full_tensor()
-        return whole
 
     # 4. As in single.py. The scaler combines the overflow flags of all ranks' shards.
     # 5. As in single.py. The state dict has DTensors, so each file records shards and replicated tensors.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from train.mesh import gather_whole
 from train.metrics import SUMS, Score, score_of
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
 
@@ -110,8 +111,6 @@ class Logbook:
         own, trainer = self.since_record.pace(self.ctx.device), self.trainer
         rows = self._gather(own, sums if self.ctx.mesh.counts else [0.0] * SUMS)
         *totals, data, batch, memory, _ = zip(*rows, strict=True)
-        # A collective for the DTensor of sharded gradients.
-        norm = getattr(trainer.grad_norm, "full_tensor", lambda: trainer.grad_norm)()
         record = StepRecord(
             step=position.step,
             epoch=position.epoch,
@@ -122,7 +121,7 @@ class Logbook:
             batch_time_s=fmean(batch),
             batch_time_max_s=max(batch),
             samples_per_second=self.since_record.samples / (max(batch) * self.since_record.steps),
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=None if trainer.grad_norm is None else float(gather_whole(trainer.grad_norm)),
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
             peak_memory_bytes=int(max(memory)),
             own=score_of(sums, trainer.task),

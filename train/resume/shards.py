@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.errors import UserError
+from train.mesh import join_shards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,14 +28,12 @@ def distribute_like(saved: Tensor, target: Tensor) -> Tensor:
     """
     if not is_dtensor(target):
         return saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined]
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    if is_dtensor(saved):  # the mesh in the file has no process group: use the current mesh
+        shards: Tensor = join_shards(saved.to_local().to(target.device), like=target)  # type: ignore[attr-defined]
+        return shards
+    from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = target.device_mesh, target.placements  # type: ignore[attr-defined]
-    if not is_dtensor(saved):
-        return distribute_tensor(saved.to(target.device), mesh, placements)
-    # The mesh in the file has no process group: use the current mesh.
-    local = saved.to_local().to(target.device)  # type: ignore[attr-defined]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=target.shape, stride=target.stride())
+    return distribute_tensor(saved.to(target.device), target.device_mesh, target.placements)  # type: ignore[attr-defined]
 
 
 def merge_states(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, Any]:
