@@ -1,12 +1,10 @@
-"""The plan of a run, its progress, the learning rate of each step, and the average of the weights."""
+"""The plan of a run, its progress, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from train.errors import UserError
 from train.metrics import Meter
@@ -15,7 +13,6 @@ from train.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from train.settings import Settings
@@ -101,24 +98,3 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-class WeightAverage:
-    """The exponential moving average of one rank's parameters.
-
-    Every rank computes its own without communication: equal parameters give equal averages if all ranks update them at
-    the same steps. Buffers are copied from the model. decay: the weight of the old average in each update.
-    https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
-    """
-
-    def __init__(self, module: nn.Module, decay: float) -> None:
-        self.averaged_model = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
-
-    def update(self, module: nn.Module) -> None:
-        """Add the current parameters; the first call copies them."""
-        self.averaged_model.update_parameters(module)
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Return the averages by parameter name; not copied."""
-        return dict(self.averaged_model.module.named_parameters())

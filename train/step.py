@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from train.metrics import Meter
-from train.schedule import WeightAverage
 from train.task import make_task
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ class Step:
         # gradients; they are unscaled before the step. bfloat16 has the range of float32 and needs no scaling.
         self.scaler = torch.amp.GradScaler(ctx.device.type, enabled=settings.amp == "fp16")
         self.grad_norm: Tensor | None = None  # before clipping, of the last step
-        self.average = None if settings.ema is None else WeightAverage(method.module, settings.ema)
+        # Every rank averages its own parameters without communication: equal parameters give equal averages.
+        # https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
+        self.average: AveragedModel | None = None
+        if settings.ema is not None:
+            self.average = AveragedModel(method.module, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))  # type: ignore[no-untyped-call]
 
     def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
         """Update the model once.
@@ -69,9 +73,14 @@ class Step:
         self.update_average(step)
 
     def update_average(self, step: int) -> None:  # noqa: ARG002
-        """Add the parameters to the average."""
+        """Add the parameters to the average; the first call copies them."""
         if self.average is not None:
-            self.average.update(self.method.module)
+            self.average.update_parameters(self.method.module)
+
+    @property
+    def averages(self) -> dict[str, Tensor] | None:
+        """Return the moving averages of --ema by parameter name, not copied."""
+        return None if self.average is None else dict(self.average.module.named_parameters())
 
     def _prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.ctx.device, non_blocking=True)  # asynchronous from pinned memory

@@ -39,7 +39,8 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, C, ...]. Returns the same shape, dtype and memory format."""
         self._check_input_dim(x)
-        if not (self.training and self._peers() > 1):
+        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+        if not (self.training and distributed):
             return super().forward(x)
         with torch.no_grad():
             mean, var, count = global_statistics(x, self.process_group)
@@ -49,11 +50,6 @@ class SyncBatchNorm(_BatchNorm):
         arguments = (x, self.weight, self.bias, mean, var, count, self.eps, self.process_group)
         y: Tensor = _Normalize.apply(*arguments)  # torch does not type apply()
         return y
-
-    def _peers(self) -> int:
-        if not (dist.is_available() and dist.is_initialized()):
-            return 1
-        return dist.get_world_size(self.process_group)
 
     def _track(self, mean: Tensor, var: Tensor, count: int) -> None:
         """Update the running statistics like nn.BatchNorm2d, with equal numbers on every rank."""
@@ -78,7 +74,8 @@ def global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
     algorithm for computing sample variances", generalized to any number of parts: M2 = sum over ranks r of M2_r + n_r
     (mean_r - mean)^2.
     """
-    dtype = _wide(x.dtype)
+    # As in torch, statistics of float16 and bfloat16 are float32.
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     channels = x.size(1)
     count = x.numel() // channels
     if count > 0:
@@ -179,8 +176,3 @@ def _twin(layer: _BatchNorm, group: dist.ProcessGroup | None) -> SyncBatchNorm:
 
 def _all_but_channels(x: Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics: float32 for float16 and bfloat16, as in torch."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -65,7 +65,7 @@ class Watch:
         # Further contents of a checkpoint, under the same keys.
         self.extras: dict[str, Any] = {}
         if trainer.average is not None:
-            self.extras["ema"] = trainer.average.parameters
+            self.extras["ema"] = trainer.averages
         self.monitor: SyncMonitor | None = None
         if self.settings.monitor:
             method, scaler = trainer.method, trainer.scaler

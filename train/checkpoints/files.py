@@ -62,7 +62,11 @@ def rename_into_place(path: Path) -> None:
     """Rename the temporary file to `path` atomically. Raises UserError with the system's reason."""
     try:
         temporary_path(path).replace(path)
-        _sync_folder(path.parent)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # flush the folder, so that the new name survives a power failure
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -76,15 +80,6 @@ def remove_temporary(path: Path) -> None:
     with suppress(OSError):
         temporary_path(path).unlink()
         path.parent.rmdir()  # fails if the folder is not empty
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder, so that the new name survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_writable(out: Path) -> None:

@@ -170,7 +170,7 @@ class Saver:
             epoch=block["epoch"],
             step=step,
             block=block,
-            ema=None if trainer.average is None else trainer.average.parameters,
+            ema=trainer.averages,
         )
         written = trainer.fault.before_save(snapshot, final=final)
         return None if written is None else FORMATS[self.settings.save_format](written)

@@ -8,7 +8,7 @@ import socket
 import sys
 import tarfile
 import zlib
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +18,6 @@ from train.data.vision import SOURCES
 from train.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from train.data.vision import Source
 
 SOCKET_TIMEOUT = 30.0  # seconds
@@ -28,40 +26,41 @@ FAILURES = (OSError, RuntimeError, ValueError, EOFError, HTTPException, tarfile.
 
 
 def download(name: str, folder: Path | None) -> None:
-    """Download the data set `name` into `folder`, unless the folder has a valid copy. Raises UserError."""
-    for source in SOURCES:
-        if source.name == name:
-            return _download_source(source, folder)
-    raise UserError(f"--download: --data {name} needs no download; omit --download")
+    """Download the data set `name` into `folder`, unless the folder has a valid copy. Raises UserError.
 
-
-def _download_source(source: Source, folder: Path | None) -> None:
-    """Download and verify the files in a temporary folder, then move each file to `folder`. Raises UserError.
-
-    Machines that share the folder may download at the same time, because they move equal files.
+    The files are downloaded and verified in a temporary folder, then moved to `folder`. Machines that share the folder
+    may download at the same time, because they move equal files.
     """
+    source = next((source for source in SOURCES if source.name == name), None)
+    if source is None:
+        raise UserError(f"--download: --data {name} needs no download; omit --download")
     try:
         source.read(folder)
+        return
     except UserError:
         if folder is None:
             raise
-    else:
-        return
+    # Show torchvision's progress on a terminal only.
+    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    before = socket.getdefaulttimeout()
     try:
+        socket.setdefaulttimeout(SOCKET_TIMEOUT)  # torchvision sets no timeout
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".download-", dir=folder) as name:
-            temporary = Path(name)
-            _link_archives(source, folder, temporary)
-            with _limit_socket_waits(), _redirect_progress():
+        with TemporaryDirectory(prefix=".download-", dir=folder) as temporary:
+            _link_archives(source, folder, Path(temporary))
+            with redirect_stdout(stream), redirect_stderr(stream):
                 source.import_class()(temporary, download=True)
-            source.read(temporary)
-            for (path, _), (target, _) in zip(source.list_files(temporary), source.list_files(folder), strict=True):
+            source.read(Path(temporary))
+            moves = zip(source.list_files(Path(temporary)), source.list_files(folder), strict=True)
+            for (path, _), (target, _) in moves:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.replace(target)
     except FAILURES as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         advice = f"try again, or get {source.contents} from {source.address}"
         raise UserError(f"--download: cannot download {source.name} to {folder}: {reason}; {advice}") from error
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def _link_archives(source: Source, folder: Path, temporary: Path) -> None:
@@ -72,22 +71,3 @@ def _link_archives(source: Source, folder: Path, temporary: Path) -> None:
         if check_integrity(path, md5):
             link.parent.mkdir(parents=True, exist_ok=True)
             os.symlink(path.absolute(), link)
-
-
-@contextmanager
-def _limit_socket_waits() -> Iterator[None]:
-    """Set a default timeout for sockets, because torchvision sets no timeout."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(SOCKET_TIMEOUT)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-@contextmanager
-def _redirect_progress() -> Iterator[None]:
-    """Redirect torchvision's progress output to stderr on a terminal; otherwise discard it."""
-    stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    with redirect_stdout(stream), redirect_stderr(stream):
-        yield

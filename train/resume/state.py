@@ -81,7 +81,7 @@ def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
 def collect_average(trainer: Step) -> dict[str, Tensor]:
     """Return the averaged parameters by name, and the number of averaged steps."""
     assert trainer.average is not None
-    return {**trainer.average.parameters, "n_averaged": trainer.average.averaged_model.n_averaged}
+    return {**(trainer.averages or {}), "n_averaged": trainer.average.n_averaged}
 
 
 def check_shapes(state: Mapping[str, Any], trainer: Step, where: str) -> None:
@@ -160,12 +160,11 @@ def _place_state_value(value: Any, parameter: Tensor) -> Any:
 
 def _restore_average(trainer: Step, saved: Mapping[str, Tensor]) -> None:
     assert trainer.average is not None
-    copy = trainer.average.averaged_model
     with torch.no_grad():
         for name, tensor in collect_average(trainer).items():
             tensor.copy_(saved[name])
         # update_parameters() copies the model's buffers without averaging.
-        for mine, theirs in zip(copy.module.buffers(), trainer.method.module.buffers(), strict=True):
+        for mine, theirs in zip(trainer.average.module.buffers(), trainer.method.module.buffers(), strict=True):
             mine.copy_(theirs)
 
 
