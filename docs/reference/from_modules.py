@@ -44,7 +44,7 @@ TRAIN = {
     ),
     "Models and data": "task models data loading schedule seeds",
     "Distribution over processes": (
-        "launch mesh pipeline_stages tensor_parallel expert_exchange data_parallel sync_batchnorm comm_hooks"
+        "launch mesh pipeline_stages tensor_parallel data_parallel sync_batchnorm comm_hooks"
     ),
     "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
     "Faults, errors and signals": "faults errors upkeep",

@@ -91,10 +91,7 @@ class Fault:
         raise UserError(f"--fault {self.settings.fault}: {reason}")
 
     def refuse_overflow(self, method: Method) -> None:
-        """Raise UserError if every rank skips this step because a gradient overflowed in float16.
-
-        Averaged gradients are equal, so all ranks raise together.
-        """
+        """Raise UserError, on all ranks, if every rank skips this step because a gradient overflowed in float16."""
         gradients = [p.grad for p in method.module.parameters() if p.grad is not None]
         if self.scaler.is_enabled() and not all(gradient.isfinite().all() for gradient in gradients):
             self.refuse(

@@ -139,17 +139,12 @@ class ContiguousCorruption(MemoryFault):
 
     def choose_element(self, tensor: Tensor) -> int:
         """Choose the start of the range."""
-        return self.draw_integer(tensor.numel() - run_length(tensor) + 1)
+        return self.draw_integer(tensor.numel() - min(RUN, tensor.numel() // 2) + 1)
 
     def corrupt(self, tensor: Tensor, index: int) -> None:
         """Write values of a typical weight's size, as if from another buffer of the model."""
-        length = run_length(tensor)
+        length = min(RUN, tensor.numel() // 2)
         tensor[index : index + length] = 0.1 * torch.randn(length, generator=self.generator).to(tensor.device)
-
-
-def run_length(tensor: Tensor) -> int:
-    """Return the number of elements to overwrite, at most half of the tensor."""
-    return min(RUN, tensor.numel() // 2)
 
 
 class RoundsOtherwise(Fault):

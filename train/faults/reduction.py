@@ -29,9 +29,7 @@ class UnequalGradients(Fault):
 
     def _check(self) -> None:
         if self.settings.amp == "fp16":
-            self.refuse(
-                "with --amp fp16 ranks would detect different overflows and skip different steps; use --amp bf16"
-            )
+            self.refuse("with --amp fp16 ranks would detect different overflows and skip other steps; use --amp bf16")
 
 
 class ForwardThroughModule(UnequalGradients):
@@ -159,9 +157,8 @@ class DiffersByNode(UnequalGradients):
         self.nodes = {node: [rank for rank, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))}
         self.node = nodes[self.ctx.rank]
         if min(map(len, self.nodes.values())) < 2:
-            self.refuse(
-                f"needs at least 2 ranks on each of {len(self.nodes)} nodes; start {2 * len(self.nodes)} or more"
-            )
+            count = len(self.nodes)
+            self.refuse(f"needs at least 2 ranks on each of {count} nodes; start {2 * count} or more")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - the wrapper is `forward`
         """Give DDP a process group of this node's ranks for the reduction."""

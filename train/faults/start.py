@@ -36,10 +36,7 @@ class InitNotBroadcast(Fault):
         return forward
 
     def build_other_model(self) -> nn.Module:
-        """Build the run's model from another seed.
-
-        It uses the model's own initialization, so norm weights and zero biases are equal, as in practice.
-        """
+        """Build the run's model from another seed. Its norm weights and zero biases are equal, as in practice."""
         with self.fork_rng(self.settings.seed + 1):
             other: nn.Module = self.build_model()
         return other
@@ -68,10 +65,7 @@ class FrozenNotBroadcast(InitNotBroadcast):
         return forward
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002
-        """Remove frozen parameters from the optimizer, like users who pass only trainable parameters.
-
-        Needed at the first step of the run and at the first step after a resume.
-        """
+        """Remove frozen parameters from the optimizer, like users who pass only trainable parameters."""
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
 

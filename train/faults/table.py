@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError
 from train.faults.base import Fault
-from train.faults.batchnorm import BuffersNeverSynced, ExtraForward, VarianceOnly
-from train.faults.buffers import LocalNormalizer
-from train.faults.experts import ExpertReplicatedWrongly, RouterUpdatedLocally
+from train.faults.buffers import BuffersNeverSynced, ExtraForward, LocalNormalizer, VarianceOnly
 from train.faults.files import DamagedOnDisk, LastSaveFailed, OtherDtype
 from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
+from train.faults.parallel import ClipByLocalNorm, ExpertReplicatedWrongly, NormNotReduced, RouterUpdatedLocally
 from train.faults.progress import (
     AverageNotUpdated,
     OptimizerOnOneRank,
@@ -30,7 +29,6 @@ from train.faults.reduction import (
     TiedApart,
 )
 from train.faults.start import FrozenNotBroadcast, InitNotBroadcast
-from train.faults.tensor_parallel import ClipByLocalNorm, NormNotReduced
 
 if TYPE_CHECKING:
     from train.launch import RankContext
@@ -74,11 +72,7 @@ FAULTS: dict[str, type[Fault]] = {
 
 
 def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
-    """Build the fault in the settings, or one without effect. steps: of the whole run.
-
-    Raises UserError if the fault cannot have an effect: with the method, on one rank, or at an invalid
-    step.
-    """
+    """Build the fault in the settings, or one without effect. Raises UserError if the fault cannot have an effect."""
     if settings.fault is None:
         return Fault(settings, ctx, steps)
     if settings.fault not in FAULTS:

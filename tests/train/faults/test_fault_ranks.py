@@ -13,7 +13,7 @@ import syncheck
 from syncheck.diagnose.case import Course
 from train.errors import UserError
 from train.faults import FAULTS
-from train.faults.batchnorm import BatchNormFault
+from train.faults.buffers import BatchNormFault
 
 if TYPE_CHECKING:
     from pathlib import Path
