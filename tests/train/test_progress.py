@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from train.launch import RankContext
 from train.metrics import Meter, Score
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
-from train.recorders.progress import Bar, Lines, make_progress
+from train.recorders.progress import Bar, Lines, format_top5, make_progress
 from train.schedule import Plan
 from train.settings import Settings
+from train.task import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pytest
 
 START = Start(
@@ -59,6 +62,20 @@ def test_top5_counts_the_five_most_probable_classes() -> None:
     meter = Meter(torch.device("cpu"))
     meter.add(torch.tensor(5.0), logits[:5, :5], torch.arange(5))
     assert meter.local() == Score(1.0, 1 / 5, 5, top5=None)
+
+
+def test_top5_is_not_shown_for_other_counts() -> None:
+    """The second count of a task without the metric top5_accuracy, such as a squared error, is not a top-5 accuracy."""
+
+    class Errors(Task):
+        metrics: ClassVar[Mapping[str, bool]] = {"mae": False, "mse": False}
+
+        def compute(self, loss: float, counts: tuple[float, float]) -> dict[str, float]:  # noqa: ARG002
+            return {"mae": counts[0], "mse": counts[1]}
+
+    assert format_top5(Score(0.5, 0.75, 44, 0.9)) == "  top-5 90.0%"
+    assert format_top5(Score(0.5, 0.75, 44)) == ""
+    assert format_top5(Score(0.5, 0.75, 44, 0.9, Errors())) == ""
 
 
 def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:

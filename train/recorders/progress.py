@@ -106,8 +106,9 @@ class Lines(Recorder):
 
 
 def format_top5(test: Score) -> str:
-    """Format the top-5 accuracy, or return an empty string if there are at most five classes."""
-    return "" if test.top5 is None else f"  top-5 {test.top5:.1%}"
+    """Format the top-5 accuracy; empty with at most five classes, or for a task without this metric."""
+    top5 = test.metrics.get("top5_accuracy", math.nan)
+    return "" if math.isnan(top5) else f"  top-5 {top5:.1%}"
 
 
 class Bar(Recorder):
