@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -21,8 +22,6 @@ from train.errors import UserError
 from train.models import build_from_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor, nn
 
     from train.settings import Settings
@@ -124,18 +123,30 @@ def make_task(settings: Settings) -> Task:
         sys.path.append(str(Path.cwd()))  # as in `python -m`, but after the packages of this clone
     try:
         kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         advice = "pass package.module:Class, importable from the current folder"
         raise UserError(f"--task {settings.task}: cannot be imported: {error}; {advice}") from error
     if not (isinstance(kind, type) and issubclass(kind, Task) and getattr(kind, "metrics", None)):
         raise UserError(f"--task {settings.task}: must be a subclass of train.task.Task with metrics")
-    return kind()
+    if not isinstance(kind.metrics, Mapping):
+        advice = "map each name to whether higher values are better"
+        raise UserError(f"--task {settings.task}: metrics is {kind.metrics!r}; {advice}")
+    try:
+        return kind()
+    except TypeError as error:
+        advice = "a task is built without arguments"
+        raise UserError(f"--task {settings.task}: cannot be built: {error}; {advice}") from error
 
 
 def load_task_data(task: Task, settings: Settings) -> Data:
     """Load the task's data, keep the first samples of --limit-train, and check the samples. Raises UserError."""
+    if settings.task is not None and type(task).load is Task.load:
+        raise UserError(f"--task {settings.task}: has no data; define its method load")
     data = task.load(settings)
     if settings.task is not None:
+        if not isinstance(data, Data):
+            found = type(data).__name__
+            raise UserError(f"--task {settings.task}: load returned {found}; return a train.data.Data")
         parts = [part if isinstance(part, Images) else Collated(part) for part in (data.train, data.test)]
         for part in parts:
             sample = part[[0]] if len(part) else None

@@ -70,7 +70,7 @@ def test_top5_is_not_shown_for_other_counts() -> None:
     class Errors(Task):
         metrics: ClassVar[Mapping[str, bool]] = {"mae": False, "mse": False}
 
-        def compute(self, loss: float, counts: tuple[float, float]) -> dict[str, float]:  # noqa: ARG002
+        def compute(self, loss: float, counts: tuple[float, float]) -> dict[str, float]:
             return {"mae": counts[0], "mse": counts[1]}
 
     assert format_top5(Score(0.5, 0.75, 44, 0.9)) == "  top-5 90.0%"

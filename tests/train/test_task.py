@@ -35,6 +35,20 @@ class Single(Sine):
 
 class NoMetrics(Task):
     pass
+
+class MetricNames(Sine):
+    metrics = ["rmse"]
+
+class Argument(Sine):
+    def __init__(self, size):
+        pass
+
+class NoLoad(Task):
+    metrics = {"rmse": False}
+
+class Nothing(Sine):
+    def load(self, settings):
+        pass
 """
 )
 
@@ -118,13 +132,21 @@ def test_two_ranks_and_their_evaluation(module: str, programs: Programs, capsys:
         ("{}:nn", "must be a subclass of train.task.Task with metrics"),
         ("{}:NoMetrics", "must be a subclass of train.task.Task with metrics"),
         ("{}:Single", "must be a pair of tensors"),
+        (".{}:Sine", "cannot be imported"),
+        ("unfinished:Sine", "cannot be imported"),
+        ("{}:MetricNames", "metrics is ['rmse']; map "),
+        ("{}:Argument", "cannot be built"),
+        ("{}:NoLoad", "define its method load"),
+        ("{}:Nothing", "load returned NoneType"),
     ],
 )
 def test_unsuitable_tasks_are_refused(module: str, name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A task that cannot be imported, is no task, or has unsuitable samples is one line and exit code 2."""
+    Path("unfinished.py").write_text("class Sine(\n")
     assert main(["--task", name.format(module)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
+    assert f"--task {name.format(module)}: " in error
     assert message in error
 
 
