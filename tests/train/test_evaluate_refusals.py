@@ -37,8 +37,23 @@ def test_shards_are_refused(ctx: RankContext, syncheck_rank: Rank, capsys: pytes
     out, err = capsys.readouterr()
     assert "ddp-syncbn, step 12: accuracy is" in out
     (line,) = err.splitlines()
-    assert "fsdp_rank0.pth: 23 tensors are sharded (FSDP or HSDP), first conv1.weight" in line
-    assert line.endswith("a shard cannot be evaluated alone; train with --method ddp, zero, localsgd or diloco")
+    assert (
+        "fsdp_rank0.pth: 23 of 35 tensors are shards (of fsdp, hsdp, tp or a combination), first conv1.weight" in line
+    )
+    assert line.endswith(
+        "a shard cannot be evaluated alone; train with --method ddp, zero, localsgd, diloco or replicate"
+    )
+
+
+@NEEDS_FSDP
+@pytest.mark.syncheck(ranks=2)
+def test_copies_as_dtensors_are_evaluated(
+    ctx: RankContext, syncheck_rank: Rank, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of --method replicate have DTensors, each with the whole tensor on every rank."""
+    run(ctx, replace(SMALL, method="replicate", sync_bn=True, max_steps=1, out=syncheck_rank.shared))
+    assert main([str(syncheck_rank.shared)]) == 0
+    assert "on every rank: weights and BatchNorm statistics agree" in capsys.readouterr().out
 
 
 def damage(name: str, folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ models of this trainer, and loads them.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from syncheck import Group, Replica, Snapshot
+    from syncheck.snapshots import Sharding
 
 # Exceptions of torch.load and safetensors for files in other formats, and damaged files.
 LOAD_ERRORS = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
 STATISTICS = frozenset({"bn_mean", "bn_var"})  # kinds of tensors in syncheck's report
 MAX_SIZE = 65_536  # of width, depth etc.; far above useful sizes, but products do not overflow
 LOADABLE = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` supports
+METHODS_ADVICE = "train with --method ddp, zero, localsgd, diloco or replicate"  # whose files have complete models
 NUMERIC_FIELDS = ("width", "depth", "alpha", "image_size", "channels", "classes", "train_samples")
 
 
@@ -127,17 +130,28 @@ def _check_complete(snapshot: Snapshot) -> None:
         raise UserError(f"{snapshot.path}: the format {snapshot.format} cannot be loaded as a model; {advice}")
     for dimension, part in (("pipeline", "layers of a rank's pipeline stages"), ("expert", "experts of a rank")):
         if snapshot.metadata is not None and dimension in snapshot.metadata.mesh:
-            advice = "train with --method ddp, zero or localsgd"
-            raise UserError(f"{snapshot.path}: has only the {part}; {advice}")
-    shards = [name for name, tensor in snapshot.tensors.items() if tensor.sharding]
-    if shards := [name for name in shards if not name.startswith("optimizer.")]:
-        found = f"{len(shards)} tensors are sharded (FSDP or HSDP), first {shards[0]}"
-        advice = "train with --method ddp, zero, localsgd or diloco"
-        raise UserError(f"{snapshot.path}: {found}, and a shard cannot be evaluated alone; {advice}")
+            raise UserError(f"{snapshot.path}: has only the {part}; {METHODS_ADVICE}")
+    model = {name: tensor for name, tensor in snapshot.tensors.items() if not name.startswith("optimizer.")}
+    shards = [name for name, tensor in model.items() if _is_shard(tensor.sharding)]
+    if shards:
+        found = f"{len(shards)} of {len(model)} tensors are shards (of fsdp, hsdp, tp or a combination)"
+        reason = f"first {shards[0]}, and a shard cannot be evaluated alone"
+        raise UserError(f"{snapshot.path}: {found}, {reason}; {METHODS_ADVICE}")
+
+
+def _is_shard(sharding: Sharding | None) -> bool:
+    """Return whether a rank has a part of a tensor: any DTensor except one with a copy on every rank."""
+    return sharding is not None and any(
+        placement != "R" and size > 1 for placement, size in zip(sharding.placements, sharding.mesh, strict=True)
+    )
 
 
 def load_weights(replica: Replica) -> dict[str, Tensor]:
     """Load a rank's model tensors on the CPU without executing code in the file. Raises UserError."""
+    from torch.distributed.tensor import DTensor  # torch.load needs this import for the files of --method replicate
+
+    # Otherwise torch warns that this process has no process group.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     path = replica.path
     try:
         if replica.format == "safetensors":
@@ -154,4 +168,4 @@ def load_weights(replica: Replica) -> dict[str, Tensor]:
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
         raise UserError(f"{path}: no tensors under 'model'; pass a file that train/run.py saved")
-    return model
+    return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in model.items()}
