@@ -108,7 +108,10 @@ def find_parallel_degree(settings: Settings, world_size: int, default: int | Non
 
     default: without --parallel-degree; None for all ranks. Raises UserError.
     """
-    degree = settings.parallel_degree or default or world_size
+    degree = settings.parallel_degree
+    if degree is not None and degree < 2:
+        raise UserError(f"--parallel-degree {degree}: must be at least 2, the ranks that share a copy of the model")
+    degree = degree or default or world_size
     if degree < 2 or world_size % degree:
         given = f"--method {settings.method}" + f" --parallel-degree {degree}" * (settings.parallel_degree is not None)
         needed = f"a multiple of {degree} ranks" if degree > 1 else "at least 2 ranks"

@@ -159,6 +159,8 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(ctx: RankContext) 
     ("changes", "world_size", "message"),
     [
         ({}, 1, "needs at least 2 ranks, found 1"),
+        ({"parallel_degree": -2}, 2, "^--parallel-degree -2: must be at least 2"),
+        ({"parallel_degree": 0}, 2, "^--parallel-degree 0: must be at least 2"),
         ({"parallel_degree": 2}, 4, "use fsdp_tp or ddp_tp"),
         ({"method": "ddp_tp"}, 3, "needs a multiple of 2 ranks, found 3"),
         ({"method": "hsdp_tp"}, 4, "needs a multiple of 8 ranks, found 4"),
