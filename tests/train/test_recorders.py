@@ -17,9 +17,11 @@ from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
 from train.metrics import Best, Score
+from train.recorders.base import Pace, StepRecord
 from train.recorders.composite import CompositeRecorder, make_recorder
 from train.recorders.metrics_file import MetricsFile
-from train.recorders.rank_log import LogFile
+from train.recorders.rank_log import LogFile, RankLog
+from train.task import CLASSIFICATION, LANGUAGE_MODELING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from syncheck.testing import Rank
     from train.settings import Settings
+    from train.task import Task
     from train.upkeep import Result
 
 # 6 steps an epoch.
@@ -223,6 +226,15 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     for tag, event, name in (("train/loss", "step", "loss"), ("test/accuracy", "epoch", "test_accuracy")):
         expected = [(line["step"], pytest.approx(line[name])) for line in lines if line["event"] == event]
         assert [(scalar.step, scalar.value) for scalar in events.Scalars(tag)] == expected
+
+
+@pytest.mark.parametrize(("task", "text"), [(CLASSIFICATION, " of 64 "), (LANGUAGE_MODELING, " over 64 ")])
+def test_only_a_share_is_of_the_predictions(tmp_path: Path, task: Task, text: str) -> None:
+    """An accuracy is of the predictions; another metric, such as the perplexity, is over them."""
+    log, score = RankLog(tmp_path / "rank_0.log"), Score(0.5, 0.75, 64, task=task)
+    log.open("", append=False)
+    log.log(StepRecord(22, 1, 0.05, score, 0.1, 0.1, 0.2, 0.2, 1234.5, None, None, 1, score, Pace(0.1, 0.2, 1)))
+    assert f"{score.format(named=True)}{text}predictions; " in log.path.read_text()
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -123,8 +123,9 @@ class RankLog(LogFile):
     def log(self, record: StepRecord) -> None:
         """Write the metrics of this rank."""
         own, pace = record.own, record.own_pace
+        of = "of" if own.main[0] == "accuracy" else "over"  # only a share is of the predictions
         self.note(
-            f"step {record.step}, epoch {record.epoch}: own loss {own.loss:.4f}, {own.format(named=True)} of "
+            f"step {record.step}, epoch {record.epoch}: own loss {own.loss:.4f}, {own.format(named=True)} {of} "
             f"{own.samples} predictions; lr {record.lr:.4g}; data {1000 * pace.data_time_s:.2f} ms, "
             f"batch {1000 * pace.batch_time_s:.2f} ms per step; memory {pace.peak_memory_bytes / 2**20:.0f} MiB"
         )
