@@ -77,6 +77,7 @@ def prepare(
     fault = make_fault(settings, ctx, plan.steps)
     fault.build_model = partial(make_model, settings, data)
     model = fault.build_model()
+    method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
     check_batchnorm(model, settings, ctx.mesh.data_size, method.replicas)
     if isinstance(sampler, OwnSharesSampler):
         check_own_shares(model, sampler, plan, settings)

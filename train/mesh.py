@@ -103,6 +103,14 @@ def join_shards(local: Tensor, *, like: Any) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=like.stride())
 
 
+def refuse_model(settings: Settings, problem: str, advice: str | None = None) -> UserError:
+    """Return the error of a method that cannot divide the model."""
+    option, default = f"--model {settings.model}", "use gpt-tiny or gpt-tiny-moe"
+    if settings.task is not None:
+        option, default = f"--task {settings.task}", "use another --method"
+    return UserError(f"{option}: --method {settings.method} {problem}; {advice or default}")
+
+
 def find_parallel_degree(settings: Settings, world_size: int, default: int | None = None) -> int:
     """Return the number of ranks that share a copy of the model, which divides the number of all ranks.
 

@@ -12,6 +12,7 @@ because --batch-size counts the samples of all ranks. To train your own model, r
 import argparse
 import math
 import os
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -83,9 +84,8 @@ def train(args: argparse.Namespace, rank: int, ranks: int, device: torch.device)
     if rank == 0 and args.resume:
         print(f"{done} of {args.epochs} epochs are done", flush=True)
     sampler: DistributedSampler[Any] = DistributedSampler(train_data, ranks, rank, drop_last=True)
-    micro_batch = args.batch_size // (ranks * args.accumulate)  # the loader's batch size is the samples of one rank
-    loader = DataLoader(train_data, micro_batch, sampler=sampler, pin_memory=device.type == "cuda")
-    steps = len(train_data) // args.batch_size
+    micro_batch, steps = args.batch_size // (ranks * args.accumulate), len(train_data) // args.batch_size
+    loader = DataLoader(train_data, micro_batch, sampler=sampler, pin_memory=device.type == "cuda")  # of one rank
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.amp)
     for epoch in range(done, args.epochs):
         sampler.set_epoch(epoch)  # otherwise every epoch has the same order
@@ -129,13 +129,12 @@ def load(path: str, module: nn.Module, optimizer: Optimizer, scaler: torch.amp.G
     """Load a file of `save` on every rank, which must have access to it; return the number of epochs done."""
     file = torch.load(path, map_location="cpu", weights_only=True)  # otherwise all ranks would load to GPU 0
     set_state_dict(module, optimizer, model_state_dict=file["model"], optim_state_dict=file["optimizer"], options=FULL)
-    scaler.load_state_dict(file["scaler"])
+    scaler.load_state_dict(file["scaler"] or scaler.state_dict())  # empty without --amp fp16
     return int(file["epoch"])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train a small network in one process, with DDP or with FSDP2.")
-    torchrun = "RANK" in os.environ
+    torchrun, parser = "RANK" in os.environ, argparse.ArgumentParser(description="Train one process, DDP or FSDP2.")
     parser.add_argument("--method", choices=("single", "ddp", "fsdp"), default="ddp" if torchrun else "single")
     parser.add_argument("--epochs", type=int, default=5, help="of the whole run, also with --resume")
     parser.add_argument("--batch-size", type=int, default=64, help="samples per optimizer step, over all ranks")
@@ -148,8 +147,8 @@ if __name__ == "__main__":
     if torchrun == (args.method == "single"):
         parser.error(f"--method {args.method}: start single with python, ddp and fsdp with torchrun --nproc-per-node 2")
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch_size % (ranks * args.accumulate):
-        parser.error(f"--batch-size: must be a multiple of {ranks} ranks x {args.accumulate} micro-batches")
+    if not 0 < args.accumulate <= args.batch_size <= 4096 or args.batch_size % (ranks * args.accumulate):
+        parser.error(f"--batch-size: at most 4096, and a multiple of {ranks} ranks x {args.accumulate} micro-batches")
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # otherwise the collectives of all ranks would use GPU 0
@@ -157,4 +156,5 @@ if __name__ == "__main__":
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # waits for all ranks
     train(args, rank, ranks, device)
     if dist.is_initialized():
+        time.sleep(0.1)  # if Python ended while a thread of gloo releases its last tensors, the process would abort
         dist.destroy_process_group()

@@ -79,8 +79,9 @@ class Step:
 
     @property
     def averages(self) -> dict[str, Tensor] | None:
-        """Return the moving averages of --ema by parameter name, not copied."""
-        return None if self.average is None else dict(self.average.module.named_parameters())
+        """Return the moving averages of --ema by parameter name, as they are saved, not copied."""
+        averages = () if self.average is None else self.average.module.named_parameters()
+        return {name: self.method.mark(name, average.detach()) for name, average in averages} or None
 
     def _prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.ctx.device, non_blocking=True)  # asynchronous from pinned memory

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
+from train.mesh import refuse_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,9 +37,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
 
     plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
     if plan is None:
-        raise UserError(
-            f"--method {settings.method}: --model {settings.model} has no tp_plan; use gpt-tiny or gpt-tiny-moe"
-        )
+        raise refuse_model(settings, "needs a model with a tp_plan")
     modules = [name for name, _ in model.named_modules()]
     styles = {name: style for name in modules for pattern, style in plan.items() if fnmatchcase(name, pattern)}
     shared: dict[int, list[str]] = {}
@@ -67,9 +66,7 @@ def check_parameter(
     """Raise UserError if a parameter has no style, or cannot be sharded evenly. ranks: of the tensor dimension."""
     path = name.rpartition(".")[0]
     if style is None:
-        raise UserError(
-            f"--method {settings.method}: the tp_plan of --model {settings.model} has no style for {path}; add it"
-        )
+        raise refuse_model(settings, f"needs a style for {path} in the tp_plan", "add it")
     if style in ("norm", "replicated") or (style == "rowwise" and parameter.dim() == 1):
         return
     # Each rank has whole attention heads.

@@ -64,14 +64,12 @@ class Watch:
         self.settings, self.trainer = trainer.settings, trainer
         # Further contents of a checkpoint, under the same keys.
         self.extras: dict[str, Any] = {}
-        if trainer.average is not None:
-            self.extras["ema"] = trainer.averages
         self.monitor: SyncMonitor | None = None
         if self.settings.monitor:
             method, scaler = trainer.method, trainer.scaler
             (replica,) = method.state(trainer.optimizer)
             self.monitor = SyncMonitor(
-                (method.module, self.extras),
+                (method.monitored, self.extras),
                 replica.optimizer,
                 scaler if scaler.is_enabled() else None,
                 every=self.settings.monitor,
@@ -89,6 +87,8 @@ class Watch:
         # Metadata that may change between steps, for example the last average of localsgd. The block is equal on all
         # ranks, because the monitor knows the ranks.
         facts = self.trainer.method.metadata_fields
+        if (averages := self.trainer.averages) is not None:
+            self.extras["ema"] = averages
         self.extras["syncheck"] = metadata(run=self.settings.run, rank=0, world_size=1, step=step, **facts)
         before = self.monitor.checks
         self.monitor.step(step)

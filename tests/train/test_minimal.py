@@ -240,7 +240,9 @@ def test_a_copy_of_the_file_runs(programs: Programs, tmp_path: Path, free_port: 
             "--method ddp: start single with python, ddp and fsdp with torchrun --nproc-per-node 2",
         ),
         ("--method single", True, "--method single: start single with python"),
-        ("--accumulate 3", False, "--batch-size: must be a multiple of 1 ranks x 3 micro-batches"),
+        ("--accumulate 3", False, "--batch-size: at most 4096, and a multiple of 1 ranks x 3 micro-batches"),
+        ("--accumulate 0", False, "--batch-size: "),
+        ("--batch-size 8192", False, "--batch-size: at most 4096"),
     ],
 )
 def test_wrong_options(

@@ -52,6 +52,22 @@ def test_findings(ctx: RankContext, syncheck_rank: Rank, fault: str | None, part
     assert all(part in name for name in differing)
 
 
+@pytest.mark.syncheck(ranks=2)
+def test_all_tensors_except_experts_are_compared(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """On two ranks only experts have no replica: in files, in averages of --ema and in the checks of --monitor."""
+    settings = replace(EP, max_steps=3, ema=0.9, monitor=1, on_desync="raise", out=syncheck_rank.shared)
+    (group,) = syncheck.compare(*run(ctx, replace(settings, save_per_rank=True)).saved).groups
+    names = {diff.name for diff in group.tensors}
+    assert {name.partition(".")[0] for name in names} >= {"ema", "optimizer"}
+    assert all(".moe.experts." in name for name in names)
+    with pytest.raises(syncheck.OutOfSync) as caught:
+        run(ctx, replace(settings, fault="router-updated-locally"))
+    (group,) = caught.value.report.groups
+    differing = [diff for diff in group.tensors if diff.out_of_sync]
+    assert {diff.kind for diff in differing} == {"parameter", "optimizer", "ema"}
+    assert all(".router" in diff.name for diff in differing)
+
+
 @pytest.mark.syncheck(ranks=4, timeout=60)
 @pytest.mark.slow
 def test_resume_is_bitwise(ctx: RankContext, syncheck_rank: Rank) -> None:

@@ -177,10 +177,20 @@ def test_meshes_that_do_not_fit_are_refused(changes: dict[str, Any], world_size:
 @pytest.mark.slow
 def test_models_that_cannot_be_sharded_are_refused(ctx: RankContext) -> None:
     """A model without a plan, more ranks than heads, and tokens that ranks cannot share."""
-    with pytest.raises(UserError, match=r"^--method tp: --model resnet8 has no tp_plan; use gpt-tiny"):
+    with pytest.raises(UserError, match=r"^--model resnet8: --method tp needs a model with a tp_plan; use gpt"):
         prepare(replace(GPT, model="resnet8", data="digits", width=None, depth=None), ctx)
     with pytest.raises(UserError, match=r"^--method tp --parallel-degree 4: must divide the 2 heads of .*attention\.k"):
         prepare(GPT, ctx)
+
+
+@pytest.mark.parametrize("method", ["tp", "cp", "pp"])
+@pytest.mark.syncheck(ranks=2)
+def test_the_refused_model_of_a_task(ctx: RankContext, method: str) -> None:
+    """The model of a task is refused by the name of the task."""
+    settings = replace(GPT, method=method, task="tasks:Images", parallel_degree=None)
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match=rf"^--task tasks:Images: --method {method} .*; use another --method$"):
+        METHODS[method](settings, METHODS[method].place(settings, ctx)).wrap(network)
 
 
 def test_options_that_need_tensor_parallelism_are_refused() -> None:

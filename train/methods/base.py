@@ -33,7 +33,7 @@ class MethodBase:
     grouped: whether the method needs a process group. refuses: unsupported options with the reason. replicas: number of
     replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
     whether gradient buckets are rebuilt after the first backward (see train/resume/keeper.py). parallel: whether ranks
-    compute one copy of the model together, with --parallel-degree.
+    compute one copy of the model together, with --parallel-degree. parameters: number of elements of the whole model.
     """
 
     grouped: ClassVar[bool]
@@ -42,6 +42,7 @@ class MethodBase:
     module: nn.Module
     rebuilds_buckets: ClassVar[bool] = False
     parallel: ClassVar[bool] = False
+    parameters = 0
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.settings, self.ctx = settings, ctx
@@ -65,6 +66,15 @@ class MethodBase:
         """Return further arguments for syncheck.metadata(). A single replica equals itself: its buffers are synced."""
         names = self.ctx.mesh.names
         return {"buffers_synced": True} | ({} if names == ("data",) else {"mesh": self.ctx.mesh.coordinates})
+
+    @property
+    def monitored(self) -> Any:
+        """The model for the checks of --monitor: the module, or an object with a method `state_dict`."""
+        return self.module
+
+    def mark(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - for subclasses
+        """Return the tensor of a parameter as it is saved, not copied."""
+        return tensor
 
     def share_sums(self, sums: Tensor) -> Tensor:
         """Return the measured sums, on ranks that have no outputs too."""

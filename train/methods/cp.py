@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.errors import UserError
-from train.mesh import find_parallel_degree
+from train.mesh import find_parallel_degree, refuse_model
 from train.methods.ddp import Ddp
 from train.models.gpt import HEADS, Attention
 
@@ -59,7 +59,7 @@ class Cp(Ddp):
         group = self.ctx.mesh.build(self.ctx.device.type).get_group("context")
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         if not layers:
-            raise UserError(f"--model {self.settings.model}: cp divides text; use gpt-tiny or gpt-tiny-moe")
+            raise refuse_model(self.settings, "divides only the attention of text models")
         # 1a. All other layers compute each token separately, and need no change.
         for layer in layers:
             layer.attend = build_attention(self.mode, group)  # type: ignore[assignment,method-assign]

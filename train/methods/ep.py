@@ -115,7 +115,16 @@ class Ep(Method):
 
     def state(self, optimizer: Optimizer) -> list[Replica]:
         """Return this rank's experts, and the other parameters."""
-        return [Replica({n: self.mark(n, tensor) for n, tensor in self.module.state_dict().items()}, optimizer)]
+        return [Replica(self.mark_model(), optimizer)]
+
+    @property
+    def monitored(self) -> Any:
+        """An object of a class `model` with the marked tensors: syncheck names tensors by it, as in the files."""
+        return type("model", (), {"state_dict": staticmethod(self.mark_model)})()
+
+    def mark_model(self) -> dict[str, Tensor]:
+        """Return the state dict of the module with marked tensors, not copied."""
+        return {name: self.mark(name, tensor) for name, tensor in self.module.state_dict().items()}
 
     def mark_optimizer_state(self, _: Optimizer, state: dict[str, Any]) -> None:
         """Mark the tensors in a state dict of the optimizer."""

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from train.errors import UserError
-from train.mesh import find_parallel_degree, gather_whole
+from train.mesh import find_parallel_degree, gather_whole, refuse_model
 from train.methods.single import Method
 from train.models.gpt import Gpt
 from train.pipeline_stages import add_gradient_of, assign_stages, build_schedule, count_micro_batches, split_model
@@ -68,7 +67,7 @@ class Pp(Method):
         """Keep the stages of this rank. Raises UserError for a model that cannot be split."""
         s, mesh = self.settings, self.ctx.mesh
         if not isinstance(model, Gpt) or model.embed is None or model.head is None:
-            raise UserError(f"--model {s.model}: --method {s.method} splits only gpt-tiny and gpt-tiny-moe")
+            raise refuse_model(s, "splits only the models of train/models/gpt.py")
         self.width = model.embed.embedding_dim
         self.tied = {"head.weight": "embed.weight"} if model.head.weight is model.embed.weight else {}
         # 1a. Split the model. Two stages of a rank are not neighbors, except at the turning point of zbv.

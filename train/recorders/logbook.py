@@ -71,7 +71,7 @@ class Logbook:
             settings=s,
             ctx=self.ctx,
             shares=tuple(len(range(rank, s.batch_size, ranks)) for rank in range(ranks)),
-            parameters=sum(p.numel() for p in self.trainer.method.module.parameters()),
+            parameters=self.trainer.method.parameters,
             samples=self.samples,
             peak_lr=self.rate.peak,
             resumed_at=resumed_at,

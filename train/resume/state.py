@@ -81,7 +81,7 @@ def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
 def collect_average(trainer: Step) -> dict[str, Tensor]:
     """Return the averaged parameters by name, and the number of averaged steps."""
     assert trainer.average is not None
-    return {**(trainer.averages or {}), "n_averaged": trainer.average.n_averaged}
+    return {**dict(trainer.average.module.named_parameters()), "n_averaged": trainer.average.n_averaged}
 
 
 def check_shapes(state: Mapping[str, Any], trainer: Step, where: str) -> None:
