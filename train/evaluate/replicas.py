@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from syncheck import Group, Replica, Snapshot
-    from syncheck.snapshots import Sharding
 
 # Exceptions of torch.load and safetensors for files in other formats, and damaged files.
 LOAD_ERRORS = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
@@ -139,7 +138,7 @@ def _check_complete(snapshot: Snapshot) -> None:
         raise UserError(f"{snapshot.path}: {found}, {reason}; {METHODS_ADVICE}")
 
 
-def _is_shard(sharding: Sharding | None) -> bool:
+def _is_shard(sharding: Any) -> bool:
     """Return whether a rank has a part of a tensor: any DTensor except one with a copy on every rank."""
     return sharding is not None and any(
         placement != "R" and size > 1 for placement, size in zip(sharding.placements, sharding.mesh, strict=True)
