@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.api import compare
+    from syncheck.diff import diff
     from syncheck.errors import CheckpointError, OutOfSync, SyncheckError, UsageError
     from syncheck.metadata_block import metadata
-    from syncheck.options import Options
+    from syncheck.options import DiffOptions, Options
     from syncheck.readers import read
     from syncheck.records import (
         Closure,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         DriftPoint,
         Finding,
         Group,
+        Place,
         Replica,
         Report,
         Shards,
@@ -35,11 +37,13 @@ __all__ = [
     "CheckpointError",
     "Closure",
     "Counts",
+    "DiffOptions",
     "DriftPoint",
     "Finding",
     "Group",
     "Options",
     "OutOfSync",
+    "Place",
     "Replica",
     "Report",
     "Shards",
@@ -52,13 +56,16 @@ __all__ = [
     "UsageError",
     "ValueDiff",
     "compare",
+    "diff",
     "metadata",
     "read",
 ]
 
 _HOME = {
     "compare": "syncheck.api",
+    "DiffOptions": "syncheck.options",
     "Options": "syncheck.options",
+    "diff": "syncheck.diff",
     "CheckpointError": "syncheck.errors",
     "OutOfSync": "syncheck.errors",
     "SyncheckError": "syncheck.errors",

@@ -76,14 +76,14 @@ def load(folder: str | os.PathLike[str] = ".") -> Config:
     return Config()
 
 
-def merge_options(config: Config, **given: Any) -> options.Options:
+def merge_options(config: Config, kind: type = options.Options, **given: Any) -> Any:
     """Return the options of a comparison; given options override the file.
 
-    given: fields of `Options`; None or an empty value counts as missing, and a list stands for a tuple. The tolerances
+    kind: the class of the result. given: fields of this class; None or an empty value counts as missing, and a list stands for a tuple. The tolerances
     are one option: a given tolerance overrides all tolerances of the file. Raises OptionError as `Options` does.
     """
     kept = {name: config.comparison[name] for name in _list_kept(config, given)}
-    return options.Options(**kept | _drop_missing(given))
+    return kind(**kept | _drop_missing(given))
 
 
 def merge_run_options(config: Config, **given: Any) -> options.RunOptions:

@@ -82,7 +82,8 @@ def _render_option(field: str, detail: str) -> str:
 def _render_value(value: Any, spec: str) -> str:
     kind, _, most = spec.partition(" ")
     if kind in ("ranks", "Ranks"):
-        return kind[0] + ranks_text(value)[1:]
+        text = ranks_text(value)
+        return text[:1].upper() + text[1:] if kind == "Ranks" else text
     if kind == "sets":
         return sets_text(value, int(most or 4))
     if kind == "names":
@@ -104,8 +105,41 @@ def _render_value(value: Any, spec: str) -> str:
     return format(str(value) if isinstance(value, (Message, tuple)) else value, spec)
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks."""
+def relabel(message: Message, labels: Sequence[str]) -> Message:
+    """Replace ranks in a message by labels: two models are A and B, not ranks 0 and 1.
+
+    A sentence NAME gives way to the sentence DIFF_NAME of its topic, if there is one.
+    """
+    code = type(message.code).__members__.get(f"DIFF_{message.code.name}", message.code)
+    specs = {name: spec or "" for _, name, spec, _ in Formatter().parse(message.code.value) if name}
+    return Message(code, {k: _relabel_value(v, specs.get(k, ""), labels) for k, v in message.parameters.items()})
+
+
+def _relabel_value(value: Any, spec: str, labels: Sequence[str]) -> Any:
+    def names(ranks: Sequence[int]) -> tuple[str, ...]:
+        return tuple(labels[rank] for rank in ranks)
+
+    kind = spec.partition(" ")[0]
+    if kind in ("ranks", "Ranks"):
+        return names(value)
+    if kind == "sets":
+        return tuple(map(names, value))
+    if kind == "by_rank":
+        return {labels[rank]: of for rank, of in value.items()}
+    if kind == "on_ranks":
+        return tuple((_relabel_value(of, "", labels), names(ranks)) for of, ranks in value)
+    if isinstance(value, tuple):
+        return tuple(_relabel_value(part, "", labels) for part in value)
+    return relabel(value, labels) if isinstance(value, Message) else value
+
+
+def ranks_text(ranks: Sequence[int | str]) -> str:
+    """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks.
+
+    Labels instead of ranks: 'A and B'.
+    """
+    if ranks and isinstance(ranks[0], str):
+        return " and ".join(map(str, ranks))
     if len(ranks) > 8:
         return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
@@ -185,6 +219,7 @@ class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
+    JOINED = "{side}: {ranks} files, one model; {tensors:count tensor} {tensors:verb is|are} in several files"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (
@@ -248,6 +283,7 @@ class Refusal(Sentence):
     SET_MEMBER = "a member of a set, which has no order"
     HUGE_VIEW = "a view that shows {stored} stored bytes as {shown:.3g}"
     FLAT_PARAMETER = "sharded by FSDP: a flat parameter holds only this rank's shard"
+    UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
     STORED = "{text}"
 
 
@@ -259,6 +295,7 @@ class Detail(Sentence):
     """Why a tensor was not fully compared, or how replicas differ."""
 
     MISSING = "not on {ranks:ranks}"
+    DIFF_MISSING = "not in {ranks:ranks}"
     OWN_PART_MISSING = "not on rank {rank}, which owns it"
     PARTITIONED = "on {ranks:ranks} only: each rank holds its own part"
     SHARDED = "{layout}: no two of these ranks hold the same shard"
@@ -315,6 +352,7 @@ class Undecided(Sentence):
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"
     REFUSED = "{count} of the tensors could not be compared: {tensors}; skip them with {exclude:option GLOB}"
+    NOT_COMPARED = "{count:count tensor} could not be compared: {name}: {detail}"
     ALL_EXCLUDED = "no tensor was compared; the options exclude {count} tensors"
     NOTHING = "no tensor was compared"
 

@@ -168,6 +168,11 @@ def option(default: object, kind: Kind, text: str, section: str = "", **declared
     return field(default=default, metadata={_KEY: declaration})
 
 
+_DIFF_SURFACES = frozenset({COMMAND_LINE, PYTHON})
+# Options of `compare` that have no meaning for two models.
+NOT_IN_DIFF = frozenset({"group_by", "reference", "quick"})
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to compare replicas; bitwise by default.
@@ -269,6 +274,26 @@ class Options:
         from syncheck.tolerance import tolerances
 
         tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions(Options):
+    """How to compare two models, A and B; bitwise by default.
+
+    Raises OptionError (a UsageError) if a value has the wrong type or is out of range.
+    """
+
+    subset: bool = option(
+        False, FLAG, "B may lack tensors of A, such as the optimizer state", ACCEPTANCE, surfaces=_DIFF_SURFACES
+    )
+    cast: str | None = option(
+        None,
+        CHOICE,
+        "accept differences of exactly one conversion to this dtype",
+        TOLERANCES,
+        choices=("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        surfaces=_DIFF_SURFACES,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +409,7 @@ def _check_codes(codes: tuple[str, ...]) -> None:
     """Raise OptionError for a code that no finding has."""
     if not codes:
         return
-    from syncheck.diagnose import RULES
+    from syncheck.diagnose import ALL_RULES as RULES
 
     known = {rule.CODE for rule in RULES}
     for code in codes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
     "Extent", "Finding", "Fixed", "FreeRunning", "Group", "GroupEvidence", "Histogram", "History", "HistoryPoint",
-    "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable",
+    "Place", "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable",
     "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
 
@@ -47,6 +47,7 @@ class Reason(StrEnum):
     SHARDED = "sharded"
     AMBIGUOUS = "ambiguous"
     RNG = "rng"
+    SUBSET = "subset"
     DIGEST = "digest"
     CHECKSUM = "checksum"
 
@@ -221,6 +222,14 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """The file with an element of a model, and its rank; None for a model in one file."""
+
+    path: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorDiff:
     """The result of comparing the replicas of one tensor.
 
@@ -264,6 +273,8 @@ class TensorDiff:
     """Evidence about the cause; None if it was not collected."""
     histogram: Histogram | None = None
     """For the floating-point tensors that differ most, if histograms are requested."""
+    places: Mapping[int, Place] = field(default_factory=dict)
+    """For two models: the location of the element at `index` in A (0) and in B (1)."""
     facts: tuple[TensorDiff, ...] = ()
     """The separate problems of a tensor with several: missing, different shapes or dtypes, different values."""
 
@@ -397,6 +408,8 @@ class Comparison:
     """Notes about normalized, guessed or skipped tensors and values."""
     label: str = ""
     """The name of the run in a baseline; empty if it equals `run`."""
+    labels: tuple[str, ...] = ()
+    """Names of the replicas instead of ranks: A and B, for two models."""
     evidence: GroupEvidence = field(default_factory=GroupEvidence)
 
     @property
@@ -465,6 +478,8 @@ class Report:
     """Links to checkpoints compared under another path."""
     quick: bool = False
     """Whether stored checksums were compared instead of bytes."""
+    command: str = "compare"
+    """`diff` for a comparison of two models, A and B; its last group compares them."""
     drift: tuple[DriftPoint, ...] = ()
     closures: tuple[Closure, ...] = ()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from syncheck.records import Group
+from syncheck.records import Group, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Comparison, Finding, Unreadable, Verdict
+    from syncheck.records import Comparison, Finding, TensorDiff, Unreadable, Verdict
 
 
 def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
@@ -29,6 +29,25 @@ def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozen
         is_last = bool(run) and run[-1].step == group.step
         findings = diagnose(comparison, (*run[:-1], comparison) if is_last else (), allow)
     return with_findings(group, findings)
+
+
+def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
+    """Diagnose the comparison of two models and add the verdict.
+
+    Unlike replicas, two models are in sync only if every tensor could be compared, apart from RNG states and, if B may
+    lack tensors, tensors of A alone.
+    """
+    from syncheck.diagnose import diagnose_difference
+
+    group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
+    judged = with_findings(group, diagnose_difference(comparison, allow))
+    undecided = judged.verdict == "in_sync" and any(map(is_uncompared, judged.tensors))
+    return replace(judged, verdict="undecided") if undecided else judged
+
+
+def is_uncompared(diff: TensorDiff) -> bool:
+    """Whether a tensor of two models could not be compared, for a reason that no option accepts."""
+    return diff.status == "not_compared" and diff.reason not in (Reason.RNG, Reason.SUBSET)
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:

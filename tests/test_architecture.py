@@ -55,7 +55,16 @@ ALLOWED = {
     "layout.joining": BASE | {"layout.names", "layout.groups"},
     "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining"},
     "layout": set(),
-    "readers": BASE | {"names", "kinds", "value_kinds", "metadata_block", "readers"},
+    "logical": set(),
+    "logical.boxes": BASE | {"kernel.pieces"},
+    "logical.dtensors": BASE | {"logical.boxes"},
+    "logical.model": BASE
+    | {"names", "tensor_parallel", "logical.boxes", "logical.dtensors"}
+    | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "values")},
+    "diff": BASE
+    | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
+    | {"layout.groups", "layout.grouping"},
+    "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
     "kernel.open_files": BASE,
     "kernel.strided": BASE | {"kernel.pieces", "kernel.open_files"},
@@ -77,13 +86,15 @@ ALLOWED = {
     "comparison.copies": BASE | {"comparison.replica_groups"},
     "comparison.optimizer_parts": BASE | {"names", "kinds"},
     "comparison.values": BASE | {"names", "value_kinds"},
-    "comparison.replica_groups": BASE | {"tensor_parallel"},
+    "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
-    "comparison.tensors": BYTES | {"tolerance", "kernel.digests", "differences", "comparison.replica_groups"},
+    "comparison.tensors": BYTES
+    | {"tolerance", "kernel.digests", "differences", "comparison.replica_groups"}
+    | {"logical.dtensors"},
     "comparison": set(),
     "comparison.group": BASE
     | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
-    | {"evidence.tensors", "evidence.histograms"}
+    | {"evidence.tensors", "evidence.histograms", "logical.dtensors"}
     | {
         f"comparison.{part}"
         for part in ("ties", "copies", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
@@ -103,6 +114,7 @@ ALLOWED = {
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
     | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
+    | {"logical.dtensors"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE

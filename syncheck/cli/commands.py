@@ -42,6 +42,20 @@ def compare(arguments: argparse.Namespace) -> int:
     return _compare(arguments, _load_project(arguments), "comparison")
 
 
+def diff(arguments: argparse.Namespace) -> int:
+    """`syncheck diff`."""
+    from syncheck import options
+    from syncheck.diff import diff as compare_models
+
+    arguments.paths = (arguments.a, arguments.b)
+    project = _load_project(arguments)
+    applicable = {name: value for name, value in project.comparison.items() if name not in options.NOT_IN_DIFF}
+    settings = _read_settings(arguments, replace(project, comparison=applicable), options.DiffOptions)
+    known = _read_baseline(settings)
+    found = compare_models(arguments.a, arguments.b, options=replace(settings.options, baseline=None))  # type: ignore[arg-type]  # of the kind above
+    return _print_errors_and_report(settings, found, "comparison", known)
+
+
 def _compare_across_ranks(arguments: argparse.Namespace) -> int:
     """`syncheck compare` as one of several processes, each with its own file. Does not return."""
     from syncheck.cli import ranks
@@ -78,16 +92,19 @@ def _load_project(arguments: argparse.Namespace) -> Config:
     return config.Config() if arguments.no_config else config.load()
 
 
-def _read_settings(arguments: argparse.Namespace, project: Config) -> Settings:
-    """Merge the command line and pyproject.toml, and check that the output files can be written."""
+def _read_settings(arguments: argparse.Namespace, project: Config, kind: type[Options] | None = None) -> Settings:
+    """Merge the command line and pyproject.toml, and check that the output files can be written.
+
+    kind: the class of the options for the comparison; default: `Options`.
+    """
     from syncheck import config, options, readers
     from syncheck.cli import ranks
 
     def given(cls: type) -> dict[str, Any]:
-        return {name: getattr(arguments, name) for name in options.list_options(COMMAND_LINE, cls)}
+        return {name: getattr(arguments, name, None) for name in options.list_options(COMMAND_LINE, cls)}
 
-    comparison = given(options.Options)
-    merged = config.merge_options(project, **comparison)
+    comparison = given(kind or options.Options)
+    merged = config.merge_options(project, kind or options.Options, **comparison)
     run = config.merge_run_options(project, **given(options.RunOptions))
     from_file = [*config.list_applied_keys(project, **comparison)]
     if not arguments.paths and project.checkpoints:
@@ -153,6 +170,10 @@ def _compare(arguments: argparse.Namespace, project: Config, layout: str) -> int
     options = replace(settings.options, baseline=None)
     histograms = files.needs_histograms(settings.run.output)
     found = api.compare(*settings.paths, options=options, histograms=histograms)
+    return _print_errors_and_report(settings, found, layout, known)
+
+
+def _print_errors_and_report(settings: Settings, found: Report, layout: str, known: Known) -> int:
     for broken in found.unreadable:
         output.print_message(f"error: {broken.path}: {broken.reason}")
     return write_report(settings, found, layout, known)
@@ -229,7 +250,7 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """`syncheck explain`."""
-    from syncheck.diagnose import RULES
+    from syncheck.diagnose import ALL_RULES as RULES
     from syncheck.report import text
 
     if RULES[0].__doc__ is None:

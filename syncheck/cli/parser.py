@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=parser.list_commands)
     # Without `prog`, argparse formats the usage here, which would import rich on every start.
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", prog="syncheck")
-    for add in (_add_compare, _add_report, _add_show, _add_fingerprint, _add_explain, _add_demo):
+    for add in (_add_compare, _add_diff, _add_report, _add_show, _add_fingerprint, _add_explain, _add_demo):
         add(subparsers)
     return parser
 
@@ -119,6 +119,18 @@ def _add_compare(subparsers: Any) -> None:
         "each process reads its own file",
     )
     _add_options(parser)
+
+
+def _add_diff(subparsers: Any) -> None:
+    text = "compare two models in any layout: A is the source, B the copy"
+    parser = _add_command(subparsers, "diff", commands.diff, text, usage="%(prog)s [OPTIONS] A B")
+    for side, example in (("a", "'ckpts/fsdp_rank*.pth'"), ("b", "hf_export/")):
+        parser.add_argument(
+            side,
+            metavar=side.upper(),
+            help=f"the files of one model: a file, folder or glob, or several separated by commas; such as {example}",
+        )
+    _add_options(parser, options.DiffOptions, options.NOT_IN_DIFF)
 
 
 def _add_report(subparsers: Any) -> None:
@@ -169,10 +181,17 @@ def _add_demo(subparsers: Any) -> None:
     _add_color(_add_command(subparsers, "demo", commands.demo, text))
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the declared options of the command line, in the sections of the help."""
+def _add_options(
+    parser: argparse.ArgumentParser, comparison: type = options.Options, without: frozenset[str] = frozenset()
+) -> None:
+    """Add the declared options of the command line, in the sections of the help.
+
+    comparison: the class of the options for the comparison. without: names of options that do not apply.
+    """
     groups: dict[str, Any] = {section: parser.add_argument_group(section) for section in options.SECTIONS}
-    for name, declaration in options.list_options(COMMAND_LINE).items():
+    for name, declaration in options.list_options(COMMAND_LINE, comparison, options.RunOptions).items():
+        if name in without:
+            continue
         group = groups.get(declaration.section, parser)
         if name in COMMAND_LINE.switches:
             for value in declaration.choices:

@@ -12,7 +12,6 @@ from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find
 from syncheck.comparison.reference import describe_from_reference
 from syncheck.comparison.replica_groups import (
     DIFFERENT_PARAMETERS,
-    assemble_shards,
     coordinates_in,
     divide,
     find_positions,
@@ -25,6 +24,7 @@ from syncheck.comparison.values import compare_values, in_memory, is_membership,
 from syncheck.evidence.tensors import add_evidence
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
+from syncheck.logical.dtensors import assemble_copies
 from syncheck.messages import Detail, Note
 from syncheck.names import normalize, normalize_keys
 from syncheck.records import Comparison, Counts, GroupEvidence, Reason, Replica, Shards, TensorDiff
@@ -231,7 +231,7 @@ def _compare_tensors(
                 tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.RNG, detail))
                 continue
             if positions.stages and is_mixed(tensors):
-                if not (complete := assemble_shards(tensors)):
+                if not (complete := assemble_copies(tensors)):
                     detail = Detail.AMBIGUOUS_LAYOUT(layout=divide(tensors, ranks, positions).layout)
                     tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, detail))
                     continue

@@ -14,22 +14,18 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import product
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from syncheck.logical.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
 from syncheck.messages import ranks_text
 from syncheck.records import group_ranks
-from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from syncheck.snapshots import Sharding, Snapshot
+    from syncheck.snapshots import Sharding, Snapshot, Tensor
 
     Coordinates = Mapping[int, tuple[tuple[str, int], ...]]
 
@@ -87,7 +83,7 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
     for rank, snapshot in snapshots.items():
         shardings = {id(t.sharding): t.sharding for t in snapshot.tensors.values() if t.sharding is not None}
         located = next((sharding for sharding in shardings.values() if sharding.coordinate), None)
-        mesh_rank[rank] = rank if located is None else _find_mesh_rank(located)
+        mesh_rank[rank] = rank if located is None else find_mesh_rank(located)
         native = native or any(TENSOR_PARALLEL & set(map(str.lower, s.names)) for s in shardings.values())
         mesh = dict(snapshot.mesh or (snapshot.metadata.mesh if snapshot.metadata is not None else {}))
         dividing = MODEL_PARALLEL if mesh else PIPELINE
@@ -179,30 +175,6 @@ def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
     return copied | TENSOR_PARALLEL if copied & TENSOR_PARALLEL else copied
 
 
-def is_whole(sharding: Sharding) -> bool:
-    """Whether each rank of the mesh holds the whole tensor. Dimensions of size 1 divide nothing."""
-    return all(p == "R" or size == 1 for p, size in zip(sharding.placements, sharding.mesh, strict=True))
-
-
-def layout_text(sharding: Sharding) -> str:
-    """Describe the layout of a DTensor: 'copied to 2 along replicate, divided in 2 along shard (dimension 0)'."""
-    names = sharding.names or ("",) * len(sharding.mesh)
-    return ", ".join(map(_placement_text, sharding.placements, sharding.mesh, names))
-
-
-def _placement_text(placement: str, size: int, name: str) -> str:
-    """Describe a placement in the notation of torch: R, S(0), P(sum), or _S(0, 2) for a strided shard."""
-    along = f" along {name}" if name else ""
-    if placement == "R":
-        return f"copied to {size}{along}"
-    letter, _, argument = placement.rstrip(")").partition("(")
-    if letter == "P":
-        return f"{size} parts of a {argument or 'sum'}{along}"
-    dimension, _, stripes = argument.partition(",")
-    striped = f", in stripes of {stripes.strip()}" if stripes else ""
-    return f"divided in {size}{along} (dimension {dimension}{striped})"
-
-
 def _divide_dtensor(
     parts: Mapping[int, Sharding],
     present: tuple[int, ...],
@@ -244,73 +216,7 @@ def _divide_dtensor(
     return Division(tuple(map(tuple, group_ranks(keys).values())), expected, "DTensor", layout)
 
 
-def find_coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
-    """Return the mesh coordinate of a rank from its file, else from its rank; None if unknown."""
-    if sharding.coordinate:
-        return sharding.coordinate
-    return _coordinates_by_rank(sharding.ranks, sharding.mesh).get(rank)
-
-
-@lru_cache(maxsize=64)
-def _coordinates_by_rank(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    return dict(zip(ranks, product(*map(range, mesh)), strict=False))
-
-
-def _find_mesh_rank(sharding: Sharding) -> int:
-    """Return the rank at the coordinate of a sharding."""
-    at = 0
-    for i, size in zip(sharding.coordinate, sharding.mesh, strict=True):
-        at = at * size + i
-    return sharding.ranks[at]
-
-
 def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
     """Whether some ranks hold a shard and other ranks the whole tensor."""
     sharded = sum(t.sharding is not None and not is_whole(t.sharding) for t in tensors.values())
     return 0 < sharded < len(tensors)
-
-
-def assemble_shards(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the whole tensor for each rank; empty if a shard is missing or its position is unknown."""
-    boxes: dict[Hashable, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
-    keys: dict[int, Hashable] = {}
-    for rank, tensor in tensors.items():
-        if tensor.sharding is None or is_whole(tensor.sharding):
-            continue
-        box = _find_box(rank, tensor)
-        if box is None:
-            return {}
-        keys[rank], start = box
-        boxes[keys[rank]].setdefault(start, tensor)
-    assembled = {}
-    for key, shards in boxes.items():
-        first = next(iter(shards.values()))
-        shape = first.sharding.shape if first.sharding is not None else ()
-        same_dtype = len({tensor.dtype for tensor in shards.values()}) == 1
-        if not same_dtype or sum(tensor.numel for tensor in shards.values()) != math.prod(shape):
-            return {}
-        parts = tuple(Shard(tensor, start) for start, tensor in sorted(shards.items()) if tensor.numel)
-        whole = Tensor(
-            first.name, first.dtype, shape, contiguous_strides(shape), first.path, 0, data=None if parts else b""
-        )
-        assembled[key] = replace(whole, shards=parts)
-    return {rank: assembled[keys[rank]] if rank in keys else tensor for rank, tensor in tensors.items()}
-
-
-def _find_box(rank: int, tensor: Tensor) -> tuple[Hashable, tuple[int, ...]] | None:
-    """Return the key of the shard's copy of the tensor, and its start, by the rules of torch.chunk; None if unknown."""
-    sharding = tensor.sharding
-    position = None if sharding is None else find_coordinate(rank, sharding)
-    if sharding is None or position is None or tensor.refused or tensor.digest is not None or tensor.same:
-        return None
-    start, size, copy = [0] * len(sharding.shape), list(sharding.shape), []
-    for placement, at, count in zip(sharding.placements, position, sharding.mesh, strict=True):
-        if placement == "R":
-            copy.append(at)
-        elif placement.startswith("S(") and (dim := int(placement[2:-1])) < len(size):
-            rows = -(-size[dim] // count)
-            begin = min(at * rows, size[dim])
-            start[dim], size[dim] = start[dim] + begin, min(rows, size[dim] - begin)
-        else:
-            return None
-    return ((sharding.ranks, tuple(copy)), tuple(start)) if tuple(size) == tensor.shape else None

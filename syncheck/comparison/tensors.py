@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.replica_groups import is_whole, layout_text
 from syncheck.kernel.clustering import cluster_replicas
+from syncheck.logical.dtensors import is_whole, layout_text
 from syncheck.messages import SHARD_REFUSALS, Detail, sets_text
 from syncheck.records import Reason, TensorDiff, group_ranks, largest_first, minority_of
 

@@ -37,10 +37,12 @@ from syncheck.diagnose import (
     syn240_rounding_only,
     syn241_periodic_averaging,
     syn299_unexplained_difference,
+    syn399_unexplained_model_difference,
 )
 from syncheck.diagnose.case import Case, Rule
 from syncheck.evidence.history import history_of
 from syncheck.evidence.suspects import sets_within
+from syncheck.messages import relabel
 from syncheck.records import Finding, largest_first, minority_of
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tup
 
 
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
-_EVERY_RANK = frozenset("SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299".split())
+_EVERY_RANK = frozenset("SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299 SYN399".split())
 # In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
@@ -144,6 +146,19 @@ RULES: tuple[Rule, ...] = cast(
         syn105_tie_broken,
     ),
 )
+# The rules for two models, A and B.
+DIFF_RULES: tuple[Rule, ...] = cast(
+    "tuple[Rule, ...]",
+    (
+        syn101_missing_tensors,
+        syn102_shape_or_dtype_mismatch,
+        syn223_damaged_on_disk,
+        syn220_bit_flip,
+        syn399_unexplained_model_difference,
+        syn103_prefix_normalized,
+    ),
+)
+ALL_RULES = tuple(dict.fromkeys((*RULES, *DIFF_RULES)))
 
 
 def diagnose(
@@ -156,13 +171,33 @@ def diagnose(
 
     series: the groups of the same run by step, for rules about growth. allow: codes of allowed findings.
     """
+    # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
+    rules = list(RULES)
+    rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
+    return _apply_rules(rules, group, series, allow)
+
+
+def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -> tuple[Finding, ...]:
+    """Return findings for every difference of two models. SYN399 covers all unexplained differences."""
+    found = _apply_rules(DIFF_RULES, pair, (), allow)
+    return tuple(
+        replace(
+            finding,
+            facts=tuple(relabel(fact, pair.labels) for fact in finding.facts),
+            cause=relabel(finding.cause, pair.labels),
+            fix=relabel(finding.fix, pair.labels),
+        )
+        for finding in found
+    )
+
+
+def _apply_rules(
+    rules: Sequence[Rule], group: Comparison, series: tuple[Comparison, ...], allow: frozenset[str]
+) -> tuple[Finding, ...]:
     tensors = tuple(fact for diff in group.tensors if diff.out_of_sync for fact in diff.facts or (diff,))
     by_rank = {diff.name: diff.by_rank for diff in group.values}
     values = tuple(diff.name for diff in group.values if diff.counts)
     findings: list[Finding] = []
-    # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
-    rules = list(RULES)
-    rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
     for rule in rules:
         case = Case(group, tensors, values, series or (group,))
         match = rule.apply(case)

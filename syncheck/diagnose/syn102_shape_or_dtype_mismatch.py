@@ -32,6 +32,15 @@ class Text(Sentence):
         "The ranks built the model from different configurations or in different precisions, or the files hold shards "
         "instead of replicas."
     )
+    DIFF_CAUSE = (
+        "A and B have tensors of different shapes or dtypes: a conversion changed them, or they are other models."
+    )
+    DIFF_FIX = (
+        "Check the code that converts or saves these tensors. {cast:option DTYPE} accepts one conversion of dtypes."
+    )
+    DIFF_SHAPES = "{tensors:count tensor} {tensors:verb has|have} different shapes"
+    DIFF_DTYPES = "{tensors:count tensor} {tensors:verb has|have} different dtypes"
+    DIFF_SHAPES_AND_DTYPES = "{tensors:count tensor} {tensors:verb has|have} different shapes or dtypes"
     FIX = (
         "Build and cast the model from one configuration on all ranks before wrapping it. If the files hold shards, "
         "compare them along the replicate dimension only."

@@ -45,6 +45,8 @@ class Text(Sentence):
         "A single value was corrupted on one rank: a bit flipped in memory or in a computation, or the element was "
         "overwritten. Averaged gradients preserve the difference."
     )
+    DIFF_CAUSE = "A single value was changed in one of the models: a bit flipped in memory or on disk."
+    DIFF_FIX = "Convert or copy the model again, and test the memory of the host that wrote the odd file."
     FIX = (
         "Load the checkpoint of a rank in the majority on the odd rank: "
         "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Test the memory of the "

@@ -31,6 +31,7 @@ class Text(Sentence):
         "The bytes changed after torch.save wrote them, on the disk or while copying; torch.load does not check them. "
         "The rank itself was in order when it saved."
     )
+    DIFF_FIX = "Save or copy the damaged file again."
     FIX = (
         "Replace the file: copy it again, or use the file of a rank in the majority. "
         "python -m zipfile -t FILE checks a file. Check the disk too."

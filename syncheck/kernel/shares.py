@@ -38,7 +38,7 @@ def run_in_shares(
     jobs = _jobs(tensors, files)
     if jobs == 1:
         return [work(ranges(tensors), 0)]
-    for tensor in tensors:
+    for tensor in _stored(tensors):
         files.descriptor(tensor)  # open all files first, because `OpenFiles` has no lock
     results: dict[int, Result] = {}
 
@@ -92,9 +92,14 @@ def _jobs(tensors: Sequence[Tensor], files: Files) -> int:
     if (
         files.jobs == 1
         or first.numel * DTYPES[first.dtype].size * len(tensors) < LARGE
-        or len({t.path for t in tensors}) > files.limit
+        or len({t.path for t in _stored(tensors)}) > files.limit
     ):
         return 1
-    if not all(is_plain(tensor) and tensor.data is None for tensor in tensors):
+    if not all(is_plain(tensor) and tensor.data is None for tensor in _stored(tensors)):
         return 1
     return min(files.jobs, MOST)
+
+
+def _stored(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in files: the boxes of a tensor in several boxes, else the tensor itself."""
+    return [shard.tensor for tensor in tensors for shard in tensor.shards] + [t for t in tensors if not t.shards]

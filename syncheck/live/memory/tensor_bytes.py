@@ -12,7 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from syncheck.comparison.replica_groups import is_whole
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.pieces import split_into_boxes
 from syncheck.live.digest.parts import (
@@ -24,6 +23,7 @@ from syncheck.live.digest.parts import (
     is_c_order,
     is_torch,
 )
+from syncheck.logical.dtensors import is_whole
 from syncheck.messages import SHARD_REFUSALS, Refusal
 from syncheck.readers.pickles.stand_ins import TensorLocation
 from syncheck.snapshots import Sharding, contiguous_strides

@@ -6,14 +6,13 @@ imported: the unpickler creates inert objects, and this module checks their cont
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DType
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat, brief
+from syncheck.logical.boxes import find_fault
 from syncheck.readers import limits
 from syncheck.readers.pickles.stand_ins import Inert
 from syncheck.readers.pickles.unpickle import Stream, unpickle
@@ -21,65 +20,13 @@ from syncheck.readers.untrusted import read_whole
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
     from typing import TypeGuard
 
 METADATA = ".metadata"
 # Limit in bytes. A chunk takes about 200 bytes, so this is five million chunks, or 10 GB when loaded.
 MAX_SIZE = 1_000_000_000
 _AGAIN = "the folder is damaged or not written by torch.distributed.checkpoint: save or copy it again"
-
-
-Span = tuple[tuple[int, ...], tuple[int, ...]]
-"""Start and size, by dimension."""
-
-# Chunks of a device mesh form a grid and need a few steps each; constructions that need quadratic time are refused.
-_STEPS = 1_000_000
-_STEPS_PER_CHUNK = 64
-
-
-def find_fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
-    """Describe a gap, overlap or excess of chunks in a tensor; return "" if they cover the tensor exactly.
-
-    spans: non-empty chunks.
-    """
-    if 0 in shape:
-        return "chunks of an empty tensor" if spans else ""
-    for start, size in spans:
-        if any(at + length > most for at, length, most in zip(start, size, shape, strict=True)):
-            return f"the chunk of size {list(size)} at {list(start)} extends beyond the tensor"
-    start, most = max(Counter(start for start, _ in spans).items(), key=lambda item: item[1], default=((), 0))
-    if most > 1:  # a fast test, because a pickle can list one chunk a million times
-        return f"{most} chunks contain element {list(start)}"
-    left = _STEPS + _STEPS_PER_CHUNK * len(spans)
-    waiting: list[tuple[tuple[int, ...], Sequence[Span]]] = [((), spans)]
-    while waiting:
-        # The chunks with elements whose first indices are `at`.
-        at, crossing_chunks = waiting.pop()
-        if len(at) == len(shape):
-            if len(crossing_chunks) != 1:
-                return f"{len(crossing_chunks) or 'no'} chunks contain element {list(at)}"
-            continue
-        for low, crossing in _cut_slabs(crossing_chunks, len(at), shape[len(at)]):
-            left -= len(crossing) + 1
-            if left < 0:
-                return f"{len(spans)} chunks overlap in too many boxes to check"
-            waiting.append(((*at, low), crossing))
-    return ""
-
-
-def _cut_slabs(spans: Sequence[Span], axis: int, length: int) -> Iterator[tuple[int, list[Span]]]:
-    """Cut a dimension at every start and end of a chunk. Yield the start of each slab and the chunks that cross it."""
-    edges = sorted({0, length, *(e for start, size in spans for e in (start[axis], start[axis] + size[axis]))})
-    ordered = sorted(spans, key=lambda span: span[0][axis])
-    crossing: list[Span] = []
-    coming = 0
-    for low, _ in itertools.pairwise(edges):
-        crossing = [span for span in crossing if span[0][axis] + span[1][axis] > low]
-        while coming < len(ordered) and ordered[coming][0][axis] == low:
-            crossing.append(ordered[coming])
-            coming += 1
-        yield low, list(crossing)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,66 @@
+"""Two models differ, and no rule explains why.
+
+Signature: all differences between A and B that no other rule covers.
+
+Cause: unknown. The most common causes: B was made from another step or another run, a conversion changed values, or
+training went on after B was saved.
+
+Fix: check the step and the run of both models. A few tensors that differ point to the code that converts them; if all
+tensors differ, the models are different.
+
+Incidents: please send a report with the JSON attached.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from syncheck.diagnose.case import Case, Match, largest_difference
+from syncheck.messages import Message, Sentence
+
+CODE = "SYN399"
+SLUG = "unexplained-model-difference"
+SEVERITY = "error"
+_MOST = 3  # listed values
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "No rule explains this difference. Often B was made from another step or another run, or a conversion changed "
+        "values."
+    )
+    FIX = (
+        "Check the step and the run of both models. If only some tensors differ, look at the code that converts or "
+        "saves them."
+    )
+    TENSORS = "{count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
+    KIND = "{count} {kind}"
+    WORST = "the largest difference is in {name} at {index}: {places:list}"
+    PLACE = "{label} {path}"
+    AGREE = "all {count:count other tensor} {count:verb agrees|agree}"
+    VALUES = "{count:count value} {count:verb differs|differ}: {names:names}"
+
+
+def apply(case: Case) -> Match | None:
+    """Match all remaining differences."""
+    if not case.tensors and not case.values:
+        return None
+    facts: list[Message] = []
+    if case.tensors:
+        by_kind = Counter(diff.kind for diff in case.tensors)
+        kinds = tuple(Text.KIND(count=count, kind=kind) for kind, count in by_kind.items())
+        facts.append(Text.TENSORS(count=len(case.tensors), kinds=kinds, size=largest_difference(case.tensors)))
+        located = [diff for diff in case.tensors if diff.index is not None and diff.places]
+        if located:
+            worst = max(located, key=lambda diff: diff.max_abs or 0)
+            places = tuple(
+                Text.PLACE(label=case.group.labels[side], path=place.path) for side, place in worst.places.items()
+            )
+            facts.append(Text.WORST(name=worst.name, index=list(worst.index or ()), places=places))
+        if agreeing := case.group.counts.identical + case.group.counts.equal:
+            facts.append(Text.AGREE(count=agreeing))
+    if case.values:
+        facts.append(Text.VALUES(count=len(case.values), names=case.values))
+    return Match(case.tensors, case.group.ranks, facts, case.values)

@@ -1,0 +1,131 @@
+"""Boxes of DTensors: the mesh, the coordinate and the placements of a rank determine the elements in its file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+from itertools import chain, product
+from typing import TYPE_CHECKING
+
+from syncheck.errors import MalformedFile, brief
+from syncheck.logical.boxes import Runs, chunk_runs, combine, cut_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from syncheck.snapshots import Shard, Sharding, Tensor
+
+# Limit of the split factor of a strided shard, which is the number of tensor-parallel ranks.
+_MOST_STRIPES = 1024
+
+
+def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
+    """Return the boxes in a rank's part of a DTensor; None if the file does not show them.
+
+    The placements apply from left to right, as torch.distributed.tensor distributes tensors. `S(d)` splits dimension d
+    like torch.chunk. `_S(d, n)` splits each of n chunks, and each rank gets the same piece of every chunk; FSDP2 uses
+    it for tensors that tensor parallelism has already sharded along d (torch/distributed/tensor/placement_types.py).
+    Partial sums have no box. Raises MalformedFile if the part has another shape than its layout.
+    """
+    sharding = tensor.sharding
+    position = None if sharding is None else find_coordinate(rank, sharding)
+    if sharding is None or position is None or tensor.refused or tensor.digest is not None:
+        return None
+    runs: list[Runs] = [((0, size),) for size in sharding.shape]
+    for placement, at, count in zip(sharding.placements, position, sharding.mesh, strict=True):
+        if placement == "R":
+            continue
+        letter, _, argument = placement.rstrip(")").partition("(")
+        dim, _, stripes = argument.partition(",")
+        if letter not in ("S", "_S") or not dim.isdecimal() or int(dim) >= len(runs):
+            return None
+        if letter == "S":
+            runs[int(dim)] = chunk_runs(runs[int(dim)], count, at)
+            continue
+        if not stripes.strip().isdecimal() or not 0 < int(stripes) <= _MOST_STRIPES:
+            return None
+        pieces = (chunk_runs(runs[int(dim)], int(stripes), i) for i in range(int(stripes)))
+        runs[int(dim)] = tuple(chain.from_iterable(chunk_runs(piece, count, at) for piece in pieces))
+    shape = tuple(sum(size for _, size in of_axis) for of_axis in runs)
+    if shape != tensor.shape:
+        raise MalformedFile(
+            tensor.path, place=f"tensor '{brief(tensor.name)}'", found=f"a part of shape {list(tensor.shape)}",
+            needed=f"{list(shape)}, the part of {list(sharding.shape)} at mesh coordinate {list(position)}",
+        )  # fmt: skip
+    if 0 in shape:
+        return []
+    try:
+        return cut_tensor(tensor, runs)
+    except ValueError:
+        return None
+
+
+def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the whole tensor for each rank, if some ranks hold shards and other ranks the whole tensor.
+
+    The ranks with the shards of one copy share a tensor. Empty if a shard is missing, or its position is unknown.
+    """
+    boxes: dict[Hashable, list[Shard]] = defaultdict(list)
+    keys: dict[int, Hashable] = {}
+    for rank, tensor in tensors.items():
+        if tensor.sharding is None or is_whole(tensor.sharding):
+            continue
+        found, position = find_boxes(rank, tensor), find_coordinate(rank, tensor.sharding)
+        if found is None or position is None:
+            return {}
+        copied = zip(tensor.sharding.placements, position, strict=True)
+        keys[rank] = (tensor.sharding.ranks, tuple(at for placement, at in copied if placement == "R"))
+        boxes[keys[rank]] += found
+    first = tensors[next(iter(keys))]
+    shape = first.sharding.shape if first.sharding is not None else ()
+    if len({tensors[rank].dtype for rank in keys}) > 1:
+        return {}
+    try:
+        whole = {key: combine(first.name, first.dtype, shape, parts, first.path) for key, parts in boxes.items()}
+    except MalformedFile:
+        return {}
+    return {rank: whole[keys[rank]] if rank in keys else tensor for rank, tensor in tensors.items()}
+
+
+def is_whole(sharding: Sharding) -> bool:
+    """Whether each rank of the mesh holds the whole tensor. Dimensions of size 1 divide nothing."""
+    return all(p == "R" or size == 1 for p, size in zip(sharding.placements, sharding.mesh, strict=True))
+
+
+def layout_text(sharding: Sharding) -> str:
+    """Describe the layout of a DTensor: 'copied to 2 along replicate, divided in 2 along shard (dimension 0)'."""
+    names = sharding.names or ("",) * len(sharding.mesh)
+    return ", ".join(map(_placement_text, sharding.placements, sharding.mesh, names))
+
+
+def _placement_text(placement: str, size: int, name: str) -> str:
+    """Describe a placement in the notation of torch: R, S(0), P(sum), or _S(0, 2) for a strided shard."""
+    along = f" along {name}" if name else ""
+    if placement == "R":
+        return f"copied to {size}{along}"
+    letter, _, argument = placement.rstrip(")").partition("(")
+    if letter == "P":
+        return f"{size} parts of a {argument or 'sum'}{along}"
+    dimension, _, stripes = argument.partition(",")
+    striped = f", in stripes of {stripes.strip()}" if stripes else ""
+    return f"divided in {size}{along} (dimension {dimension}{striped})"
+
+
+def find_coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
+    """Return the mesh coordinate of a rank from its file, else from its rank; None if unknown."""
+    if sharding.coordinate:
+        return sharding.coordinate
+    return _coordinates_by_rank(sharding.ranks, sharding.mesh).get(rank)
+
+
+@lru_cache(maxsize=64)
+def _coordinates_by_rank(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    return dict(zip(ranks, product(*map(range, mesh)), strict=False))
+
+
+def find_mesh_rank(sharding: Sharding) -> int:
+    """Return the rank at the coordinate of a sharding."""
+    at = 0
+    for i, size in zip(sharding.coordinate, sharding.mesh, strict=True):
+        at = at * size + i
+    return sharding.ranks[at]

@@ -1,0 +1,125 @@
+"""Join the files of all ranks of a checkpoint into one model with whole tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.comparison.copies import rename_copies
+from syncheck.comparison.optimizer_parts import detect_partitioning
+from syncheck.comparison.replica_groups import divide, find_positions
+from syncheck.comparison.values import is_membership
+from syncheck.errors import MalformedFile, brief
+from syncheck.logical.boxes import combine
+from syncheck.logical.dtensors import find_boxes, is_whole
+from syncheck.messages import Refusal
+from syncheck.names import normalize_keys
+from syncheck.tensor_parallel import find_replicated
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from syncheck.comparison.replica_groups import Division
+    from syncheck.snapshots import Shard, Snapshot, Tensor
+
+# Limit of boxes of all tensors together; ten thousand tensors on a hundred ranks.
+MOST_BOXES = 1 << 20
+
+
+def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
+    """Return one checkpoint with the tensors of all ranks. snapshots: by rank. path: of the result.
+
+    Names lose the prefixes of wrappers. A tensor in the files of several ranks is taken from the first of them:
+    `compare` finds differences between copies. A tensor whose parts have no known position is refused. Raises
+    MalformedFile for a tensor with a hole, and for files of different steps or runs.
+    """
+    _check_run(snapshots)
+    first = next(iter(snapshots.values()))
+    if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
+        return replace(first, path=path, mesh={})
+    named, parts = detect_partitioning(dict(snapshots))
+    aligned: dict[str, dict[int, Tensor]] = {}
+    for rank, snapshot in named.items():
+        for name, tensor in normalize_keys(snapshot.tensors).items():
+            aligned.setdefault(name, {})[rank] = tensor
+    tied = rename_copies(aligned, named)
+    ranks, positions = tuple(named), find_positions(named)
+    replicated = find_replicated(aligned) if positions.plain else frozenset[str]()
+    tensors: dict[str, Tensor] = {}
+    left = MOST_BOXES
+    for name, held in aligned.items():
+        division = divide(held, ranks, positions, replicated=name in replicated, tied=name in tied)
+        unclear = parts.unclear if name.startswith("optimizer.") else None
+        tensors[name] = _join_tensor(name, held, division, path, unclear=unclear is not None)
+        left -= len(tensors[name].shards)
+        if left < 0:
+            raise MalformedFile(path, found=f"tensors in more than {MOST_BOXES} parts", needed="a readable layout")
+    metadata = first.metadata and replace(
+        first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
+    )
+    return replace(
+        first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
+        stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
+        notes=tuple(dict.fromkeys(note for s in named.values() for note in s.notes)), ties=(), mesh={}, host=None,
+        numbered=first.numbered if len(snapshots) == 1 else (), shard_labels=frozenset(),
+    )  # fmt: skip
+
+
+def _check_run(snapshots: Mapping[int, Snapshot]) -> None:
+    """Raise MalformedFile if the metadata of two files shows different runs, steps or numbers of ranks."""
+    first: dict[str, tuple[Any, str]] = {}
+    for snapshot in snapshots.values():
+        for field in ("run_id", "step", "world_size"):
+            found = getattr(snapshot.metadata, field, None)
+            known, path = first.setdefault(field, (found, snapshot.path)) if found is not None else (None, "")
+            if found != known:
+                raise MalformedFile(
+                    snapshot.path, place=f"metadata, {field}", found=brief(found),
+                    needed=f"{brief(known)}, as in {path}", next_step="pass the files of one step of one run",
+                )  # fmt: skip
+
+
+def _join_tensor(name: str, held: Mapping[int, Tensor], division: Division, path: str, *, unclear: bool) -> Tensor:
+    """Return the whole tensor from the parts or copies of it that ranks hold."""
+    first = next(iter(held.values()))
+    refused = next((tensor for tensor in held.values() if tensor.refused), None)
+    if refused is not None:
+        return replace(refused, name=name)
+    whole = {r: t for r, t in held.items() if t.sharding is None or is_whole(t.sharding)}
+    if len(whole) == len(held) or (whole and not unclear):
+        # Ranks in several sets hold different parts, and files do not show the position of plain parts.
+        if unclear or (len(whole) == len(held) and len(division.sets) > 1):
+            return _refuse(first, name, division)
+        return replace(next(iter(whole.values())), name=name)
+    shape = first.sharding.shape if first.sharding is not None else ()
+    boxes: list[Shard] = []
+    set_of = {rank: i for i, ranks in enumerate(division.sets) for rank in ranks}
+    holders: dict[Hashable, int] = {}
+    for rank, tensor in held.items():
+        found = find_boxes(rank, tensor)
+        same = tensor.dtype == first.dtype and tensor.sharding is not None and tensor.sharding.shape == shape
+        if found is None or not same or unclear:
+            return _refuse(first, name, division)
+        boxes += found
+        # If ranks with one box are not copies of each other, they hold different tensors of this name.
+        if any(holders.setdefault((b.start, b.tensor.shape), set_of[rank]) != set_of[rank] for b in found):
+            return _refuse(first, name, division)
+    return combine(name, first.dtype, shape, boxes, path)
+
+
+def _refuse(tensor: Tensor, name: str, division: Division) -> Tensor:
+    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=division.layout or division.kind))
+
+
+def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
+    """Return the values of all ranks. If ranks differ, the first counts, except lists of parameters: none counts."""
+    by_name: dict[str, list[Any]] = defaultdict(list)
+    for snapshot in snapshots.values():
+        for name, value in snapshot.values.items():
+            by_name[name].append(value)
+    return {
+        name: found[0]
+        for name, found in by_name.items()
+        if not is_membership(name) or (len(found) == len(snapshots) and all(value == found[0] for value in found))
+    }
