@@ -106,7 +106,7 @@ def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shar
     fault = find_fault(shape, [*boxes])
     if fault:
         raise MalformedFile(
-            path, place=f"tensor '{brief(name)}'", found=fault, needed=f"parts that cover {list(shape)} once",
+            path, place=f"tensor {brief(name)}", found=fault, needed=f"parts that cover {list(shape)} once",
             next_step="pass the files of all ranks of one step; if they are complete, save or copy them again",
         )  # fmt: skip
     if len(parts) == 1:

@@ -49,7 +49,7 @@ def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
     shape = tuple(sum(size for _, size in of_axis) for of_axis in runs)
     if shape != tensor.shape:
         raise MalformedFile(
-            tensor.path, place=f"tensor '{brief(tensor.name)}'", found=f"a part of shape {list(tensor.shape)}",
+            tensor.path, place=f"tensor {brief(tensor.name)}", found=f"a part of shape {list(tensor.shape)}",
             needed=f"{list(shape)}, the part of {list(sharding.shape)} at mesh coordinate {list(position)}",
         )  # fmt: skip
     if 0 in shape:
