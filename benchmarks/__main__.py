@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks import (
     compare,
+    diff,
     digest,
     distributed_tests,
     equivalence,
@@ -42,6 +43,7 @@ BENCHMARKS = {
     "memory": memory,
     "many_small": many_small,
     "sparse": sparse,
+    "diff": diff,
     "distributed_tests": distributed_tests,
     "rank_tests": rank_tests,
     "digest": digest,

@@ -76,15 +76,15 @@ def load(folder: str | os.PathLike[str] = ".") -> Config:
     return Config()
 
 
-def merge_options(config: Config, kind: type = options.Options, **given: Any) -> Any:
+def merge_options(config: Config, kind: type | None = None, **given: Any) -> Any:
     """Return the options of a comparison; given options override the file.
 
-    kind: the class of the result. given: its fields; None or an empty value counts as missing, and a list stands for a
-    tuple. The tolerances are one option: a given tolerance overrides all tolerances of the file. Raises OptionError as
-    the class does.
+    kind: the class of the result, by default `Options`. given: its fields; None or an empty value counts as missing,
+    and a list stands for a tuple. The tolerances are one option: a given tolerance overrides all tolerances of the
+    file. Raises OptionError as the class does.
     """
     kept = {name: config.comparison[name] for name in _list_kept(config, given)}
-    return kind(**kept | _drop_missing(given))
+    return (kind or options.Options)(**kept | _drop_missing(given))
 
 
 def merge_run_options(config: Config, **given: Any) -> options.RunOptions:

@@ -59,7 +59,7 @@ def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
 def open_side(label: str, source: Source) -> Side:
     """Open the files of one model, and join their tensors.
 
-    label: A or B, for errors. Raises UsageError for files of several models, and CheckpointError for files that do not
+    label: A or B. Raises UsageError for files of several models, and CheckpointError for files that do not
     form a whole model.
     """
     given = _split(source)

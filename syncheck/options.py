@@ -409,7 +409,7 @@ def _check_codes(codes: tuple[str, ...]) -> None:
     """Raise OptionError for a code that no finding has."""
     if not codes:
         return
-    from syncheck.diagnose import ALL_RULES as RULES
+    from syncheck.diagnose import RULES
 
     known = {rule.CODE for rule in RULES}
     for code in codes:

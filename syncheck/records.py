@@ -223,10 +223,12 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The file with an element of a model, and its rank; None for a model in one file."""
+    """The location of an element of a model."""
 
     path: str
+    """The file."""
     rank: int | None = None
+    """Its rank; None for a model in one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +411,7 @@ class Comparison:
     label: str = ""
     """The name of the run in a baseline; empty if it equals `run`."""
     labels: tuple[str, ...] = ()
-    """Names of the replicas instead of ranks: A and B, for two models."""
+    """Names of the replicas instead of ranks: A and B if they are two models."""
     evidence: GroupEvidence = field(default_factory=GroupEvidence)
 
     @property

@@ -46,7 +46,7 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
 
 
 def is_uncompared(diff: TensorDiff) -> bool:
-    """Whether a tensor of two models could not be compared, for a reason that no option accepts."""
+    """Whether a tensor of two models could not be compared and no option accepts the reason."""
     return diff.status == "not_compared" and diff.reason not in (Reason.RNG, Reason.SUBSET)
 
 

@@ -62,6 +62,7 @@ ALLOWED = {
     | {"names", "tensor_parallel", "logical.boxes", "logical.dtensors"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "values")},
     "diff": BASE
+    | {"baseline"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},

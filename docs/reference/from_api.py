@@ -10,7 +10,7 @@ from from_schema import RECORDS, WORDS
 from marks import code, paragraphs, phrase, split_fields, table
 
 from syncheck.errors import PYTHON
-from syncheck.options import Options, list_options
+from syncheck.options import DiffOptions, Options, list_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,8 @@ def section(title: str, module: str, node: sources.Definition, level: int = 3, *
     parts = [head, f"```python\n{called}\n```", paragraphs(text, names)]
     shared = next((key for key, record in RECORDS.items() if record == name), "")
     rows = []
-    declared = list_options(PYTHON, Options) if name == "Options" else {}
+    classes = {"Options": Options, "DiffOptions": DiffOptions}
+    declared = list_options(PYTHON, classes[name]) if name in classes else {}
     for f in fields:
         if f.name in declared:
             default, about = repr(declared[f.name].default), declared[f.name].help

@@ -23,6 +23,7 @@ SYNCHECK = {
         "kernel.digests kernel.moments"
     ),
     "Measuring differences": "differences",
+    "Logical tensors": "logical logical.boxes logical.dtensors logical.model",
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
         "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
@@ -33,7 +34,7 @@ SYNCHECK = {
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
     "Reports and files": "report contents fingerprint atomic",
-    "Entry points": "api options config cli __main__ testing pytest_plugin live integrations",
+    "Entry points": "api diff options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {
     "Start here": (

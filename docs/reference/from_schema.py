@@ -26,12 +26,14 @@ RECORDS = {
     "finding": "Finding", "value": "ValueDiff", "shards": "Shards", "tie": "Tie", "evidence": "Evidence",
     "histogram": "Histogram", "history": "History", "points": "HistoryPoint", "free_running": "FreeRunning",
     "unreadable": "Unreadable", "aliases": "Alias", "drift": "DriftPoint", "closures": "Closure",
+    "place": "Place",
 }  # fmt: skip
 # Meanings of fields that the records leave to their names and types.
 WORDS = {
     "document.schema": "version of the format; increases when a field is removed or renamed, not when a field is added",
     "document.tool": "always `syncheck`",
     "document.version": "version of syncheck",
+    "document.command": "`compare`, also for `report` and pytest, or `diff`",
     "document.verdict": "verdict over all groups: `out_of_sync` is exit code 1, `undecided` 2",
     "document.counts": "counts over all groups",
     "document.groups": "one entry for each group of replicas and each step of a run, in that order",
@@ -74,6 +76,8 @@ WORDS = {
     "tensor.max_ulp": "largest difference in ULPs (representable steps of the dtype)",
     "tensor.extent": "location of the differing elements: a single element, adjacent elements, all or scattered",
     "tensor.evidence": "clues to the cause, if the tensor was examined further",
+    "tensor.places": "for `diff`: the file and rank with the element at `index`, by side: 0 for A, 1 for B",
+    "place.path": "path of the file", "place.rank": "rank of the file, null for a model in one file",
     "tensor.facts": "if the tensor has several problems, one tensor record for each",
     "tensor.histogram": "histogram of the differences, if an HTML report was requested",
     "shards.tensors": "number of tensors with this layout",

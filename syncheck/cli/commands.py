@@ -104,7 +104,7 @@ def _read_settings(arguments: argparse.Namespace, project: Config, kind: type[Op
         return {name: getattr(arguments, name, None) for name in options.list_options(COMMAND_LINE, cls)}
 
     comparison = given(kind or options.Options)
-    merged = config.merge_options(project, kind or options.Options, **comparison)
+    merged = config.merge_options(project, kind, **comparison)
     run = config.merge_run_options(project, **given(options.RunOptions))
     from_file = [*config.list_applied_keys(project, **comparison)]
     if not arguments.paths and project.checkpoints:
@@ -250,7 +250,7 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """`syncheck explain`."""
-    from syncheck.diagnose import ALL_RULES as RULES
+    from syncheck.diagnose import RULES
     from syncheck.report import text
 
     if RULES[0].__doc__ is None:

@@ -182,14 +182,17 @@ def _add_demo(subparsers: Any) -> None:
 
 
 def _add_options(
-    parser: argparse.ArgumentParser, comparison: type = options.Options, without: frozenset[str] = frozenset()
+    parser: argparse.ArgumentParser, comparison: type | None = None, without: frozenset[str] = frozenset()
 ) -> None:
     """Add the declared options of the command line, in the sections of the help.
 
-    comparison: the class of the options for the comparison. without: names of options that do not apply.
+    comparison: the class of the options for the comparison, by default `Options`. without: names of options that do not
+    apply.
     """
     groups: dict[str, Any] = {section: parser.add_argument_group(section) for section in options.SECTIONS}
-    for name, declaration in options.list_options(COMMAND_LINE, comparison, options.RunOptions).items():
+    for name, declaration in options.list_options(
+        COMMAND_LINE, comparison or options.Options, options.RunOptions
+    ).items():
         if name in without:
             continue
         group = groups.get(declaration.section, parser)

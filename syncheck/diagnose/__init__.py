@@ -144,6 +144,7 @@ RULES: tuple[Rule, ...] = cast(
         syn103_prefix_normalized,
         syn104_sharded_by_design,
         syn105_tie_broken,
+        syn399_unexplained_model_difference,
     ),
 )
 # The rules for two models, A and B.
@@ -158,7 +159,7 @@ DIFF_RULES: tuple[Rule, ...] = cast(
         syn103_prefix_normalized,
     ),
 )
-ALL_RULES = tuple(dict.fromkeys((*RULES, *DIFF_RULES)))
+REPLICA_RULES = tuple(rule for rule in RULES if not rule.CODE.startswith("SYN3"))
 
 
 def diagnose(
@@ -172,7 +173,7 @@ def diagnose(
     series: the groups of the same run by step, for rules about growth. allow: codes of allowed findings.
     """
     # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
-    rules = list(RULES)
+    rules = list(REPLICA_RULES)
     rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
     return _apply_rules(rules, group, series, allow)
 

@@ -95,8 +95,7 @@ def _view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[i
 def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shard], path: str) -> Tensor:
     """Return the tensor that boxes cover. Equal boxes are copies, of which the first is used.
 
-    path: of the checkpoint, for errors. Raises MalformedFile for a hole, for boxes that overlap otherwise, and for
-    boxes beyond the tensor.
+    path: of the checkpoint. Raises MalformedFile for holes, overlaps and boxes beyond the tensor.
     """
     boxes: dict[Span, Shard] = {}
     for shard in shards:

@@ -23,6 +23,7 @@ def render(report: Report, version: str) -> str:
         "schema": SCHEMA,
         "tool": "syncheck",
         "version": version,
+        "command": report.command,
         "verdict": report.verdict,
         "counts": report.counts,
         "groups": report.groups,

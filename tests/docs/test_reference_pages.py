@@ -61,7 +61,7 @@ def test_pages_are_up_to_date() -> None:
 @pytest.mark.parametrize(
     ("page", "pattern", "changed"),
     [
-        ("docs/reference/commands.md", r"\| `--ulp N` \|", "| `--ulps N` |"),
+        ("docs/reference/commands.md", r"\| `--group-by REGEX` \|", "| `--group REGEX` |"),
         ("README.md", r"(<!-- result: resnet18-s -->)[\d.]+", r"\g<1>0.001"),
     ],
 )
