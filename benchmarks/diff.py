@@ -15,29 +15,26 @@ if TYPE_CHECKING:
 
 ROUNDS = 3
 RANKS, TENSORS = 8, 16
-# Arguments: a folder. Each rank saves its DTensors, sharded by rows and by columns; rank 0 saves all tensors.
+# Arguments: a folder, the dimension of the shards, numbers of ranks and tensors. Rank 0 also saves all tensors.
 WRITE = """
 import sys, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-folder, ranks, tensors = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, dim, ranks, tensors = sys.argv[1], *map(int, sys.argv[2:])
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
 rank = dist.get_rank()
-shards = {0: {}, 1: {}}
-whole = {}
+shards, whole = {}, {}
 for i in range(tensors):
     torch.manual_seed(i)
     weight = torch.randn(8192, 8192)
-    for dim in shards:
-        local = weight.chunk(ranks, dim)[rank].clone()
-        shards[dim][f"layers.{i}.weight"] = DTensor.from_local(local, mesh, [Shard(dim)])
+    local = weight.chunk(ranks, dim)[rank].clone()
+    shards[f"layers.{i}.weight"] = DTensor.from_local(local, mesh, [Shard(dim)])
     if not rank:
         whole[f"layers.{i}.weight"] = weight
-for dim, name in ((0, "rows"), (1, "columns")):
-    torch.save(shards.pop(dim), f"{folder}/{name}_rank{rank}.pth")
+torch.save(shards, f"{folder}/model_rank{rank}.pth")
 if not rank:
     torch.save(whole, f"{folder}/full.pth")
 dist.destroy_process_group()
@@ -53,39 +50,47 @@ for name, weight in whole.items():
 """
 
 
-def _write(where: Path) -> None:
+def _write(where: Path, dim: int) -> list[str]:
+    """Write the files of a sharding; return the paths of the shards."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
     script = where / "write.py"
     script.write_text(WRITE, encoding="utf-8")
     subprocess.run(
-        [*command, str(script), str(where), str(RANKS), str(TENSORS)],
+        [*command, str(script), str(where), str(dim), str(RANKS), str(TENSORS)],
         check=True, env=environment(), capture_output=True, timeout=900,
     )  # fmt: skip
     shutil.copy(where / "full.pth", where / "copy.pth")
+    return [str(where / f"model_rank{rank}.pth") for rank in range(RANKS)]
+
+
+def _measure(rounds: int, name: str, dim: int) -> tuple[dict[str, list[float]], list[tuple[str, bool]]]:
+    with folder(12 * GIB) as where:
+        shards, full, copy = _write(where, dim), str(where / "full.pth"), str(where / "copy.pth")
+        command = [SYNCHECK, "diff", "-q", full, ",".join(shards)]
+        times = take_turns(
+            {
+                f"cmp full.pth copy.pth ({name})": ["cmp", full, copy],
+                f"syncheck diff full.pth, 8 shards by {name}": command,
+                f"torch.load, torch.equal, 8 shards by {name}": [sys.executable, "-c", TORCH, full, str(dim), *shards],
+            },
+            rounds,
+        )
+        cmp, own, loaded = median(times).values()
+        return times, [
+            bar(f"{name}: ratio to cmp of equal bytes", own / cmp, 2.5),
+            bar(f"{name}: ratio to torch.load and torch.equal", own / loaded, 0.3),
+            bar(f"{name}: peak of RssAnon, MB", peak_anonymous(command), 150),
+        ]
 
 
 def run(rounds: int) -> tuple[str, bool]:
     """Measure; return a section of RESULTS.md and whether all limits are met."""
-    with folder(17 * GIB) as where:
-        _write(where)
-        full, copy = str(where / "full.pth"), str(where / "copy.pth")
-        sides = {name: [str(where / f"{name}_rank{rank}.pth") for rank in range(RANKS)] for name in ("rows", "columns")}
-        commands = {"cmp full.pth copy.pth": ["cmp", full, copy]}
-        for dim, (name, paths) in enumerate(sides.items()):
-            commands[f"syncheck diff full.pth, 8 shards by {name}"] = [SYNCHECK, "diff", "-q", full, ",".join(paths)]
-            commands[f"torch.load and torch.equal, 8 shards by {name}"] = [
-                sys.executable, "-c", TORCH, full, str(dim), *paths
-            ]  # fmt: skip
-        times = take_turns(commands, rounds)
-        found = median(times)
-        bars = []
-        for name, paths in sides.items():
-            own = found[f"syncheck diff full.pth, 8 shards by {name}"]
-            bars.append(bar(f"{name}: ratio to cmp of equal bytes", own / found["cmp full.pth copy.pth"], 2.5))
-            loaded = found[f"torch.load and torch.equal, 8 shards by {name}"]
-            bars.append(bar(f"{name}: ratio to torch.load and torch.equal", own / loaded, 0.3))
-            peak = peak_anonymous([SYNCHECK, "diff", "-q", full, ",".join(paths)])
-            bars.append(bar(f"{name}: peak of RssAnon, MB", peak, 150))
+    times: dict[str, list[float]] = {}
+    bars: list[tuple[str, bool]] = []
+    for dim, name in enumerate(("rows", "columns")):
+        found, met = _measure(rounds, name, dim)
+        times |= found
+        bars += met
     return section(
         "A model of 4 GiB (16 tensors of float32, 8192 x 8192): a full torch.save file against the DTensors of 8 "
         "ranks, sharded by rows (FSDP2) and by columns. All bytes are equal and in the page cache; `cmp` reads two "

@@ -117,9 +117,10 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
             judged = judge_group(own, (), frozenset(code.upper() for code in options.allow))
             if judged.verdict == "out_of_sync":
                 groups.append(judged)
-            notes.append(Note.JOINED(side=side.label, ranks=len(side.group.ranks), tensors=own.counts.compared))
+            sentence = Note.COPIES if own.counts.compared else Note.NO_COPIES
+            notes.append(sentence(side=side.label, files=len(side.group.ranks), tensors=own.counts.compared))
     pair = ReplicaGroup(
-        f"A: {sides[0].model.path}, B: {sides[1].model.path}", None, tuple(enumerate(side.model for side in sides)), ()
+        " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
     )
     comparison = _describe_sides(compare_group(pair, selection), sides, subset=options.subset)
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
@@ -161,4 +162,8 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
         tensors.append(diff)
     values = tuple(replace(v, counts=v.counts and not (subset and v.by_rank.get(1) is None)) for v in comparison.values)
     notes = tuple(relabel(note, LABELS) for note in comparison.notes)
-    return replace(comparison, labels=LABELS, tensors=tuple(tensors), values=values, notes=notes)
+    replicas = tuple(
+        replace(replica, label=side.label, files=len(side.group.ranks))
+        for replica, side in zip(comparison.replicas, sides, strict=True)
+    )
+    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=notes)

@@ -150,12 +150,12 @@ def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
     return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
 
 
-def by_rank_text(values: Mapping[int, object], most: int = 4) -> str:
+def by_rank_text(values: Mapping[int, object] | Mapping[str, object], most: int = 4) -> str:
     """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value."""
     floats = {value for value in values.values() if isinstance(value, float)}
     # The fewest digits that show which values differ.
     digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
-    ranks_of: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int | str]] = {}
     for rank, value in values.items():
         if value is None:
             text = "missing"
@@ -165,7 +165,13 @@ def by_rank_text(values: Mapping[int, object], most: int = 4) -> str:
             text = brief(value)
         ranks_of.setdefault(text, []).append(rank)
     sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    return names_text([f"{text} on {ranks_text(ranks)}" for text, ranks in sets[:most]], most, len(sets), " and ")
+    texts = [f"{text} {_preposition(ranks)} {ranks_text(ranks)}" for text, ranks in sets[:most]]
+    return names_text(texts, most, len(sets), " and ")
+
+
+def _preposition(ranks: Sequence[int | str]) -> str:
+    """Return 'in' for labels of models, 'on' for ranks."""
+    return "in" if ranks and isinstance(ranks[0], str) else "on"
 
 
 def number_text(number: float, digits: int = 6) -> str:
@@ -181,9 +187,12 @@ def names_text(names: Sequence[str], most: int = 3, count: int | None = None, se
     return separator.join(names[:most]) + more
 
 
-def values_text(values: Sequence[tuple[Any, Sequence[int]]], most: int = 6) -> str:
+def values_text(values: Sequence[tuple[Any, Sequence[int | str]]], most: int = 6) -> str:
     """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
-    texts = [f"{list(value) if isinstance(value, tuple) else value} on {ranks_text(ranks)}" for value, ranks in values]
+    texts = [
+        f"{list(value) if isinstance(value, tuple) else value} {_preposition(ranks)} {ranks_text(ranks)}"
+        for value, ranks in values
+    ]
     return names_text(texts, most, separator=" and ")
 
 
@@ -219,7 +228,8 @@ class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
-    JOINED = "{side}: {ranks} files, one model; {tensors:count tensor} {tensors:verb is|are} in several files"
+    COPIES = "{side} is one model in {files} files; {tensors:count tensor} in several files were compared first"
+    NO_COPIES = "{side} is one model in {files} files, and each file holds other parts of it"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (

@@ -219,6 +219,10 @@ class Replica:
     """The host name from the metadata, else from a folder named like node0."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """The mesh coordinate by dimension, from the file name, the metadata or the DTensors."""
+    label: str = ""
+    """A or B, for one of two models; empty for a replica of a run."""
+    files: int = 1
+    """Number of files or folders that hold parts or copies of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,9 +230,8 @@ class Place:
     """The location of an element of a model."""
 
     path: str
-    """The file."""
     rank: int | None = None
-    """Its rank; None for a model in one file."""
+    """None for a model in one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +339,7 @@ class Finding:
     slug: str
     severity: Severity
     ranks: tuple[int, ...]
-    """The suspects, or all ranks of the group if no rank is suspect."""
+    """The suspects, or all ranks of the group if no rank is suspect; empty for two models."""
     tensors: tuple[str, ...]
     facts: tuple[Message, ...]
     """The evidence, one statement per message."""
@@ -410,14 +413,17 @@ class Comparison:
     """Notes about normalized, guessed or skipped tensors and values."""
     label: str = ""
     """The name of the run in a baseline; empty if it equals `run`."""
-    labels: tuple[str, ...] = ()
-    """Names of the replicas instead of ranks: A and B if they are two models."""
     evidence: GroupEvidence = field(default_factory=GroupEvidence)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the group."""
         return tuple(replica.rank for replica in self.replicas)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A and B for two models; empty for replicas."""
+        return tuple(replica.label for replica in self.replicas if replica.label)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ WORDS = {
     "group.values": "Python values that differ between replicas",
     "group.findings": "findings, in order of precedence",
     "replica.path": "path as given", "replica.format": "format: `torch-zip`, `safetensors` and so on",
+    "replica.label": "for `diff`: A or B, else empty", "replica.files": "number of files of the model",
     "replica.tensors": "tensors in the checkpoint", "replica.bytes": "size of the file, or of all files in the folder",
     "tensor.name": "name without its container; optimizer state is `optimizer.<parameter>.<state>`",
     "tensor.kind": ", ".join(f"`{kind}`" for kind in kinds.KINDS),

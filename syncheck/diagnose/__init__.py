@@ -184,6 +184,7 @@ def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -
     return tuple(
         replace(
             finding,
+            ranks=(),
             facts=tuple(relabel(fact, pair.labels) for fact in finding.facts),
             cause=relabel(finding.cause, pair.labels),
             fix=relabel(finding.fix, pair.labels),

@@ -21,7 +21,6 @@ from syncheck.messages import Message, Sentence
 CODE = "SYN399"
 SLUG = "unexplained-model-difference"
 SEVERITY = "error"
-_MOST = 3  # listed values
 
 
 class Text(Sentence):
@@ -37,8 +36,6 @@ class Text(Sentence):
     )
     TENSORS = "{count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
     KIND = "{count} {kind}"
-    WORST = "the largest difference is in {name} at {index}: {places:list}"
-    PLACE = "{label} {path}"
     AGREE = "all {count:count other tensor} {count:verb agrees|agree}"
     VALUES = "{count:count value} {count:verb differs|differ}: {names:names}"
 
@@ -52,13 +49,6 @@ def apply(case: Case) -> Match | None:
         by_kind = Counter(diff.kind for diff in case.tensors)
         kinds = tuple(Text.KIND(count=count, kind=kind) for kind, count in by_kind.items())
         facts.append(Text.TENSORS(count=len(case.tensors), kinds=kinds, size=largest_difference(case.tensors)))
-        located = [diff for diff in case.tensors if diff.index is not None and diff.places]
-        if located:
-            worst = max(located, key=lambda diff: diff.max_abs or 0)
-            places = tuple(
-                Text.PLACE(label=case.group.labels[side], path=place.path) for side, place in worst.places.items()
-            )
-            facts.append(Text.WORST(name=worst.name, index=list(worst.index or ()), places=places))
         if agreeing := case.group.counts.identical + case.group.counts.equal:
             facts.append(Text.AGREE(count=agreeing))
     if case.values:

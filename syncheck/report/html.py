@@ -136,13 +136,16 @@ def _group(group: Group, *, charts: bool, most_data: int) -> list[str]:
         f"<h2>{_escape(words.group_title(group))}: {_verdict(group)}</h2>",
         f'<p class="note">{_escape("; ".join(words.note_lines(group)))}</p>',
         _table(
-            ("file", "rank", "format", "tensors", "bytes"),
-            [(r.path, str(r.rank), r.format, str(r.tensors), words.bytes_text(r.bytes)) for r in group.replicas],
+            ("file", "model" if group.labels else "rank", "format", "tensors", "bytes"),
+            [
+                (r.path, r.label or str(r.rank), r.format, str(r.tensors), words.bytes_text(r.bytes))
+                for r in group.replicas
+            ],
             numbers=("rank", "tensors", "bytes"),
         ),
         *(_finding(finding) for finding in group.findings),
         *_history(group, charts=charts),
-        *(_heatmap(group) if charts else []),
+        *(_heatmap(group) if charts and not group.labels else []),
         *_histograms(group, charts=charts),
         *_tensor_table(group, most_data),
     ]
@@ -228,9 +231,9 @@ def _tensor_table(group: Group, most_data: int) -> list[str]:
         return []
     shown, more = diffs[:MOST_ROWS], diffs[MOST_ROWS : MOST_ROWS + most_data]
     parts = ["<h3>Tensors that are not identical</h3>", '<div class="tensors">']
-    parts.append(_table(COLUMNS, [_cells(diff) for diff in shown], numbers=COLUMNS[4:]))
+    parts.append(_table(COLUMNS, [_cells(diff, group.labels) for diff in shown], numbers=COLUMNS[4:]))
     if more:
-        parts.append(f'<script type="application/json">{_rows_json(more)}</script>')
+        parts.append(f'<script type="application/json">{_rows_json(more, group.labels)}</script>')
         parts.append(
             f'<p class="note unscripted">... and {len(diffs) - MOST_ROWS} more; enable JavaScript to see them.</p>'
         )
@@ -239,16 +242,16 @@ def _tensor_table(group: Group, most_data: int) -> list[str]:
     return [*parts, "</div>"]
 
 
-def _cells(diff: TensorDiff) -> tuple[str, ...]:
-    return diff.name, diff.kind, words.clusters_text(diff), *words.difference_cells(diff)
+def _cells(diff: TensorDiff, labels: Sequence[str]) -> tuple[str, ...]:
+    return diff.name, diff.kind, words.clusters_text(diff, labels), *words.difference_cells(diff)
 
 
-def _rows_json(diffs: Sequence[TensorDiff]) -> str:
+def _rows_json(diffs: Sequence[TensorDiff], labels: Sequence[str]) -> str:
     """Return rows with cells as indices into a list of distinct texts, because most cells repeat."""
     texts: dict[str, int] = {}
     rows = [
         [one_line(name), *(texts.setdefault(one_line(cell), len(texts)) for cell in cells)]
-        for name, *cells in map(_cells, diffs)
+        for name, *cells in (_cells(diff, labels) for diff in diffs)
     ]
     return _script_json({"texts": list(texts), "rows": rows})
 

@@ -125,7 +125,7 @@ def _with_table(group: Group) -> str:
 
 
 def _with_findings(group: Group) -> str:
-    files = [f"{name(replica.path)} (rank {replica.rank})" for replica in group.replicas[:4]]
+    files = [f"{name(replica.path)} ({words.replica_title(replica)})" for replica in group.replicas[:4]]
     notes = "".join(f"; {text(note)}" for note in words.note_lines(group)[:4])
     blocks = [
         f"### {_title(group)}",
@@ -157,7 +157,7 @@ def _table(group: Group) -> str:
     lines = [
         "| tensor | kind | ranks | differing | max abs | max rel | max ulp |",
         "|---|---|---|---|--:|--:|--:|",
-        *(_row(diff) for diff in diffs[:MOST_ROWS]),
+        *(_row(diff, group.labels) for diff in diffs[:MOST_ROWS]),
     ]
     table = "\n".join(lines)
     if len(diffs) > MOST_ROWS:
@@ -168,9 +168,9 @@ def _table(group: Group) -> str:
     return f"<details><summary>{len(diffs)} tensors, worst first</summary>\n\n{table}\n\n</details>"
 
 
-def _row(diff: TensorDiff) -> str:
+def _row(diff: TensorDiff, labels: Sequence[str]) -> str:
     differing, *differences = words.difference_cells(diff)
-    ranks = words.clusters_text(diff)
+    ranks = words.clusters_text(diff, labels)
     ranks = (ranks if len(ranks) <= _MOST_CELL else f"{ranks[:_MOST_CELL]}...").replace("|", "\\|")
     return f"| {' | '.join([name(diff.name), text(diff.kind), ranks, text(differing), *differences])} |"
 

@@ -21,6 +21,7 @@ STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold
 SEVERITIES = {"error": "bold red", "warning": "bold yellow", "info": "bold cyan"}
 _MOST_REPLICAS = 8
 _MOST_NOTES = 6
+_MOST_PLACES = 3
 
 
 def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> list[Part]:
@@ -78,10 +79,7 @@ def _title(group: Group) -> Line:
 
 
 def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
-    files = [
-        f"rank {r.rank}: {r.path} ({r.format}, {r.tensors} tensor{'s' * (r.tensors != 1)}, {words.bytes_text(r.bytes)})"
-        for r in group.replicas[:_MOST_REPLICAS]
-    ]
+    files = [words.replica_text(replica) for replica in group.replicas[:_MOST_REPLICAS]]
     if len(group.replicas) > _MOST_REPLICAS:
         files.append(f"... and {len(group.replicas) - _MOST_REPLICAS} more replicas")
     parts = [_title(group), *lines(files, indent=2), *lines(words.note_lines(group), "dim", 2), BLANK]
@@ -136,10 +134,12 @@ def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
         # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
         known = any(cell not in ("", "-") for _, (_, *differences) in rows for cell in differences)
         numbers = ("max abs", "max rel", "max ulp") if known else ()
-        grid = Grid(("tensor", "kind", "ranks", "differing", *numbers), right=numbers, indent=2)
+        ranks = ("models" if group.labels else "ranks",)
+        grid = Grid(("tensor", "kind", *ranks, "differing", *numbers), right=numbers, indent=2)
         for diff, (differing, *differences) in rows:
-            grid.add(diff.name, diff.kind, words.clusters_text(diff), differing, *differences[: len(numbers)])
-        parts.append(grid)
+            clusters = words.clusters_text(diff, group.labels)
+            grid.add(diff.name, diff.kind, clusters, differing, *differences[: len(numbers)])
+        parts += [grid, *lines(words.place_lines([diff for diff, _ in rows[:_MOST_PLACES]], group), indent=2)]
     more = [f"{len(worst) - limit} more"] if limit and len(worst) > limit else []
     more += [f"{sharded} sharded"] if sharded else []
     if more:

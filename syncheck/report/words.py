@@ -13,7 +13,7 @@ from syncheck.records import Reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncheck.records import Counts, Finding, Group, History, Report, TensorDiff, ValueDiff
+    from syncheck.records import Counts, Finding, Group, History, Replica, Report, TensorDiff, ValueDiff
 
 VERDICTS = {
     "in_sync": "IN SYNC",
@@ -143,8 +143,40 @@ def ranks_label(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
-def clusters_text(diff: TensorDiff) -> str:
-    """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups."""
+def replica_title(replica: Replica) -> str:
+    """Return the rank, or the label of one of two models."""
+    return replica.label or f"rank {replica.rank}"
+
+
+def replica_text(replica: Replica) -> str:
+    """Return a replica's rank or label, path, format and size."""
+    files = f"{replica.files} files, " if replica.files > 1 else ""
+    count = f"{replica.tensors} tensor{'s' * (replica.tensors != 1)}"
+    return f"{replica_title(replica)}: {replica.path} ({replica.format}, {files}{count}, {bytes_text(replica.bytes)})"
+
+
+def place_lines(diffs: Sequence[TensorDiff], group: Group) -> list[str]:
+    """Return the location of the largest difference of each tensor, if two models differ and one has several files."""
+    if max((replica.files for replica in group.replicas), default=1) < 2 or not group.labels:
+        return []
+    lines = []
+    for diff in diffs:
+        parts = [
+            f"{label} {place.path}" + ("" if place.rank is None else f" (rank {place.rank})")
+            for label, place in zip(group.labels, diff.places.values(), strict=False)
+        ]
+        if parts:
+            lines.append(f"{diff.name}{list(diff.index or ())}: {', '.join(parts)}")
+    return lines
+
+
+def clusters_text(diff: TensorDiff, labels: Sequence[str] = ()) -> str:
+    """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups.
+
+    labels: of two models, instead of ranks.
+    """
+    if labels:
+        return " | ".join(labels[rank] for ranks in diff.clusters for rank in ranks)
     sets_by_group = sets_within(diff)
     if len(sets_by_group) < 2:
         return _sets_text(diff.clusters)
@@ -246,13 +278,15 @@ def tensors_to_list(group: Group, *, shards: bool = True) -> list[TensorDiff]:
 
 def note_lines(group: Group) -> list[str]:
     """Return how the files were grouped, and the notes of the group."""
-    return ["; ".join(map(str, group.grouping)), *map(str, group.notes)]
+    grouping = ["; ".join(map(str, group.grouping))] if group.grouping else []
+    return [*grouping, *map(str, group.notes)]
 
 
 def finding_title(finding: Finding) -> str:
     """Return the title of a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
     ignored = ", allowed" if finding.allowed else ", accepted by the baseline" if finding.accepted else ""
-    return f"{finding.code} {finding.slug} ({finding.severity}{ignored}) on {ranks_label(finding.ranks)}"
+    ranks = f" on {ranks_label(finding.ranks)}" if finding.ranks else ""
+    return f"{finding.code} {finding.slug} ({finding.severity}{ignored}){ranks}"
 
 
 def fixed_lines(groups: Sequence[Group]) -> list[str]:
@@ -269,7 +303,9 @@ def fixed_lines(groups: Sequence[Group]) -> list[str]:
 
 
 def group_title(group: Group) -> str:
-    """Return the name of a group with its number of replicas."""
+    """Return the name of a group with its number of replicas, or of two models."""
+    if group.labels:
+        return one_line(group.name)
     count = len(group.replicas)
     return f"{one_line(group.name)}, {count} replica{'s' if count != 1 else ''}"
 
