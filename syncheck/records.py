@@ -222,16 +222,15 @@ class Replica:
     label: str = ""
     """A or B, for one of two models; empty for a replica of a run."""
     files: int = 1
-    """Number of files or folders that hold parts or copies of the model."""
+    """Number of files with parts or copies of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of an element of a model."""
+    """The file with an element of a model. rank: None for a model in one file."""
 
     path: str
     rank: int | None = None
-    """None for a model in one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,8 +485,7 @@ class Report:
     """Links to checkpoints compared under another path."""
     quick: bool = False
     """Whether stored checksums were compared instead of bytes."""
-    command: str = "compare"
-    """`diff` for a comparison of two models, A and B; its last group compares them."""
+    command: Literal["compare", "diff"] = "compare"
     drift: tuple[DriftPoint, ...] = ()
     closures: tuple[Closure, ...] = ()
 
