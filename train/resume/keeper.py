@@ -127,9 +127,6 @@ class Keeper:
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
         where = str(state_path(self.folder, found.step, 0).parent)
         same = found.world_size == ctx.world_size
-        if not same and max(ctx.mesh.size(name) for name in ("pipeline", "expert", "tensor")) > 1:
-            found_by = f"{where} was saved by {found.world_size} ranks, and each has another part of the model"
-            raise UserError(f"--resume: {found_by}; start {found.world_size} ranks, or use another --out")
         own = ctx.rank if same else min(found.states, key=lambda rank: (rank != ctx.rank % found.world_size, rank))
         state = merge_states(found.states, own) if not same and len(found.states) > 1 else found.states[own]
         with ctx.together():
