@@ -269,3 +269,14 @@ def test_parts_of_a_model_need_the_same_number_of_ranks(
                 train(replace(settings, resume=True), ctx, Stops(8))
             assert read == [f"rank_{ctx.rank}.pth"]
     assert "DeviceMesh" not in capfd.readouterr().err
+
+
+@pytest.mark.syncheck(ranks=4, timeout=60)
+def test_a_mesh_equal_to_the_default_is_accepted(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A run saved without --parallel-degree resumes with the default value, and refuses another value."""
+    changes: dict[str, Any] = {"model": "gpt-tiny", "data": "text", "width": None, "max_steps": 2}
+    settings = replace(PLAIN, method="cp", out=syncheck_rank.shared, **changes)
+    interrupt(ctx, settings, 1)
+    with pytest.raises(UserError, match=r"--parallel-degree: None when .* was saved, 2 now"):
+        resume(ctx, replace(settings, parallel_degree=2))
+    assert resume(ctx, replace(settings, parallel_degree=4))[1].steps == [2]
