@@ -107,7 +107,8 @@ def _detect_by_number(
 
     counts: number of parameters by rank.
     """
-    model = {name: t.shape for name, t in next(iter(snapshots.values())).tensors.items() if not _STATE.fullmatch(name)}
+    first = next(iter(snapshots.values())).tensors
+    model = {name: t.full_shape for name, t in first.items() if not _STATE.fullmatch(name)}
     parameters = [model[name] for name, kind in classify_tensors(model, None).by_name.items() if kind == "parameter"]
     held = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
     total, held_shapes = sum(counts.values()), Counter(shape for shapes in held.values() for shape in shapes.values())
@@ -135,7 +136,7 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
     shapes: dict[int, tuple[int, ...]] = {}
     for name, tensor in snapshot.tensors.items():
         if (match := _STATE.fullmatch(name)) and (tensor.shape or match[2] != "step"):
-            shapes[int(match[1])] = max(shapes.get(int(match[1]), ()), tensor.shape, key=math.prod)
+            shapes[int(match[1])] = max(shapes.get(int(match[1]), ()), tensor.full_shape, key=math.prod)
     return shapes
 
 

@@ -37,7 +37,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     _check_run(snapshots)
     first = next(iter(snapshots.values()))
     if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
-        return replace(first, path=path, mesh={})
+        return replace(first, path=path, mesh={}, numbered=())
     named, parts = detect_partitioning(dict(snapshots))
     aligned: dict[str, dict[int, Tensor]] = {}
     for rank, snapshot in named.items():
@@ -62,7 +62,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
         stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
         notes=tuple(dict.fromkeys(note for s in named.values() for note in s.notes)), ties=(), mesh={}, host=None,
-        numbered=first.numbered if len(snapshots) == 1 else (), shard_labels=frozenset(),
+        numbered=(), shard_labels=frozenset(),
     )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         tree = {key: value for key, value in tree.items() if key != KEY}
     optimizers: list[Any] = []
     _walk([("", tree)], flat, path, optimizers)
-    models = {name: location.shape for name, location in flat.tensors.items()}
+    models = {name: location.full_shape for name, location in flat.tensors.items()}
     ordered = list_parameters(models, flat.metadata) if optimizers else []
     for i, state in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
