@@ -61,7 +61,7 @@ ALLOWED = {
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.boxes", "logical.dtensors"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "values")},
-    "diff": BASE
+    "model_diff": BASE
     | {"baseline"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},

@@ -45,7 +45,7 @@ def compare(arguments: argparse.Namespace) -> int:
 def diff(arguments: argparse.Namespace) -> int:
     """`syncheck diff`."""
     from syncheck import options
-    from syncheck.diff import diff as compare_models
+    from syncheck.model_diff import diff as compare_models
 
     arguments.paths = (arguments.a, arguments.b)
     project = _load_project(arguments)
