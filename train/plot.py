@@ -77,12 +77,13 @@ def name_runs(paths: Sequence[Path], runs: Sequence[Records]) -> list[str]:
 
 
 def draw(runs: Sequence[Records], names: Sequence[str]) -> Figure:
-    """Draw the curves of all runs: loss on the left, accuracy on the right, one color per run."""
+    """Draw the curves of all runs: loss on the left, accuracy, if any run has it, on the right, one color per run."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    fields = ["loss", "accuracy"] if any("accuracy" in record for run in runs for record in run) else ["loss"]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axes, field in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+    for axes, field in zip(figure.subplots(1, len(fields), squeeze=False)[0], fields, strict=True):
         for index, records in enumerate(runs):
             # A short run has few records within its epochs.
             training = max((curve(records, event, field) for event in ("epoch", "step")), key=len)
@@ -91,8 +92,7 @@ def draw(runs: Sequence[Records], names: Sequence[str]) -> Figure:
             tested = [point for point in curve(records, "epoch", f"test_{field}") if not math.isnan(point[1])]
             if tested:
                 axes.plot(*zip(*tested, strict=True), "o--", color=f"C{index}", markersize=3)
-        axes.set_xlabel("epoch")
-        axes.set_title(field + (" (mean cross-entropy)" if field == "loss" else ""))
+        axes.set(xlabel="epoch", title=field)
         axes.grid(color="#dddddd")
     handles = [Line2D([], [], color=f"C{index}") for index in range(len(runs))]
     kinds = [Line2D([], [], color="black"), Line2D([], [], color="black", linestyle="--", marker="o", markersize=3)]

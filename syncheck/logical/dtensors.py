@@ -20,32 +20,22 @@ _MOST_STRIPES = 1024
 
 
 def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
-    """Return the boxes in a rank's part of a DTensor; None if the file does not show them.
+    """Return the boxes in a rank's part of a DTensor; None if the file does not show them, as for partial sums.
 
-    The placements apply from left to right, as torch.distributed.tensor distributes tensors. `S(d)` splits dimension d
-    like torch.chunk. `_S(d, n)` splits each of n chunks, and each rank gets the same piece of every chunk; FSDP2 uses
-    it for tensors that tensor parallelism has already sharded along d (torch/distributed/tensor/placement_types.py).
-    Partial sums have no box. Raises MalformedFile if the part has another shape than its layout.
+    Raises MalformedFile if the part has another shape than its layout.
     """
     sharding = tensor.sharding
     position = None if sharding is None else find_coordinate(rank, sharding)
-    if sharding is None or position is None or tensor.refused or tensor.digest is not None:
+    splits = None if sharding is None else _order_splits(sharding)
+    if sharding is None or position is None or splits is None or tensor.refused or tensor.digest is not None:
         return None
     runs: list[Runs] = [((0, size),) for size in sharding.shape]
-    for placement, at, count in zip(sharding.placements, position, sharding.mesh, strict=True):
-        if placement == "R":
-            continue
-        letter, _, argument = placement.rstrip(")").partition("(")
-        dim, _, stripes = argument.partition(",")
-        if letter not in ("S", "_S") or not dim.isdecimal() or int(dim) >= len(runs):
+    for mesh_dim, dim, stripes in splits:
+        if dim >= len(runs) or stripes > _MOST_STRIPES:
             return None
-        if letter == "S":
-            runs[int(dim)] = chunk_runs(runs[int(dim)], count, at)
-            continue
-        if not stripes.strip().isdecimal() or not 0 < int(stripes) <= _MOST_STRIPES:
-            return None
-        pieces = (chunk_runs(runs[int(dim)], int(stripes), i) for i in range(int(stripes)))
-        runs[int(dim)] = tuple(chain.from_iterable(chunk_runs(piece, count, at) for piece in pieces))
+        count, at = sharding.mesh[mesh_dim], position[mesh_dim]
+        pieces = (chunk_runs(runs[dim], stripes, i) for i in range(stripes))
+        runs[dim] = tuple(chain.from_iterable(chunk_runs(piece, count, at) for piece in pieces))
     shape = tuple(sum(size for _, size in of_axis) for of_axis in runs)
     if shape != tensor.shape:
         raise MalformedFile(
@@ -58,6 +48,30 @@ def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
         return cut_tensor(tensor, runs)
     except ValueError:
         return None
+
+
+def _order_splits(sharding: Sharding) -> list[tuple[int, int, int]] | None:
+    """Return (mesh dimension, tensor dimension, stripes) of each split, in the order in which torch applied them.
+
+    Placements apply from left to right: `S(d)` splits dimension d like torch.chunk. `_S(d, n)` is applied after mesh
+    dimensions to its right with n ranks together, as FSDP2 splits tensors that tensor parallelism has already sharded.
+    If no such dimensions split d, `_S(d, n)` splits each of n stripes instead. Source:
+    torch/distributed/tensor/_dtensor_spec.py, _maybe_convert_StridedShard_to_shard_order. None for other placements.
+    """
+    splits: list[tuple[int, int, int]] = []
+    for mesh_dim, placement in reversed([*enumerate(sharding.placements)]):
+        if placement == "R":
+            continue
+        letter, _, argument = placement.rstrip(")").partition("(")
+        dim, _, factor = argument.partition(",")
+        if letter not in ("S", "_S") or not dim.isdecimal() or (factor and not factor.strip().isdecimal()):
+            return None
+        stripes, at, ranks = int(factor or 1), 0, 1
+        while ranks < stripes and at < len(splits):
+            ranks *= sharding.mesh[splits[at][0]] if splits[at][1] == int(dim) else 1
+            at += 1
+        splits.insert(*((at, (mesh_dim, int(dim), 1)) if ranks == stripes else (0, (mesh_dim, int(dim), stripes))))
+    return splits
 
 
 def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:

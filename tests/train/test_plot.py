@@ -59,6 +59,14 @@ def test_curves() -> None:
     assert accuracy[0][1] == [0.25, 0.5, 0.75, 1.0]
 
 
+def test_runs_without_accuracy_have_one_diagram() -> None:
+    """The diagram of the accuracy is left out if no run has an accuracy, as with a task of other metrics."""
+    epoch = {"event": "epoch", "step": 4, "loss": 0.7, "rmse": 0.3, "test_loss": 0.5, "test_rmse": 0.2}
+    (loss,) = lines_of(write("a.jsonl", START, epoch))
+    assert [line[:2] for line in loss] == [([1.0], [0.7]), ([1.0], [0.5])]
+    assert len(lines_of(write("a.jsonl", START, epoch), write("b.jsonl", START, epoch | {"accuracy": 0.5}))) == 2
+
+
 def test_runs_of_one_name_are_distinguished_by_path() -> None:
     """The legend names each run, with its path if another run has the same name."""
     paths = [Path("a/metrics.jsonl"), Path("b/metrics.jsonl"), Path("c/metrics.jsonl")]

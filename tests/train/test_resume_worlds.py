@@ -17,12 +17,14 @@ from train.engine import train
 from train.errors import UserError
 from train.job import prepare
 from train.launch import RankContext
-from train.resume import state_path, states_folder
+from train.resume import search, state_path, states_folder
+from train.resume.files import read_state
 from train.resume.shards import merge_states
 from train.resume.state import find_local_optimizer, parameter_names, restore_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -237,3 +239,44 @@ def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.C
                 assert f"skipping step 1: rank 0 cannot read {lost}" in stderr
             else:
                 assert resume(alone, settings)[1].steps[0] == 2
+
+
+@pytest.mark.syncheck(ranks=4, timeout=60)
+@pytest.mark.parametrize("method", ["ddp_tp", pytest.param("ep", marks=pytest.mark.slow)])
+def test_parts_of_a_model_need_the_same_number_of_ranks(
+    syncheck_rank: Rank, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """If each rank has another part of the model, another number of ranks is refused after reading one file per rank.
+
+    torch prints no warning about the saved mesh.
+    """
+    changes: dict[str, Any] = {"model": "gpt-tiny-moe" if method == "ep" else "gpt-tiny", "data": "text", "width": None}
+    settings = replace(PLAIN, method=method, out=syncheck_rank.shared, **changes)
+    with world(syncheck_rank, "old", 4) as ctx:
+        assert ctx is not None
+        interrupt(ctx, settings, 1)
+    read: list[str] = []
+
+    def record_file(path: Path, run: str) -> dict[str, Any]:
+        read.append(path.name)
+        return read_state(path, run)
+
+    monkeypatch.setattr(search, "read_state", record_file)
+    capfd.readouterr()
+    with world(syncheck_rank, "new", 2) as ctx:
+        if ctx is not None:
+            with pytest.raises(UserError, match="step_1 was saved by 4 ranks, each with another part of the model"):
+                train(replace(settings, resume=True), ctx, Stops(8))
+            assert read == [f"rank_{ctx.rank}.pth"]
+    assert "DeviceMesh" not in capfd.readouterr().err
+
+
+@pytest.mark.syncheck(ranks=4, timeout=60)
+def test_a_mesh_equal_to_the_default_is_accepted(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """A run saved without --parallel-degree resumes with the default value, and refuses another value."""
+    changes: dict[str, Any] = {"model": "gpt-tiny", "data": "text", "width": None, "max_steps": 2}
+    settings = replace(PLAIN, method="cp", out=syncheck_rank.shared, **changes)
+    interrupt(ctx, settings, 1)
+    with pytest.raises(UserError, match=r"--parallel-degree: None when .* was saved, 2 now"):
+        resume(ctx, replace(settings, parallel_degree=2))
+    assert resume(ctx, replace(settings, parallel_degree=4))[1].steps == [2]

@@ -7,6 +7,7 @@ explicitly, it is compared like any other folder of ranks.
 from __future__ import annotations
 
 import io
+import logging
 import re
 import zipfile
 from contextlib import suppress
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT, VERSION = "train-resume", 1
+# torch warns that the process groups of a saved mesh are missing, but tensors get the current mesh.
+logging.getLogger("torch.distributed.device_mesh").addFilter(lambda record: "unpickling" not in str(record.msg))
 
 
 class UnusableState(Exception):

@@ -5,7 +5,7 @@ A changed option of the training is refused, and a change that only affects roun
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,11 +40,9 @@ if TYPE_CHECKING:
     from train.step import Step
 
 COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
-# The length of a run and its number of ranks may change; both changes are reported.
-LENGTH = ("epochs", "max_steps")
-# Options whose name differs from the field's.
-OPTIONS = {"buffer_sync": "--no-buffer-sync", "shuffle": "--no-shuffle"}
-MAY_CHANGE = {"dp": "replicas"}  # reported, like the number of ranks
+LENGTH = ("epochs", "max_steps")  # may change, like the number of ranks; the changes are reported
+MESH = ("parallel_degree", "replicas")  # may change if the mesh stays equal; dp has none
+OPTIONS = {"buffer_sync": "--no-buffer-sync", "shuffle": "--no-shuffle"}  # with other names than their fields
 
 
 class Keeper:
@@ -127,13 +125,10 @@ class Keeper:
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
         where = str(state_path(self.folder, found.step, 0).parent)
         same = found.world_size == ctx.world_size
-        if not same and max(ctx.mesh.size(name) for name in ("pipeline", "expert", "tensor")) > 1:
-            found_by = f"{where} was saved by {found.world_size} ranks, and each has another part of the model"
-            raise UserError(f"--resume: {found_by}; start {found.world_size} ranks, or use another --out")
         own = ctx.rank if same else min(found.states, key=lambda rank: (rank != ctx.rank % found.world_size, rank))
         state = merge_states(found.states, own) if not same and len(found.states) > 1 else found.states[own]
         with ctx.together():
-            check_same_run(state, settings, ctx, self.plan, where)
+            check_same_run(state, trainer, self.plan, where)
             check_shapes(state, trainer, where)
         if trainer.method.rebuilds_buckets:
             x, y = samples[0]
@@ -176,17 +171,19 @@ def warm_up_buckets(trainer: Step, x: Tensor, y: Tensor) -> None:
     trainer.optimizer.zero_grad()
 
 
-def check_same_run(state: Mapping[str, Any], settings: Settings, ctx: RankContext, plan: Plan, where: str) -> None:
+def check_same_run(state: Mapping[str, Any], trainer: Step, plan: Plan, where: str) -> None:
     """Raise UserError if the data or any option that affects training has changed.
 
     where: the state as named in the message.
     """
-    now, then = settings.config(ctx.world_size), state["config"]
+    settings, ranks, shape = trainer.settings, trainer.ctx.world_size, trainer.method.mesh_shape
+    now, then, mesh = settings.config(ranks), state["config"], MESH if state["world_size"] == ranks else ()
     # A field added after the state was saved had its default value then.
     defaults = {field.name: field.default for field in fields(settings)}
     for name, value in now.items():
         before = then.get(name, defaults.get(name))
-        if name in (*LENGTH, "world_size", MAY_CHANGE.get(settings.method)) or before == value:
+        allowed = before == value or name in (*LENGTH, "world_size")
+        if allowed or (name in mesh and shape(replace(settings, **{name: before}), ranks) == shape(settings, ranks)):
             continue
         option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
         raise UserError(

@@ -36,7 +36,8 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
     """Find the newest state of `run` usable on all ranks; None if no state was completed. A collective.
 
     Each skipped step is reported in one line. sharded: whether each file holds only a shard of the model or optimizer,
-    so that another number of ranks needs all files. Raises UserError on all ranks if all existing states are unusable.
+    so that another number of ranks needs all files. Raises UserError on all ranks if all existing states are unusable,
+    or if the method cannot change the number of ranks.
     """
     with ctx.together():
         mine = list_visible_ranks(folder)
@@ -52,6 +53,9 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
             ((_, saved_by),) = identities
             if saved_by == ctx.world_size:
                 lacking = [rank for rank, ranks in enumerate(known) if rank not in ranks]
+            elif max(ctx.mesh.size(name) for name in ("pipeline", "expert", "tensor")) > 1:
+                found = f"{folder / f'step_{step}'} was saved by {saved_by} ranks, each with another part of the model"
+                raise UserError(f"--resume: {found}; start {saved_by} ranks, or use another --out")
             else:
                 wanted = [_choose_ranks(rank, saved_by, ranks, sharded=sharded) for rank, ranks in enumerate(known)]
                 problem = _find_lacking_file(folder, step, saved_by, known, wanted)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.errors import UserError
 from train.mesh import join_shards
 
 if TYPE_CHECKING:
@@ -41,12 +40,9 @@ def merge_states(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, A
 
     states: by saving rank. rank: the source of values that every rank holds, such as buffers. Merged are, under fsdp
     and hsdp, the tensors of the model and the optimizer, and under zero the optimizer state of the parameters of each
-    rank. Raises UserError for methods that shard by other rules.
+    rank. `find_newest_state` refuses methods that shard by other rules.
     """
     state = dict(states[rank])
-    if {"tensor", "pipeline"} & state["syncheck"]["mesh"].keys():
-        method, saved_by = state["config"]["method"], state["world_size"]
-        raise UserError(f"--resume: --method {method} cannot change the number of ranks; start {saved_by} ranks again")
     # Under hsdp the first copy of the model has all shards.
     parts = [states[r] for r in sorted(states) if states[r]["syncheck"]["mesh"].get("replicate", 0) == 0]
     state["model"] = {

@@ -61,7 +61,7 @@ def _read_local_tensor(args: Any, parts: Mapping[str, Any]) -> TensorLocation:
     if mesh.known is None:  # all tensors of a file share their mesh
         mesh.known = _read_mesh(mesh)
     sizes, ranks, coordinate, names, beside = mesh.known
-    placements = tuple(_format_placement(one) for one in placed)
+    placements = _apply_order(tuple(map(_format_placement, placed)), sizes, _get_field(spec, "shard_order"))
     if len(placements) != len(sizes):
         raise _Unknown
     return local.as_shard(Sharding(sizes, ranks, placements, _check_numbers(args[2]), names, coordinate, beside))
@@ -79,6 +79,27 @@ def _format_placement(placement: Any) -> str:
     if type(dim) is not int or name not in ("Shard", "_StridedShard"):
         raise _Unknown
     return f"S({dim})" if name == "Shard" else f"_S({dim}, {brief(_get_field(placement, 'split_factor'))})"
+
+
+def _apply_order(placements: tuple[str, ...], sizes: tuple[int, ...], order: Any) -> tuple[str, ...]:
+    """Write an explicit order of splits, which torch 2.10 and newer store, as strided shards.
+
+    The split factor is the number of ranks of mesh dimensions to the right that are split earlier. order: pairs of a
+    tensor dimension and its mesh dimensions in order; None for strided shards, and in older files.
+    """
+    changed = list(placements)
+    for entry in order if isinstance(order, tuple) else ():
+        given = entry.given if isinstance(entry, Inert) else ()
+        if len(given) != 2 or type(given[0]) is not int:
+            raise _Unknown
+        mesh_dims = _check_numbers(given[1])
+        for i, mesh_dim in enumerate(mesh_dims):
+            factor = math.prod(sizes[earlier] for earlier in mesh_dims[:i] if mesh_dim < earlier < len(sizes))
+            if mesh_dim >= len(changed) or changed[mesh_dim] != f"S({given[0]})":
+                raise _Unknown
+            if factor > 1:
+                changed[mesh_dim] = f"_S({given[0]}, {factor})"
+    return tuple(changed)
 
 
 def _read_mesh(mesh: Inert) -> Mesh:
