@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from syncheck import api, paths
 from syncheck.comparison.group import compare_group
-from syncheck.errors import UsageError
+from syncheck.errors import SyncheckError, UsageError
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical.model import join
 from syncheck.messages import Note, names_text, relabel
+from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Alias, Place, Reason, Report, Unreadable
 from syncheck.verdicts import judge_difference, judge_group, overall
@@ -41,7 +42,7 @@ class Side:
 
     def locate(self, name: str, index: tuple[int, ...]) -> Place | None:
         """Return the rank and file with an element of a tensor; None for an unknown tensor."""
-        tensor = self.model.tensors.get(name)
+        tensor = normalize_keys(self.model.tensors).get(name)
         if tensor is None:
             return None
         holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
@@ -63,15 +64,18 @@ def open_side(label: str, source: Source) -> Side:
     form a whole model.
     """
     given = _split(source)
-    opened = paths.open_checkpoints(given)
-    unreadable = tuple(opened.unreadable)
-    if not opened.snapshots:
-        problem = f"{unreadable[0].path}: {unreadable[0].reason}" if unreadable else "no checkpoint"
-        raise UsageError(problem)
-    groups = group_replicas(opened.snapshots, roots=opened.roots)
-    title = ", ".join(given)
-    group = groups[0] if len(groups) == 1 else _merge_parts(label, title, groups)
-    model = join(dict(group.ranks), title)
+    try:
+        opened = paths.open_checkpoints(given)
+        unreadable = tuple(opened.unreadable)
+        if not opened.snapshots:
+            raise UsageError(f"{unreadable[0].path}: {unreadable[0].reason}" if unreadable else "no checkpoint")
+        groups = group_replicas(opened.snapshots, roots=opened.roots)
+        title = ", ".join(given)
+        group = groups[0] if len(groups) == 1 else _merge_parts(title, groups)
+        model = join(dict(group.ranks), title)
+    except SyncheckError as error:
+        error.args = (f"{label}: {error}",)
+        raise
     return Side(label, group, model, unreadable, opened.skipped, tuple(opened.aliases))
 
 
@@ -82,14 +86,14 @@ def _split(source: Source) -> list[str]:
     return [path] if os.path.lexists(path) else [part for part in path.split(",") if part] or [path]
 
 
-def _merge_parts(label: str, title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
+def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
     names = [name for snapshot in snapshots for name in snapshot.tensors]
     if len(groups) == len(snapshots) and len(set(names)) == len(names):
         return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
     found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
-    raise UsageError(f"{label}: {title}: {len(groups)} models ({found}); pass the files of one step of one run")
+    raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
 
 
 def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
@@ -147,7 +151,7 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     subset: whether B may lack tensors. Raises UsageError if the models have no name in common.
     """
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
-    if len(missing) == comparison.counts.tensors:
+    if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
         raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
     tensors = []
@@ -161,9 +165,11 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
             diff = replace(diff, detail=relabel(diff.detail, LABELS))
         tensors.append(diff)
     values = tuple(replace(v, counts=v.counts and not (subset and v.by_rank.get(1) is None)) for v in comparison.values)
-    notes = tuple(relabel(note, LABELS) for note in comparison.notes)
+    notes = [relabel(note, LABELS) for note in comparison.notes]
+    if absent := tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET):
+        notes.append(Note.SUBSET(count=len(absent), names=absent))
     replicas = tuple(
         replace(replica, label=side.label, files=len(side.group.ranks))
         for replica, side in zip(comparison.replicas, sides, strict=True)
     )
-    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=notes)
+    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))

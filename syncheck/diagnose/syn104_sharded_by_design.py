@@ -36,8 +36,8 @@ class Text(Sentence):
 
     CAUSE = "The training method shards tensors: only ranks with the same shard are replicas of each other."
     FIX = (
-        "No change is needed. `syncheck diff` compares shards without a replica to another copy of the model, such as a "
-        "full state dict."
+        "No change is needed. syncheck diff compares shards without a replica to another copy of the model, such as "
+        "a full state dict."
     )
     COMPARED = "{tensors}, {layout}: compared within {groups:sets}"
     PARTLY_COMPARED = "{tensors}, {layout}: {compared} compared within {groups:sets}, {alone} without a replica"

@@ -36,8 +36,11 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     """
     _check_run(snapshots)
     first = next(iter(snapshots.values()))
+    metadata = first.metadata and replace(
+        first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
+    )
     if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
-        return replace(first, path=path, mesh={}, numbered=())
+        return replace(first, path=path, mesh={}, metadata=metadata, numbered=())
     named, parts = detect_partitioning(dict(snapshots))
     aligned: dict[str, dict[int, Tensor]] = {}
     for rank, snapshot in named.items():
@@ -55,9 +58,6 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         left -= len(tensors[name].shards)
         if left < 0:
             raise MalformedFile(path, found=f"tensors in more than {MOST_BOXES} parts", needed="a readable layout")
-    metadata = first.metadata and replace(
-        first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
-    )
     return replace(
         first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
         stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
