@@ -15,13 +15,14 @@ from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
 from syncheck.messages import Refusal
 from syncheck.names import normalize_keys
+from syncheck.snapshots import Shard
 from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     from syncheck.comparison.replica_groups import Division
-    from syncheck.snapshots import Shard, Snapshot, Tensor
+    from syncheck.snapshots import Snapshot, Tensor
 
 # Limit of boxes of all tensors together; ten thousand tensors on a hundred ranks.
 MOST_BOXES = 1 << 20
@@ -123,3 +124,16 @@ def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
         for name, found in by_name.items()
         if not is_membership(name) or (len(found) == len(snapshots) and all(value == found[0] for value in found))
     }
+
+
+def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Tensor, list[Shard] | None]]:
+    """Yield (name, rank, tensor, its boxes) for each tensor in each file; None if its position is unknown.
+
+    snapshots: the files of one model, by rank.
+    """
+    for rank, snapshot in snapshots.items():
+        for name, tensor in normalize_keys(snapshot.tensors).items():
+            if tensor.sharding is not None and not is_whole(tensor.sharding):
+                yield name, rank, tensor, find_boxes(rank, tensor)
+            else:
+                yield name, rank, tensor, list(tensor.shards) or [Shard(tensor, (0,) * len(tensor.shape))]
