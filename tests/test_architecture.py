@@ -85,7 +85,7 @@ ALLOWED = {
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
     "comparison.ties": BASE,
     "comparison.copies": BASE | {"comparison.replica_groups"},
-    "comparison.optimizer_parts": BASE | {"names", "kinds"},
+    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
