@@ -5,8 +5,8 @@ imported:
 
 - `TABLE`, from `rebuild`, `numpy_stand_ins` and `dtensor`: stand-ins for the names that torch.save writes for tensors,
   arrays and plain containers.
-- `REFUSED_*`: names whose only use is to execute code. The whole file is refused. The exception is the one use of
-  getattr by torch.save, see `_find_nested_class`.
+- `REFUSED_*`: names whose only use is to execute code. The whole file is refused. `_find_nested_class` allows one use
+  of getattr.
 - All other names become inert classes that keep their arguments, so that tensors among them are found.
 """
 
