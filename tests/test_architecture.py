@@ -60,7 +60,7 @@ ALLOWED = {
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.boxes", "logical.dtensors"}
-    | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "values")},
+    | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
     "model_diff": BASE
     | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
