@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.api import compare
-    from syncheck.diff import diff
     from syncheck.errors import CheckpointError, OutOfSync, SyncheckError, UsageError
     from syncheck.metadata_block import metadata
+    from syncheck.model_diff import diff
     from syncheck.options import DiffOptions, Options
     from syncheck.readers import read
     from syncheck.records import (
@@ -65,7 +65,7 @@ _HOME = {
     "compare": "syncheck.api",
     "DiffOptions": "syncheck.options",
     "Options": "syncheck.options",
-    "diff": "syncheck.diff",
+    "diff": "syncheck.model_diff",
     "CheckpointError": "syncheck.errors",
     "OutOfSync": "syncheck.errors",
     "SyncheckError": "syncheck.errors",

@@ -167,6 +167,11 @@ class Tensor:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, also for a rank's shard of a DTensor."""
+        return self.shape if self.sharding is None else self.sharding.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -61,8 +61,8 @@ ALLOWED = {
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.boxes", "logical.dtensors"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "values")},
-    "diff": BASE
-    | {"baseline"}
+    "model_diff": BASE
+    | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
@@ -85,7 +85,7 @@ ALLOWED = {
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
     "comparison.ties": BASE,
     "comparison.copies": BASE | {"comparison.replica_groups"},
-    "comparison.optimizer_parts": BASE | {"names", "kinds"},
+    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
@@ -115,11 +115,11 @@ ALLOWED = {
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
     | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
-    | {"logical.dtensors"}
+    | {"logical.dtensors", "logical.model", "model_diff", "options"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE
-    | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin"},
+    | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin", "model_diff"},
     "integrations": {"live", "integrations"},
 }
 

@@ -34,7 +34,7 @@ SYNCHECK = {
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
     "Reports and files": "report contents fingerprint atomic",
-    "Entry points": "api diff options config cli __main__ testing pytest_plugin live integrations",
+    "Entry points": "api model_diff options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {
     "Start here": (

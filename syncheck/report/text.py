@@ -204,6 +204,26 @@ def list_contents(contents: Mapping[str, Any]) -> list[Part]:
     return [*lines(header), BLANK, grid]
 
 
+def list_shards(contents: Mapping[str, Any]) -> list[Part]:
+    """Return the output of `syncheck show --shards`. contents: the result of `model_diff.list_shards`."""
+    count, files = len(contents["tensors"]), contents["files"]
+    header = f"{contents['path']}: {count} tensor{'s' * (count != 1)} in {files} file{'s' * (files != 1)}"
+    grid = Grid(("tensor", "dtype", "shape", "part", "ranks", "file"))
+    for row in contents["tensors"]:
+        for box in row["boxes"]:
+            whole = box["shape"] == row["shape"]
+            part = "whole" if whole else "unknown" if box["start"] is None else _box_text(box["start"], box["shape"])
+            more = len(box["files"]) - 1
+            file = box["files"][0] + (f" and {more} more" if more else "")
+            shape = "x".join(map(str, row["shape"])) or "scalar"
+            grid.add(row["name"], row["dtype"], shape, part, words.rank_ranges(box["ranks"]) or "-", file)
+    return [line(header), BLANK, grid]
+
+
+def _box_text(start: Sequence[int], shape: Sequence[int]) -> str:
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(start, shape, strict=True))}]"
+
+
 def _number_cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
 

@@ -115,7 +115,7 @@ def _as_list(group: Any, key: str) -> list[Any]:
 def _state_shapes(entries: Any) -> set[tuple[int, ...]]:
     """Return the shapes of the tensors in one parameter's state."""
     values = entries.values() if isinstance(entries, dict) else ()
-    return {value.shape for value in values if isinstance(value, TensorLocation)}
+    return {value.full_shape for value in values if isinstance(value, TensorLocation)}
 
 
 def _align(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[str, _Shape]) -> list[str]:

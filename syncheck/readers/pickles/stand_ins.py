@@ -82,6 +82,11 @@ class TensorLocation(_Immutable):
     big_endian: bool = False
     sharding: Sharding | None = None
 
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, if this is the local tensor of a DTensor."""
+        return self.shape if self.sharding is None else self.sharding.shape
+
     def as_shard(self, sharding: Sharding) -> TensorLocation:
         """Return the same location as a rank's shard of a DTensor."""
         return TensorLocation(**(_fields(self) | {"sharding": sharding}))

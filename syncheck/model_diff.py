@@ -1,0 +1,277 @@
+"""Compare two models in any layout: `syncheck diff A B`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck import api, paths
+from syncheck.comparison.group import compare_group
+from syncheck.dtypes import DTYPES
+from syncheck.errors import SyncheckError, UsageError
+from syncheck.kernel.blocks import Files
+from syncheck.kernel.clustering import cluster_replicas
+from syncheck.layout.grouping import group_replicas
+from syncheck.layout.groups import ReplicaGroup
+from syncheck.logical.model import join, list_boxes
+from syncheck.messages import Note, names_text, relabel
+from syncheck.names import normalize_keys
+from syncheck.options import DiffOptions
+from syncheck.records import Alias, Counts, Place, Reason, Report
+from syncheck.snapshots import Tensor, contiguous_strides
+from syncheck.verdicts import judge_difference, judge_group, overall
+
+if TYPE_CHECKING:
+    from syncheck.records import Comparison, Group
+    from syncheck.snapshots import Shard, Snapshot
+
+LABELS = ("A", "B")
+# The buffer for a tensor that is converted; the comparison of two tensors uses slots 0 and 1.
+_SLOT = 2
+
+# One side of a difference: a path, a glob, or several of them.
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a difference. label: A or B. group: its files by rank. model: its whole tensors."""
+
+    label: str
+    group: ReplicaGroup
+    model: Snapshot
+    skipped: int = 0
+    aliases: tuple[Alias, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The label and the name of the run; the title of a comparison of copies within the side."""
+        return f"{self.label}: {self.group.run}"
+
+    def locate(self, name: str, index: tuple[int, ...]) -> Place | None:
+        """Return the rank and file with an element of a tensor; None for an unknown tensor."""
+        tensor = normalize_keys(self.model.tensors).get(name)
+        if tensor is None:
+            return None
+        holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
+        path = (holders[0] if holders else tensor).path
+        ranks = (rank for rank, s in self.group.ranks if len(self.group.ranks) > 1 and s.path == path)
+        return Place(path, next(ranks, None))
+
+
+def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
+    return all(
+        start <= at < start + size for at, start, size in zip(index, shard.start, shard.tensor.shape, strict=True)
+    )
+
+
+def open_side(label: str, source: Source) -> Side:
+    """Open the files of one model, and join their tensors.
+
+    label: A or B. Raises UsageError for files of several models, and CheckpointError for files that cannot be read or
+    do not form a whole model.
+    """
+    try:
+        title, group, opened = _open_files(source)
+        model = join(dict(group.ranks), title)
+    except SyncheckError as error:
+        error.args = (f"{label}: {error}",)
+        raise
+    return Side(label, group, model, opened.skipped, tuple(opened.aliases))
+
+
+def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
+    """Return the paths as text, the files of one model by rank, and everything that was opened."""
+    given = _split(source)
+    opened = paths.open_checkpoints(given)
+    if broken := opened.unreadable:
+        raise UsageError(f"{broken[0].path}: {broken[0].reason}")
+    groups = group_replicas(opened.snapshots, roots=opened.roots)
+    title = ", ".join(given)
+    return title, groups[0] if len(groups) == 1 else _merge_parts(title, groups), opened
+
+
+def list_shards(source: Source) -> dict[str, Any]:
+    """Return which rank and file hold which box of each tensor of a model, as JSON values (`syncheck show --shards`).
+
+    A box has a start and a shape, in elements; both are None if the files do not show its position. Boxes that several
+    ranks hold are listed once. Raises UsageError for unreadable files, and for files of several models.
+    """
+    title, group, _ = _open_files(source)
+    rows: dict[str, dict[str, Any]] = {}
+    boxes: dict[tuple[str, Any], dict[str, Any]] = {}
+    for name, rank, tensor, shards in list_boxes(dict(group.ranks)):
+        empty = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
+        row = rows.setdefault(name, empty)
+        for shard in [None] if shards is None else shards:
+            start, shape = (None, None) if shard is None else (list(shard.start), list(shard.tensor.shape))
+            key = name, (rank if shard is None else (shard.start, shard.tensor.shape))
+            if key not in boxes:
+                boxes[key] = {"start": start, "shape": shape, "ranks": [], "files": []}
+                row["boxes"].append(boxes[key])
+            boxes[key]["ranks"] += [rank] if len(group.ranks) > 1 else []
+            boxes[key]["files"].append(tensor.path if shard is None else shard.tensor.path)
+    return {"path": title, "files": len(group.ranks), "tensors": list(rows.values())}
+
+
+def _split(source: Source) -> list[str]:
+    if not isinstance(source, (str, os.PathLike)):
+        return [os.fspath(path) for path in source]
+    path = os.fspath(source)
+    return [path] if os.path.lexists(path) else [part for part in path.split(",") if part] or [path]
+
+
+def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
+    """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
+    snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
+    names = [name for snapshot in snapshots for name in snapshot.tensors]
+    if len(groups) == len(snapshots) and len(set(names)) == len(names):
+        return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
+    found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
+    raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
+
+
+def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
+    """Compare two models in any layout, and diagnose the differences.
+
+    a: the source. b: the copy. Each is a file, folder or glob, several of them joined by commas, or a sequence of
+    paths: the files of all ranks that hold parts or copies of one model. options: how to compare; bitwise by default.
+
+        report = diff("ckpts/fsdp_rank*.pth", "hf_export/")
+        print(report.verdict, report.counts.different)
+
+    Copies within a side are compared first. Returns the report, whose last group compares A (rank 0) with B (rank 1).
+    Memory does not grow with the size of tensors. Raises UsageError if a side is not one model or the models have no
+    tensor in common, and CheckpointError if parts are missing or a file cannot be read.
+    """
+    options = options or DiffOptions()
+    sides = tuple(open_side(label, source) for label, source in zip(LABELS, (a, b), strict=True))
+    return compare_sides(sides, [compare_copies(side, options) for side in sides], options)
+
+
+def compare_copies(side: Side, options: DiffOptions) -> Group | None:
+    """Compare the copies of tensors in the files of a side; None for a model in one file."""
+    if len(side.group.ranks) < 2:
+        return None
+    own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
+    return judge_group(own, (), _allowed(options))
+
+
+def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options: DiffOptions) -> Report:
+    """Compare two models whose copies have been compared.
+
+    copies: the results by side; None for a side in one file. Raises as `diff` does.
+    """
+    notes = []
+    for side, own in zip(sides, copies, strict=True):
+        if own is not None:
+            sentence = Note.COPIES if own.counts.compared else Note.NO_COPIES
+            unit = "ranks" if side.model.format == "memory" else "files"
+            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=own.counts.compared))
+    pair = ReplicaGroup(
+        " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
+    )
+    compared = compare_group(pair, api.build_selection(options))
+    comparison = _describe_sides(compared, sides, subset=options.subset)
+    if options.cast is not None:
+        comparison = _accept_casts(comparison, sides, options.cast, options.jobs)
+    comparison = replace(comparison, notes=(*notes, *comparison.notes))
+    broken = [own for own in copies if own is not None and own.verdict == "out_of_sync"]
+    groups = (*broken, judge_difference(comparison, _allowed(options)))
+    report = Report(
+        verdict=overall(groups, ()),
+        groups=groups,
+        skipped=sum(side.skipped for side in sides),
+        aliases=tuple(alias for side in sides for alias in side.aliases),
+        command="diff",
+    )
+    if options.baseline is None:
+        return report
+    from syncheck import baseline
+
+    return baseline.apply_baseline(report, baseline.read(options.baseline))
+
+
+def _allowed(options: DiffOptions) -> frozenset[str]:
+    return frozenset(code.upper() for code in options.allow)
+
+
+def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bool) -> Comparison:
+    """Name the sides instead of ranks, and add the location of the worst element of each tensor.
+
+    subset: whether B may lack tensors. Raises UsageError if the models have no name in common.
+    """
+    missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
+    if missing and len(missing) == comparison.counts.tensors:
+        examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
+        raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
+    tensors = []
+    for diff in comparison.tensors:
+        if subset and diff.reason is Reason.MISSING and diff.clusters == ((0,),):
+            diff = replace(diff, reason=Reason.SUBSET, minority=())
+        if diff.index is not None:
+            places = {i: side.locate(diff.name, diff.index) for i, side in enumerate(sides)}
+            diff = replace(diff, places={i: place for i, place in places.items() if place is not None})
+        if diff.detail is not None:
+            diff = replace(diff, detail=relabel(diff.detail, LABELS))
+        tensors.append(diff)
+    values = tuple(replace(v, counts=v.counts and not (subset and v.by_rank.get(1) is None)) for v in comparison.values)
+    notes = [relabel(note, LABELS) for note in comparison.notes]
+    if absent := tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET):
+        notes.append(Note.SUBSET(count=len(absent), names=absent))
+    replicas = tuple(
+        replace(replica, label=side.label, files=len(side.group.ranks))
+        for replica, side in zip(comparison.replicas, sides, strict=True)
+    )
+    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))
+
+
+def _accept_casts(comparison: Comparison, sides: Sequence[Side], dtype: str, jobs: int | None) -> Comparison:
+    """Count a floating-point tensor as close if B is A, converted to `dtype` and then to B's own dtype, bit by bit."""
+    models = [normalize_keys(side.model.tensors) for side in sides]
+    kinds, tensors = dict(comparison.kinds), []
+    with Files(jobs=jobs) as files:
+        for diff in comparison.tensors:
+            a, b = (model.get(diff.name) for model in models)
+            if not diff.out_of_sync or a is None or b is None or not _is_cast(a, b, dtype, files):
+                tensors.append(diff)
+                continue
+            old = kinds[diff.kind]
+            kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
+            tensors.append(
+                replace(
+                    diff, status="close", tolerance=f"cast {dtype}", reason=None, detail=None, facts=(), minority=()
+                )
+            )
+    counts = sum(kinds.values(), Counts())
+    return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
+
+
+def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
+    readable = all(not t.refused and t.digest is None and DTYPES[t.dtype].family == "float" for t in (a, b))
+    if not readable or a.shape != b.shape:
+        return False
+    converted = Tensor(a.name, b.dtype, a.shape, contiguous_strides(a.shape), a.path, 0, data=_Cast(a, dtype, b, files))
+    return len(cluster_replicas([converted, b], files)) == 1
+
+
+class _Cast:
+    """The bytes of a tensor after a conversion to another dtype and to the dtype of its copy, read in blocks.
+
+    Numbers are rounded to the nearest representable value, and ties to even, as torch does.
+    """
+
+    def __init__(self, source: Tensor, dtype: str, copy: Tensor, files: Files) -> None:
+        self._source, self._files = source, files
+        self._dtypes = [DTYPES[name] for name in (source.dtype, dtype, copy.dtype)]
+
+    def __getitem__(self, part: slice) -> bytes:
+        import numpy as np
+
+        own, cast, copy = (row.dtype() for row in self._dtypes)
+        start, stop = (at // copy.itemsize for at in (part.start, part.stop))
+        block = self._files.read(self._source, start, stop - start, _SLOT)
+        with np.errstate(all="ignore"):  # numbers beyond the range of the dtype become infinite
+            return bytes(np.frombuffer(block, own).astype(cast).astype(copy).tobytes())
