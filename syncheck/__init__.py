@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.api import compare
-    from syncheck.model_diff import diff
     from syncheck.errors import CheckpointError, OutOfSync, SyncheckError, UsageError
     from syncheck.metadata_block import metadata
+    from syncheck.model_diff import diff
     from syncheck.options import DiffOptions, Options
     from syncheck.readers import read
     from syncheck.records import (

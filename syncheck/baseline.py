@@ -69,7 +69,7 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
         if may_be_missing and isinstance(error, FileNotFoundError):
             return frozenset()
         if isinstance(error, FileNotFoundError):
-            raise UsageError(f"{path}: no such baseline; create it with `syncheck compare --update-baseline`") from None
+            raise UsageError(f"{path}: no such baseline; create it with --update-baseline") from None
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path}: cannot read the baseline: {reason}") from None
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import brief, current_words
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
 
@@ -111,13 +111,14 @@ def relabel(message: Message, labels: Sequence[str]) -> Message:
     A sentence NAME gives way to the sentence DIFF_NAME of its topic, if there is one.
     """
     code = type(message.code).__members__.get(f"DIFF_{message.code.name}", message.code)
-    specs = {name: spec or "" for _, name, spec, _ in Formatter().parse(message.code.value) if name}
+    parsed = Formatter().parse(message.code.value)
+    specs = {name: spec or "" for _, name, spec, _ in parsed if name and not (spec or "").startswith("verb")}
     return Message(code, {k: _relabel_value(v, specs.get(k, ""), labels) for k, v in message.parameters.items()})
 
 
 def _relabel_value(value: Any, spec: str, labels: Sequence[str]) -> Any:
-    def names(ranks: Sequence[int]) -> tuple[str, ...]:
-        return tuple(labels[rank] for rank in ranks)
+    def names(ranks: Iterable[int | str]) -> tuple[str, ...]:
+        return tuple(labels[rank] if isinstance(rank, int) else rank for rank in ranks)  # a message may be relabelled
 
     kind = spec.partition(" ")[0]
     if kind in ("ranks", "Ranks"):
@@ -125,7 +126,7 @@ def _relabel_value(value: Any, spec: str, labels: Sequence[str]) -> Any:
     if kind == "sets":
         return tuple(map(names, value))
     if kind == "by_rank":
-        return {labels[rank]: of for rank, of in value.items()}
+        return dict(zip(names(value), value.values(), strict=True))
     if kind == "on_ranks":
         return tuple((_relabel_value(of, "", labels), names(ranks)) for of, ranks in value)
     if isinstance(value, tuple):
@@ -228,8 +229,9 @@ class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
-    COPIES = "{side} is one model in {files} files; {tensors:count tensor} in several files were compared first"
-    NO_COPIES = "{side} is one model in {files} files, and each file holds other parts of it"
+    SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
+    COPIES = "{side}: {files} files; copies of {tensors:count tensor} were compared with each other first"
+    NO_COPIES = "{side}: {files} files, each with its own part of the model"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (
@@ -244,6 +246,7 @@ class Note(Sentence):
     REFERENCE = "differences are measured against rank {rank}, the reference"
     UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
+    DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
     MORE_VALUES_ABSENT = "not compared: {count} more values that some ranks lack"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
     FINGERPRINT = (
@@ -316,6 +319,7 @@ class Detail(Sentence):
     WITHIN_GROUPS = "{layout}: compared within {sets}"
     REFUSED = "{refusal}"
     REFUSED_ON_SOME = "{refusal} (on {ranks:ranks} only)"
+    DIFF_REFUSED_ON_SOME = "{refusal} (in {ranks:ranks} only)"
     UNEQUAL = "{values:on_ranks}"
     RNG_STATE = "RNG states differ by design"
     POWERSGD_ERROR = "PowerSGD errors differ by design"

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck import api, paths
 from syncheck.comparison.group import compare_group
-from syncheck.errors import UsageError
+from syncheck.dtypes import DTYPES
+from syncheck.errors import SyncheckError, UsageError
+from syncheck.kernel.blocks import Files
+from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
-from syncheck.logical.model import join
+from syncheck.logical.model import join, list_boxes
 from syncheck.messages import Note, names_text, relabel
+from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
-from syncheck.records import Alias, Place, Reason, Report, Unreadable
+from syncheck.records import Alias, Counts, Place, Reason, Report
+from syncheck.snapshots import Tensor, contiguous_strides
 from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:
@@ -23,6 +28,8 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Shard, Snapshot
 
 LABELS = ("A", "B")
+# The buffer for a tensor that is converted; the comparison of two tensors uses slots 0 and 1.
+_SLOT = 2
 
 # One side of a difference: a path, a glob, or several of them.
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -35,13 +42,12 @@ class Side:
     label: str
     group: ReplicaGroup
     model: Snapshot
-    unreadable: tuple[Unreadable, ...] = ()
     skipped: int = 0
     aliases: tuple[Alias, ...] = ()
 
     def locate(self, name: str, index: tuple[int, ...]) -> Place | None:
         """Return the rank and file with an element of a tensor; None for an unknown tensor."""
-        tensor = self.model.tensors.get(name)
+        tensor = normalize_keys(self.model.tensors).get(name)
         if tensor is None:
             return None
         holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
@@ -59,20 +65,50 @@ def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
 def open_side(label: str, source: Source) -> Side:
     """Open the files of one model, and join their tensors.
 
-    label: A or B. Raises UsageError for files of several models, and CheckpointError for files that do not
-    form a whole model.
+    label: A or B. Raises UsageError for files of several models, and CheckpointError for files that cannot be read or
+    do not form a whole model.
     """
+    try:
+        title, group, opened = _open_files(source)
+        model = join(dict(group.ranks), title)
+    except SyncheckError as error:
+        error.args = (f"{label}: {error}",)
+        raise
+    return Side(label, group, model, opened.skipped, tuple(opened.aliases))
+
+
+def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
+    """Return the paths as text, the files of one model by rank, and everything that was opened."""
     given = _split(source)
     opened = paths.open_checkpoints(given)
-    unreadable = tuple(opened.unreadable)
-    if not opened.snapshots:
-        problem = f"{unreadable[0].path}: {unreadable[0].reason}" if unreadable else "no checkpoint"
-        raise UsageError(problem)
+    if broken := opened.unreadable:
+        raise UsageError(f"{broken[0].path}: {broken[0].reason}")
     groups = group_replicas(opened.snapshots, roots=opened.roots)
     title = ", ".join(given)
-    group = groups[0] if len(groups) == 1 else _merge_parts(label, title, groups)
-    model = join(dict(group.ranks), title)
-    return Side(label, group, model, unreadable, opened.skipped, tuple(opened.aliases))
+    return title, groups[0] if len(groups) == 1 else _merge_parts(title, groups), opened
+
+
+def list_shards(source: Source) -> dict[str, Any]:
+    """Return which rank and file hold which box of each tensor of a model, as JSON values (`syncheck show --shards`).
+
+    A box has a start and a shape, in elements; both are None if the files do not show its position. Boxes that several
+    ranks hold are listed once. Raises UsageError for unreadable files, and for files of several models.
+    """
+    title, group, _ = _open_files(source)
+    rows: dict[str, dict[str, Any]] = {}
+    boxes: dict[tuple[str, Any], dict[str, Any]] = {}
+    for name, rank, tensor, shards in list_boxes(dict(group.ranks)):
+        empty = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
+        row = rows.setdefault(name, empty)
+        for shard in [None] if shards is None else shards:
+            start, shape = (None, None) if shard is None else (list(shard.start), list(shard.tensor.shape))
+            key = name, (rank if shard is None else (shard.start, shard.tensor.shape))
+            if key not in boxes:
+                boxes[key] = {"start": start, "shape": shape, "ranks": [], "files": []}
+                row["boxes"].append(boxes[key])
+            boxes[key]["ranks"] += [rank] if len(group.ranks) > 1 else []
+            boxes[key]["files"].append(tensor.path if shard is None else shard.tensor.path)
+    return {"path": title, "files": len(group.ranks), "tensors": list(rows.values())}
 
 
 def _split(source: Source) -> list[str]:
@@ -82,14 +118,14 @@ def _split(source: Source) -> list[str]:
     return [path] if os.path.lexists(path) else [part for part in path.split(",") if part] or [path]
 
 
-def _merge_parts(label: str, title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
+def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
     names = [name for snapshot in snapshots for name in snapshot.tensors]
     if len(groups) == len(snapshots) and len(set(names)) == len(names):
         return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
     found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
-    raise UsageError(f"{label}: {title}: {len(groups)} models ({found}); pass the files of one step of one run")
+    raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
 
 
 def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
@@ -123,13 +159,13 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
         " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
     )
     comparison = _describe_sides(compare_group(pair, selection), sides, subset=options.subset)
+    if options.cast is not None:
+        comparison = _accept_casts(comparison, sides, options.cast, options.jobs)
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
     groups.append(judge_difference(comparison, frozenset(code.upper() for code in options.allow)))
-    unreadable = tuple(broken for side in sides for broken in side.unreadable)
     report = Report(
-        verdict=overall(groups, unreadable),
+        verdict=overall(groups, ()),
         groups=tuple(groups),
-        unreadable=unreadable,
         skipped=sum(side.skipped for side in sides),
         aliases=tuple(alias for side in sides for alias in side.aliases),
         command="diff",
@@ -147,7 +183,7 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     subset: whether B may lack tensors. Raises UsageError if the models have no name in common.
     """
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
-    if len(missing) == comparison.counts.tensors:
+    if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
         raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
     tensors = []
@@ -161,9 +197,60 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
             diff = replace(diff, detail=relabel(diff.detail, LABELS))
         tensors.append(diff)
     values = tuple(replace(v, counts=v.counts and not (subset and v.by_rank.get(1) is None)) for v in comparison.values)
-    notes = tuple(relabel(note, LABELS) for note in comparison.notes)
+    notes = [relabel(note, LABELS) for note in comparison.notes]
+    if absent := tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET):
+        notes.append(Note.SUBSET(count=len(absent), names=absent))
     replicas = tuple(
         replace(replica, label=side.label, files=len(side.group.ranks))
         for replica, side in zip(comparison.replicas, sides, strict=True)
     )
-    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=notes)
+    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))
+
+
+def _accept_casts(comparison: Comparison, sides: Sequence[Side], dtype: str, jobs: int | None) -> Comparison:
+    """Count a floating-point tensor as close if B is A, converted to `dtype` and then to B's own dtype, bit by bit."""
+    models = [normalize_keys(side.model.tensors) for side in sides]
+    kinds, tensors = dict(comparison.kinds), []
+    with Files(jobs=jobs) as files:
+        for diff in comparison.tensors:
+            a, b = (model.get(diff.name) for model in models)
+            if not diff.out_of_sync or a is None or b is None or not _is_cast(a, b, dtype, files):
+                tensors.append(diff)
+                continue
+            old = kinds[diff.kind]
+            kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
+            tensors.append(
+                replace(
+                    diff, status="close", tolerance=f"cast {dtype}", reason=None, detail=None, facts=(), minority=()
+                )
+            )
+    counts = sum(kinds.values(), Counts())
+    return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
+
+
+def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
+    readable = all(not t.refused and t.digest is None and DTYPES[t.dtype].family == "float" for t in (a, b))
+    if not readable or a.shape != b.shape:
+        return False
+    converted = Tensor(a.name, b.dtype, a.shape, contiguous_strides(a.shape), a.path, 0, data=_Cast(a, dtype, b, files))
+    return len(cluster_replicas([converted, b], files)) == 1
+
+
+class _Cast:
+    """The bytes of a tensor after a conversion to another dtype and to the dtype of its copy, read in blocks.
+
+    Numbers are rounded to the nearest representable value, and ties to even, as torch does.
+    """
+
+    def __init__(self, source: Tensor, dtype: str, copy: Tensor, files: Files) -> None:
+        self._source, self._files = source, files
+        self._dtypes = [DTYPES[name] for name in (source.dtype, dtype, copy.dtype)]
+
+    def __getitem__(self, part: slice) -> bytes:
+        import numpy as np
+
+        own, cast, copy = (row.dtype() for row in self._dtypes)
+        start, stop = (at // copy.itemsize for at in (part.start, part.stop))
+        block = self._files.read(self._source, start, stop - start, _SLOT)
+        with np.errstate(all="ignore"):  # numbers beyond the range of the dtype become infinite
+            return bytes(np.frombuffer(block, own).astype(cast).astype(copy).tobytes())

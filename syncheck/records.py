@@ -24,12 +24,10 @@ __all__ = [
     "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
 
-
 _Value = TypeVar("_Value")
 
 # Norms and cosines are computed over the first elements of a tensor, up to this number.
 MEASURED = 1 << 18
-
 # The powers of ten at which the decades of a histogram begin.
 DECADES = range(-12, 6)
 
@@ -258,10 +256,7 @@ class TensorDiff:
     clusters: tuple[tuple[int, ...], ...] = ()
     """Ranks with equal bytes, largest set first; with several replica groups, only of groups with differences."""
     mismatched: int | None = 0
-    """Number of elements with different values; all numbers describe the worst replica group.
-
-    None if only digests or checksums were compared. The other numbers are then unknown, too.
-    """
+    """Different elements in the worst replica group; None, like all numbers, if only digests were compared."""
     numel: int = 0
     max_abs: float | int | None = None
     max_rel: float | None = None
@@ -288,6 +283,11 @@ class TensorDiff:
         return self.status == "different" or (
             self.status == "not_compared" and self.reason in (Reason.MISSING, Reason.SHAPE, Reason.DTYPE)
         )
+
+    @property
+    def uncompared(self) -> bool:
+        """Whether a tensor of two models could not be compared, and no option accepts the reason."""
+        return self.status == "not_compared" and self.reason not in (Reason.RNG, Reason.SUBSET)
 
     @property
     def unknown(self) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from syncheck.records import Group, Reason
+from syncheck.records import Group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import Comparison, Finding, TensorDiff, Unreadable, Verdict
+    from syncheck.records import Comparison, Finding, Unreadable, Verdict
 
 
 def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozenset[str]) -> Group:
@@ -41,13 +41,8 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
 
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     judged = with_findings(group, diagnose_difference(comparison, allow))
-    undecided = judged.verdict == "in_sync" and any(map(is_uncompared, judged.tensors))
+    undecided = judged.verdict == "in_sync" and any(diff.uncompared for diff in judged.tensors)
     return replace(judged, verdict="undecided") if undecided else judged
-
-
-def is_uncompared(diff: TensorDiff) -> bool:
-    """Whether a tensor of two models could not be compared and no option accepts the reason."""
-    return diff.status == "not_compared" and diff.reason not in (Reason.RNG, Reason.SUBSET)
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:

@@ -63,7 +63,7 @@ ALLOWED = {
     | {"names", "tensor_parallel", "logical.boxes", "logical.dtensors"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "values")},
     "model_diff": BASE
-    | {"baseline"}
+    | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},

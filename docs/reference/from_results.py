@@ -144,6 +144,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "2-gib-cmp-s": _seconds("last_element", "cmp"),
     "memory-identical-mb": _measured("memory", "4 ranks of 1 GiB, identical, MB"),
     "memory-different-mb": _measured("memory", "4 ranks of 1 GiB, all different, MB"),
+    "diff-memory-mb": _measured("diff", "columns: peak of RssAnon, MB"),
+    "diff-per-cmp": _measured("diff", "columns: ratio to cmp of equal bytes"),
     "rank-test-s": _measured("distributed_tests", "a test after the first, s"),
     "rank-tests-s": _seconds("distributed_tests", "syncheck(ranks=2)"),
     "rank-tests-spawn-s": _seconds("distributed_tests", "spawn"),

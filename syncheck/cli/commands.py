@@ -210,9 +210,14 @@ def _print_report(run: RunOptions, found: Report, layout: str) -> None:
 
 def show(arguments: argparse.Namespace) -> int:
     """`syncheck show`."""
-    from syncheck import contents
+    if arguments.shards:
+        from syncheck.model_diff import list_shards
 
-    listed = contents.describe(arguments.path)
+        listed = list_shards(arguments.path)
+    else:
+        from syncheck import contents
+
+        listed = contents.describe(arguments.path)
     if arguments.format == "json":
         from syncheck.report import json_document
 
@@ -220,7 +225,8 @@ def show(arguments: argparse.Namespace) -> int:
     else:
         from syncheck.report import text
 
-        output.print_parts(text.list_contents(listed), arguments.color)
+        parts = text.list_shards(listed) if arguments.shards else text.list_contents(listed)
+        output.print_parts(parts, arguments.color)
     return 0
 
 

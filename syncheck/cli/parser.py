@@ -148,7 +148,10 @@ def _add_report(subparsers: Any) -> None:
 def _add_show(subparsers: Any) -> None:
     text = "list the tensors of a checkpoint with kind, dtype, shape, bytes and statistics"
     parser = _add_command(subparsers, "show", commands.show, text)
-    parser.add_argument("path", metavar="PATH", help="a checkpoint file or folder")
+    parser.add_argument("path", metavar="PATH", help="a checkpoint file or folder; with --shards, as for `diff`")
+    parser.add_argument(
+        "--shards", action="store_true", help="show which rank and file hold which part of each tensor of a model"
+    )
     parser.add_argument(
         "--format", choices=("text", "json"), default="text", help="format of the list on stdout (default: text)"
     )

@@ -36,7 +36,8 @@ class Text(Sentence):
         "A and B have tensors of different shapes or dtypes: a conversion changed them, or they are other models."
     )
     DIFF_FIX = (
-        "Check the code that converts or saves these tensors. {cast:option DTYPE} accepts one conversion of dtypes."
+        "Check the code that converts or saves these tensors. If B was converted to another dtype on purpose, pass "
+        "{cast:option DTYPE}."
     )
     DIFF_SHAPES = "{tensors:count tensor} {tensors:verb has|have} different shapes"
     DIFF_DTYPES = "{tensors:count tensor} {tensors:verb has|have} different dtypes"

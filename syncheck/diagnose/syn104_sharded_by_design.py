@@ -8,8 +8,8 @@ Cause: the training method shards the model or its optimizer. Ranks with the sam
 shards a tensor are replicas of each other: HSDP shards are compared with their copies. A shard on a single rank has no
 copy to compare with.
 
-Fix: no change is needed. To compare sharded tensors, also save a full state dict on every rank (`get_model_state_dict`
-with `full_state_dict=True`), or add the mesh to the files with `syncheck.metadata()`.
+Fix: no change is needed. `syncheck diff` compares the shards with another copy of the model: a full state dict, another
+layout or an export. If plain tensors belong to a mesh, add it to the files with `syncheck.metadata()`.
 
 Incidents: NVIDIA-NeMo/Automodel#3135 (the replicate dimension was ignored: shards agreed within a replica of the model
 and differed between replicas, which only a comparison along this dimension shows).
@@ -35,7 +35,10 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = "The training method shards tensors: only ranks with the same shard are replicas of each other."
-    FIX = "No change is needed. To compare shards without a replica, also save a full state dict on every rank."
+    FIX = (
+        "No change is needed. syncheck diff compares shards without a replica to another copy of the model, such as "
+        "a full state dict."
+    )
     COMPARED = "{tensors}, {layout}: compared within {groups:sets}"
     PARTLY_COMPARED = "{tensors}, {layout}: {compared} compared within {groups:sets}, {alone} without a replica"
     NOT_COMPARED = "{tensors}, {layout}: not compared, because no two ranks hold the same shard"

@@ -66,6 +66,7 @@ class Text(Sentence):
     VALUES = "the value is {values:by_rank}"
     BITS = "the values differ in {bits:count bit}"
     CONSISTENT = "consistent with a bit flip before a later update"
+    DIFF_CONSISTENT = "more than one bit differs, so the element was overwritten, or updated after a bit flip"
 
 
 # dtype: (mantissa bits, exponent bits), lowest bits first. The sign bit, if any, is the highest.

@@ -31,7 +31,10 @@ class Text(Sentence):
         "The bytes changed after torch.save wrote them, on the disk or while copying; torch.load does not check them. "
         "The rank itself was in order when it saved."
     )
-    DIFF_FIX = "Save or copy the damaged file again."
+    DIFF_CAUSE = (
+        "The bytes changed after torch.save wrote them, on the disk or while copying; torch.load does not check them."
+    )
+    DIFF_FIX = "Save or copy the damaged file again. python -m zipfile -t FILE checks a file. Check the disk too."
     FIX = (
         "Replace the file: copy it again, or use the file of a rank in the majority. "
         "python -m zipfile -t FILE checks a file. Check the disk too."
@@ -46,7 +49,12 @@ def apply(case: Case) -> Match | None:
     if not damaged:
         return None
     ranks = tuple(sorted({rank for diff in damaged for rank in evidence_of(diff).damaged}))
-    paths = tuple(replica.path for replica in case.group.replicas if replica.rank in ranks)
+    paths = [replica.path for replica in case.group.replicas if replica.rank in ranks]
+    if case.group.labels:  # a model may have many files
+        paths = [d.places[rank].path for d in damaged for rank in evidence_of(d).damaged if rank in d.places] or paths
     names = tuple(diff.name for diff in damaged)
-    facts = (Text.CHANGED(paths=paths), Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names))
+    facts = (
+        Text.CHANGED(paths=tuple(dict.fromkeys(paths))),
+        Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names),
+    )
     return Match(damaged, ranks, facts)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from syncheck.diagnose.case import Case, Match, largest_difference
+from syncheck.diagnose.case import Case, Match, largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
 
 CODE = "SYN399"
 SLUG = "unexplained-model-difference"
 SEVERITY = "error"
+_MOST = 3  # values with their two sides
 
 
 class Text(Sentence):
@@ -32,12 +33,13 @@ class Text(Sentence):
     )
     FIX = (
         "Check the step and the run of both models. If only some tensors differ, look at the code that converts or "
-        "saves them."
+        "saves them. If a conversion to another dtype rounded the values, pass {cast:option DTYPE}."
     )
     TENSORS = "{count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
     KIND = "{count} {kind}"
     AGREE = "all {count:count other tensor} {count:verb agrees|agree}"
-    VALUES = "{count:count value} {count:verb differs|differ}: {names:names}"
+    VALUE = "{name} is {values:by_rank}"
+    MORE_VALUES = "{count:count more value} {count:verb differs|differ}"
 
 
 def apply(case: Case) -> Match | None:
@@ -52,5 +54,6 @@ def apply(case: Case) -> Match | None:
         if agreeing := case.group.counts.identical + case.group.counts.equal:
             facts.append(Text.AGREE(count=agreeing))
     if case.values:
-        facts.append(Text.VALUES(count=len(case.values), names=case.values))
+        values = [Text.VALUE(name=diff.name, values=dict(diff.by_rank)) for diff in case.of_values()]
+        facts += limit_facts(values, _MOST, Text.MORE_VALUES)
     return Match(case.tensors, case.group.ranks, facts, case.values)

@@ -79,21 +79,27 @@ def _find_damage(
     for diff in differing:
         tensors = {rank: replicas[diff.name][rank] for ranks in diff.clusters for rank in ranks}
         # Only torch.save stores checksums.
-        records = {rank: (tensor.path, tensor.record) for rank, tensor in tensors.items() if tensor.record}
+        parts = [
+            (rank, part, part.record)
+            for rank, tensor in tensors.items()
+            for part in ([shard.tensor for shard in tensor.shards] or [tensor])
+            if part.record
+        ]
         if 2 * (diff.mismatched or 0) >= diff.numel:
-            size = sum(record[2] for path, record in records.values() if (path, record[1]) not in shared)
+            sizes = {(part.path, record[1]): record[2] for _, part, record in parts}
+            size = sum(sizes[key] for key in sizes.keys() - shared.keys())
             if size > left:
                 continue
             left -= size
-        ranks = []
-        for rank, (path, record) in records.items():
-            intact = shared.get((path, record[1]))
+        ranks = set()
+        for rank, part, record in parts:
+            intact = shared.get((part.path, record[1]))
             if intact is None:
-                intact = _compute_crc32(tensors[rank], record, files) == record[0]
-                if tensors[rank].crc32 is None:  # the record contains other tensors, too
-                    shared[path, record[1]] = intact
+                intact = _compute_crc32(part, record, files) == record[0]
+                if part.crc32 is None:  # the record contains other tensors or boxes, too
+                    shared[part.path, record[1]] = intact
             if not intact:
-                ranks.append(rank)
+                ranks.add(rank)
         if ranks:
             damaged[diff.name] = tuple(sorted(ranks))
     return damaged

@@ -15,13 +15,14 @@ from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
 from syncheck.messages import Refusal
 from syncheck.names import normalize_keys
+from syncheck.snapshots import Shard
 from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     from syncheck.comparison.replica_groups import Division
-    from syncheck.snapshots import Shard, Snapshot, Tensor
+    from syncheck.snapshots import Snapshot, Tensor
 
 # Limit of boxes of all tensors together; ten thousand tensors on a hundred ranks.
 MOST_BOXES = 1 << 20
@@ -36,8 +37,11 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     """
     _check_run(snapshots)
     first = next(iter(snapshots.values()))
+    metadata = first.metadata and replace(
+        first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
+    )
     if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
-        return replace(first, path=path, mesh={}, numbered=())
+        return replace(first, path=path, mesh={}, metadata=metadata, numbered=())
     named, parts = detect_partitioning(dict(snapshots))
     aligned: dict[str, dict[int, Tensor]] = {}
     for rank, snapshot in named.items():
@@ -55,9 +59,6 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         left -= len(tensors[name].shards)
         if left < 0:
             raise MalformedFile(path, found=f"tensors in more than {MOST_BOXES} parts", needed="a readable layout")
-    metadata = first.metadata and replace(
-        first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
-    )
     return replace(
         first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
         stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
@@ -123,3 +124,16 @@ def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
         for name, found in by_name.items()
         if not is_membership(name) or (len(found) == len(snapshots) and all(value == found[0] for value in found))
     }
+
+
+def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Tensor, list[Shard] | None]]:
+    """Yield (name, rank, tensor, its boxes) for each tensor in each file; None if its position is unknown.
+
+    snapshots: the files of one model, by rank.
+    """
+    for rank, snapshot in snapshots.items():
+        for name, tensor in normalize_keys(snapshot.tensors).items():
+            if tensor.sharding is not None and not is_whole(tensor.sharding):
+                yield name, rank, tensor, find_boxes(rank, tensor)
+            else:
+                yield name, rank, tensor, list(tensor.shards) or [Shard(tensor, (0,) * len(tensor.shape))]

@@ -42,9 +42,10 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
         lines.append(f"unreadable: {one_line(_cut(file.path))}: {one_line(_cut(file.reason, _SENTENCE))}")
     lines += [_verdict(report), words.counts_line(report)]
     codes = dict.fromkeys(f.code for group in failing for f in group.findings if f.fails)
-    title = f"replicas are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
+    subject = "A and B" if report.command == "diff" else "replicas"
+    title = f"{subject} are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
     if report.verdict == "out_of_sync":
-        title = f"replicas are out of sync: {', '.join(codes)}"
+        title = f"{subject} are out of sync: {', '.join(codes)}"
     return logged("\n".join(_cut(line, MOST_COLUMNS) for line in [title, "", *lines]))
 
 

@@ -137,9 +137,10 @@ def _level(finding: Finding) -> Level:
 def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
     names = frozenset(finding.tensors)
     worst = words.sort_worst_first([diff for diff in group.tensors if diff.name in names])
-    rows = [_row(diff.name, *words.difference_cells(diff)) for diff in worst[:_MOST_TENSORS]]
+    rows = [_row(diff.name, *words.difference_cells(diff, group.labels)) for diff in worst[:_MOST_TENSORS]]
     if len(worst) > _MOST_TENSORS:
         rows.append(f"- and {len(worst) - _MOST_TENSORS} more")
+    rows += words.place_lines(worst[:_MOST_TENSORS], group)
     text = (
         finding.evidence,
         before,

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from syncheck.records import Finding, Group, Report, TensorDiff
 
-COLUMNS = ("tensor", "kind", "ranks", "differing", "max abs", "max rel", "max ulp")
-
 # Rows visible without JavaScript.
 MOST_ROWS = 500
 # Rows of all tables of a page together, about 100 bytes each.
 MOST_DATA = 100_000
+# Tensors of two models with the files that hold their largest difference.
+_MOST_PLACES = 10
 # Runs with their own charts, which take a third of a second and 50 kB each; runs out of sync come first.
 _MOST_CHARTS = 10
 _HEATMAP_CAPTION = (
@@ -54,13 +54,13 @@ def render(report: Report, version: str) -> str:
         *(f'<p class="closure">{_escape(closure.sentence)}</p>' for closure in report.closures),
         *(f"<p>{_escape(line)}</p>" for line in words.fixed_lines(report.groups)),
     ]
-    if runs:
+    if runs and report.command == "compare":
         body += [
             "<h2>Runs</h2>",
             _runs_table([group for groups in runs.values() for group in shown_steps(groups)]),
             *_drift(report, charts=charts),
         ]
-    if (report.drift or report.verdict == "out_of_sync") and not charts:
+    if report.command == "compare" and (report.drift or report.verdict == "out_of_sync") and not charts:
         body.append('<p class="note">No charts: matplotlib is not installed (pip install "syncheck[html]").</p>')
     # If a finding has a history, only the last step has charts; the drift chart and table cover the other steps.
     runs_with_charts = set(_most_important(runs)) if charts else set()
@@ -231,27 +231,24 @@ def _tensor_table(group: Group, most_data: int) -> list[str]:
         return []
     shown, more = diffs[:MOST_ROWS], diffs[MOST_ROWS : MOST_ROWS + most_data]
     parts = ["<h3>Tensors that are not identical</h3>", '<div class="tensors">']
-    parts.append(_table(COLUMNS, [_cells(diff, group.labels) for diff in shown], numbers=COLUMNS[4:]))
+    parts.append(_table(words.columns(group), [words.cells(diff, group) for diff in shown], numbers=words.NUMBERS))
     if more:
-        parts.append(f'<script type="application/json">{_rows_json(more, group.labels)}</script>')
+        parts.append(f'<script type="application/json">{_rows_json(more, group)}</script>')
         parts.append(
             f'<p class="note unscripted">... and {len(diffs) - MOST_ROWS} more; enable JavaScript to see them.</p>'
         )
     if omitted := len(diffs) - len(shown) - len(more):
         parts.append(f'<p class="note">{omitted} more tensors are not on this page; the JSON report lists all.</p>')
+    parts += [f'<p class="note">{_escape(line)}</p>' for line in words.place_lines(diffs[:_MOST_PLACES], group)]
     return [*parts, "</div>"]
 
 
-def _cells(diff: TensorDiff, labels: Sequence[str]) -> tuple[str, ...]:
-    return diff.name, diff.kind, words.clusters_text(diff, labels), *words.difference_cells(diff)
-
-
-def _rows_json(diffs: Sequence[TensorDiff], labels: Sequence[str]) -> str:
+def _rows_json(diffs: Sequence[TensorDiff], group: Group) -> str:
     """Return rows with cells as indices into a list of distinct texts, because most cells repeat."""
     texts: dict[str, int] = {}
     rows = [
         [one_line(name), *(texts.setdefault(one_line(cell), len(texts)) for cell in cells)]
-        for name, *cells in (_cells(diff, labels) for diff in diffs)
+        for name, *cells in (words.cells(diff, group) for diff in diffs)
     ]
     return _script_json({"texts": list(texts), "rows": rows})
 

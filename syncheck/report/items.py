@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.records import Counts
+from syncheck.records import Counts, Report
 from syncheck.report import words
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ def _undecided_reason(part: Group, *, is_values: bool) -> str:
         reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in part.tensors)
         details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
         return f"no tensor was compared ({details})" if details else "no tensor was compared; options may exclude all"
+    if part.labels and any(diff.uncompared for diff in part.tensors):
+        return str(words.undecided_reason(Report("undecided", (part,), command="diff")))
     if part.verdict == "undecided":
         return "too few tensors of this group were compared for a verdict"
     return ""

@@ -87,7 +87,9 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
 
 
 def _add_properties(suite: ET.Element, group: Group) -> None:
-    values = {"verdict": group.verdict, "run": group.run, "replicas": str(len(group.replicas))}
+    values = {"verdict": group.verdict, "run": group.run}
+    if not group.labels:
+        values["replicas"] = str(len(group.replicas))
     if group.step is not None:
         values["step"] = str(group.step)
     values |= {name: str(getattr(group.counts, name)) for name in ("tensors", "different", "not_compared")}

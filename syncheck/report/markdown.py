@@ -34,6 +34,7 @@ _MOST_NAME = 200
 _MOST_TEXT = 1_000
 _MOST_CELL = 80
 _MOST_PIECES = 8
+_MOST_PLACES = 3
 
 # Words without special characters of Markdown.
 _PLAIN = re.compile(r"(?:[^\W_]|[.,;:()'\"%/=+?-])+")
@@ -154,12 +155,13 @@ def _table(group: Group) -> str:
     diffs = words.tensors_to_list(group)
     if not diffs:
         return ""
+    titles = words.columns(group)
     lines = [
-        "| tensor | kind | ranks | differing | max abs | max rel | max ulp |",
-        "|---|---|---|---|--:|--:|--:|",
-        *(_row(diff, group.labels) for diff in diffs[:MOST_ROWS]),
+        f"| {' | '.join(titles)} |",
+        f"|{'|'.join('--:' if title in words.NUMBERS else '---' for title in titles)}|",
+        *(_row(diff, group) for diff in diffs[:MOST_ROWS]),
     ]
-    table = "\n".join(lines)
+    table = "\n".join([*lines, *(f"\n{text(line)}" for line in words.place_lines(diffs[:_MOST_PLACES], group))])
     if len(diffs) > MOST_ROWS:
         table += f"\n\n... and {len(diffs) - MOST_ROWS} more; the .json report lists all."
     if len(diffs) <= _OPEN_ROWS:
@@ -168,11 +170,12 @@ def _table(group: Group) -> str:
     return f"<details><summary>{len(diffs)} tensors, worst first</summary>\n\n{table}\n\n</details>"
 
 
-def _row(diff: TensorDiff, labels: Sequence[str]) -> str:
-    differing, *differences = words.difference_cells(diff)
-    ranks = words.clusters_text(diff, labels)
-    ranks = (ranks if len(ranks) <= _MOST_CELL else f"{ranks[:_MOST_CELL]}...").replace("|", "\\|")
-    return f"| {' | '.join([name(diff.name), text(diff.kind), ranks, text(differing), *differences])} |"
+def _row(diff: TensorDiff, group: Group) -> str:
+    row = dict(zip(words.columns(group), words.cells(diff, group), strict=True))
+    row |= {"tensor": name(diff.name), "kind": text(diff.kind), "differing": text(row["differing"])}
+    if ranks := row.get("ranks"):
+        row["ranks"] = (ranks if len(ranks) <= _MOST_CELL else f"{ranks[:_MOST_CELL]}...").replace("|", "\\|")
+    return f"| {' | '.join(row.values())} |"
 
 
 def name(raw: str) -> str:

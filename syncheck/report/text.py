@@ -89,7 +89,7 @@ def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
         parts += [_kinds(group), BLANK]
     for finding in group.findings:
         parts += _finding(finding)
-    values = words.values_text(group.values)
+    values = words.values_text(group.values, group.labels)
     if values:
         parts += [line(f"values that differ: {values}", "dim", 2), BLANK]
     return parts + _tensors(group, limit, all_rows)
@@ -130,16 +130,16 @@ def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
     sharded = sum(diff.reason == "sharded" for diff in group.tensors) if limit else 0
     parts: list[Part] = []
     if worst:
-        rows = [(diff, words.difference_cells(diff)) for diff in worst[: limit or None]]
+        titles = words.columns(group)
+        rows = [words.cells(diff, group) for diff in worst[: limit or None]]
         # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
-        known = any(cell not in ("", "-") for _, (_, *differences) in rows for cell in differences)
-        numbers = ("max abs", "max rel", "max ulp") if known else ()
-        ranks = ("models" if group.labels else "ranks",)
-        grid = Grid(("tensor", "kind", *ranks, "differing", *numbers), right=numbers, indent=2)
-        for diff, (differing, *differences) in rows:
-            clusters = words.clusters_text(diff, group.labels)
-            grid.add(diff.name, diff.kind, clusters, differing, *differences[: len(numbers)])
-        parts += [grid, *lines(words.place_lines([diff for diff, _ in rows[:_MOST_PLACES]], group), indent=2)]
+        optional = [i for i, title in enumerate(titles) if title in (*words.NUMBERS, "worst at")]
+        known = any(cells[i] not in ("", "-") for cells in rows for i in optional)
+        shown = [i for i in range(len(titles)) if known or i not in optional]
+        grid = Grid(tuple(titles[i] for i in shown), right=words.NUMBERS, indent=2)
+        for cells in rows:
+            grid.add(*(cells[i] for i in shown))
+        parts += [grid, *lines(words.place_lines(worst[:_MOST_PLACES], group), indent=2)]
     more = [f"{len(worst) - limit} more"] if limit and len(worst) > limit else []
     more += [f"{sharded} sharded"] if sharded else []
     if more:
@@ -202,6 +202,26 @@ def list_contents(contents: Mapping[str, Any]) -> list[Part]:
     if contents["stubs"]:
         header.append("objects of unknown classes, not loaded: " + ", ".join(contents["stubs"]))
     return [*lines(header), BLANK, grid]
+
+
+def list_shards(contents: Mapping[str, Any]) -> list[Part]:
+    """Return the output of `syncheck show --shards`. contents: the result of `model_diff.list_shards`."""
+    count, files = len(contents["tensors"]), contents["files"]
+    header = f"{contents['path']}: {count} tensor{'s' * (count != 1)} in {files} file{'s' * (files != 1)}"
+    grid = Grid(("tensor", "dtype", "shape", "part", "ranks", "file"))
+    for row in contents["tensors"]:
+        for box in row["boxes"]:
+            whole = box["shape"] == row["shape"]
+            part = "whole" if whole else "unknown" if box["start"] is None else _box_text(box["start"], box["shape"])
+            more = len(box["files"]) - 1
+            file = box["files"][0] + (f" and {more} more" if more else "")
+            shape = "x".join(map(str, row["shape"])) or "scalar"
+            grid.add(row["name"], row["dtype"], shape, part, words.rank_ranges(box["ranks"]) or "-", file)
+    return [line(header), BLANK, grid]
+
+
+def _box_text(start: Sequence[int], shape: Sequence[int]) -> str:
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in zip(start, shape, strict=True))}]"
 
 
 def _number_cell(value: Any) -> str:

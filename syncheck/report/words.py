@@ -22,6 +22,8 @@ VERDICTS = {
     "alone": "ALONE",
 }
 
+# Columns of `difference_cells`, besides the number of differing elements.
+NUMBERS = ("max abs", "max rel", "max ulp")
 _MOST_VALUES = 5
 _MOST_FIXED = 3
 _MOST_PATHS = 6
@@ -75,6 +77,9 @@ def undecided_reason(report: Report) -> Message:
     if alone:
         paths = names_text([_shorten_name(group.replicas[0].path) for group in alone])
         return Undecided.SOME_ALONE(count=len(alone), paths=paths)
+    if uncompared := [diff for group in report.groups if group.labels for diff in group.tensors if diff.uncompared]:
+        first = uncompared[0]
+        return Undecided.NOT_COMPARED(count=len(uncompared), name=f"{first.name:.80}", detail=first.detail)
     unknown = [diff for group in report.groups for diff in group.tensors if diff.unknown]
     if ambiguous := [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]:
         name, detail = f"{ambiguous[0].name:.80}", ambiguous[0].detail
@@ -83,8 +88,8 @@ def undecided_reason(report: Report) -> Message:
         return Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
     if unknown:
         return Undecided.NO_CHECKSUMS(unknown=len(unknown), tensors=report.counts.tensors)
-    if uncompared := [group.uncompared for group in report.groups if group.uncompared]:
-        return Undecided.RANKS_NOT_COMPARED(ranks=uncompared[0])
+    if absent := [group.uncompared for group in report.groups if group.uncompared]:
+        return Undecided.RANKS_NOT_COMPARED(ranks=absent[0])
     if any(group.shards for group in report.groups):
         return Undecided.ONLY_SHARDS()
     excluded = sum(group.left_out for group in report.groups)
@@ -156,27 +161,33 @@ def replica_text(replica: Replica) -> str:
 
 
 def place_lines(diffs: Sequence[TensorDiff], group: Group) -> list[str]:
-    """Return the location of the largest difference of each tensor, if two models differ and one has several files."""
-    if max((replica.files for replica in group.replicas), default=1) < 2 or not group.labels:
+    """Return the files with the largest difference of each tensor, if two models differ and one has several files."""
+    if not group.labels or all(replica.files < 2 for replica in group.replicas):
         return []
     lines = []
     for diff in diffs:
-        parts = [
-            f"{label} {place.path}" + ("" if place.rank is None else f" (rank {place.rank})")
-            for label, place in zip(group.labels, diff.places.values(), strict=False)
+        places = [
+            f"{group.labels[side]} {place.path}" + ("" if place.rank is None else f" (rank {place.rank})")
+            for side, place in diff.places.items()
         ]
-        if parts:
-            lines.append(f"{diff.name}{list(diff.index or ())}: {', '.join(parts)}")
+        if places:
+            lines.append(f"largest difference of {diff.name}: {', '.join(places)}")
     return lines
 
 
-def clusters_text(diff: TensorDiff, labels: Sequence[str] = ()) -> str:
-    """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups.
+def columns(group: Group) -> tuple[str, ...]:
+    """Return the headings of the table of tensors, for `cells`."""
+    return ("tensor", "kind", "worst at" if group.labels else "ranks", "differing", *NUMBERS)
 
-    labels: of two models, instead of ranks.
-    """
-    if labels:
-        return " | ".join(labels[rank] for ranks in diff.clusters for rank in ranks)
+
+def cells(diff: TensorDiff, group: Group) -> tuple[str, ...]:
+    """Return the row of a tensor in the table: for two models with the index of the worst element, else with ranks."""
+    index = "" if diff.index is None else str(list(diff.index))
+    return diff.name, diff.kind, index if group.labels else clusters_text(diff), *difference_cells(diff, group.labels)
+
+
+def clusters_text(diff: TensorDiff) -> str:
+    """Return the sets of ranks with equal values: '0,2,3 | 1', or '0 | 2; 1 | 3' for several replica groups."""
     sets_by_group = sets_within(diff)
     if len(sets_by_group) < 2:
         return _sets_text(diff.clusters)
@@ -190,8 +201,11 @@ def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
     return " | ".join(shown) + (f" | {more} more" if more > 0 else "")
 
 
-def difference_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
-    """Return differing elements, max abs, max rel and max ULP of a tensor, or why it was not compared."""
+def difference_cells(diff: TensorDiff, labels: Sequence[str] = ()) -> tuple[str, str, str, str]:
+    """Return differing elements, max abs, max rel and max ULP of a tensor, or why it was not compared.
+
+    labels: of two models.
+    """
     if diff.status == "not_compared":
         return one_line(f"{diff.reason}: {diff.detail}"), "", "", ""
     if diff.mismatched is None:
@@ -199,7 +213,7 @@ def difference_cells(diff: TensorDiff) -> tuple[str, str, str, str]:
     differing = f"{diff.mismatched} of {diff.numel}"
     ranks_not_finite = sum(1 for count in diff.nonfinite.values() if count)
     if 0 < ranks_not_finite < len(diff.nonfinite):
-        differing += " (not finite on some ranks)"
+        differing += f" (not finite {'in one model' if labels else 'on some ranks'})"
     if diff.status == "close":
         differing += one_line(f", close: {diff.tolerance}")
     absolute = "-" if diff.max_abs is None else f"{diff.max_abs:.3g}"
@@ -239,13 +253,17 @@ def kind_cell(counts: Counts) -> str:
     return ", ".join(parts) or (f"{counts.tensors} agree" if counts.tensors else "-")
 
 
-def values_text(values: Sequence[ValueDiff]) -> str:
-    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks."""
+def values_text(values: Sequence[ValueDiff], labels: Sequence[str] = ()) -> str:
+    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks.
+
+    labels: of two models, instead of ranks.
+    """
     shown = [value for value in values if None not in value.by_rank.values()]
-    texts = [
-        f"{value.name}: " + ", ".join(f"{brief(of, 40)} on rank {rank}" for rank, of in list(value.by_rank.items())[:4])
-        for value in shown[:_MOST_VALUES]
-    ]
+    texts = []
+    for value in shown[:_MOST_VALUES]:
+        owners = (f"in {labels[rank]}" if labels else f"on rank {rank}" for rank in value.by_rank)
+        parts = [f"{brief(of, 40)} {owner}" for owner, of in zip(owners, value.by_rank.values(), strict=True)]
+        texts.append(f"{value.name}: {', '.join(parts[:4])}")
     if len(shown) > _MOST_VALUES:
         texts.append(f"and {len(shown) - _MOST_VALUES} more")
     return "; ".join(texts)
@@ -270,9 +288,9 @@ def sort_worst_first(diffs: Sequence[TensorDiff]) -> list[TensorDiff]:
 def tensors_to_list(group: Group, *, shards: bool = True) -> list[TensorDiff]:
     """Return the tensors to list in a report, worst first. shards: include tensors stored only as shards.
 
-    RNG states, which differ by design, are counted but not listed.
+    RNG states, which differ by design, and tensors of A that B may lack are counted but not listed.
     """
-    unlisted = ("rng",) if shards else ("rng", "sharded")
+    unlisted = ("rng", "subset") if shards else ("rng", "subset", "sharded")
     return sort_worst_first([diff for diff in group.tensors if diff.reason not in unlisted])
 
 

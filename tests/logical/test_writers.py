@@ -224,3 +224,28 @@ def test_distributed_checkpoints(syncheck_rank: Rank) -> None:
         assert diff.index == (part.start[0] + 2, 1)
         assert (diff.places[1].path, diff.places[0].path) == (str(shard), str(files / "m_rank0.pth"))
     dist.barrier()
+
+
+@pytest.mark.slow
+def test_a_folder_of_transformers(tmp_path: Path) -> None:
+    """`save_pretrained` in several files equals the full file; a changed element is found in its file."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    torch.save(model.state_dict(), tmp_path / "full.pth")
+    model.save_pretrained(tmp_path / "export", max_shard_size="10KB")
+    shards = sorted((tmp_path / "export").glob("*.safetensors"))
+    assert len(shards) > 2
+    report = syncheck.diff(tmp_path / "full.pth", tmp_path / "export")
+    assert (report.exit_code, report.counts.identical) == (0, len(model.state_dict()))
+    name = "model.layers.1.mlp.down_proj.weight"
+    part = syncheck.read(str(tmp_path / "export")).tensors[name]
+    with Path(part.path).open("r+b") as file:
+        file.seek(part.offset + 4 * 35)
+        file.write(b"\xff\xff")
+    report = syncheck.diff(tmp_path / "full.pth", tmp_path / "export")
+    (diff,) = report.groups[-1].tensors
+    assert (report.exit_code, diff.name, diff.index, diff.places[1].path) == (1, name, (1, 3), part.path)

@@ -80,7 +80,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "junk.json").write_text("{}")
     arguments = {
-        "known.json: no such baseline; create it with `syncheck compare --update-baseline`": FILES,
+        "known.json: no such baseline; create it with --update-baseline": FILES,
         "junk.json: not a baseline: it has no syncheck_baseline": [*FILES[:-1], "junk.json"],
         "--syncheck-update-baseline: requires --syncheck-baseline FILE": [*FILES[:3], "--syncheck-update-baseline"],
         "--syncheck-update-baseline: no checkpoints to compare": UPDATE[3:],

@@ -1,0 +1,70 @@
+"""`--cast`: differences of exactly one conversion are accepted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import syncheck
+
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BF16 = syncheck.DiffOptions(cast="bfloat16")
+
+
+def states() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a model in float32 and its copy in bfloat16, with a norm that stays in float32 and a counter."""
+    torch.manual_seed(0)
+    model = {"w": torch.randn(300, 400), "norm": torch.ones(5), "big": torch.tensor([3.4e38, -0.0, float("inf")])}
+    copy = {name: tensor.to(torch.bfloat16) for name, tensor in model.items()}
+    return {**model, "count": torch.tensor(3)}, {**copy, "norm": model["norm"], "count": torch.tensor(3)}
+
+
+@pytest.mark.parametrize("again", [None, torch.float32, torch.float64])
+def test_one_conversion_is_close(tmp_path: Path, again: Any) -> None:
+    """A copy in bfloat16, or converted back, is accepted with --cast only."""
+    model, copy = states()
+    if again is not None:
+        copy = {name: t.to(again) if t.dtype == torch.bfloat16 else t for name, t in copy.items()}
+    torch.save(model, tmp_path / "a.pth")
+    torch.save(copy, tmp_path / "b.pth")
+    assert syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth").exit_code == 1
+    report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=BF16)
+    assert (report.exit_code, report.counts.close, report.counts.identical) == (0, 2, 2)
+    assert {diff.tolerance for diff in report.groups[-1].tensors} == {"cast bfloat16"}
+
+
+@pytest.mark.parametrize("fault", ["one step", "truncated", "integer"])
+def test_any_other_difference_is_out_of_sync(tmp_path: Path, fault: str) -> None:
+    """One bfloat16 step more, a conversion that truncates, and other integers are not accepted."""
+    model, copy = states()
+    if fault == "one step":
+        copy["w"].view(torch.int16)[7, 9] += 1
+    elif fault == "truncated":
+        copy["w"] = (model["w"].view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    else:
+        copy["count"] = torch.tensor(4)
+    torch.save(model, tmp_path / "a.pth")
+    torch.save(copy, tmp_path / "b.pth")
+    report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=BF16)
+    name = "count" if fault == "integer" else "w"
+    assert report.exit_code == 1
+    assert [diff.name for diff in report.groups[-1].tensors if diff.out_of_sync] == [name]
+
+
+def test_shards_are_converted(tmp_path: Path) -> None:
+    """The conversion applies to tensors in several files, and to tensors larger than a block."""
+    import numpy as np
+    from dtensors import save_ranks
+
+    whole = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32)
+    (tmp_path / "ranks").mkdir()
+    save_ranks(tmp_path / "ranks", {0: whole[:4], 1: whole[4:]}, ["S(0)"], [2])
+    torch.save({"w": torch.from_numpy(whole).half()}, tmp_path / "half.pth")
+    options = syncheck.DiffOptions(cast="float16")
+    assert syncheck.diff(tmp_path / "ranks", tmp_path / "half.pth", options=options).exit_code == 0
+    assert syncheck.diff(tmp_path / "ranks", tmp_path / "half.pth", options=BF16).exit_code == 1
