@@ -11,6 +11,7 @@ from syncheck.comparison.optimizer_parts import detect_partitioning
 from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.comparison.values import is_membership
 from syncheck.errors import MalformedFile, brief
+from syncheck.logical import deepspeed
 from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
 from syncheck.messages import Refusal
@@ -36,6 +37,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     MalformedFile for a tensor with a hole, and for files of different steps or runs.
     """
     _check_run(snapshots)
+    snapshots = {rank: deepspeed.join(s) if s.format == "deepspeed" else s for rank, s in snapshots.items()}
     first = next(iter(snapshots.values()))
     metadata = first.metadata and replace(
         first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
