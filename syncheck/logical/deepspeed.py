@@ -37,7 +37,9 @@ _FLAT = re.compile(r"(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d+)
 _STATE = re.compile(r"(?:base_optimizer_state\.|optimizer_state_dict\.\w+\.)?(\d+)\.(\w+)")
 _FROZEN = "frozen_param_fragments."
 # Values that describe the partitions and not the model.
-_LAYOUT = re.compile(r"(?:param_shapes|frozen_param_shapes|shared_params|buffer_names)(?:\.|$)|optimizer$")
+_LAYOUT = re.compile(
+    r"(?:param_shapes|frozen_param_shapes|frozen_param_fragments|shared_params|buffer_names)(?:\.|$)|optimizer$"
+)
 
 
 @dataclass(frozen=True, slots=True)
