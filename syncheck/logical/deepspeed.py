@@ -37,9 +37,7 @@ _FLAT = re.compile(r"(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d+)
 _STATE = re.compile(r"(?:base_optimizer_state\.|optimizer_state_dict\.\w+\.)?(\d+)\.(\w+)")
 _FROZEN = "frozen_param_fragments."
 # Values that describe the partitions and not the model.
-_LAYOUT = re.compile(
-    r"(?:param_shapes|frozen_param_shapes|frozen_param_fragments|shared_params|buffer_names)(?:\.|$)|optimizer$"
-)
+_LAYOUT = re.compile(r"(?:(?:frozen_)?param_(?:shapes|fragments)|shared_params|buffer_names)(?:\.|$)|optimizer$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,11 @@ def join(snapshot: Snapshot) -> Snapshot:
     """Return a tag folder with whole tensors, named after the parameters.
 
     The model is the optimizer's weights (fp32), the frozen parameters and the buffers. The copies of the trained
-    parameters in the model states (bf16, fp16 or fp32) are omitted, and a note counts them. In ZeRO 3, the buffers are
-    those of rank 0, as in zero_to_fp32.py. Optimizer state is `optimizer.<parameter>.<state>`.
+    parameters in the model states (bf16, fp16 or fp32) are omitted, and a note counts them. In ZeRO 3, rank 0
+    determines the buffers, as in zero_to_fp32.py. Optimizer state is `optimizer.<parameter>.<state>`.
 
-    Folders without ZeRO partitions, with model parallelism or with experts are returned unchanged. Raises MalformedFile
-    if a partition is missing, or if the partitions do not have the size of the parameters.
+    Folders without ZeRO partitions, with model parallelism or with groups of different numbers of partitions (experts)
+    are returned unchanged. Raises MalformedFile if a partition is missing, or has another size than its parameters.
     """
     path, values = snapshot.path, snapshot.values
     ranks = {label: int(match[1]) for label in snapshot.shard_labels if (match := _LABEL.fullmatch(label))}
@@ -68,7 +66,7 @@ def join(snapshot: Snapshot) -> Snapshot:
     if not ranks or len(ranks) < len(snapshot.shard_labels) or any(count != counts[0] for count in counts):
         return snapshot
     if sorted(ranks.values()) != [*range(len(ranks))] or counts[:1] not in ([], [len(ranks)]):
-        found, needed = f"those of ranks {brief(sorted(ranks.values()))}", f"{brief(counts[0])} ranks" if counts else ""
+        found, needed = f"ranks {brief(sorted(ranks.values()))}", f"{brief(counts[0])} ranks" if counts else "all ranks"
         raise _malformed(path, "ZeRO partitions", found, needed)
     contents = _sort_tensors(snapshot, ranks)
     first = min(ranks, key=ranks.__getitem__)
@@ -97,7 +95,13 @@ def join(snapshot: Snapshot) -> Snapshot:
 
 
 def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=place, found=found, needed=needed, next_step="save or copy the whole folder again")
+    return MalformedFile(
+        path,
+        place=place,
+        found=found,
+        needed=needed,
+        next_step="copy the files of all ranks into one folder, or save again",
+    )
 
 
 def _sort_tensors(snapshot: Snapshot, ranks: Mapping[str, int]) -> _Contents:
@@ -166,7 +170,7 @@ def _join_groups(
             for key, tensor in {"": flats[rank], **contents.states[group, rank]}.items():
                 if _is_flat(tensor) and tensor.numel >= flats[rank].numel:
                     boxes[name, key] += flat_boxes(tensor, at, members[name], start, count)
-                elif tensor.shape:  # not by element, such as the scales of 8-bit optimizers
+                elif tensor.shape:  # not by element, like the scales of 8-bit optimizers
                     whole[tensor.name] = tensor
                 elif count:  # the step of the group
                     whole.setdefault(f"optimizer.{name}.{key}", tensor)

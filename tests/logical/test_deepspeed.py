@@ -1,4 +1,4 @@
-"""Tag folders that DeepSpeed wrote, joined to whole tensors."""
+"""Tag folders of DeepSpeed, joined to whole tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def contents(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_model_is_that_of_zero_to_fp32(run: str) -> None:
+def test_the_model_equals_zero_to_fp32(run: str) -> None:
     """Weights, frozen parameters, tied parameters and buffers have the names and bytes of zero_to_fp32.py."""
     joined = deepspeed.join(read(run)).tensors
     model = contents({name: tensor for name, tensor in joined.items() if not name.startswith("optimizer.")})
@@ -93,7 +93,7 @@ def flip(path: Path, tensor: Tensor, element: int) -> None:
         # Chunks of 5 and 12 elements: the second chunk of up.weight starts at element 12.
         ("zero3_fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt",
          "optimizer.zero_pp_rank_1_mp_rank_00.fp32_flat_groups.0", 5, "up.weight", (2, 2)),
-        # Parameters of 15, 15, 35 and 35 elements, with gaps that align their ends to 8.
+        # Parameters of 15, 15, 35 and 35 elements, with gaps up to multiples of 8.
         ("zero2_bf16", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
          "optimizer.zero_pp_rank_2_mp_rank_00.base_optimizer_state.0.exp_avg", 0,
          "optimizer.down.weight.exp_avg", (0, 0)),
@@ -120,7 +120,7 @@ def test_a_missing_partition_is_an_error(run: str, tmp_path: Path, capsys: pytes
         (tmp_path / lost.name / lost.name).unlink()
         assert main(["diff", str(tmp_path / lost.name), str(FIXTURES / run / "tag")]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "save or copy the whole folder again" in line.lower()
+        assert "copy the files of all ranks into one folder" in line.lower()
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -143,7 +143,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("run", ["zero2_fp32", "zero3_fp32"])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_numbers_are_one_line(run: str, case: str) -> None:
-    """Shapes and counts that do not fit the partitions are errors of one line, in bounded time."""
+    """Shapes and counts without matching partitions are errors of one line, in bounded time."""
     snapshot = read(run)
     top = f"{LABEL}." if run.startswith("zero3") else ""
     changed = {name.format(top=top): value for name, value in HOSTILE[case].items()}
@@ -156,8 +156,8 @@ def test_hostile_numbers_are_one_line(run: str, case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_no_shapes_and_no_flat_tensors() -> None:
-    """Partitions without shapes, and groups with a tensor that is not flat, are errors."""
+def test_partitions_without_shapes_and_odd_tensors() -> None:
+    """Partitions without shapes, with a strided tensor or with several dtypes are errors."""
     snapshot = read("zero3_fp32")
     with pytest.raises(MalformedFile, match="param_shapes"):
         deepspeed.join(replace(snapshot, values={}))
@@ -165,6 +165,28 @@ def test_no_shapes_and_no_flat_tensors() -> None:
     twice = replace(snapshot.tensors[name], strides=(2,))
     with pytest.raises(MalformedFile, match="flat tensors of 2 ranks"):
         deepspeed.join(replace(snapshot, tensors={**snapshot.tensors, name: twice}))
+    half = replace(snapshot.tensors[name], dtype="float16")
+    with pytest.raises(MalformedFile, match="parts of dtype float16 and float32"):
+        deepspeed.join(replace(snapshot, tensors={**snapshot.tensors, name: half}))
+
+
+def test_the_number_of_parts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit of parts, join raises an error instead of filling the memory."""
+    monkeypatch.setattr(deepspeed, "_MOST_PARTS", 50)
+    with pytest.raises(MalformedFile, match="more than 50 parts"):
+        deepspeed.join(read("zero3_fp32"))
+
+
+def test_values_of_all_ranks_are_merged() -> None:
+    """Equal values of ranks lose their label, different values keep it, and values of the layout are removed."""
+    snapshot = read("zero2_fp32")
+    name = "optimizer.zero_pp_rank_2_mp_rank_00.param_groups.0.lr"
+    values = deepspeed.join(replace(snapshot, values={**snapshot.values, name: 0.5})).values
+    assert {key: value for key, value in values.items() if key.endswith("0.lr")} == {
+        "optimizer.param_groups.0.lr": 0.01,
+        name: 0.5,
+    }
+    assert [key for key in values if key.startswith(("param_shapes", "optimizer.zero_pp_rank_1"))] == []
 
 
 def test_folders_with_model_parallelism_stay_as_they_are(tmp_path: Path) -> None:
