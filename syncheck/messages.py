@@ -230,8 +230,8 @@ class Note(Sentence):
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
-    COPIES = "{side}: {files} files; copies of {tensors:count tensor} were compared with each other first"
-    NO_COPIES = "{side}: {files} files, each with its own part of the model"
+    COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
+    NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (

@@ -45,6 +45,11 @@ class Side:
     skipped: int = 0
     aliases: tuple[Alias, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """The label and the name of the run; the title of a comparison of copies within the side."""
+        return f"{self.label}: {self.group.run}"
+
     def locate(self, name: str, index: tuple[int, ...]) -> Place | None:
         """Return the rank and file with an element of a tensor; None for an unknown tensor."""
         tensor = normalize_keys(self.model.tensors).get(name)
@@ -143,29 +148,41 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
     """
     options = options or DiffOptions()
     sides = tuple(open_side(label, source) for label, source in zip(LABELS, (a, b), strict=True))
-    selection = api.build_selection(options)
-    groups: list[Group] = []
+    return compare_sides(sides, [compare_copies(side, options) for side in sides], options)
+
+
+def compare_copies(side: Side, options: DiffOptions) -> Group | None:
+    """Compare the copies of tensors in the files of a side; None for a model in one file."""
+    if len(side.group.ranks) < 2:
+        return None
+    own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
+    return judge_group(own, (), _allowed(options))
+
+
+def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options: DiffOptions) -> Report:
+    """Compare two models whose copies have been compared.
+
+    copies: the results by side; None for a side in one file. Raises as `diff` does.
+    """
     notes = []
-    for side in sides:
-        if len(side.group.ranks) > 1:
-            name = f"{side.label}: {side.group.run}"
-            own = replace(compare_group(side.group, selection), name=name, run=name)
-            judged = judge_group(own, (), frozenset(code.upper() for code in options.allow))
-            if judged.verdict == "out_of_sync":
-                groups.append(judged)
+    for side, own in zip(sides, copies, strict=True):
+        if own is not None:
             sentence = Note.COPIES if own.counts.compared else Note.NO_COPIES
-            notes.append(sentence(side=side.label, files=len(side.group.ranks), tensors=own.counts.compared))
+            unit = "ranks" if side.model.format == "memory" else "files"
+            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=own.counts.compared))
     pair = ReplicaGroup(
         " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
     )
-    comparison = _describe_sides(compare_group(pair, selection), sides, subset=options.subset)
+    compared = compare_group(pair, api.build_selection(options))
+    comparison = _describe_sides(compared, sides, subset=options.subset)
     if options.cast is not None:
         comparison = _accept_casts(comparison, sides, options.cast, options.jobs)
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
-    groups.append(judge_difference(comparison, frozenset(code.upper() for code in options.allow)))
+    broken = [own for own in copies if own is not None and own.verdict == "out_of_sync"]
+    groups = (*broken, judge_difference(comparison, _allowed(options)))
     report = Report(
         verdict=overall(groups, ()),
-        groups=tuple(groups),
+        groups=groups,
         skipped=sum(side.skipped for side in sides),
         aliases=tuple(alias for side in sides for alias in side.aliases),
         command="diff",
@@ -175,6 +192,10 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
     from syncheck import baseline
 
     return baseline.apply_baseline(report, baseline.read(options.baseline))
+
+
+def _allowed(options: DiffOptions) -> frozenset[str]:
+    return frozenset(code.upper() for code in options.allow)
 
 
 def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bool) -> Comparison:

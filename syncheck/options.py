@@ -168,7 +168,7 @@ def option(default: object, kind: Kind, text: str, section: str = "", **declared
     return field(default=default, metadata={_KEY: declaration})
 
 
-_DIFF_SURFACES = frozenset({COMMAND_LINE, PYTHON})
+_DIFF_SURFACES = frozenset({COMMAND_LINE, PYTHON, PYTEST})
 # Options of `compare` that have no meaning for two models.
 NOT_IN_DIFF = frozenset({"group_by", "reference", "quick"})
 
@@ -398,7 +398,7 @@ def replace_fields(options: Options, **given: Any) -> Options:
 
     A tolerance that is given replaces all tolerances of the options.
     """
-    default = Options()
+    default = type(options)()
     reset = {name for name, value in given.items() if value is None}
     if any(given.get(name) is not None for name in list_tolerances()):
         reset |= list_tolerances() - given.keys()

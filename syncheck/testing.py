@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import api
 from syncheck.errors import PYTHON, OutOfSync, SyncheckError, UsageError
-from syncheck.options import Options, RunOptions, list_options, replace_fields
+from syncheck.options import DiffOptions, Options, RunOptions, list_options, replace_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from syncheck.records import Report
 
-__all__ = ["OutOfSync", "Rank", "assert_in_sync", "compare", "message"]
+__all__ = ["OutOfSync", "Rank", "assert_in_sync", "assert_same_model", "compare", "message"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,32 @@ def assert_in_sync(
     from syncheck.report.failure import uncompared_tensors
 
     if report.verdict != "in_sync" or uncompared_tensors(report):
+        raise OutOfSync(message(report, limit), report)
+    return report
+
+
+def assert_same_model(
+    a: Any, b: Any, *, options: DiffOptions | None = None, group: Any = None, limit: int = 10, **comparing: Any
+) -> Report:
+    """Raise OutOfSync unless two models are the same, in any layout; otherwise return the report.
+
+    a, b: the source and the copy. Each is a path like those of `syncheck.diff`, or an object in memory: a module, a
+    state dict, or a tuple of parts like (model, optimizer).
+
+        assert_same_model("ckpts/fsdp_rank*.pth", "hf_export/")
+        assert_same_model(model, "full.pth", subset=True)
+
+    In a process group of several ranks, every rank calls this function with its own object, which may hold shards
+    (DTensors) of the model. Files are read by the first rank. All ranks raise the same error or return. Non-persistent
+    buffers are skipped, because files lack them. group: a torch.distributed process group, all ranks by default.
+    options, comparing: as in `compare`, and the fields of `syncheck.DiffOptions`. limit: rows of tensors in the error
+    message, 0 for all. Raises UsageError for invalid calls, and CheckpointError for files that cannot be read.
+    """
+    __tracebackhide__ = True
+    from syncheck.live.models import compare_models
+
+    report = compare_models(a, b, group, lambda: _merge_options(options, comparing, limit, DiffOptions))
+    if report.verdict != "in_sync":
         raise OutOfSync(message(report, limit), report)
     return report
 
@@ -192,14 +218,18 @@ def _is_path(thing: Any) -> bool:
     return isinstance(thing, (str, os.PathLike))
 
 
-def _merge_options(options: Options | None, comparing: dict[str, Any], limit: int) -> Options:
-    """Return the options with the fields that are given by name. Tuples may be given as a list, a set or one string."""
+def _merge_options(options: Options | None, comparing: dict[str, Any], limit: int, kind: type[Any] = Options) -> Any:
+    """Return the options with the fields that are given by name. Tuples may be given as a list, a set or one string.
+
+    kind: the class of the options.
+    """
     RunOptions(limit=limit)  # raises OptionError for a wrong limit
-    if options is not None and not isinstance(options, Options):
+    if options is not None and not isinstance(options, kind):
         raise UsageError(
-            f"options={options!r:.80}: must be syncheck.Options; or pass its fields by name, as in only='params'"
+            f"options={options!r:.80}: must be syncheck.{kind.__name__}; or pass its fields by name, as in "
+            "only='params'"
         )
-    known = list_options(PYTHON, Options)
+    known = list_options(PYTHON, kind)
     given: dict[str, Any] = {}
     for name, value in comparing.items():
         if name not in known:
@@ -211,4 +241,4 @@ def _merge_options(options: Options | None, comparing: dict[str, Any], limit: in
             given[name] = tuple(value)
         else:
             given[name] = value
-    return replace_fields(options or Options(), **given)
+    return replace_fields(options or kind(), **given)

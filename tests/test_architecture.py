@@ -86,7 +86,7 @@ ALLOWED = {
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
     "comparison.ties": BASE,
     "comparison.copies": BASE | {"comparison.replica_groups"},
-    "comparison.optimizer_parts": BASE | {"names", "kinds"},
+    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
@@ -116,11 +116,11 @@ ALLOWED = {
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
     | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
-    | {"logical.dtensors"}
+    | {"logical.dtensors", "logical.model", "model_diff", "options"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE
-    | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin"},
+    | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin", "model_diff"},
     "integrations": {"live", "integrations"},
 }
 

@@ -105,7 +105,12 @@ def pytest_options() -> str:
     """Return the table of the options of `pytest`."""
     rows = []
     for name, settings in record_options().options:
-        value = "" if settings.get("action") == "store_true" else f" {settings.get('metavar', 'VALUE')}"
+        metavar = settings.get("metavar", "VALUE")
+        value = (
+            ""
+            if settings.get("action") == "store_true"
+            else f" {metavar if isinstance(metavar, str) else ' '.join(metavar)}"
+        )
         rows.append((code(name + value), cell(settings["help"])))
     return table(("option", "meaning"), rows)
 

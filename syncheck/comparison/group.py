@@ -359,7 +359,8 @@ def _make_notes(
     if guessed:
         notes.append(Note.KINDS_GUESSED())
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})
-    if any(stub.endswith(".DTensor") for stub in stubs):  # a DTensor contains objects of other torch classes
+    # A DTensor or ShardedTensor contains objects of other torch classes.
+    if any(stub.endswith((".DTensor", ".ShardedTensor")) for stub in stubs):
         stubs = [stub for stub in stubs if not stub.startswith("torch.")]
     if stubs:
         notes.append(Note.UNKNOWN_CLASSES(classes=tuple(stubs)))

@@ -3,7 +3,8 @@
 Evidence of partitioning:
 - The metadata lists the parameters of each rank.
 - Each rank numbers its own parameters from 0 (ZeroRedundancyOptimizer, FairScale OSS). The shapes under one number
-  differ between ranks, and the ranks together have at most the parameters of the model.
+  differ between ranks, and the ranks together have at most the parameters of the model. If the shapes are those of
+  ZeroRedundancyOptimizer's partition, its parameters get their names.
 - DeepSpeed folders of several nodes contain labelled partitions of the ranks of their node.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.ties import find_shared_tensors
 from syncheck.kinds import classify_tensors
 from syncheck.messages import Detail
 from syncheck.names import normalize
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
 
     Own = Mapping[int, frozenset[str]]
+    _Shape = tuple[int, ...]
 
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
@@ -52,7 +55,11 @@ class Parts:
 
 
 def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
-    """Detect how optimizer state is partitioned. If each rank numbers parameters from 0, add the rank to the names."""
+    """Detect how optimizer state is partitioned.
+
+    If each rank numbers its own parameters from 0, replace the numbers by names of parameters if the partition is
+    known, and by `(rank 1).0` otherwise.
+    """
     blocks = {
         rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
     }
@@ -107,12 +114,10 @@ def _detect_by_number(
 
     counts: number of parameters by rank.
     """
-    first = next(iter(snapshots.values())).tensors
-    model = {name: t.full_shape for name, t in first.items() if not _STATE.fullmatch(name)}
-    parameters = [model[name] for name, kind in classify_tensors(model, None).by_name.items() if kind == "parameter"]
+    parameters = _list_parameters(next(iter(snapshots.values())))
     held = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
     total, held_shapes = sum(counts.values()), Counter(shape for shapes in held.values() for shape in shapes.values())
-    if total > len(parameters) or held_shapes - Counter(parameters):
+    if total > len(parameters) or held_shapes - Counter(parameters.values()):
         return snapshots, Parts()
     conflict = any(
         one[i] != other[i] for one, other in combinations(held.values(), 2) for i in one.keys() & other.keys()
@@ -126,14 +131,69 @@ def _detect_by_number(
     if whole or not conflict:
         unclear = whole or (total == len(parameters) and len(held) == len(counts) and all(held.values()))
         return snapshots, Parts(unclear=Detail.UNCLEAR_PARTITIONING() if unclear else None)
-    names = {rank: {str(i): f"(rank {rank}).{i}" for i in range(count)} for rank, count in counts.items()}
+    owned = _repeat_partition(parameters, {rank: _list_groups(s, counts[rank]) for rank, s in snapshots.items()})
+    names = {
+        rank: {str(i): owned[rank][i] if owned else f"(rank {rank}).{i}" for i in range(count)}
+        for rank, count in counts.items()
+    }
     renamed = {rank: _rename_parameters(s, names[rank]) for rank, s in snapshots.items()}
     return renamed, Parts({rank: _full_names(tuple(new.values())) for rank, new in names.items()})
 
 
-def _find_shapes(snapshot: Snapshot) -> dict[int, tuple[int, ...]]:
+def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
+    """Return the shapes of the model's parameters in their order. Tied parameters count once, as in an optimizer."""
+    model = {name: t for name, t in snapshot.tensors.items() if not _STATE.fullmatch(name)}
+    tied = {name for names in find_shared_tensors(model.values()) for name in names[1:]}
+    kinds = classify_tensors({name: t.full_shape for name, t in model.items()}, None).by_name
+    return {name: model[name].full_shape for name, kind in kinds.items() if kind == "parameter" and name not in tied}
+
+
+def _list_groups(snapshot: Snapshot, count: int) -> list[list[_Shape | None]]:
+    """List the shapes of numbered parameters by parameter group; None without a state."""
+    shapes = _find_shapes(snapshot)
+    listed = [shapes.get(i) for i in range(count)]
+    groups: list[list[_Shape | None]] = []
+    while isinstance(members := snapshot.values.get(f"optimizer.param_groups.{len(groups)}.(positions)"), str):
+        size = len(members.split(",")) if members else 0
+        groups.append(listed[:size])
+        listed = listed[size:]
+    return [*groups, listed] if listed else groups
+
+
+def _repeat_partition(
+    parameters: Mapping[str, _Shape], groups: Mapping[int, Sequence[Sequence[_Shape | None]]]
+) -> dict[int, list[str]]:
+    """Name the parameters of each rank by ZeroRedundancyOptimizer's partition; {} if the shapes differ from it.
+
+    Each group's parameters, sorted by size, go to the rank with the fewest elements so far (`_partition_parameters` in
+    torch/distributed/optim/zero_redundancy_optimizer.py). The sort is stable, so the order of the parameters alone
+    determines which rank gets which of several parameters with equal shapes. The result counts only if it has the
+    number of parameters and the shapes of every rank and group. A group has all parameters with the shapes of its
+    states. groups: for each rank, the shapes of its parameters by group.
+    """
+    sizes = dict.fromkeys(sorted(groups), 0)
+    names: dict[int, list[str]] = {rank: [] for rank in groups}
+    if len({len(of_rank) for of_rank in groups.values()}) != 1:
+        return {}
+    for by_rank in zip(*(groups[rank] for rank in sizes), strict=True):
+        shapes = {shape for held in by_rank for shape in held}
+        own: dict[int, list[str]] = {rank: [] for rank in sizes}
+        members = [name for name, shape in parameters.items() if shape in shapes or None in shapes]
+        for name in sorted(members, key=lambda name: math.prod(parameters[name]), reverse=True):
+            rank = min(sizes, key=sizes.__getitem__)
+            own[rank].append(name)
+            sizes[rank] += math.prod(parameters[name])
+        for rank, held in zip(sizes, by_rank, strict=True):
+            fit = [shape in (None, parameters[name]) for shape, name in zip(held, own[rank], strict=False)]
+            if len(held) != len(own[rank]) or not all(fit):
+                return {}
+            names[rank] += own[rank]
+    return names
+
+
+def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     """Return the shape of each numbered parameter: the shape of its states, except step counters."""
-    shapes: dict[int, tuple[int, ...]] = {}
+    shapes: dict[int, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
         if (match := _STATE.fullmatch(name)) and (tensor.shape or match[2] != "step"):
             shapes[int(match[1])] = max(shapes.get(int(match[1]), ()), tensor.full_shape, key=math.prod)

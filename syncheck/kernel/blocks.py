@@ -51,7 +51,7 @@ class Files(OpenFiles):
         if is_plain(tensor):
             size = DTYPES[tensor.dtype].size
             if tensor.data is not None:
-                return tensor.data[start * size : (start + count) * size]
+                return tensor.data[tensor.offset + start * size : tensor.offset + (start + count) * size]
             return self._pread(tensor, tensor.offset + start * size, count * size, slot)
         if not count:
             return b""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,7 +44,10 @@ def read_strided(files: OpenFiles, tensor: Tensor, start: int, count: int) -> by
     if tensor.data is None:
         rows = [_read_box(files, tensor, box, row.size) for box in boxes]
     else:
-        data, steps = cast("Any", tensor.data), [s * row.size for s in tensor.strides]
+        steps = [s * row.size for s in tensor.strides]
+        end = tensor.offset + row.size + sum((n - 1) * step for n, step in zip(tensor.shape, steps, strict=True))
+        # Data on another rank is fetched by slices.
+        data: Any = tensor.data if isinstance(tensor.data, bytes) else tensor.data[0:end]
         view: Any = np.ndarray(tensor.shape, f"V{row.size}", data, tensor.offset, steps)
         rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in boxes]
     values = np.concatenate(rows).view(row.dtype().newbyteorder(">" if tensor.big_endian else "<"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from syncheck.pytest_plugin import options
+from syncheck.pytest_plugin import models, options
 from syncheck.pytest_plugin.checkpoints import plugin as checkpoints
 from syncheck.pytest_plugin.ranks import plugin as ranks
 
@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks=[2, 4] runs the test once with 2 and once with 4 ranks",
     )
     config.pluginmanager.register(ranks.RanksPlugin(), "syncheck-ranks")
+    models.configure(config)
     checkpoints.configure(config)
 
 

@@ -25,7 +25,17 @@ def add(parser: pytest.Parser) -> None:
         help="test these checkpoints: one test for each group of replicas and kind of tensor; collect other tests only "
         "if paths are given; repeatable",
     )
-    for name, declaration in options.list_options(PYTEST).items():
+    group.addoption(
+        "--syncheck-diff",
+        action="append",
+        nargs=2,
+        default=[],
+        metavar=("A", "B"),
+        help="test that two models are the same, in any layout: A is the source, B the copy; collect other tests only "
+        "if paths are given; repeatable",
+    )
+    declared = options.list_options(PYTEST) | options.list_options(PYTEST, options.DiffOptions)
+    for name, declaration in declared.items():
         group.addoption(PYTEST.name(name), **declaration.argparse_settings())
     group.addoption(
         "--syncheck-timeout",
@@ -44,10 +54,15 @@ def add(parser: pytest.Parser) -> None:
     )
 
 
-def read_options(config: pytest.Config) -> dict[str, Any]:
-    """Return the values of the run's options by field of `syncheck.Options`; a missing option is None or empty."""
+def read_options(config: pytest.Config, kind: type | None = None) -> dict[str, Any]:
+    """Return the values of the run's options by field; a missing option is None or empty.
+
+    kind: the class with the fields, by default `syncheck.Options`.
+    """
     # pytest derives the name for `getoption` from the option's spelling.
-    return {name: config.getoption(f"syncheck_{name}") for name in options.list_options(PYTEST, options.Options)}
+    return {
+        name: config.getoption(f"syncheck_{name}") for name in options.list_options(PYTEST, kind or options.Options)
+    }
 
 
 def format_value(value: object) -> str:

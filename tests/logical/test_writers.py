@@ -181,6 +181,29 @@ def test_layouts_of_eight_ranks(syncheck_rank: Rank, spread: Callable[[Any], Non
     check_layout(syncheck_rank, spread)
 
 
+@pytest.mark.syncheck(ranks=3)
+def test_sharded_tensors_of_fsdp1(syncheck_rank: Rank) -> None:
+    """The sharded state dicts of FSDP1 equal the full state dict; a flipped bit is found."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
+
+    rank = syncheck_rank
+    torch.manual_seed(0)
+    model: Any = FullyShardedDataParallel(Block(), device_id=torch.device("cpu"), use_orig_params=True)
+    folder, full = shared_folder(rank, "fsdp1"), rank.shared / "full.pth"
+    config = ShardedStateDictConfig(_use_dtensor=False)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
+        torch.save({"model": model.state_dict()}, folder / f"m_rank{rank.rank}.pth")
+    whole = {"model": model.state_dict()}
+    if not rank.rank:
+        torch.save(whole, full)
+        report = syncheck.diff(folder, full)
+        assert (report.exit_code, report.counts.identical) == (0, 9), report
+        flip_a_bit(folder / "m_rank1.pth", "head.weight", ELEMENT)
+        (diff,) = syncheck.diff(folder, full).groups[-1].tensors
+        assert (diff.name, diff.index, diff.places[0].rank) == ("head.weight", (4 + ELEMENT // 8, ELEMENT % 8), 1)
+    dist.barrier()
+
+
 @pytest.mark.syncheck(ranks=4)
 def test_distributed_checkpoints(syncheck_rank: Rank) -> None:
     """A folder saved by four ranks, the same model loaded and saved by two ranks, and files of ranks are equal."""

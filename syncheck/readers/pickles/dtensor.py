@@ -1,9 +1,11 @@
-"""Tensor subclasses in a checkpoint's pickle. A DTensor is a rank's shard with its sharding.
+"""Tensor subclasses in a checkpoint's pickle. A DTensor or ShardedTensor is a rank's shard with its sharding.
 
 torch writes a subclass as `_rebuild_from_type_v2(call, class, arguments, state)`. The state of a DTensor contains the
-local tensor and a DTensorSpec: the mesh, and a placement for each mesh dimension.
-Formats: torch/distributed/tensor/_dtensor_spec.py and torch/distributed/device_mesh.py of torch 2.6 to 2.15. Until
-torch 2.8 a mesh has a tensor of its ranks; later a layout, which is sizes and strides into the list of all ranks.
+local tensor and a DTensorSpec: the mesh, and a placement for each mesh dimension. The state of a ShardedTensor (FSDP1)
+contains the local shards, the offset, size and rank of every shard, and this rank's position in its process group.
+Formats: torch/distributed/tensor/_dtensor_spec.py, torch/distributed/device_mesh.py and
+torch/distributed/_shard/sharded_tensor/api.py of torch 2.6 to 2.15. Until torch 2.8 a mesh has a tensor of its ranks;
+later a layout, which is sizes and strides into the list of all ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief
 from syncheck.messages import Refusal
-from syncheck.readers.pickles.stand_ins import Compound, Inert, StandIn, TensorLocation, attributes_of, refused_tensor
-from syncheck.snapshots import Sharding, are_naturals
+from syncheck.readers.pickles.stand_ins import (
+    Compound,
+    DTypeName,
+    Inert,
+    StandIn,
+    TensorLocation,
+    attributes_of,
+    check_sizes,
+    refused_tensor,
+)
+from syncheck.snapshots import Sharding, are_naturals, contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Limit of ranks in a mesh. The largest published runs have some ten thousand.
 _MAX_RANKS = 1 << 20
+# Limit of process groups in a file. FSDP1 has a single group, or one for each wrapped module.
+_MAX_GROUPS = 64
+SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
 # Sizes, ranks, coordinate, names, and this rank's coordinates in the other dimensions of the root mesh.
 Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...], tuple[tuple[str, int], ...]]
@@ -41,6 +55,12 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> An
         except _Unknown:
             tensor = refused_tensor(Refusal.SHARDED_DTENSOR())
         return Compound.wrap(tensor, attributes, *own.values())
+    if isinstance(kind, type) and getattr(kind, "name", "") == SHARDED_TENSOR:
+        try:
+            tensor = _read_chunk(kind, args, state)
+        except _Unknown:
+            tensor = refused_tensor(Refusal.SHARDED_TENSOR())
+        return Compound.wrap(tensor, None, state)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         tensor = call(*args)
         if not isinstance(tensor, TensorLocation):
@@ -174,6 +194,59 @@ def _read_coordinate(mesh: Inert, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(coordinate) != len(sizes) or any(at >= size for at, size in zip(coordinate, sizes, strict=True)):
         raise _Unknown
     return coordinate
+
+
+def _read_chunk(kind: Any, args: Any, state: Any) -> TensorLocation:
+    """Return this rank's shard of a ShardedTensor, with the sharding of a DTensor on a mesh of one dimension.
+
+    FSDP1 splits dimension 0 like `torch.chunk`, and ranks beyond the last chunk have no local shard
+    (torch/distributed/fsdp/_shard_utils.py). Other layouts are unknown.
+    args: class, dtype, full shape, ... state: local shards, metadata, process group, ...
+    """
+    if not isinstance(args, tuple) or len(args) < 3 or not isinstance(state, tuple) or len(state) < 3:
+        raise _Unknown
+    shape, (local, metadata, group) = check_sizes(args[2]), state[:3]
+    listed = _get_field(metadata, "shards_metadata")
+    fields = ("local_rank", "global_rank", "local_world_size")
+    at, rank, world = _check_numbers([_get_field(group, field) for field in fields])
+    if not shape or not shape[0] or at >= world or not isinstance(local, list) or not isinstance(listed, list):
+        raise _Unknown
+    rows = -(-shape[0] // world)
+    count = -(-shape[0] // rows)
+    start, size = at * rows, (min(max(shape[0] - at * rows, 0), rows), *shape[1:])
+    if len(listed) != count or len(local) != (at < count):
+        raise _Unknown
+    ends = _check_numbers([_get_field(_get_field(one, "placement"), "_rank") for one in (listed[0], listed[-1])])
+    ranks = _list_group(kind, world, ((0, ends[0]), (count - 1, ends[1]), (at, rank)))
+    if local:
+        tensor, own = (_get_field(local[0], field) for field in ("tensor", "metadata"))
+        place = [_check_numbers(_get_field(own, f"shard_{field}")) for field in ("offsets", "sizes")]
+        if place != [(start, *[0] * len(shape[1:])), size]:
+            raise _Unknown
+    else:
+        dtype = args[1].dtype if isinstance(args[1], DTypeName) else None
+        tensor = TensorLocation(None, dtype, 0, size, contiguous_strides(size), data=b"")
+    if not isinstance(tensor, TensorLocation) or tensor.refused or tensor.sharding or tensor.shape != size:
+        raise _Unknown
+    return tensor.as_shard(Sharding((world,), ranks, ("S(0)",), shape, (), (at,)))
+
+
+def _list_group(kind: Any, world: int, known: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """List the ranks of a process group, which have equal distances.
+
+    kind: the class in this file, which keeps the lists of all groups. known: positions in the group and their ranks.
+    """
+    first, (at, last) = known[0][1], max(known)
+    step = max((last - first) // max(at, 1), 1)
+    if world > _MAX_RANKS or any(rank != first + at * step for at, rank in known):
+        raise _Unknown
+    kind.known = kind.known or {}
+    if (first, step, world) not in kind.known:
+        if len(kind.known) == _MAX_GROUPS:
+            raise _Unknown
+        kind.known[first, step, world] = tuple(range(first, first + world * step, step))
+    ranks: tuple[int, ...] = kind.known[first, step, world]
+    return ranks
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -47,7 +47,10 @@ def locate_tensor(
         refused = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
         return Tensor(name, dtype.name if dtype else "unknown", shape, location.strides, path, 0, refused=refused)
     if location.storage is None:
-        return Tensor(name, dtype.name, shape, location.strides, path, 0, location.big_endian, data=location.data)
+        return Tensor(
+            name, dtype.name, shape, location.strides, path, 0, location.big_endian, data=location.data,
+            sharding=location.sharding,
+        )  # fmt: skip
     record = record_of(location.storage)
     if len(shape) == 1:  # a shortcut for the most frequent shape
         elements, last = shape[0], (shape[0] - 1) * location.strides[0]

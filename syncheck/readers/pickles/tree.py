@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile
+from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse_metadata
 from syncheck.names import MODEL_CONTAINERS
@@ -107,6 +107,14 @@ def _endless_error(path: str, place: str, found: str, needed: str) -> MalformedF
     )  # fmt: skip
 
 
+def _flat_parameter_error(path: str, name: str) -> UnsupportedFormat:
+    """Return the error for a local state dict of FSDP1: its pieces of parameters have no original shape or offset."""
+    return UnsupportedFormat(
+        path, place=name, found="a flat parameter of FSDP1 (LOCAL_STATE_DICT), without the shapes of its parameters",
+        needed="parameters with names and shapes", next_step="save with StateDictType.SHARDED_STATE_DICT",
+    )  # fmt: skip
+
+
 def _flatten(tree: Any, path: str, flat: Flat) -> None:
     if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
         flat.metadata = parse_metadata(tree[KEY], path)
@@ -199,14 +207,13 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
             limit = "a container contains itself" if id(node) in above else "containers are nested without end"
             raise _endless_error(path, name, limit, f"at most {MAX_DEPTH} levels")
         if isinstance(node, TensorLocation):
+            if name.endswith("_flat_param") and (node.sharding or node.refused):
+                raise _flat_parameter_error(path, name)
             flat.tensors[flat.unique_name(name, flat.tensors)] = node
             if isinstance(node, Compound) and node.inner:
                 inside = children(node.inner) or []
                 flat.count(path, name, len(inside))
                 stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(inside)]
-        elif isinstance(node, Inert) and node.name.endswith(".ShardedTensor"):
-            location = refused_tensor(Refusal.SHARDED_TENSOR())
-            flat.tensors[flat.unique_name(name, flat.tensors)] = Compound.wrap(location, None, node)
         elif isinstance(node, Storage):
             flat.tensors[flat.unique_name(name, flat.tensors)] = node.as_tensor()
         elif optimizers is not None and is_optimizer(node):

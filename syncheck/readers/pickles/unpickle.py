@@ -5,7 +5,8 @@ imported:
 
 - `TABLE`, from `rebuild`, `numpy_stand_ins` and `dtensor`: stand-ins for the names that torch.save writes for tensors,
   arrays and plain containers.
-- `REFUSED_*`: names whose only use is to execute code. The whole file is refused.
+- `REFUSED_*`: names whose only use is to execute code. The whole file is refused. `_find_nested_class` allows one use
+  of getattr.
 - All other names become inert classes that keep their arguments, so that tensors among them are found.
 """
 
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.errors import MalformedFile, RefusedFile, brief
 from syncheck.readers import limits
-from syncheck.readers.pickles.dtensor import SUBCLASSES
+from syncheck.readers.pickles.dtensor import SHARDED_TENSOR, SUBCLASSES
 from syncheck.readers.pickles.limits import Keys, check_nesting, scan
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
@@ -114,18 +115,29 @@ class _Rules:
             return StandIn(known.call, self.made) if type(known) is StandIn else known
         if len(full) > _LONGEST:
             raise pickle.UnpicklingError(f"a name of {len(full)} characters")
+        if full == "builtins.getattr" and SHARDED_TENSOR in self.stubs:
+            return StandIn(self._find_nested_class)
         if is_refused(module, name):
-            raise RefusedFile(
-                self.path,
-                place=self.place,
-                found=f"the pickle calls {full}, which runs code; nothing was run",
-                next_step="do not load this file with weights_only=False; check its origin",
-            )
+            raise self._refuse(full)
         if full not in self.stubs:
             if len(self.stubs) == limits.MOST_CLASSES:
                 raise pickle.UnpicklingError(f"more than {limits.MOST_CLASSES} unknown classes")
             self.stubs[full] = type("Inert", (Inert,), {"name": full})
         return self.stubs[full]
+
+    def _find_nested_class(self, outer: Any = None, name: Any = None, *_: Any) -> type[Inert]:
+        """Stand in for getattr, with which protocol 2 writes the class of a ShardedTensor's process group."""
+        if outer is not self.stubs[SHARDED_TENSOR] or name != "ProcessGroupState":
+            raise self._refuse("builtins.getattr")
+        return self.find_class(SHARDED_TENSOR, name)  # type: ignore[no-any-return]  # unknown names become classes
+
+    def _refuse(self, name: str) -> RefusedFile:
+        return RefusedFile(
+            self.path,
+            place=self.place,
+            found=f"the pickle calls {name}, which runs code; nothing was run",
+            next_step="do not load this file with weights_only=False; check its origin",
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         legacy = self.storages is not None

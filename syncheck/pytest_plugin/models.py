@@ -1,0 +1,94 @@
+"""`pytest --syncheck-diff A B`: one test for each pair of models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from pathlib import Path
+
+_MOST = 100  # characters of a path in an id
+
+
+def configure(config: pytest.Config) -> None:
+    """Register the plugin if this run has models to compare. Without paths, pytest then collects no other tests."""
+    pairs = config.getoption("syncheck_diff")
+    if not pairs or config.getoption("help") or config.pluginmanager.hasplugin("syncheck-rank"):
+        return
+    if config.args_source != pytest.Config.ArgsSource.ARGS:
+        config.args, config.args_source = [], pytest.Config.ArgsSource.ARGS
+    config.pluginmanager.register(ModelsPlugin(pairs), "syncheck-models")
+
+
+class ModelsPlugin:
+    """Adds the tests. pairs: A and B of each test."""
+
+    def __init__(self, pairs: Sequence[Sequence[str]]) -> None:
+        self.pairs = pairs
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """Add the tests to the collected items."""
+        report = yield
+        if isinstance(collector, pytest.Session) and report.passed:
+            for a, b in self.pairs:
+                name = f"syncheck-diff::{_shorten(a)}::{_shorten(b)}"
+                report.result.append(ModelsItem.from_parent(collector, name=name, nodeid=name, a=a, b=b))
+        return report
+
+
+def _shorten(path: str) -> str:
+    from syncheck.errors import one_line
+
+    return one_line(path if len(path) <= _MOST else f"{path[:_MOST]}...").replace("::", ":")
+
+
+class ModelsItem(pytest.Item):
+    """Compares two models."""
+
+    def __init__(self, *, a: str, b: str, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.a, self.b = a, b
+
+    def runtest(self) -> None:
+        """Compare, and fail with a report instead of a traceback."""
+        __tracebackhide__ = True
+        import contextlib
+
+        from syncheck.errors import PYTEST, SyncheckError, spelling
+        from syncheck.model_diff import diff
+        from syncheck.report import failure
+
+        with spelling(PYTEST), contextlib.chdir(self.config.invocation_params.dir):
+            try:
+                report = diff(self.a, self.b, options=_read_options(self.config))
+            except SyncheckError as error:
+                pytest.fail(f"could not tell: {error}", pytrace=False)
+            if report.verdict != "in_sync":
+                pytest.fail(failure.message(report), pytrace=False)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Return the folder in which pytest was started, and the title of a failure.
+
+        The title is more than the id, because pytest -v would interpret dots in an id as attributes.
+        """
+        return self.config.invocation_params.dir, None, f"syncheck {self.nodeid}"
+
+
+def _read_options(config: pytest.Config) -> Any:
+    from syncheck import config as project
+    from syncheck import options
+    from syncheck.pytest_plugin.options import read_options
+
+    def applicable(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if name not in options.NOT_IN_DIFF}
+
+    loaded = project.load(config.rootpath)
+    given = applicable(read_options(config, options.DiffOptions))
+    defaults = project.Config(loaded.path, applicable(dict(loaded.comparison)), loaded.run)
+    return project.merge_options(defaults, options.DiffOptions, **given)

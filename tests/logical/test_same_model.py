@@ -1,0 +1,120 @@
+"""`assert_same_model`: files, objects in memory, and the shards of ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from syncheck.errors import OutOfSync, RankFailed, UsageError
+from syncheck.testing import assert_same_model
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from syncheck.testing import Rank
+
+
+def make_model() -> Any:
+    """Return a small model; its largest layer has a number of rows that no number of ranks divides."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 11), torch.nn.BatchNorm1d(11), torch.nn.Linear(11, 3))
+
+
+def spread(model: Any, how: str) -> Any:
+    """Shard a model over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if how == "fsdp":
+        fsdp = pytest.importorskip("torch.distributed.fsdp")
+        if not hasattr(fsdp, "fully_shard"):
+            pytest.skip("FSDP2 is in torch 2.6 and newer")
+        return fsdp.fully_shard(model, mesh=mesh)
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(model, mesh, {"2": ColwiseParallel()})
+
+
+def test_objects_and_files(tmp_path: Path) -> None:
+    """A module, its state dict and a file of it are the same model in every combination; an edited element is found."""
+    model = make_model()
+    torch.save(model.state_dict(), tmp_path / "full.pth")
+    same = [model, model.state_dict(), tmp_path / "full.pth", str(tmp_path / "full.pth")]
+    for a in same:
+        for b in same:
+            assert assert_same_model(a, b).counts.identical == 9
+    other = make_model()
+    with torch.no_grad():
+        other[0].weight[7, 2] += 1
+    for thing in same:
+        with pytest.raises(OutOfSync) as caught:
+            assert_same_model(thing, other)
+        (diff,) = caught.value.report.groups[-1].tensors
+        assert (diff.name, diff.index, caught.value.report.command) == ("0.weight", (7, 2), "diff")
+
+
+def test_options_by_name(tmp_path: Path) -> None:
+    """Fields of DiffOptions are keyword arguments; a wrong option and an object without tensors raise UsageError."""
+    model, half = make_model(), make_model().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    half.load_state_dict(model.state_dict())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pth")
+    assert assert_same_model(tmp_path / "a.pth", half, subset=True, cast="bfloat16").counts.close == 8
+    for options in ({}, {"subset": True}, {"cast": "bfloat16"}):
+        with pytest.raises(OutOfSync):
+            assert_same_model(tmp_path / "a.pth", half, **options)
+    for call in (lambda: assert_same_model(model, model, subsets=True), lambda: assert_same_model(model, 3)):
+        with pytest.raises(UsageError):
+            call()
+
+
+@pytest.mark.syncheck(ranks=3)
+@pytest.mark.parametrize("how", ["fsdp", "tp"])
+def test_shards_of_ranks(syncheck_rank: Rank, how: str) -> None:
+    """Shards in memory against a file, a plain module and another layout; one rank's edit fails on all ranks alike."""
+    rank = syncheck_rank
+    model, path = make_model(), rank.shared / "full.pth"
+    if not rank.rank:
+        torch.save(model.state_dict(), path)
+    sharded = spread(make_model(), how)
+    other = spread(make_model(), "tp" if how == "fsdp" else "fsdp")
+    for a, b in ((sharded, path), (path, sharded), (sharded, model), (sharded, other)):
+        assert assert_same_model(a, b).counts.identical == 9
+    name = "0.weight" if how == "fsdp" else "2.weight"
+    if rank.rank == 1:
+        with torch.no_grad():
+            sharded.get_parameter(name).to_local()[0, 1] += 1
+    with pytest.raises(OutOfSync) as caught:
+        assert_same_model(sharded, path)
+    (diff,) = caught.value.report.groups[-1].tensors
+    assert (diff.name, diff.index, diff.places[0].rank) == (name, (4 if how == "fsdp" else 1, 1), 1)
+    assert len(set(rank.gather(str(caught.value)))) == 1
+
+
+@pytest.mark.syncheck(ranks=2)
+def test_a_failing_rank_fails_all(syncheck_rank: Rank) -> None:
+    """An invalid object, a missing file and a copy that differs on one rank: the same error on all ranks."""
+    rank = syncheck_rank
+    model = make_model()
+    calls: list[tuple[Any, Any, type[Exception]]] = [
+        (model, 3 if rank.rank else model, UsageError),
+        (model, rank.shared / "missing.pth", (UsageError, RankFailed)),  # type: ignore[list-item]
+        (model, model if rank.rank else rank.shared / "x.pth", UsageError),
+    ]
+    for a, b, kind in calls:
+        with pytest.raises(kind) as caught:
+            assert_same_model(a, b)
+        assert len(set(rank.gather(str(caught.value)))) == 1
+    other = make_model()
+    if rank.rank:
+        with torch.no_grad():
+            other[0].weight[3, 3] += 1
+    with pytest.raises(OutOfSync) as differing:
+        assert_same_model(other, model)
+    assert [group.verdict for group in differing.value.report.groups] == ["out_of_sync", "in_sync"]
