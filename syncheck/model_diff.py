@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 LABELS = ("A", "B")
 # The buffer for a tensor that is converted; the comparison of two tensors uses slots 0 and 1.
 _SLOT = 2
+_LARGEST_E4M3FN = 448
 
 # One side of a difference: a path, a glob, or several of them.
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -260,7 +261,8 @@ def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
 class _Cast:
     """The bytes of a tensor after a conversion to another dtype and to the dtype of its copy, read in blocks.
 
-    Numbers are rounded to the nearest representable value, and ties to even, as torch does.
+    As torch does, numbers are rounded to the nearest representable value, and ties to even. float64 becomes float32
+    before it becomes a smaller dtype, and float8_e4m3fn, which has no infinity, becomes its largest number instead.
     """
 
     def __init__(self, source: Tensor, dtype: str, copy: Tensor, files: Files) -> None:
@@ -270,8 +272,14 @@ class _Cast:
     def __getitem__(self, part: slice) -> bytes:
         import numpy as np
 
-        own, cast, copy = (row.dtype() for row in self._dtypes)
-        start, stop = (at // copy.itemsize for at in (part.start, part.stop))
-        block = self._files.read(self._source, start, stop - start, _SLOT)
+        own, *others = self._dtypes
+        start, stop = (at // others[-1].size for at in (part.start, part.stop))
+        values = np.frombuffer(self._files.read(self._source, start, stop - start, _SLOT), own.dtype())
         with np.errstate(all="ignore"):  # numbers beyond the range of the dtype become infinite
-            return bytes(np.frombuffer(block, own).astype(cast).astype(copy).tobytes())
+            for row in others:
+                if row.size < 4:
+                    values = values.astype(np.float32)
+                if row.name == "float8_e4m3fn":
+                    values = values.clip(-_LARGEST_E4M3FN, _LARGEST_E4M3FN)
+                values = values.astype(row.dtype())
+        return bytes(values.tobytes())

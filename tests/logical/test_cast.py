@@ -56,6 +56,21 @@ def test_any_other_difference_is_out_of_sync(tmp_path: Path, fault: str) -> None
     assert [diff.name for diff in report.groups[-1].tensors if diff.out_of_sync] == [name]
 
 
+@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("cast", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_conversions_of_torch_are_accepted(tmp_path: Path, source: str, cast: str) -> None:
+    """Numbers of every magnitude, converted by torch to each dtype and to B's dtype, are close."""
+    torch.manual_seed(0)
+    most = 400 if cast == "float8_e4m3fn" else 1e5  # beyond 448, older versions of torch store NaN
+    numbers = (torch.randn(1 << 18).double() * torch.logspace(-9, 6, 1 << 18).double()).clamp(-most, most)
+    a = torch.cat([numbers, torch.randn(1 << 18).double()]).to(getattr(torch, source))
+    torch.save({"w": a}, tmp_path / "a.pth")
+    for b in {cast, "float32"}:
+        torch.save({"w": a.to(getattr(torch, cast)).to(getattr(torch, b))}, tmp_path / "b.pth")
+        options = syncheck.DiffOptions(cast=cast)
+        assert syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=options).verdict == "in_sync"
+
+
 def test_shards_are_converted(tmp_path: Path) -> None:
     """The conversion applies to tensors in several files, and to tensors larger than a block."""
     import numpy as np
