@@ -51,11 +51,8 @@ class Side:
         """The label and the name of the run; the title of a comparison of copies within the side."""
         return f"{self.label}: {self.group.run}"
 
-    def locate(self, name: str, index: tuple[int, ...]) -> Place | None:
-        """Return the rank and file with an element of a tensor; None for an unknown tensor."""
-        tensor = normalize_keys(self.model.tensors).get(name)
-        if tensor is None:
-            return None
+    def locate(self, tensor: Tensor, index: tuple[int, ...]) -> Place:
+        """Return the rank and file with an element of a tensor of the model."""
         holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
         path = (holders[0] if holders else tensor).path
         ranks = (rank for rank, s in self.group.ranks if len(self.group.ranks) > 1 and s.path == path)
@@ -179,8 +176,13 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     if options.cast is not None:
         comparison = _accept_casts(comparison, sides, options.cast, options.jobs)
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
-    broken = [own for own in copies if own is not None and own.verdict == "out_of_sync"]
-    groups = (*broken, judge_difference(comparison, _allowed(options)))
+    # Shards of a side are no reason for doubt, but copies that could not be compared are.
+    doubtful = [
+        own
+        for own in copies
+        if own is not None and (own.verdict == "out_of_sync" or any(diff.unknown for diff in own.tensors))
+    ]
+    groups = (*doubtful, judge_difference(comparison, _allowed(options)))
     report = Report(
         verdict=overall(groups, ()),
         groups=groups,
@@ -208,13 +210,14 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
         raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
+    models = [normalize_keys(side.model.tensors) for side in sides]
     tensors = []
     for diff in comparison.tensors:
         if subset and diff.reason is Reason.MISSING and diff.clusters == ((0,),):
             diff = replace(diff, reason=Reason.SUBSET, minority=())
         if diff.index is not None:
-            places = {i: side.locate(diff.name, diff.index) for i, side in enumerate(sides)}
-            diff = replace(diff, places={i: place for i, place in places.items() if place is not None})
+            places = {i: side.locate(models[i][diff.name], diff.index) for i, side in enumerate(sides)}
+            diff = replace(diff, places=places)
         if diff.detail is not None:
             diff = replace(diff, detail=relabel(diff.detail, LABELS))
         tensors.append(diff)

@@ -27,7 +27,9 @@ def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
     sharding = tensor.sharding
     position = None if sharding is None else find_coordinate(rank, sharding)
     splits = None if sharding is None else _order_splits(sharding)
-    if sharding is None or position is None or splits is None or tensor.refused or tensor.digest is not None:
+    if sharding is None or position is None or splits is None or tensor.refused:
+        return None
+    if tensor.digest is not None or tensor.same:  # no bytes to cut into boxes
         return None
     runs: list[Runs] = [((0, size),) for size in sharding.shape]
     for mesh_dim, dim, stripes in splits:
@@ -55,10 +57,13 @@ def _order_splits(sharding: Sharding) -> list[tuple[int, int, int]] | None:
 
     Placements apply from left to right: `S(d)` splits dimension d like torch.chunk. `_S(d, n)` is applied after mesh
     dimensions to its right with n ranks together, as FSDP2 splits tensors that tensor parallelism has already sharded.
-    If no such dimensions split d, `_S(d, n)` splits each of n stripes instead. Source:
-    torch/distributed/tensor/_dtensor_spec.py, _maybe_convert_StridedShard_to_shard_order. None for other placements.
+    If a tensor has an `_S(d, n)` without such mesh dimensions, all of its placements apply from left to right, and
+    `_S(d, n)` splits each of n stripes. None for other placements. Source:
+    torch/distributed/tensor/_dtensor_spec.py, _maybe_convert_StridedShard_to_shard_order.
     """
     splits: list[tuple[int, int, int]] = []
+    ordered: list[tuple[int, int, int]] = []
+    decoded = True
     for mesh_dim, placement in reversed([*enumerate(sharding.placements)]):
         if placement == "R":
             continue
@@ -67,11 +72,13 @@ def _order_splits(sharding: Sharding) -> list[tuple[int, int, int]] | None:
         if letter not in ("S", "_S") or not dim.isdecimal() or (factor and not factor.strip().isdecimal()):
             return None
         stripes, at, ranks = int(factor or 1), 0, 1
-        while ranks < stripes and at < len(splits):
-            ranks *= sharding.mesh[splits[at][0]] if splits[at][1] == int(dim) else 1
+        splits.insert(0, (mesh_dim, int(dim), stripes))
+        while ranks < stripes and at < len(ordered):
+            ranks *= sharding.mesh[ordered[at][0]] if ordered[at][1] == int(dim) else 1
             at += 1
-        splits.insert(*((at, (mesh_dim, int(dim), 1)) if ranks == stripes else (0, (mesh_dim, int(dim), stripes))))
-    return splits
+        ordered.insert(at, (mesh_dim, int(dim), 1))
+        decoded = decoded and ranks == stripes
+    return ordered if decoded else splits
 
 
 def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -84,7 +91,10 @@ def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     for rank, tensor in tensors.items():
         if tensor.sharding is None or is_whole(tensor.sharding):
             continue
-        found, position = find_boxes(rank, tensor), find_coordinate(rank, tensor.sharding)
+        try:
+            found, position = find_boxes(rank, tensor), find_coordinate(rank, tensor.sharding)
+        except MalformedFile:
+            return {}
         if found is None or position is None:
             return {}
         copied = zip(tensor.sharding.placements, position, strict=True)
