@@ -232,6 +232,7 @@ class Note(Sentence):
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
+    TIED = "{side} stores a tied weight under one name; compared under both names: {names:names}"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (

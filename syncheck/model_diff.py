@@ -15,7 +15,7 @@ from syncheck.kernel.blocks import Files
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
-from syncheck.logical.model import join, list_boxes
+from syncheck.logical.model import add_tied_names, join, list_boxes
 from syncheck.messages import Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
@@ -168,6 +168,9 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
             sentence = Note.COPIES if own.counts.compared else Note.NO_COPIES
             unit = "ranks" if side.model.format == "memory" else "files"
             notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=own.counts.compared))
+    completed = add_tied_names([side.model for side in sides])
+    sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
+    notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
     pair = ReplicaGroup(
         " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
     )

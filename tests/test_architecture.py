@@ -61,7 +61,7 @@ ALLOWED = {
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors"}
-    | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "values")},
+    | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
     "model_diff": BASE
     | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}

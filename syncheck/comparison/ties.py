@@ -5,7 +5,7 @@ torch.save and torch.load preserve shared memory. Other formats store separate b
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.records import Tie
@@ -41,19 +41,18 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
 
 def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:
     """Return lists of names with the same storage offset, dtype, shape and strides."""
-    seen = set()
-    shared = set()
-    for tensor in tensors:  # offsets first, because most tensors have unique offsets
-        offset = tensor.path, tensor.offset
-        if tensor.data is not None or tensor.refused or not tensor.numel:
-            continue
-        if offset in seen:
-            shared.add(offset)
-        seen.add(offset)
-    if not shared:
-        return []
+    places = [_find_place(tensor) for tensor in tensors]
+    shared = {place for place, count in Counter(places).items() if count > 1}  # most offsets are unique
     tied: dict[Hashable, list[str]] = defaultdict(list)
-    for tensor in tensors:
-        if (tensor.path, tensor.offset) in shared and tensor.data is None and not tensor.refused and tensor.numel:
-            tied[tensor.path, tensor.offset, tensor.dtype, tensor.shape, tensor.strides].append(tensor.name)
+    for tensor, place in zip(tensors, places, strict=True):
+        if place is not None and place in shared:
+            boxes = tuple((shard.start, _find_place(shard.tensor), shard.tensor.strides) for shard in tensor.shards)
+            tied[place, tensor.dtype, tensor.shape, tensor.strides, boxes].append(tensor.name)
     return [names for names in tied.values() if len(names) > 1]
+
+
+def _find_place(tensor: Tensor) -> tuple[str, int] | None:
+    """Return the file and the offset of the first element, or None for a tensor without bytes in a file."""
+    first = tensor.shards[0].tensor if tensor.shards else tensor
+    unplaced = tensor.refused or not tensor.numel or first.data is not None or first.digest is not None
+    return None if unplaced else (first.path, first.offset)

@@ -6,9 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.copies import rename_copies
+from syncheck.comparison.copies import find_copies, rename_copies
 from syncheck.comparison.optimizer_parts import detect_partitioning
 from syncheck.comparison.replica_groups import divide, find_positions
+from syncheck.comparison.ties import find_shared_tensors
 from syncheck.comparison.values import is_membership
 from syncheck.errors import MalformedFile, brief
 from syncheck.logical import deepspeed
@@ -20,7 +21,7 @@ from syncheck.snapshots import Shard
 from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
     from syncheck.snapshots import Snapshot, Tensor
@@ -49,6 +50,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     for rank, snapshot in named.items():
         for name, tensor in normalize_keys(snapshot.tensors).items():
             aligned.setdefault(name, {})[rank] = tensor
+    copies = find_copies(aligned, named)
     tied = rename_copies(aligned, named)
     ranks, positions = tuple(named), find_positions(named)
     replicated = find_replicated(aligned) if positions.plain else frozenset[str]()
@@ -61,6 +63,10 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         left -= len(tensors[name].shards)
         if left < 0:
             raise MalformedFile(path, found=f"tensors in more than {MOST_BOXES} parts", needed="a readable layout")
+    # A model in one file has both names of a tied weight, and one optimizer state.
+    tensors |= {
+        name: replace(tensors[new], name=name) for name, new in copies.items() if not name.startswith("optimizer.")
+    }
     return replace(
         first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
         stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
@@ -72,6 +78,30 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
 def _join_folder(snapshot: Snapshot) -> Snapshot:
     """Return a checkpoint folder with whole tensors, if its format is known to store partitions."""
     return deepspeed.join(snapshot) if snapshot.format == "deepspeed" else snapshot
+
+
+def add_tied_names(models: Sequence[Snapshot]) -> list[tuple[Snapshot, tuple[str, ...]]]:
+    """Add the names of tied tensors that only another model stores. Return each model with the added names.
+
+    torch.save stores all names of tensors that share memory, and `save_pretrained` stores one of them.
+    """
+    named = [normalize_keys(model.tensors) for model in models]
+    ties = [
+        tie
+        for tensors in named
+        for tie in find_shared_tensors([replace(tensor, name=name) for name, tensor in tensors.items()])
+    ]
+    completed = []
+    for model, tensors in zip(models, named, strict=True):
+        added = {
+            name: replace(tensors[stored[0]], name=name)
+            for tie in ties
+            if (stored := [name for name in tie if name in tensors])
+            for name in tie
+            if name not in tensors
+        }
+        completed.append((replace(model, tensors=tensors | added) if added else model, tuple(added)))
+    return completed
 
 
 def _check_run(snapshots: Mapping[int, Snapshot]) -> None:

@@ -121,7 +121,7 @@ def test_any_layout_is_joined(tmp_path_factory: pytest.TempPathFactory, examples
     for_all(st.tuples(layouts(), forms, dtypes, st.floats(0, 0.999)), check, examples)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 2)])
 def test_any_stripes_are_joined_or_refused(tmp_path: Path, mesh: tuple[int, ...]) -> None:
     """Strided shards of views, which no order of splits describes, cause no false difference."""
     kinds = [Replicate(), Shard(0), *(_StridedShard(0, split_factor=factor) for factor in (2, 3, 4))]
