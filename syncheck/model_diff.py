@@ -247,11 +247,9 @@ def _accept_casts(comparison: Comparison, sides: Sequence[Side], dtype: str, job
                 continue
             old = kinds[diff.kind]
             kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
-            tensors.append(
-                replace(
-                    diff, status="close", tolerance=f"cast {dtype}", reason=None, detail=None, facts=(), minority=()
-                )
-            )
+            accepted = replace(diff, status="close", tolerance=f"cast {dtype}", detail=None, facts=(), minority=())
+            measured = diff.mismatched if diff.reason is None else None  # unknown if the dtypes differ
+            tensors.append(replace(accepted, reason=None, mismatched=measured))
     counts = sum(kinds.values(), Counts())
     return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
 

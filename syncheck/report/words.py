@@ -211,7 +211,9 @@ def difference_cells(diff: TensorDiff, labels: Sequence[str] = ()) -> tuple[str,
     if diff.status == "not_compared":
         return one_line(f"{diff.reason}: {diff.detail}"), "", "", ""
     if diff.mismatched is None:
-        return one_line(f"by {diff.reason}: {diff.detail}"), "-", "-", "-"
+        # Tensors of different dtypes that are close after a conversion have no reason.
+        why = f"by {diff.reason}: {diff.detail}" if diff.reason else f"close: {diff.tolerance}"
+        return one_line(why), "-", "-", "-"
     differing = f"{diff.mismatched} of {diff.numel}"
     ranks_not_finite = sum(1 for count in diff.nonfinite.values() if count)
     if 0 < ranks_not_finite < len(diff.nonfinite):

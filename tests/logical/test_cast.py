@@ -36,6 +36,7 @@ def test_one_conversion_is_close(tmp_path: Path, again: Any) -> None:
     report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=BF16)
     assert (report.exit_code, report.counts.close, report.counts.identical) == (0, 2, 2)
     assert {diff.tolerance for diff in report.groups[-1].tensors} == {"cast bfloat16"}
+    assert [diff.mismatched is None for diff in report.groups[-1].tensors] == [again is not torch.float32] * 2
 
 
 @pytest.mark.parametrize("fault", ["one step", "truncated", "integer"])
