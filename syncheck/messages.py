@@ -266,6 +266,10 @@ class Note(Sentence):
         "the ranks in a DeepSpeed tag folder are not compared with each other; pass its *_model_states.pt as files to "
         "compare them"
     )
+    WEIGHT_COPIES = (
+        "not compared: {count:count copy|copies} of weights in DeepSpeed's model states; the optimizer's weights "
+        "take precedence"
+    )
     OTHER_WEIGHTS = "{file} is compared as a separate model, beside {others}"
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 LABELS = ("A", "B")
 # The buffer for a tensor that is converted; the comparison of two tensors uses slots 0 and 1.
 _SLOT = 2
+_LARGEST_E4M3FN = 448
 
 # One side of a difference: a path, a glob, or several of them.
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -50,11 +51,8 @@ class Side:
         """The label and the name of the run; the title of a comparison of copies within the side."""
         return f"{self.label}: {self.group.run}"
 
-    def locate(self, name: str, index: tuple[int, ...]) -> Place | None:
-        """Return the rank and file with an element of a tensor; None for an unknown tensor."""
-        tensor = normalize_keys(self.model.tensors).get(name)
-        if tensor is None:
-            return None
+    def locate(self, tensor: Tensor, index: tuple[int, ...]) -> Place:
+        """Return the rank and file with an element of a tensor of the model."""
         holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
         path = (holders[0] if holders else tensor).path
         ranks = (rank for rank, s in self.group.ranks if len(self.group.ranks) > 1 and s.path == path)
@@ -181,8 +179,13 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     if options.cast is not None:
         comparison = _accept_casts(comparison, sides, options.cast, options.jobs)
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
-    broken = [own for own in copies if own is not None and own.verdict == "out_of_sync"]
-    groups = (*broken, judge_difference(comparison, _allowed(options)))
+    # Shards of a side are no reason for doubt, but copies that could not be compared are.
+    doubtful = [
+        own
+        for own in copies
+        if own is not None and (own.verdict == "out_of_sync" or any(diff.unknown for diff in own.tensors))
+    ]
+    groups = (*doubtful, judge_difference(comparison, _allowed(options)))
     report = Report(
         verdict=overall(groups, ()),
         groups=groups,
@@ -210,13 +213,14 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
         raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
+    models = [normalize_keys(side.model.tensors) for side in sides]
     tensors = []
     for diff in comparison.tensors:
         if subset and diff.reason is Reason.MISSING and diff.clusters == ((0,),):
             diff = replace(diff, reason=Reason.SUBSET, minority=())
         if diff.index is not None:
-            places = {i: side.locate(diff.name, diff.index) for i, side in enumerate(sides)}
-            diff = replace(diff, places={i: place for i, place in places.items() if place is not None})
+            places = {i: side.locate(models[i][diff.name], diff.index) for i, side in enumerate(sides)}
+            diff = replace(diff, places=places)
         if diff.detail is not None:
             diff = replace(diff, detail=relabel(diff.detail, LABELS))
         tensors.append(diff)
@@ -243,11 +247,9 @@ def _accept_casts(comparison: Comparison, sides: Sequence[Side], dtype: str, job
                 continue
             old = kinds[diff.kind]
             kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
-            tensors.append(
-                replace(
-                    diff, status="close", tolerance=f"cast {dtype}", reason=None, detail=None, facts=(), minority=()
-                )
-            )
+            accepted = replace(diff, status="close", tolerance=f"cast {dtype}", detail=None, facts=(), minority=())
+            measured = diff.mismatched if diff.reason is None else None  # unknown if the dtypes differ
+            tensors.append(replace(accepted, reason=None, mismatched=measured))
     counts = sum(kinds.values(), Counts())
     return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
 
@@ -263,7 +265,8 @@ def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
 class _Cast:
     """The bytes of a tensor after a conversion to another dtype and to the dtype of its copy, read in blocks.
 
-    Numbers are rounded to the nearest representable value, and ties to even, as torch does.
+    As torch does, numbers are rounded to the nearest representable value, and ties to even. float64 becomes float32
+    before it becomes a smaller dtype, and float8_e4m3fn, which has no infinity, becomes its largest number instead.
     """
 
     def __init__(self, source: Tensor, dtype: str, copy: Tensor, files: Files) -> None:
@@ -273,8 +276,14 @@ class _Cast:
     def __getitem__(self, part: slice) -> bytes:
         import numpy as np
 
-        own, cast, copy = (row.dtype() for row in self._dtypes)
-        start, stop = (at // copy.itemsize for at in (part.start, part.stop))
-        block = self._files.read(self._source, start, stop - start, _SLOT)
+        own, *others = self._dtypes
+        start, stop = (at // others[-1].size for at in (part.start, part.stop))
+        values = np.frombuffer(self._files.read(self._source, start, stop - start, _SLOT), own.dtype())
         with np.errstate(all="ignore"):  # numbers beyond the range of the dtype become infinite
-            return bytes(np.frombuffer(block, own).astype(cast).astype(copy).tobytes())
+            for row in others:
+                if row.size < 4:
+                    values = values.astype(np.float32)
+                if row.name == "float8_e4m3fn":
+                    values = values.clip(-_LARGEST_E4M3FN, _LARGEST_E4M3FN)
+                values = values.astype(row.dtype())
+        return bytes(values.tobytes())

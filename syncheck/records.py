@@ -256,7 +256,7 @@ class TensorDiff:
     clusters: tuple[tuple[int, ...], ...] = ()
     """Ranks with equal bytes, largest set first; with several replica groups, only of groups with differences."""
     mismatched: int | None = 0
-    """Different elements in the worst replica group; None, like all numbers, if only digests were compared."""
+    """Different elements in the worst replica group; None, like all numbers, if only digests are known."""
     numel: int = 0
     max_abs: float | int | None = None
     max_rel: float | None = None

@@ -58,8 +58,9 @@ ALLOWED = {
     "logical": set(),
     "logical.boxes": BASE | {"kernel.pieces"},
     "logical.dtensors": BASE | {"logical.boxes"},
+    "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.model": BASE
-    | {"names", "tensor_parallel", "logical.boxes", "logical.dtensors"}
+    | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
     "model_diff": BASE
     | {"baseline", "kernel.blocks", "kernel.clustering"}

@@ -53,8 +53,5 @@ def apply(case: Case) -> Match | None:
     if case.group.labels:  # a model may have many files
         paths = [d.places[rank].path for d in damaged for rank in evidence_of(d).damaged if rank in d.places] or paths
     names = tuple(diff.name for diff in damaged)
-    facts = (
-        Text.CHANGED(paths=tuple(dict.fromkeys(paths))),
-        Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names),
-    )
-    return Match(damaged, ranks, facts)
+    changed = Text.CHANGED(paths=tuple(dict.fromkeys(paths)))
+    return Match(damaged, ranks, (changed, Text.CHECKSUMS(count=len(damaged), ranks=ranks, names=names)))

@@ -27,7 +27,9 @@ def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
     sharding = tensor.sharding
     position = None if sharding is None else find_coordinate(rank, sharding)
     splits = None if sharding is None else _order_splits(sharding)
-    if sharding is None or position is None or splits is None or tensor.refused or tensor.digest is not None:
+    if sharding is None or position is None or splits is None or tensor.refused:
+        return None
+    if tensor.digest is not None or tensor.same:  # no bytes to cut into boxes
         return None
     runs: list[Runs] = [((0, size),) for size in sharding.shape]
     for mesh_dim, dim, stripes in splits:
@@ -89,7 +91,10 @@ def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
     for rank, tensor in tensors.items():
         if tensor.sharding is None or is_whole(tensor.sharding):
             continue
-        found, position = find_boxes(rank, tensor), find_coordinate(rank, tensor.sharding)
+        try:
+            found, position = find_boxes(rank, tensor), find_coordinate(rank, tensor.sharding)
+        except MalformedFile:
+            return {}
         if found is None or position is None:
             return {}
         copied = zip(tensor.sharding.placements, position, strict=True)

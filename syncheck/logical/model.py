@@ -12,6 +12,7 @@ from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.comparison.ties import find_shared_tensors
 from syncheck.comparison.values import is_membership
 from syncheck.errors import MalformedFile, brief
+from syncheck.logical import deepspeed
 from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
 from syncheck.messages import Refusal
@@ -37,6 +38,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     MalformedFile for a tensor with a hole, and for files of different steps or runs.
     """
     _check_run(snapshots)
+    snapshots = {rank: _join_folder(snapshot) for rank, snapshot in snapshots.items()}
     first = next(iter(snapshots.values()))
     metadata = first.metadata and replace(
         first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
@@ -71,6 +73,11 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         notes=tuple(dict.fromkeys(note for s in named.values() for note in s.notes)), ties=(), mesh={}, host=None,
         numbered=(), shard_labels=frozenset(),
     )  # fmt: skip
+
+
+def _join_folder(snapshot: Snapshot) -> Snapshot:
+    """Return a checkpoint folder with whole tensors, if its format is known to store partitions."""
+    return deepspeed.join(snapshot) if snapshot.format == "deepspeed" else snapshot
 
 
 def add_tied_names(models: Sequence[Snapshot]) -> list[tuple[Snapshot, tuple[str, ...]]]:
@@ -162,7 +169,7 @@ def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Te
     snapshots: the files of one model, by rank.
     """
     for rank, snapshot in snapshots.items():
-        for name, tensor in normalize_keys(snapshot.tensors).items():
+        for name, tensor in normalize_keys(_join_folder(snapshot).tensors).items():
             if tensor.sharding is not None and not is_whole(tensor.sharding):
                 yield name, rank, tensor, find_boxes(rank, tensor)
             else:

@@ -155,7 +155,8 @@ def replica_title(replica: Replica) -> str:
 
 def replica_text(replica: Replica) -> str:
     """Return a replica's rank or label, path, format and size."""
-    files = f"{replica.files} files, " if replica.files > 1 else ""
+    unit = "ranks" if replica.format == "memory" else "files"
+    files = f"{replica.files} {unit}, " if replica.files > 1 else ""
     count = f"{replica.tensors} tensor{'s' * (replica.tensors != 1)}"
     return f"{replica_title(replica)}: {replica.path} ({replica.format}, {files}{count}, {bytes_text(replica.bytes)})"
 
@@ -167,7 +168,8 @@ def place_lines(diffs: Sequence[TensorDiff], group: Group) -> list[str]:
     lines = []
     for diff in diffs:
         places = [
-            f"{group.labels[side]} {place.path}" + ("" if place.rank is None else f" (rank {place.rank})")
+            f"{group.labels[side]} {place.path}"
+            + ("" if place.rank is None or place.path.endswith(f" on rank {place.rank}") else f" (rank {place.rank})")
             for side, place in diff.places.items()
         ]
         if places:
@@ -209,7 +211,9 @@ def difference_cells(diff: TensorDiff, labels: Sequence[str] = ()) -> tuple[str,
     if diff.status == "not_compared":
         return one_line(f"{diff.reason}: {diff.detail}"), "", "", ""
     if diff.mismatched is None:
-        return one_line(f"by {diff.reason}: {diff.detail}"), "-", "-", "-"
+        # Tensors of different dtypes that are close after a conversion have no reason.
+        why = f"by {diff.reason}: {diff.detail}" if diff.reason else f"close: {diff.tolerance}"
+        return one_line(why), "-", "-", "-"
     differing = f"{diff.mismatched} of {diff.numel}"
     ranks_not_finite = sum(1 for count in diff.nonfinite.values() if count)
     if 0 < ranks_not_finite < len(diff.nonfinite):

@@ -36,6 +36,7 @@ def test_one_conversion_is_close(tmp_path: Path, again: Any) -> None:
     report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=BF16)
     assert (report.exit_code, report.counts.close, report.counts.identical) == (0, 2, 2)
     assert {diff.tolerance for diff in report.groups[-1].tensors} == {"cast bfloat16"}
+    assert [diff.mismatched is None for diff in report.groups[-1].tensors] == [again is not torch.float32] * 2
 
 
 @pytest.mark.parametrize("fault", ["one step", "truncated", "integer"])
@@ -54,6 +55,21 @@ def test_any_other_difference_is_out_of_sync(tmp_path: Path, fault: str) -> None
     name = "count" if fault == "integer" else "w"
     assert report.exit_code == 1
     assert [diff.name for diff in report.groups[-1].tensors if diff.out_of_sync] == [name]
+
+
+@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("cast", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_conversions_of_torch_are_accepted(tmp_path: Path, source: str, cast: str) -> None:
+    """Numbers of every magnitude, converted by torch to each dtype and to B's dtype, are close."""
+    torch.manual_seed(0)
+    most = 400 if cast == "float8_e4m3fn" else 1e5  # beyond 448, older versions of torch store NaN
+    numbers = (torch.randn(1 << 18).double() * torch.logspace(-9, 6, 1 << 18).double()).clamp(-most, most)
+    a = torch.cat([numbers, torch.randn(1 << 18).double()]).to(getattr(torch, source))
+    torch.save({"w": a}, tmp_path / "a.pth")
+    for b in {cast, "float32"}:
+        torch.save({"w": a.to(getattr(torch, cast)).to(getattr(torch, b))}, tmp_path / "b.pth")
+        options = syncheck.DiffOptions(cast=cast)
+        assert syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=options).verdict == "in_sync"
 
 
 def test_shards_are_converted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from syncheck.errors import OutOfSync, RankFailed, UsageError
-from syncheck.testing import assert_same_model
+from syncheck.testing import assert_same_model, compare
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -118,3 +118,17 @@ def test_a_failing_rank_fails_all(syncheck_rank: Rank) -> None:
     with pytest.raises(OutOfSync) as differing:
         assert_same_model(other, model)
     assert [group.verdict for group in differing.value.report.groups] == ["out_of_sync", "in_sync"]
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_whole_and_sharded_tensors_of_ranks(syncheck_rank: Rank) -> None:
+    """Digests of shards and of the whole tensor cannot be compared: a live comparison is undecided, no rank fails."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(12.0).reshape(6, 2)
+    mesh = DeviceMesh("cpu", [0, 1])
+    mine = whole if syncheck_rank.rank == 2 else distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    report = compare({"w": mine, "plain": whole}, across_ranks=True)
+    assert report.exit_code == 2
+    assert [(diff.name, diff.status) for diff in report.groups[0].tensors] == [("w", "not_compared")]

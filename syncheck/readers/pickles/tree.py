@@ -226,6 +226,8 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
             parts = children(node)
             if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue
+            if node == ():  # the shape of a scalar
+                flat.values[flat.unique_name(name, flat.values)] = "()"
             flat.count(path, name, len(parts))
             nested = (*above, id(node))
             models = [key for key, value in parts if key in MODEL_CONTAINERS and _is_model(value)]
