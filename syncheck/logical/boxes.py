@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 # Ranges of indices of one dimension: (start, length).
 Runs = tuple[tuple[int, int], ...]
 
-# Limit of boxes that one rank holds of a tensor: 64 for FSDP and tensor parallelism of degree 8 along two dimensions.
-MOST_BOXES = 1024
+# Limit of boxes that one rank holds of a tensor. FSDP and tensor parallelism together make one box; only strided shards
+# of views have more.
+MOST_BOXES = 64
 Span = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and size, by dimension."""
 

@@ -8,15 +8,15 @@ from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, brief
-from syncheck.logical.boxes import Runs, chunk_runs, combine, cut_tensor
+from syncheck.logical.boxes import MOST_BOXES, Runs, chunk_runs, combine, cut_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from syncheck.snapshots import Shard, Sharding, Tensor
 
-# Limit of the split factor of a strided shard, which is the number of tensor-parallel ranks.
-_MOST_STRIPES = 1024
+# Limit of the dimensions of a mesh. Untrusted files can claim thousands of dimensions, all of size 1.
+_MOST_DIMS = 8
 
 
 def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
@@ -26,14 +26,16 @@ def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
     """
     sharding = tensor.sharding
     position = None if sharding is None else find_coordinate(rank, sharding)
-    splits = None if sharding is None else _order_splits(sharding)
-    if sharding is None or position is None or splits is None or tensor.refused:
+    if sharding is None or position is None or tensor.refused or len(sharding.mesh) > _MOST_DIMS:
+        return None
+    splits = _order_splits(sharding)
+    if splits is None:
         return None
     if tensor.digest is not None or tensor.same:  # no bytes to cut into boxes
         return None
     runs: list[Runs] = [((0, size),) for size in sharding.shape]
     for mesh_dim, dim, stripes in splits:
-        if dim >= len(runs) or stripes > _MOST_STRIPES:
+        if dim >= len(runs) or stripes * max(len(runs[dim]), 1) > MOST_BOXES:
             return None
         count, at = sharding.mesh[mesh_dim], position[mesh_dim]
         pieces = (chunk_runs(runs[dim], stripes, i) for i in range(stripes))

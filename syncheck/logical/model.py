@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from syncheck.comparison.replica_groups import Division
     from syncheck.snapshots import Snapshot, Tensor
 
-# Limit of boxes of all tensors together; ten thousand tensors on a hundred ranks.
-MOST_BOXES = 1 << 20
+# Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.
+_BOXES_PER_PART, _MOST_BOXES = 8, 1 << 16
 
 
 def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
@@ -55,14 +55,15 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     ranks, positions = tuple(named), find_positions(named)
     replicated = find_replicated(aligned) if positions.plain else frozenset[str]()
     tensors: dict[str, Tensor] = {}
-    left = MOST_BOXES
+    given = sum(_BOXES_PER_PART + len(tensor.shards) for held in aligned.values() for tensor in held.values())
+    left = most = _MOST_BOXES + given
     for name, held in aligned.items():
         division = divide(held, ranks, positions, replicated=name in replicated, tied=name in tied)
         unclear = parts.unclear if name.startswith("optimizer.") else None
         tensors[name] = _join_tensor(name, held, division, path, unclear=unclear is not None)
         left -= len(tensors[name].shards)
         if left < 0:
-            raise MalformedFile(path, found=f"tensors in more than {MOST_BOXES} parts", needed="a readable layout")
+            raise MalformedFile(path, found=f"tensors in more than {most} parts", needed="a readable layout")
     # A model in one file has both names of a tied weight, and one optimizer state.
     tensors |= {
         name: replace(tensors[new], name=name) for name, new in copies.items() if not name.startswith("optimizer.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from checkpoints import save_pth
-from dtensors import dtensor, mesh_of_2_6, save_ranks
+from dtensors import dtensor, mesh_of_2_6, mesh_of_2_15, save_ranks
 
 import syncheck
 from syncheck.cli import main
@@ -74,6 +74,24 @@ def claim_many_dimensions(folder: Path) -> None:
     save_pth(folder / "m_rank0.pth", {f"w{i}": dtensor(local, strided, mesh, shape) for i in range(20)})
 
 
+def claim_many_boxes(folder: Path) -> None:
+    """Strided shards without elements divide a dimension into a billion stripes."""
+    local = dtensor(W[:, :0], ["_S(0, 1024)"] * 3, mesh_of_2_6(np.arange(8).reshape(2, 2, 2), [0, 0, 0]), (1 << 20, 0))
+    save_pth(folder / "m_rank0.pth", {"w": local, "v": W})
+
+
+def claim_many_ranks(folder: Path) -> None:
+    """Each of many tensors is on a mesh of more ranks than any run has."""
+    mesh = mesh_of_2_15((1 << 18,), (1,), 1 << 18, [0])
+    save_pth(folder / "m_rank0.pth", {f"w{i}": dtensor(W[:1], ["S(0)"], mesh) for i in range(20)})
+
+
+def claim_many_mesh_dimensions(folder: Path) -> None:
+    """The mesh has a thousand dimensions of size 1."""
+    mesh = mesh_of_2_15((2,) + (1,) * 999, (1,) * 1000, 2, [0] * 1000)
+    save_pth(folder / "m_rank0.pth", {"w": dtensor(W[:4], ["_S(0, 1024)"] * 1000, mesh), "v": W})
+
+
 def split_another_dimension(folder: Path) -> None:
     """The placement is of a dimension that the tensor lacks."""
     save_ranks(folder, HALVES, ["S(7)"], [2])
@@ -100,6 +118,9 @@ ONE_LINE = [lose_a_rank, mix_steps, mix_worlds, overlap, contradict, claim_a_hug
 NOT_COMPARED = [
     claim_many_stripes,
     claim_many_dimensions,
+    claim_many_boxes,
+    claim_many_ranks,
+    claim_many_mesh_dimensions,
     split_another_dimension,
     sum_parts,
     number_layers_by_stage,
@@ -128,7 +149,8 @@ def test_parts_without_position(damage: Callable[[Path], None], tmp_path: Path) 
     (tmp_path / "ranks").mkdir()
     damage(tmp_path / "ranks")
     tensors = syncheck.read(str(next((tmp_path / "ranks").iterdir()))).tensors
-    save_pth(tmp_path / "full.pth", {name: np.zeros(t.full_shape, np.float32) for name, t in tensors.items()})
+    full = {name: np.resize(W, t.full_shape) for name, t in tensors.items()}
+    save_pth(tmp_path / "full.pth", full)
     start = time.monotonic()
     for other in ("ranks", "full.pth"):
         report = syncheck.diff(tmp_path / "ranks", tmp_path / other)

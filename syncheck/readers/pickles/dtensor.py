@@ -31,8 +31,8 @@ from syncheck.snapshots import Sharding, are_naturals, contiguous_strides
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Limit of ranks in a mesh. The largest published runs have some ten thousand.
-_MAX_RANKS = 1 << 20
+# Limit of ranks in a mesh. The largest published runs have up to a hundred thousand.
+_MAX_RANKS = 1 << 17
 # Limit of process groups in a file. FSDP1 has a single group, or one for each wrapped module.
 _MAX_GROUPS = 64
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
