@@ -50,7 +50,11 @@ def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | by
     at = 0
     for box in split_into_boxes(tensor.shape, start, count):
         volume = _volume(box)
-        for part in tensor.shards:
+        parts = tensor.shards
+        if box:  # a fast test, because a tensor can have thousands of parts
+            low, high = box[0].start, box[0].stop
+            parts = tuple(p for p in parts if p.start[0] < high and p.start[0] + p.tensor.shape[0] > low)
+        for part in parts:
             cut = _intersect(box, part)
             if cut is None:
                 continue
