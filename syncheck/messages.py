@@ -306,7 +306,12 @@ class Refusal(Sentence):
 
 
 # Refusals of shards without replicas: a property of the layout, not a problem of the file.
-SHARD_REFUSALS = (Refusal.SHARDED_TENSOR, Refusal.SHARDED_DTENSOR, Refusal.FLAT_PARAMETER)
+SHARD_REFUSALS = (
+    Refusal.SHARDED_TENSOR,
+    Refusal.SHARDED_DTENSOR,
+    Refusal.FLAT_PARAMETER,
+    Refusal.UNPLACED_PARTS,
+)
 
 
 class Detail(Sentence):

@@ -2,9 +2,9 @@
 
 A file does not record whether a plain tensor is a shard or a replica, and to compare shards as replicas would be a
 false alarm. Only names used by Megatron, transformers and torchtitan for replicated tensors are accepted: norms over
-the hidden size, routers, and biases that row-parallel layers add after their reduction. Norms of queries and keys and
-norms within a layer (state-space mixers, experts, attention, MLP) are excluded because some models shard them, and
-biases of column-parallel layers because they are sharded.
+the hidden size, routers, biases that row-parallel layers add after their reduction, and step counters of the
+optimizer. Norms of queries and keys and norms within a layer (state-space mixers, experts, attention, MLP) are
+excluded because some models shard them, and biases of column-parallel layers because they are sharded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def find_replicated(names: Iterable[str]) -> frozenset[str]:
     """Return the names of model and optimizer tensors that tensor parallelism replicates."""
     names = tuple(names)
     with_experts = {name[: name.index(".experts.")] for name in names if ".experts." in name}
-    return frozenset(name for name in names if _is_replicated(_parameter_name(name), with_experts))
+    return frozenset(name for name in names if _is_step(name) or _is_replicated(_parameter_name(name), with_experts))
+
+
+def _is_step(name: str) -> bool:
+    """Whether a tensor counts the steps of a parameter; each shard of the parameter has the same count."""
+    return name.startswith("optimizer.") and name.endswith(".step")
 
 
 def _parameter_name(name: str) -> str:

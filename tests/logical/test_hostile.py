@@ -127,8 +127,12 @@ def test_parts_without_position(damage: Callable[[Path], None], tmp_path: Path) 
     """The files do not show the position of parts: the tensor is not compared, and the verdict is undecided."""
     (tmp_path / "ranks").mkdir()
     damage(tmp_path / "ranks")
+    tensors = syncheck.read(str(next((tmp_path / "ranks").iterdir()))).tensors
+    save_pth(tmp_path / "full.pth", {name: np.zeros(t.full_shape, np.float32) for name, t in tensors.items()})
     start = time.monotonic()
-    report = syncheck.diff(tmp_path / "ranks", tmp_path / "ranks")
-    assert (report.exit_code, report.verdict) == (2, "undecided")
-    assert any(diff.status == "not_compared" for group in report.groups for diff in group.tensors)
+    # The whole tensor of one rank is compared with the file, and differs.
+    for other in ("ranks",) if damage is mix_whole_and_unknown else ("ranks", "full.pth"):
+        report = syncheck.diff(tmp_path / "ranks", tmp_path / other)
+        assert (report.exit_code, report.verdict) == (2, "undecided"), other
+        assert any(diff.status == "not_compared" for group in report.groups for diff in group.tensors)
     assert time.monotonic() - start < 5

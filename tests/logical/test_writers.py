@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import syncheck
+from syncheck.messages import Note
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -250,20 +251,27 @@ def test_distributed_checkpoints(syncheck_rank: Rank) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_transformers(tmp_path: Path) -> None:
-    """`save_pretrained` in several files equals the full file; a changed element is found in its file."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_of_transformers(tmp_path: Path, tied: bool) -> None:
+    """`save_pretrained` in several files equals the full file; a changed element is found in its file.
+
+    It stores a tied weight under one name, and torch.save under two.
+    """
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     torch.save(model.state_dict(), tmp_path / "full.pth")
     model.save_pretrained(tmp_path / "export", max_shard_size="10KB")
     shards = sorted((tmp_path / "export").glob("*.safetensors"))
     assert len(shards) > 2
-    report = syncheck.diff(tmp_path / "full.pth", tmp_path / "export")
-    assert (report.exit_code, report.counts.identical) == (0, len(model.state_dict()))
+    for a, b in (("full.pth", "export"), ("export", "full.pth")):
+        report = syncheck.diff(tmp_path / a, tmp_path / b)
+        assert (report.exit_code, report.counts.identical) == (0, len(model.state_dict()))
+        assert (Note.TIED in [note.code for note in report.groups[-1].notes]) == tied
     name = "model.layers.1.mlp.down_proj.weight"
     part = syncheck.read(str(tmp_path / "export")).tensors[name]
     with Path(part.path).open("r+b") as file:
