@@ -263,8 +263,8 @@ def _walk(node: Any, name: str, *, whole: bool = False) -> Iterator[tuple[str, A
     parts = [(str(key), child) for key, child in node.items()] if isinstance(node, dict) else None
     if isinstance(node, (list, tuple)):
         parts = [(str(i), child) for i, child in enumerate(node)]
-    if parts is None or node == ():
-        yield name or "tensor", node if parts is None else "()"
+    if parts is None:
+        yield name or "tensor", node
         return
     models = [key for key, child in parts if key in CONTAINERS and isinstance(child, dict) and _holds_leaf(child)]
     for key, child in parts:

@@ -157,3 +157,29 @@ def test_parts_without_position(damage: Callable[[Path], None], tmp_path: Path) 
         assert (report.exit_code, report.verdict) == (2, "undecided"), other
         assert any(diff.status == "not_compared" for group in report.groups for diff in group.tensors)
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [((-1, 0), (9, 3))],
+        [((0, 0), (1 << 60, 3))],
+        [((0, 0), (5, 3)), ((4, 0), (4, 3))],
+        [((0, 0), (1, 1))] * 100_000,
+        [((i, 0), (1, 3)) for i in range(100_000)],
+    ],
+    ids=["negative", "huge", "overlap", "copies", "many"],
+)
+def test_chunks_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], spans: Any) -> None:
+    """The metadata of a folder lists chunks that do not form the tensor: one line."""
+    torch = pytest.importorskip("torch")
+    from readers.dcp_folders import assemble
+
+    whole = (torch.from_numpy(W), [((0, 0), (8, 3))])
+    assemble(tmp_path / "folder", {"w": whole}, listed={"w": spans})
+    save_pth(tmp_path / "full.pth", {"w": W})
+    start = time.monotonic()
+    assert main(["diff", str(tmp_path / "full.pth"), str(tmp_path / "folder"), "--no-config"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1), err
+    assert time.monotonic() - start < 5

@@ -35,6 +35,8 @@ NODES_PER_BYTE = 4
 MAX_LETTERS = 1 << 28
 MAX_DEPTH = 200
 LOST = "unnamed tensor"
+# Tables of shapes in DeepSpeed's files: an empty shape is a parameter, too.
+_SHAPES = ("param_shapes.", "frozen_param_shapes.")
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
@@ -226,7 +228,7 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
             parts = children(node)
             if parts is None:  # a dtype, or a rebuild function that nothing used
                 continue
-            if node == ():  # the shape of a scalar
+            if node == () and name.startswith(_SHAPES):  # of a scalar
                 flat.values[flat.unique_name(name, flat.values)] = "()"
             flat.count(path, name, len(parts))
             nested = (*above, id(node))
