@@ -121,6 +121,19 @@ def test_any_layout_is_joined(tmp_path_factory: pytest.TempPathFactory, examples
     for_all(st.tuples(layouts(), forms, dtypes, st.floats(0, 0.999)), check, examples)
 
 
+@pytest.mark.parametrize("form", ["strided", "ordered"])
+@pytest.mark.parametrize("mesh", [(2, 2), (3, 2), (2, 4)])
+def test_uneven_shards_of_fsdp2_and_tensor_parallelism(tmp_path: Path, mesh: tuple[int, ...], form: str) -> None:
+    """FSDP2 splits the parts of tensor parallelism, of which the last is shorter or empty."""
+    for length in range(1, 12):
+        layout: Layout = (length,), mesh, [(1, 0), (0, 0)]
+        whole = torch.arange(length, dtype=torch.float32)
+        torch.save({"w": whole}, tmp_path / "full.pth")
+        save(tmp_path / "ranks", [split(whole, layout, rank, form) for rank in list_meshes(mesh)])
+        report = syncheck.diff(tmp_path / "ranks", tmp_path / "full.pth")
+        assert (report.exit_code, report.counts.identical) == (0, 1), length
+
+
 @pytest.mark.parametrize("mesh", [(2, 2), (3, 2)])
 def test_any_stripes_are_joined_or_refused(tmp_path: Path, mesh: tuple[int, ...]) -> None:
     """Strided shards of views, which no order of splits describes, cause no false difference."""
