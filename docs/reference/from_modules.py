@@ -23,7 +23,7 @@ SYNCHECK = {
         "kernel.digests kernel.moments"
     ),
     "Measuring differences": "differences",
-    "Logical tensors": "logical logical.boxes logical.dtensors logical.deepspeed logical.model",
+    "Logical tensors": "logical logical.boxes logical.dtensors logical.deepspeed logical.megatron logical.model",
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
         "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"

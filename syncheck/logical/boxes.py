@@ -65,7 +65,7 @@ def cut_tensor(local: Tensor, runs: Sequence[Runs]) -> list[Shard]:
         start, shape = zip(*(of_axis[i] for of_axis, i in zip(runs, numbers, strict=True)), strict=True)
         first = [begin[i] for begin, i in zip(begins, numbers, strict=True)]
         skipped = sum(at * stride for at, stride in zip(first, local.strides, strict=True))
-        boxes.append(Shard(_view(local, skipped, shape, local.strides), start))
+        boxes.append(Shard(view(local, skipped, shape, local.strides), start))
     return boxes
 
 
@@ -77,12 +77,12 @@ def flat_boxes(flat: Tensor, at: int, shape: tuple[int, ...], start: int, count:
     boxes = []
     for box in split_into_boxes(shape, start, count):
         size = tuple(span.stop - span.start for span in box)
-        boxes.append(Shard(_view(flat, at, size, contiguous_strides(size)), tuple(span.start for span in box)))
+        boxes.append(Shard(view(flat, at, size, contiguous_strides(size)), tuple(span.start for span in box)))
         at += math.prod(size)
     return boxes
 
 
-def _view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+def view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Return a part of a tensor. skipped: elements before its first element."""
     if tensor.shape == shape:
         return replace(tensor, sharding=None)

@@ -12,7 +12,7 @@ from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.comparison.ties import find_shared_tensors
 from syncheck.comparison.values import is_membership
 from syncheck.errors import MalformedFile, brief
-from syncheck.logical import deepspeed
+from syncheck.logical import deepspeed, megatron
 from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
 from syncheck.messages import Refusal
@@ -78,6 +78,8 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
 
 def _join_folder(snapshot: Snapshot) -> Snapshot:
     """Return a checkpoint folder with whole tensors, if its format is known to store partitions."""
+    if snapshot.format == "dcp":
+        return megatron.unstack(snapshot)
     return deepspeed.join(snapshot) if snapshot.format == "deepspeed" else snapshot
 
 

@@ -1,0 +1,166 @@
+"""Folders of Megatron-Core, joined to whole tensors."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import syncheck
+from syncheck.cli import main
+from syncheck.errors import MalformedFile
+from syncheck.logical import megatron
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
+LAYOUTS = [("gated", "tp2_pp2", 27), ("tied", "tp2_pp2", 52), ("tied", "tp2", 52), ("experts", "tp2_pp2_ep2", 55)]
+FILE = "model_optim_rng.pt"
+
+
+def ranks_of(model: str, layout: str) -> Path:
+    """Return the folder with the ranks of a layout."""
+    return FIXTURES / model / layout / "iter_0000500"
+
+
+def copy(tmp_path: Path, model: str, layout: str) -> Path:
+    """Return a copy of the folder with the ranks of a layout."""
+    return Path(shutil.copytree(ranks_of(model, layout), tmp_path / "ranks"))
+
+
+def flip(folder: Path, label: str, name: str, element: int) -> None:
+    """Flip the lowest bit of an element of a tensor in the file of a rank."""
+    tensor = syncheck.read(str(folder)).tensors[f"{label}.{name}"]
+    data = bytearray(Path(tensor.path).read_bytes())
+    data[tensor.offset + 4 * element] ^= 1
+    Path(tensor.path).write_bytes(data)
+
+
+@pytest.mark.parametrize(("model", "layout", "tensors"), LAYOUTS)
+def test_the_ranks_are_the_distributed_checkpoint(model: str, layout: str, tensors: int) -> None:
+    """Megatron-Core loaded all parts of these ranks from the distributed checkpoint of one process."""
+    report = syncheck.diff(ranks_of(model, layout), FIXTURES / model / "dist")
+    assert (report.exit_code, report.counts.identical, report.counts.tensors) == (0, tensors, tensors)
+    assert not [value.name for value in report.groups[-1].values if value.counts]
+
+
+def test_two_layouts_of_the_ranks_are_one_model() -> None:
+    """Four ranks and two ranks store the same model."""
+    report = syncheck.diff(ranks_of("tied", "tp2_pp2"), ranks_of("tied", "tp2"))
+    assert (report.exit_code, report.counts.identical) == (0, 52)
+
+
+@pytest.mark.parametrize(
+    ("model", "label", "stored", "element", "name", "index", "rank"),
+    [
+        # Gate and up have 12 rows, of which each rank has 6: row 7 of rank 1 is row 7 of up.
+        ("gated", "mp_rank_01_001", "decoder.layers.1.mlp.linear_fc1.weight", 7 * 8 + 2,
+         "decoder.layers.3.mlp.linear_fc1.weight", (12 + 6 + 1, 2), 3),
+        ("gated", "mp_rank_01_001", "decoder.layers.0.mlp.linear_fc1.weight", 5 * 8,
+         "decoder.layers.2.mlp.linear_fc1.weight", (6 + 5, 0), 3),
+        ("gated", "mp_rank_01_000", "decoder.layers.0.self_attention.linear_proj.weight", 4 + 3,
+         "decoder.layers.0.self_attention.linear_proj.weight", (1, 4 + 3), 1),
+        ("gated", "mp_rank_00_001", "output_layer.weight", 9, "output_layer.weight", (1, 1), 2),
+        ("tied", "mp_rank_01_001", "decoder.layers.1.mlp.linear_fc1.bias", 3,
+         "decoder.layers.3.mlp.linear_fc1.bias", (6 + 3,), 3),
+        # The second rank of expert parallelism has experts 2 and 3.
+        ("experts", "mp_rank_01_001_001", "decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight", 4,
+         "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight", (1, 4), 7),
+    ],
+)  # fmt: skip
+def test_one_flipped_bit(
+    tmp_path: Path, model: str, label: str, stored: str, element: int, name: str, index: tuple[int, ...], rank: int
+) -> None:
+    """A bit in the file of one rank is found at its index in the whole model, with rank and file."""
+    folder = copy(tmp_path, model, next(layout for own, layout, _ in LAYOUTS if own == model))
+    flip(folder, label, stored, element)
+    report = syncheck.diff(folder, FIXTURES / model / "dist")
+    assert report.exit_code == 1
+    different = [diff for diff in report.groups[-1].tensors if diff.out_of_sync]
+    assert [(diff.name, diff.index) for diff in different] == [(name, index)]
+    place = different[0].places[0]
+    assert (place.path, place.rank) == (str(folder / label / FILE), rank)
+
+
+@pytest.mark.parametrize(
+    ("model", "label", "stored", "name"),
+    [
+        ("gated", "mp_rank_01_001", "decoder.layers.1.input_layernorm.weight",
+         "decoder.layers.3.input_layernorm.weight"),
+        ("tied", "mp_rank_01_001", "output_layer.weight", "embedding.word_embeddings.weight"),
+        ("tied", "mp_rank_01_000", "decoder.layers.0.mlp.linear_fc2.bias", "decoder.layers.0.mlp.linear_fc2.bias"),
+        ("experts", "mp_rank_00_000_001", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.router.weight"),
+        ("experts", "mp_rank_00_000_001", "decoder.layers.0.self_attention.linear_qkv.weight",
+         "decoder.layers.0.self_attention.linear_qkv.weight"),
+    ],
+)  # fmt: skip
+def test_copies_that_differ(tmp_path: Path, model: str, label: str, stored: str, name: str) -> None:
+    """Copies within the ranks are compared, and a difference is reported before the comparison with B."""
+    folder = copy(tmp_path, model, next(layout for own, layout, _ in LAYOUTS if own == model))
+    flip(folder, label, stored, 1)
+    report = syncheck.diff(folder, FIXTURES / model / "dist")
+    assert report.exit_code == 1
+    assert [diff.name for diff in report.groups[0].tensors if diff.out_of_sync] == [name]
+    assert len(report.groups) == 2
+
+
+def lose_a_rank(folder: Path) -> None:
+    """The folder of one rank is missing."""
+    shutil.rmtree(folder / "mp_rank_01_001")
+
+
+def mix_layouts(folder: Path) -> None:
+    """One rank is of another run, with another degree of tensor parallelism."""
+    shutil.copy(ranks_of("tied", "tp2") / "mp_rank_01" / FILE, folder / "mp_rank_01_001" / FILE)
+
+
+def swap_sizes(folder: Path) -> None:
+    """The ranks of one stage have parts of different shapes."""
+    other = ranks_of("experts", "tp2_pp2_ep2") / "mp_rank_01_001_001" / FILE
+    (folder / "mp_rank_01_001" / FILE).write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [lose_a_rank, mix_layouts, swap_sizes])
+def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]) -> None:
+    """One line, and exit code 2."""
+    folder = copy(tmp_path, "gated", "tp2_pp2")
+    damage(folder)
+    assert main(["diff", str(folder), str(FIXTURES / "gated" / "dist"), "--no-config"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1), err
+
+
+def test_missing_layers_and_other_layouts() -> None:
+    """A gap in the layers is refused, and layouts that names do not show are not joined."""
+    snapshot = syncheck.read(str(ranks_of("gated", "tp2_pp2")))
+    lost = {name: tensor for name, tensor in snapshot.tensors.items() if ".layers.0." not in name}
+    with pytest.raises(MalformedFile):
+        megatron.split(replace(snapshot, tensors=lost))
+    virtual = {name.replace("_000.", "_000.model0."): tensor for name, tensor in snapshot.tensors.items()}
+    alone = replace(snapshot, tensors=virtual)
+    assert megatron.split(alone) == {0: alone}
+    named = {name.replace("linear_proj", "other"): tensor for name, tensor in snapshot.tensors.items()}
+    ranks = megatron.split(replace(snapshot, tensors=named))
+    refused = {name for own in ranks.values() for name, tensor in own.tensors.items() if tensor.refused}
+    assert refused == {f"decoder.layers.{i}.self_attention.other.weight" for i in range(4)}
+
+
+def test_many_layers_take_bounded_time() -> None:
+    """A distributed checkpoint can claim a million layers without elements."""
+    snapshot = syncheck.read(str(FIXTURES / "gated" / "dist"))
+    name, tensor = next((name, t) for name, t in snapshot.tensors.items() if "linear_proj" in name)
+    start = time.monotonic()
+    hostile = replace(tensor, shape=(1 << 60, 0), strides=(1, 1), shards=())
+    assert megatron.unstack(replace(snapshot, tensors={name: hostile})).tensors[name].shape == (1 << 60, 0)
+    assert time.monotonic() - start < 5
+
+
+def test_shards_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`show --shards` lists the boxes of each rank."""
+    assert main(["show", "--shards", str(ranks_of("gated", "tp2_pp2"))]) == 0
+    assert "decoder.layers.3.mlp.linear_fc1.weight" in capsys.readouterr().out
