@@ -8,6 +8,7 @@ expert-parallel rank its experts, from 0. Distributed checkpoints stack equal te
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -81,6 +82,10 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
     for name, value in snapshot.values.items():
         label, inner = _split_label(name)
         values[label][inner] = value
+    if labels.keys() == {""}:  # a folder with one rank has names without label
+        path = next(iter(labels[""].values())).path
+        only = os.path.basename(os.path.dirname(path))
+        labels, values = {only: labels[""]}, defaultdict(dict, {only: values[""]})
     grid = _find_grid(snapshot, labels, values)
     if grid is None:
         return {0: snapshot}
@@ -115,7 +120,11 @@ def _find_grid(
     snapshot: Snapshot, labels: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Mapping[str, Any]]
 ) -> _Grid | None:
     """Return the ranks of a folder, from the arguments of Megatron-LM in each file; None for other layouts."""
-    if not labels or "" in labels or any(name.startswith("model0.") for own in labels.values() for name in own):
+    if (
+        not labels
+        or not all(map(_LABEL.fullmatch, labels))
+        or any(name.startswith("model0.") for own in labels.values() for name in own)
+    ):
         return None
     found: set[tuple[int, int, int]] = set()
     for name in labels:

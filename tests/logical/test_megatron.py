@@ -114,6 +114,12 @@ def lose_a_rank(folder: Path) -> None:
     shutil.rmtree(folder / "mp_rank_01_001")
 
 
+def keep_one_rank(folder: Path) -> None:
+    """The folders of all ranks but one are missing."""
+    for label in ("mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"):
+        shutil.rmtree(folder / label)
+
+
 def mix_layouts(folder: Path) -> None:
     """One rank is of another run, with another degree of tensor parallelism."""
     shutil.copy(ranks_of("tied", "tp2") / "mp_rank_01" / FILE, folder / "mp_rank_01_001" / FILE)
@@ -125,7 +131,7 @@ def swap_sizes(folder: Path) -> None:
     (folder / "mp_rank_01_001" / FILE).write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [lose_a_rank, mix_layouts, swap_sizes])
+@pytest.mark.parametrize("damage", [lose_a_rank, keep_one_rank, mix_layouts, swap_sizes])
 def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]) -> None:
     """One line, and exit code 2."""
     folder = copy(tmp_path, "gated", "tp2_pp2")
