@@ -44,7 +44,7 @@ def flip(folder: Path, label: str, name: str, element: int) -> None:
 @pytest.mark.parametrize(("model", "layout", "tensors"), LAYOUTS)
 def test_the_ranks_are_the_distributed_checkpoint(model: str, layout: str, tensors: int) -> None:
     """Megatron-Core loaded all parts of these ranks from the distributed checkpoint of one process."""
-    report = syncheck.diff(ranks_of(model, layout), FIXTURES / model / "dist")
+    report = syncheck.diff(ranks_of(model, layout), FIXTURES / model / "distributed")
     assert (report.exit_code, report.counts.identical, report.counts.tensors) == (0, tensors, tensors)
     assert not [value.name for value in report.groups[-1].values if value.counts]
 
@@ -79,7 +79,7 @@ def test_one_flipped_bit(
     """A bit in the file of one rank is found at its index in the whole model, with rank and file."""
     folder = copy(tmp_path, model, next(layout for own, layout, _ in LAYOUTS if own == model))
     flip(folder, label, stored, element)
-    report = syncheck.diff(folder, FIXTURES / model / "dist")
+    report = syncheck.diff(folder, FIXTURES / model / "distributed")
     assert report.exit_code == 1
     different = [diff for diff in report.groups[-1].tensors if diff.out_of_sync]
     assert [(diff.name, diff.index) for diff in different] == [(name, index)]
@@ -103,7 +103,7 @@ def test_copies_that_differ(tmp_path: Path, model: str, label: str, stored: str,
     """Copies within the ranks are compared, and a difference is reported before the comparison with B."""
     folder = copy(tmp_path, model, next(layout for own, layout, _ in LAYOUTS if own == model))
     flip(folder, label, stored, 1)
-    report = syncheck.diff(folder, FIXTURES / model / "dist")
+    report = syncheck.diff(folder, FIXTURES / model / "distributed")
     assert report.exit_code == 1
     assert [diff.name for diff in report.groups[0].tensors if diff.out_of_sync] == [name]
     assert len(report.groups) == 2
@@ -136,7 +136,7 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], dam
     """One line, and exit code 2."""
     folder = copy(tmp_path, "gated", "tp2_pp2")
     damage(folder)
-    assert main(["diff", str(folder), str(FIXTURES / "gated" / "dist"), "--no-config"]) == 2
+    assert main(["diff", str(folder), str(FIXTURES / "gated" / "distributed"), "--no-config"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1), err
 
@@ -158,7 +158,7 @@ def test_missing_layers_and_other_layouts() -> None:
 
 def test_many_layers_take_bounded_time() -> None:
     """A distributed checkpoint can claim a million layers without elements."""
-    snapshot = syncheck.read(str(FIXTURES / "gated" / "dist"))
+    snapshot = syncheck.read(str(FIXTURES / "gated" / "distributed"))
     name, tensor = next((name, t) for name, t in snapshot.tensors.items() if "linear_proj" in name)
     start = time.monotonic()
     hostile = replace(tensor, shape=(1 << 60, 0), strides=(1, 1), shards=())
