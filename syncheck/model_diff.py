@@ -15,8 +15,7 @@ from syncheck.kernel.blocks import Files
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
-from syncheck.logical import megatron
-from syncheck.logical.model import add_tied_names, join, list_boxes
+from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
 from syncheck.messages import Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
@@ -90,8 +89,8 @@ def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
     groups = group_replicas(opened.snapshots, roots=opened.roots)
     title = ", ".join(given)
     group = groups[0] if len(groups) == 1 else _merge_parts(title, groups)
-    if len(group.ranks) == 1 and group.ranks[0][1].format == megatron.FORMAT:
-        group = replace(group, ranks=tuple(megatron.split(group.ranks[0][1]).items()))
+    if len(group.ranks) == 1:
+        group = replace(group, ranks=tuple(split_folder(group.ranks[0][1]).items()))
     return title, group, opened
 
 

@@ -59,13 +59,13 @@ ALLOWED = {
     "logical.boxes": BASE | {"kernel.pieces"},
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
-    "logical.megatron": BASE | {"logical.boxes", "tensor_parallel"},
+    "logical.megatron": BASE | {"names", "logical.boxes", "tensor_parallel"},
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
     "model_diff": BASE
     | {"baseline", "kernel.blocks", "kernel.clustering"}
-    | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model", "logical.megatron"}
+    | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,

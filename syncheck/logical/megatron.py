@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile, brief
 from syncheck.logical.boxes import view
 from syncheck.messages import Refusal
+from syncheck.names import make_unique_name
 from syncheck.snapshots import MOST_ELEMENTS, Shard, Sharding, are_naturals, contiguous_strides
 from syncheck.tensor_parallel import find_replicated
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Snapshot, Tensor
 
-FORMAT = "megatron"
 _LABEL = re.compile(r"mp_rank_(\d+(?:_\d+){0,2})")
 _COLUMN = re.compile(
     r"(?:.*\.)?(?:word_embeddings|output_layer|linear_qkv|linear_q|linear_kv|linear_q_up_proj|linear_kv_up_proj"
@@ -93,16 +93,18 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
     experts = _count_experts(labels, grid)
     ranks: dict[int, Snapshot] = {}
     for label, at in sorted(grid.at.items(), key=lambda item: item[1]):
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         replicated = find_replicated(labels[label])
         for name, tensor in labels[label].items():
             full, sharding = _place(name, tensor, at, grid, first_layers, experts, values[label], name in replicated)
             refused = tensor.refused or (None if sharding else Refusal.UNPLACED_PARTS(layout="tensor parallelism"))
+            if full in tensors:  # multi-token prediction stores the embedding of the last stage twice
+                full, refused = make_unique_name(full, tensors), Refusal.UNPLACED_PARTS(layout="tensor parallelism")
             tensors[full] = replace(tensor, name=full, sharding=sharding, refused=refused)
         path = next((tensor.path for tensor in tensors.values()), f"{snapshot.path}/{label}")
         kept = {name: value for name, value in values[label].items() if not _LAYOUT.match(name)}
         mesh = dict(zip(("pp", "ep", "tp"), at, strict=True))
-        size = snapshot.bytes // len(grid.at)
+        size = sum({t.path: t.opened.st_size for t in tensors.values() if t.opened is not None}.values())
         ranks[len(ranks)] = replace(
             snapshot, path=path, bytes=size, tensors=tensors, values=kept, mesh=mesh, shard_labels=frozenset(), ties=()
         )
@@ -246,7 +248,8 @@ def unstack(snapshot: Snapshot) -> Snapshot:
                 raise MalformedFile(
                     snapshot.path, place=f"tensor {brief(name)}", found=found, needed="a readable layout"
                 )
-            tensors[_unfuse(full)] = replace(part, name=_unfuse(full))
+            full = make_unique_name(_unfuse(full), tensors)
+            tensors[full] = replace(part, name=full)
     values = {name: value for name, value in snapshot.values.items() if not _LAYOUT.match(name)}
     return replace(snapshot, tensors=tensors, values=values)
 

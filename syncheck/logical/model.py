@@ -76,6 +76,11 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     )  # fmt: skip
 
 
+def split_folder(snapshot: Snapshot) -> dict[int, Snapshot]:
+    """Return the files of all ranks of a folder, by rank, if its format is known to divide tensors by name."""
+    return megatron.split(snapshot) if snapshot.format == "megatron" else {0: snapshot}
+
+
 def _join_folder(snapshot: Snapshot) -> Snapshot:
     """Return a checkpoint folder with whole tensors, if its format is known to store partitions."""
     if snapshot.format == "dcp":

@@ -14,6 +14,7 @@ import syncheck
 from syncheck.cli import main
 from syncheck.errors import MalformedFile
 from syncheck.logical import megatron
+from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,13 +126,12 @@ def mix_layouts(folder: Path) -> None:
     shutil.copy(ranks_of("tied", "tp2") / "mp_rank_01" / FILE, folder / "mp_rank_01_001" / FILE)
 
 
-def swap_sizes(folder: Path) -> None:
-    """The ranks of one stage have parts of different shapes."""
-    other = ranks_of("experts", "tp2_pp2_ep2") / "mp_rank_01_001_001" / FILE
-    (folder / "mp_rank_01_001" / FILE).write_bytes(other.read_bytes())
+def mix_models(folder: Path) -> None:
+    """One rank is of a model without an output layer, and with equal degrees."""
+    shutil.copy(ranks_of("tied", "tp2_pp2") / "mp_rank_01_001" / FILE, folder / "mp_rank_01_001" / FILE)
 
 
-@pytest.mark.parametrize("damage", [lose_a_rank, keep_one_rank, mix_layouts, swap_sizes])
+@pytest.mark.parametrize("damage", [lose_a_rank, keep_one_rank, mix_layouts, mix_models])
 def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None]) -> None:
     """One line, and exit code 2."""
     folder = copy(tmp_path, "gated", "tp2_pp2")
@@ -139,6 +139,35 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str], dam
     assert main(["diff", str(folder), str(FIXTURES / "gated" / "distributed"), "--no-config"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1), err
+
+
+def test_the_optimizer_is_not_compared(tmp_path: Path) -> None:
+    """Its parameters have numbers: the verdict is not in sync, unless parameters only are selected."""
+    torch = pytest.importorskip("torch")
+    folder = copy(tmp_path, "gated", "tp2_pp2")
+    for file in folder.glob(f"*/{FILE}"):
+        content = torch.load(file, weights_only=False)
+        param = next(iter(content["model"].values()))
+        state = {"state": {0: {"exp_avg": torch.zeros_like(param)}}, "param_groups": [{"params": [0]}]}
+        torch.save({**content, "optimizer": state}, file)
+    for other in (folder, FIXTURES / "gated" / "distributed"):
+        assert syncheck.diff(folder, other).exit_code in (1, 2)
+        only = DiffOptions(only=("params",))
+        assert syncheck.diff(folder, other, options=only).exit_code == 0
+    assert syncheck.diff(folder, folder).verdict == "undecided"
+
+
+def test_two_tensors_of_one_name_are_kept() -> None:
+    """A last stage with the tied embedding and a copy of it loses neither."""
+    snapshot = syncheck.read(str(ranks_of("tied", "tp2_pp2")))
+    twice = {
+        name.replace("output_layer", "embedding.word_embeddings"): tensor
+        for name, tensor in snapshot.tensors.items()
+        if name.endswith("output_layer.weight")
+    }
+    ranks = megatron.split(replace(snapshot, tensors={**snapshot.tensors, **twice}))
+    assert sum(len(own.tensors) for own in ranks.values()) == len(snapshot.tensors) + len(twice)
+    assert sum(1 for own in ranks.values() for tensor in own.tensors.values() if tensor.refused) == len(twice)
 
 
 def test_missing_layers_and_other_layouts() -> None:
