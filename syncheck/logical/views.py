@@ -1,0 +1,123 @@
+"""Views of tensors: their elements in another shape, another order, or together with other tensors.
+
+The bytes stay where they are: a view is a tensor in boxes, each a strided part of a file. Names of operations and of
+their parameters are those of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.dtypes import DTYPES
+from syncheck.kernel.pieces import split_into_boxes
+from syncheck.snapshots import Shard, Tensor, contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Return the view with dimension `dim` divided into dimensions of these sizes, whose product is its length."""
+    if math.prod(sizes) != tensor.shape[dim]:
+        raise ValueError(f"{list(sizes)} are no parts of {tensor.shape[dim]}")
+    inner = contiguous_strides(tuple(sizes))
+    boxes = []
+    for box in list_boxes(tensor):
+        local, first = box.tensor, box.start[dim]
+        for spans in split_into_boxes(sizes, first, local.shape[dim]):
+            start = tuple(span.start for span in spans)
+            size = tuple(span.stop - span.start for span in spans)
+            skipped = sum(at * stride for at, stride in zip(start, inner, strict=True)) - first
+            part = _restride(
+                local,
+                skipped * local.strides[dim],
+                (*local.shape[:dim], *size, *local.shape[dim + 1 :]),
+                (*local.strides[:dim], *(s * local.strides[dim] for s in inner), *local.strides[dim + 1 :]),
+            )
+            boxes.append(Shard(part, (*box.start[:dim], *start, *box.start[dim + 1 :])))
+    return _from_boxes(tensor, (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :]), boxes)
+
+
+def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return the view with the dimensions in this order."""
+
+    def order(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(values[dim] for dim in dims)
+
+    boxes = [
+        Shard(_restride(box.tensor, 0, order(box.tensor.shape), order(box.tensor.strides)), order(box.start))
+        for box in list_boxes(tensor)
+    ]
+    return _from_boxes(tensor, order(tensor.shape), boxes)
+
+
+def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """Return the view of `length` indices from `start` on, in dimension `dim`."""
+    boxes = []
+    for box in list_boxes(tensor):
+        local, first = box.tensor, box.start[dim]
+        low, high = max(start, first), min(start + length, first + local.shape[dim])
+        if low >= high:
+            continue
+        shape = (*local.shape[:dim], high - low, *local.shape[dim + 1 :])
+        part = _restride(local, (low - first) * local.strides[dim], shape, local.strides)
+        boxes.append(Shard(part, (*box.start[:dim], low - start, *box.start[dim + 1 :])))
+    return _from_boxes(tensor, (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]), boxes)
+
+
+def concat(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the tensors one after another along `dim`. Raises ValueError if other lengths or dtypes differ."""
+    first = tensors[0]
+    boxes: list[Shard] = []
+    at = 0
+    for tensor in tensors:
+        equal = tensor.shape[:dim] == first.shape[:dim] and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
+        if not equal or tensor.dtype != first.dtype:
+            raise ValueError(f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, {first.name} {list(first.shape)}")
+        boxes += (
+            Shard(box.tensor, (*box.start[:dim], box.start[dim] + at, *box.start[dim + 1 :]))
+            for box in list_boxes(tensor)
+        )
+        at += tensor.shape[dim]
+    return _from_boxes(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), boxes)
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors as one tensor with another dimension before their dimensions."""
+    return concat([_unsqueeze(tensor) for tensor in tensors], 0)
+
+
+def _unsqueeze(tensor: Tensor) -> Tensor:
+    boxes = [
+        Shard(_restride(box.tensor, 0, (1, *box.tensor.shape), (1, *box.tensor.strides)), (0, *box.start))
+        for box in list_boxes(tensor)
+    ]
+    return _from_boxes(tensor, (1, *tensor.shape), boxes)
+
+
+def list_boxes(tensor: Tensor) -> Sequence[Shard]:
+    """Return the boxes of a tensor; one for a tensor in one piece, none for a tensor without elements."""
+    if not tensor.numel:
+        return ()
+    return tensor.shards or (Shard(replace(tensor, sharding=None), (0,) * len(tensor.shape)),)
+
+
+def _restride(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Return a part of a tensor in one piece. skipped: elements before its first element."""
+    if (skipped, shape, strides) == (0, tensor.shape, tensor.strides):
+        return tensor
+    offset = tensor.offset + skipped * DTYPES[tensor.dtype].size
+    # Checksums and digests are of the whole tensor, in its own order.
+    return replace(tensor, shape=shape, strides=strides, offset=offset, crc32=None, same=b"")
+
+
+def _from_boxes(tensor: Tensor, shape: tuple[int, ...], boxes: Iterable[Shard]) -> Tensor:
+    """Return a tensor with the name and dtype of another one. boxes: cover the shape."""
+    parts = tuple(boxes)
+    if len(parts) == 1 and parts[0].tensor.shape == shape:
+        return replace(parts[0].tensor, name=tensor.name)
+    first = parts[0].tensor.path if parts else tensor.path
+    data = None if parts else b""
+    return Tensor(tensor.name, tensor.dtype, shape, contiguous_strides(shape), first, 0, data=data, shards=parts)
