@@ -233,6 +233,14 @@ class Note(Sentence):
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
     TIED = "{side} stores a tied weight under one name; compared under both names: {names:names}"
+    MAP = "names were mapped by {map} ({origin}): {count:count tensor} of A and {others} of B"
+    PADDED = "up to {rows} rows of padding, which one model lacks, were not compared: {names:names}"
+    IGNORED = "not compared, because the map ignores them: {names:names}, in {side}"
+    UNKNOWN_SETTINGS = (
+        "{side}: {count:count tensor} {count:verb is|are} not mapped, because {names:list} {names:verb is|are} unknown; "
+        "put config.json of the model beside the files"
+    )
+    UNFIT = "{side}: the map {map} does not fit the shapes of {names:names}"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (

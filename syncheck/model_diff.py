@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api, paths
 from syncheck.comparison.group import compare_group
+from syncheck.conversion.name_maps import apply_map, find_variables, read_map
+from syncheck.conversion.recognition import complete_variables, recognize_map
 from syncheck.dtypes import DTYPES
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
+from syncheck.logical import views
 from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
 from syncheck.messages import Note, names_text, relabel
 from syncheck.names import normalize_keys
@@ -24,6 +27,7 @@ from syncheck.snapshots import Tensor, contiguous_strides
 from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:
+    from syncheck.messages import Message
     from syncheck.records import Comparison, Group
     from syncheck.snapshots import Shard, Snapshot
 
@@ -38,13 +42,19 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a difference. label: A or B. group: its files by rank. model: its whole tensors."""
+    """One side of a difference.
+
+    label: A or B. group: its files by rank. model: its whole tensors. variables: its numbers of heads, as far as known.
+    stored: after a map, the stored tensor of each tensor of the model.
+    """
 
     label: str
     group: ReplicaGroup
     model: Snapshot
     skipped: int = 0
     aliases: tuple[Alias, ...] = ()
+    variables: Mapping[str, int] = field(default_factory=dict)
+    stored: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -56,7 +66,10 @@ class Side:
         holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
         path = (holders[0] if holders else tensor).path
         ranks = (rank for rank, s in self.group.ranks if len(self.group.ranks) > 1 and s.path == path)
-        return Place(path, next(ranks, None))
+        stored = self.stored.get(tensor.name)
+        if stored is None or stored.name == tensor.name:
+            return Place(path, next(ranks, None))
+        return Place(path, next(ranks, None), stored.name, views.find_element(stored, tensor, index))
 
 
 def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
@@ -77,7 +90,9 @@ def open_side(label: str, source: Source) -> Side:
     except SyncheckError as error:
         error.args = (f"{label}: {error}",)
         raise
-    return Side(label, group, model, opened.skipped, tuple(opened.aliases))
+    values = {name: value for snapshot in opened.snapshots for name, value in snapshot.values.items()}
+    variables = find_variables([snapshot.path for snapshot in opened.snapshots], values)
+    return Side(label, group, model, opened.skipped, tuple(opened.aliases), variables)
 
 
 def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
@@ -174,6 +189,8 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     completed = add_tied_names([side.model for side in sides])
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
+    sides, mapping = _map_sides(sides, options)
+    notes += mapping
     pair = ReplicaGroup(
         " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
     )
@@ -201,6 +218,25 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     from syncheck import baseline
 
     return baseline.apply_baseline(report, baseline.read(options.baseline))
+
+
+def _map_sides(sides: Sequence[Side], options: DiffOptions) -> tuple[tuple[Side, ...], list[Message]]:
+    """Return two sides with equal names, if a map is given or known, and notes about the map."""
+    models = [normalize_keys(side.model.tensors) for side in sides]
+    variables = {**sides[1].variables, **sides[0].variables}
+    names = recognize_map(models, variables) if options.map is None else read_map(options.map)
+    if names is None:
+        return tuple(sides), []
+    with Files(jobs=options.jobs) as files:
+        variables = complete_variables(names, models, variables, files)
+    mapped, notes = apply_map(names, models, variables)
+    counts = [len(model.keys() - own.tensors.keys()) for model, own in zip(models, mapped, strict=True)]
+    origin = "recognized by the names" if options.map is None else "given"
+    notes.insert(0, Note.MAP(map=names.title, origin=origin, count=counts[0], others=counts[1]))
+    return tuple(
+        replace(side, model=replace(side.model, tensors=own.tensors), stored=own.stored)
+        for side, own in zip(sides, mapped, strict=True)
+    ), notes
 
 
 def _allowed(options: DiffOptions) -> frozenset[str]:

@@ -294,6 +294,32 @@ class DiffOptions(Options):
         choices=("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         surfaces=_DIFF_SURFACES,
     )
+    map: str | None = option(
+        None,
+        PATH,
+        "map the names of tensors by this table: the name of a built-in map, or a TOML file (default: automatic)",
+        SELECTION,
+        metavar="NAME|FILE",
+        surfaces=_DIFF_SURFACES,
+    )
+    write_map: str | None = option(
+        None,
+        PATH,
+        "write the map that was inferred from the data to this TOML file",
+        OUTPUT,
+        metavar="FILE",
+        surfaces=frozenset({COMMAND_LINE, PYTHON}),
+        in_summary=False,
+    )
+    base: str | None = option(
+        None,
+        PATH,
+        "the model before the update or merge, to find tensors of B that were never updated (default: an earlier step "
+        "of A in its folder)",
+        SELECTION,
+        metavar="PATH",
+        surfaces=_DIFF_SURFACES,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,6 +229,9 @@ class Place:
 
     path: str
     rank: int | None = None
+    tensor: str = ""
+    """The stored tensor, if a map renames or divides it, and `index`: the index of the element in it."""
+    index: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

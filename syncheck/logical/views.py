@@ -15,7 +15,7 @@ from syncheck.kernel.pieces import split_into_boxes
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -87,6 +87,68 @@ def concat(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors as one tensor with another dimension before their dimensions."""
     return concat([_unsqueeze(tensor) for tensor in tensors], 0)
+
+
+def flatten(tensor: Tensor, dim: int) -> Tensor:
+    """Return the view with dimensions `dim` and `dim + 1` as one dimension."""
+    length, inner = tensor.shape[dim : dim + 2]
+    boxes: list[Shard] = []
+    for box in list_boxes(tensor):
+        local, first = box.tensor, box.start
+        rows, size = local.shape[dim : dim + 2]
+        outer_stride, stride = local.strides[dim : dim + 2]
+        # Indices of a dimension are consecutive in the result if the box has all inner indices, or one outer index.
+        joined = rows == 1 or (size == inner and (size == 1 or outer_stride == size * stride))
+        for i in [0] if joined else range(rows):
+            count = rows * size if joined else size
+            step = outer_stride if size == 1 and rows > 1 else stride
+            part = _restride(
+                local,
+                i * outer_stride,
+                (*local.shape[:dim], count, *local.shape[dim + 2 :]),
+                (*local.strides[:dim], step, *local.strides[dim + 2 :]),
+            )
+            boxes.append(Shard(part, (*first[:dim], (first[dim] + i) * inner + first[dim + 1], *first[dim + 2 :])))
+    return _from_boxes(tensor, (*tensor.shape[:dim], length * inner, *tensor.shape[dim + 2 :]), boxes)
+
+
+def unstack(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor at each index of dimension 0, without this dimension."""
+    for i in range(tensor.shape[0]):
+        row = narrow(tensor, 0, i, 1)
+        boxes = [
+            Shard(_restride(box.tensor, 0, box.tensor.shape[1:], box.tensor.strides[1:]), box.start[1:])
+            for box in list_boxes(row)
+        ]
+        yield _from_boxes(tensor, tensor.shape[1:], boxes)
+
+
+def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the index in a tensor of an element of a view of it; None if its strides do not show it."""
+
+    def holds(box: Shard, at: Sequence[int]) -> bool:
+        spans = zip(at, box.start, box.tensor.shape, strict=True)
+        return all(start <= i < start + length for i, start, length in spans)
+
+    box = next((box for box in list_boxes(view) if holds(box, index)), None)
+    if box is None:
+        return None
+    size = DTYPES[tensor.dtype].size
+    steps = zip(index, box.start, box.tensor.strides, strict=True)
+    at = box.tensor.offset + size * sum((i - start) * stride for i, start, stride in steps)
+    for whole in list_boxes(tensor):
+        left, rest = divmod(at - whole.tensor.offset, size)
+        if whole.tensor.path != box.tensor.path or whole.tensor.data is not box.tensor.data or left < 0 or rest:
+            continue
+        found = list(whole.start)
+        # The largest stride first: elements of a box do not overlap.
+        for dim in sorted(range(len(found)), key=lambda dim: -whole.tensor.strides[dim]):
+            if whole.tensor.shape[dim] > 1 and (stride := whole.tensor.strides[dim]):
+                step = min(left // stride, whole.tensor.shape[dim] - 1)
+                found[dim], left = found[dim] + step, left - step * stride
+        if not left:
+            return tuple(found)
+    return None
 
 
 def _unsqueeze(tensor: Tensor) -> Tensor:

@@ -163,13 +163,15 @@ def replica_text(replica: Replica) -> str:
 
 def place_lines(diffs: Sequence[TensorDiff], group: Group) -> list[str]:
     """Return the files with the largest difference of each tensor, if two models differ and one has several files."""
-    if not group.labels or all(replica.files < 2 for replica in group.replicas):
+    mapped = any(place.tensor for diff in diffs for place in diff.places.values())
+    if not group.labels or (all(replica.files < 2 for replica in group.replicas) and not mapped):
         return []
     lines = []
     for diff in diffs:
         places = [
             f"{group.labels[side]} {place.path}"
             + ("" if place.rank is None or place.path.endswith(f" on rank {place.rank}") else f" (rank {place.rank})")
+            + (f", {place.tensor}{list(place.index or ())}" if place.tensor else "")
             for side, place in diff.places.items()
         ]
         if places:

@@ -1,0 +1,119 @@
+"""Find the map between two models: recognize the names of a library, and compute the variables of a map."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from syncheck.conversion.name_maps import apply_map, list_built_in, read_map, split_tensor
+from syncheck.dtypes import DTYPES
+from syncheck.kernel.blocks import Files, ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from syncheck.conversion.name_maps import NameMap, Rule
+    from syncheck.snapshots import Tensor
+
+# Sizes of a head that are tried, in this order, if no configuration names it.
+_HEAD_SIZES = (128, 64, 256, 96, 80, 112, 160, 192, 512, 32, 16, 8, 4)
+# Number of layers whose data is compared, and the cosine that a correct size reaches at least: fine-tuned models have
+# 0.9 or more, and unrelated rows about 0.
+_LAYERS, _LEAST = 2, 0.5
+
+
+def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]) -> NameMap | None:
+    """Return the map of this package that matches the most names of two models, None if no map helps.
+
+    models: tensors by name.
+    """
+    best, most = None, _count_matches(models)
+    if most == max(map(len, models)):
+        return None
+    for title in list_built_in():
+        names = read_map(title)
+        # Placeholders for unknown variables: the names of the parts do not depend on them.
+        mapped, _ = apply_map(names, models, {"heads": 1, "kv_heads": 1, "head_dim": 2, **variables})
+        matches = _count_matches([own.tensors for own in mapped])
+        if matches > most:
+            best, most = names, matches
+    return best
+
+
+def _count_matches(models: Sequence[Mapping[str, Tensor]]) -> int:
+    return len(models[0].keys() & models[1].keys())
+
+
+def complete_variables(
+    names: NameMap, models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int], files: Files
+) -> dict[str, int]:
+    """Return the variables, with the numbers of heads and their size if shapes and data of the models show them.
+
+    The number of heads follows from the rows of tensors that the other model stores for each part. Their size is the
+    one for which the parts of the first layers are most similar to those of the other model.
+    """
+    joined = [
+        (rule, values, own[name], other)
+        for own, other in (models, models[::-1])
+        for name in own
+        if name not in other and (found := names.find_rule(name)) and found[0].variables
+        for rule, values in [found]
+    ]
+    if not joined or all(rule.variables <= variables.keys() for rule, *_ in joined):
+        return dict(variables)
+    best, highest = dict(variables), _LEAST
+    sizes = [variables["head_dim"]] if "head_dim" in variables else _HEAD_SIZES
+    for size in sizes:
+        tried = {**variables, "head_dim": size, **_count_heads(joined, size)}
+        usable = [row for row in joined if row[0].variables <= tried.keys()]
+        if len(sizes) == 1:
+            return tried
+        similar = [
+            _cosine(part, row[3][name], files)
+            for row in usable[: _LAYERS * 2]
+            for name, part in (split_tensor(*row[:3], tried) or {}).items()
+            if name in row[3] and row[3][name].shape == part.shape
+        ]
+        if similar and (mean := math.fsum(similar) / len(similar)) > highest + 1e-9:
+            best, highest = tried, mean
+    return best
+
+
+def _count_heads(
+    joined: Sequence[tuple[Rule, Mapping[str, str], Tensor, Mapping[str, Tensor]]], size: int
+) -> dict[str, int]:
+    """Return the numbers of heads of this size, from tensors that the other model stores for the parts of a rule."""
+    counts = {}
+    for rule, values, _, other in joined:
+        for template, share in zip(rule.parts, rule.sizes, strict=False):
+            part = other.get(template.format(**values))
+            if isinstance(share, str) and part is not None and part.shape and part.shape[0] % size == 0:
+                counts[share] = part.shape[0] // size
+    return counts
+
+
+def _cosine(a: Tensor, b: Tensor, files: Files) -> float:
+    """Return the cosine between two tensors of equal shape; 0 for data that cannot be read as numbers."""
+    if not all(is_readable(tensor) for tensor in (a, b)):
+        return 0.0
+    products = [0.0, 0.0, 0.0]
+    for x, y in read_pairs(a, b, files):
+        products = [p + float(u @ v) for p, u, v in zip(products, (x, x, y), (y, x, y), strict=True)]
+    scale = math.sqrt(products[1] * products[2])
+    return products[0] / scale if 0 < scale < math.inf else 0.0
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the tensor has floating-point data, and not only a digest."""
+    return not tensor.refused and tensor.digest is None and DTYPES[tensor.dtype].family == "float"
+
+
+def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy
+    """Yield the elements of two tensors of equal shape as float64, in blocks."""
+    import numpy as np
+
+    from syncheck.differences import read_float64
+
+    for start, count in ranges([max(a, b, key=lambda tensor: DTYPES[tensor.dtype].size)]):
+        pair = [read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate((a, b))]
+        yield tuple(np.nan_to_num(array, copy=False, nan=0.0, posinf=0.0, neginf=0.0) for array in pair)
