@@ -237,8 +237,8 @@ class Note(Sentence):
     PADDED = "up to {rows} rows of padding, which one model lacks, were not compared: {names:names}"
     IGNORED = "not compared, because the map ignores them: {names:names}, in {side}"
     UNKNOWN_SETTINGS = (
-        "{side}: {count:count tensor} {count:verb is|are} not mapped, because {names:list} {names:verb is|are} unknown; "
-        "put config.json of the model beside the files"
+        "{side}: {count:count tensor} {count:verb is|are} not mapped, because {names:list} {names:verb is|are} "
+        "unknown; put config.json beside the files"
     )
     UNFIT = "{side}: the map {map} does not fit the shapes of {names:names}"
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"

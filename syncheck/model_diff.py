@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import api, paths
 from syncheck.comparison.group import compare_group
+from syncheck.conversion.casts import convert
+from syncheck.conversion.causes import Models, add_relations
 from syncheck.conversion.name_maps import apply_map, find_variables, read_map
 from syncheck.conversion.recognition import complete_variables, recognize_map
+from syncheck.diagnose.case import relation_of
 from syncheck.dtypes import DTYPES
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
@@ -23,18 +26,20 @@ from syncheck.messages import Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Alias, Counts, Place, Reason, Report
-from syncheck.snapshots import Tensor, contiguous_strides
+from syncheck.relations import RelationKind
 from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from syncheck.conversion.name_maps import NameMap
     from syncheck.messages import Message
     from syncheck.records import Comparison, Group
-    from syncheck.snapshots import Shard, Snapshot
+    from syncheck.snapshots import Shard, Snapshot, Tensor
 
 LABELS = ("A", "B")
-# The buffer for a tensor that is converted; the comparison of two tensors uses slots 0 and 1.
-_SLOT = 2
-_LARGEST_E4M3FN = 448
+# Limit of earlier steps that are opened to find the model before the update.
+_MOST_EARLIER = 8
 
 # One side of a difference: a path, a glob, or several of them.
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -45,7 +50,7 @@ class Side:
     """One side of a difference.
 
     label: A or B. group: its files by rank. model: its whole tensors. variables: its numbers of heads, as far as known.
-    stored: after a map, the stored tensor of each tensor of the model.
+    map, stored: the map of its names, and the stored tensor of each tensor of the model.
     """
 
     label: str
@@ -55,6 +60,7 @@ class Side:
     aliases: tuple[Alias, ...] = ()
     variables: Mapping[str, int] = field(default_factory=dict)
     stored: Mapping[str, Tensor] = field(default_factory=dict)
+    map: NameMap | None = None
 
     @property
     def title(self) -> str:
@@ -198,6 +204,7 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     comparison = _describe_sides(compared, sides, subset=options.subset)
     if options.cast is not None:
         comparison = _accept_casts(comparison, sides, options.cast, options.jobs)
+    comparison = _add_relations(comparison, sides, options)
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
     # Shards of a side are no reason for doubt, but copies that could not be compared are.
     doubtful = [
@@ -234,7 +241,7 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions) -> tuple[tuple[Side,
     origin = "recognized by the names" if options.map is None else "given"
     notes.insert(0, Note.MAP(map=names.title, origin=origin, count=counts[0], others=counts[1]))
     return tuple(
-        replace(side, model=replace(side.model, tensors=own.tensors), stored=own.stored)
+        replace(side, model=replace(side.model, tensors=own.tensors), stored=own.stored, map=names, variables=variables)
         for side, own in zip(sides, mapped, strict=True)
     ), notes
 
@@ -274,6 +281,62 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))
 
 
+def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffOptions) -> Comparison:
+    """Add how the tensors of B that differ follow from A, and from the model before the update."""
+    if not any(diff.out_of_sync for diff in comparison.tensors):
+        return comparison
+    one, other = sides
+    a, b = (normalize_keys(side.model.tensors) for side in sides)
+    with Files(jobs=options.jobs) as files:
+        models = Models(a, b, files, (one.stored, other.stored), one.map, one.variables)
+        names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
+        bases = [open_side("base", options.base)] if options.base is not None else list_earlier(one)
+        title = ""
+        for base in bases:
+            models.base = _map_base(base, one)
+            title = base.title
+            if any(n in models.base and n in models.b and models.equals(models.base[n], models.b[n]) for n in names):
+                break
+        else:
+            models.base = {} if options.base is None else models.base
+        diffs = add_relations(comparison.tensors, models)
+        differing = {diff.name for diff in diffs}
+        stale = any(relation_of(diff) is RelationKind.BASE for diff in diffs)
+        kept = [n for n in models.base if stale and n not in differing and n in models.a and n in models.b]
+        updated = sum(models.equals(models.base[n], models.a[n]) is None for n in kept)
+    evidence = replace(comparison.evidence, base=title, updated=updated, adapted=len(models.unmerged))
+    return replace(comparison, tensors=diffs, evidence=evidence)
+
+
+def _map_base(base: Side, one: Side) -> Mapping[str, Tensor]:
+    """Return the tensors of the earlier model by the names of A."""
+    tensors = normalize_keys(base.model.tensors)
+    if one.map is None:
+        return tensors
+    mapped, _ = apply_map(one.map, [tensors, one.model.tensors], one.variables)
+    return mapped[0].tensors
+
+
+def list_earlier(side: Side) -> Iterator[Side]:
+    """Yield the models of earlier steps in the folder of a model, the latest step first."""
+    path = side.group.ranks[0][1].path
+    folder = os.path.dirname(path)
+    if side.model.format == "memory" or not os.path.isdir(folder):
+        return
+    opened = paths.open_checkpoints([folder])
+    groups = group_replicas(opened.snapshots, roots=opened.roots)
+    own = next((group for group in groups if path in [snapshot.path for _, snapshot in group.ranks]), None)
+    if own is None or own.step is None:
+        return
+    earlier = [group for group in groups if group.run == own.run and group.step is not None and group.step < own.step]
+    for group in sorted(earlier, key=lambda group: -(group.step or 0))[:_MOST_EARLIER]:
+        title = f"{group.run} step {group.step}"
+        try:
+            yield Side(title, group, join(dict(group.ranks), title))
+        except SyncheckError:
+            continue  # an incomplete earlier step is no reason to stop
+
+
 def _accept_casts(comparison: Comparison, sides: Sequence[Side], dtype: str, jobs: int | None) -> Comparison:
     """Count a floating-point tensor as close if B is A, converted to `dtype` and then to B's own dtype, bit by bit."""
     models = [normalize_keys(side.model.tensors) for side in sides]
@@ -297,32 +360,4 @@ def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
     readable = all(not t.refused and t.digest is None and DTYPES[t.dtype].family == "float" for t in (a, b))
     if not readable or a.shape != b.shape:
         return False
-    converted = Tensor(a.name, b.dtype, a.shape, contiguous_strides(a.shape), a.path, 0, data=_Cast(a, dtype, b, files))
-    return len(cluster_replicas([converted, b], files)) == 1
-
-
-class _Cast:
-    """The bytes of a tensor after a conversion to another dtype and to the dtype of its copy, read in blocks.
-
-    As torch does, numbers are rounded to the nearest representable value, and ties to even. float64 becomes float32
-    before it becomes a smaller dtype, and float8_e4m3fn, which has no infinity, becomes its largest number instead.
-    """
-
-    def __init__(self, source: Tensor, dtype: str, copy: Tensor, files: Files) -> None:
-        self._source, self._files = source, files
-        self._dtypes = [DTYPES[name] for name in (source.dtype, dtype, copy.dtype)]
-
-    def __getitem__(self, part: slice) -> bytes:
-        import numpy as np
-
-        own, *others = self._dtypes
-        start, stop = (at // others[-1].size for at in (part.start, part.stop))
-        values = np.frombuffer(self._files.read(self._source, start, stop - start, _SLOT), own.dtype())
-        with np.errstate(all="ignore"):  # numbers beyond the range of the dtype become infinite
-            for row in others:
-                if row.size < 4:
-                    values = values.astype(np.float32)
-                if row.name == "float8_e4m3fn":
-                    values = values.clip(-_LARGEST_E4M3FN, _LARGEST_E4M3FN)
-                values = values.astype(row.dtype())
-        return bytes(values.tobytes())
+    return len(cluster_replicas([convert(a, (dtype, b.dtype), files), b], files)) == 1

@@ -1,7 +1,6 @@
 """Frozen records of comparisons, findings and reports. They never read files.
 
-The field names are the same as in the JSON document (`syncheck/report/schema.json`):
-`report.groups[0].findings[0].code` in Python is `.groups[0].findings[0].code` in JSON.
+The JSON document has the same field names: `report.groups[0].findings[0].code` is `.groups[0].findings[0].code`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.messages import Message
+    from syncheck.relations import Relation
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
@@ -25,7 +25,6 @@ __all__ = [
 ]  # fmt: skip
 
 _Value = TypeVar("_Value")
-
 # Norms and cosines are computed over the first elements of a tensor, up to this number.
 MEASURED = 1 << 18
 # The powers of ten at which the decades of a histogram begin.
@@ -99,6 +98,8 @@ class Evidence:
     """Euclidean norm by rank, of parameters, buffers and first moments."""
     cosine: float | None = None
     """Smallest cosine between a replica of the majority (without a majority, the first replica) and another replica."""
+    relation: Relation | None = None
+    """For two models: how B follows from A, if a relation was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +226,14 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The file with an element of a model. rank: None for a model in one file."""
+    """The file with an element of a model. rank: None for a model in one file.
+
+    tensor: the stored tensor, if a map renames or divides it. index: of the element in it.
+    """
 
     path: str
     rank: int | None = None
     tensor: str = ""
-    """The stored tensor, if a map renames or divides it, and `index`: the index of the element in it."""
     index: tuple[int, ...] | None = None
 
 
@@ -384,6 +387,12 @@ class GroupEvidence:
     """Whether the files store their step or epoch."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
+    base: str = ""
+    """For two models: the model before the update, whose tensors B was compared with."""
+    updated: int = 0
+    """Number of tensors of B that equal A, while those of the base do not."""
+    adapted: int = 0
+    """Number of tensors of A with an adapter."""
     free_running: FreeRunning | None = None
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 
@@ -448,12 +457,10 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A link to another replica. It is not compared, because it is the same file."""
+    """A link to the file `of` of another replica, which is not compared. path: as given or found."""
 
     path: str
-    """The path as given or found."""
     of: str
-    """The path of the compared replica."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
 
 # Sizes of a head that are tried, in this order, if no configuration names it.
-_HEAD_SIZES = (128, 64, 256, 96, 80, 112, 160, 192, 512, 32, 16, 8, 4)
+HEAD_SIZES = (128, 64, 256, 96, 80, 112, 160, 192, 512, 32, 16, 8, 4)
 # Number of layers whose data is compared, and the cosine that a correct size reaches at least: fine-tuned models have
 # 0.9 or more, and unrelated rows about 0.
 _LAYERS, _LEAST = 2, 0.5
@@ -62,7 +62,7 @@ def complete_variables(
     if not joined or all(rule.variables <= variables.keys() for rule, *_ in joined):
         return dict(variables)
     best, highest = dict(variables), _LEAST
-    sizes = [variables["head_dim"]] if "head_dim" in variables else _HEAD_SIZES
+    sizes = [variables["head_dim"]] if "head_dim" in variables else HEAD_SIZES
     for size in sizes:
         tried = {**variables, "head_dim": size, **_count_heads(joined, size)}
         usable = [row for row in joined if row[0].variables <= tried.keys()]

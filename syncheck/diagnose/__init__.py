@@ -37,6 +37,19 @@ from syncheck.diagnose import (
     syn240_rounding_only,
     syn241_periodic_averaging,
     syn299_unexplained_difference,
+    syn301_not_updated,
+    syn302_partially_updated,
+    syn303_adapter_not_merged,
+    syn304_transposed,
+    syn305_fused_order,
+    syn306_rotary_permuted,
+    syn307_cast,
+    syn308_quantized,
+    syn309_padded,
+    syn310_expert_misplaced,
+    syn311_unrelated,
+    syn312_scaled,
+    syn313_wrong_shard,
     syn399_unexplained_model_difference,
 )
 from syncheck.diagnose.case import Case, Rule
@@ -108,7 +121,9 @@ def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tup
 
 
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
-_EVERY_RANK = frozenset("SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299 SYN399".split())
+_EVERY_RANK = frozenset(
+    "SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299 SYN399".split()
+) | {f"SYN{code}" for code in range(301, 314)}
 # In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
@@ -144,6 +159,19 @@ RULES: tuple[Rule, ...] = cast(
         syn103_prefix_normalized,
         syn104_sharded_by_design,
         syn105_tie_broken,
+        syn310_expert_misplaced,
+        syn301_not_updated,
+        syn302_partially_updated,
+        syn303_adapter_not_merged,
+        syn304_transposed,
+        syn305_fused_order,
+        syn306_rotary_permuted,
+        syn307_cast,
+        syn308_quantized,
+        syn309_padded,
+        syn312_scaled,
+        syn313_wrong_shard,
+        syn311_unrelated,
         syn399_unexplained_model_difference,
     ),
 )
@@ -151,9 +179,22 @@ RULES: tuple[Rule, ...] = cast(
 DIFF_RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
     (
+        syn223_damaged_on_disk,
+        syn310_expert_misplaced,
+        syn301_not_updated,
+        syn302_partially_updated,
+        syn303_adapter_not_merged,
+        syn304_transposed,
+        syn305_fused_order,
+        syn306_rotary_permuted,
+        syn307_cast,
+        syn308_quantized,
+        syn309_padded,
+        syn312_scaled,
+        syn313_wrong_shard,
+        syn311_unrelated,
         syn101_missing_tensors,
         syn102_shape_or_dtype_mismatch,
-        syn223_damaged_on_disk,
         syn220_bit_flip,
         syn399_unexplained_model_difference,
         syn103_prefix_normalized,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from syncheck.evidence.history import difference_ratios, trend_of
 from syncheck.evidence.suspects import sets_within, suspects
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from syncheck.records import Comparison, Severity, TensorDiff, Trend, ValueDiff
+    from syncheck.relations import RelationKind
 
 # SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
 # the first steps and a little more later, because the difference shrinks. Measured: 0.27 to 1.04 times, in all tensors.
@@ -74,6 +75,19 @@ class Case:
     def differing(self, *kinds: str) -> tuple[TensorDiff, ...]:
         """Return the uncovered tensors of these kinds with different values."""
         return tuple(diff for diff in self.of_kind(*kinds) if diff.status == "different")
+
+    def related(self, kind: RelationKind) -> tuple[TensorDiff, ...]:
+        """Return the uncovered tensors of two models with this relation."""
+        return tuple(diff for diff in self.tensors if relation_of(diff) is kind)
+
+    def related_by(self, keys: str | tuple[str, ...], kind: RelationKind) -> dict[Any, list[TensorDiff]]:
+        """Return the uncovered tensors with this relation by the values of its parameters."""
+        found: dict[Any, list[TensorDiff]] = {}
+        for diff in self.related(kind):
+            own = parameters_of(diff)
+            value = own[keys] if isinstance(keys, str) else tuple(own[key] for key in keys)
+            found.setdefault(value, []).append(diff)
+        return found
 
     def of_values(self) -> tuple[ValueDiff, ...]:
         """Return the uncovered, differing Python values."""
@@ -433,6 +447,18 @@ def agrees_within(diff: TensorDiff, locations: Mapping[int, Hashable]) -> bool:
 def evidence_of(diff: TensorDiff) -> Evidence:
     """Return the evidence of a tensor, without any content if it was not collected."""
     return diff.evidence or Evidence()
+
+
+def relation_of(diff: TensorDiff) -> RelationKind | None:
+    """Return how a tensor of model B follows from A; None if no relation was found."""
+    relation = evidence_of(diff).relation
+    return None if relation is None else relation.kind
+
+
+def parameters_of(diff: TensorDiff) -> Mapping[str, Any]:
+    """Return the parameters of the relation of a tensor, empty without one."""
+    relation = evidence_of(diff).relation
+    return {} if relation is None else relation.parameters
 
 
 def differing_share(diffs: Iterable[TensorDiff]) -> float | None:

@@ -1,0 +1,92 @@
+"""Compare tensors by their rows: digests identify equal rows in another order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from syncheck.dtypes import DTYPES
+from syncheck.kernel.blocks import BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.kernel.blocks import Files
+    from syncheck.snapshots import Tensor
+
+# Limit of rows of a tensor, 32 MB of digests: vocabularies have up to 300,000 rows.
+MOST_ROWS = 1 << 19
+# blake2b with 128 bits: a collision among 2**40 rows has a probability below 2**-48, the birthday bound.
+_DIGEST = 16
+# Orders of more runs of rows than this are not listed.
+_MOST_RUNS = 8
+
+
+def digest_rows(tensor: Tensor, files: Files, rows: int) -> list[bytes]:
+    """Return the digest of each row. rows: their number, a divisor of the number of elements."""
+    length = tensor.numel // rows
+    size = length * DTYPES[tensor.dtype].size
+    digests = []
+    if size <= BLOCK:
+        step = max(1, BLOCK // size)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            data = memoryview(files.read(tensor, first * length, count * length, 0))
+            digests += [blake2b(data[i * size : (i + 1) * size], digest_size=_DIGEST).digest() for i in range(count)]
+        return digests
+    step = BLOCK // DTYPES[tensor.dtype].size
+    for row in range(rows):
+        state = blake2b(digest_size=_DIGEST)
+        for start in range(0, length, step):
+            state.update(files.read(tensor, row * length + start, min(step, length - start), 0))
+        digests.append(state.digest())
+    return digests
+
+
+def find_order(a: Sequence[bytes], b: Sequence[bytes]) -> list[int] | None:
+    """Return the row of `a` for each row of `b`; None if `b` has a row that `a` lacks, or other numbers of equal rows.
+
+    Equal rows are taken in their order.
+    """
+    places: dict[bytes, list[int]] = defaultdict(list)
+    for i in range(len(a) - 1, -1, -1):
+        places[a[i]].append(i)
+    order = []
+    for digest in b:
+        found = places.get(digest)
+        if not found:
+            return None
+        order.append(found.pop())
+    return order
+
+
+def describe_order(order: Sequence[int]) -> dict[str, str | int | tuple[int, ...]]:
+    """Return the structure of a permutation of rows, as parameters of a relation.
+
+    `pattern` is "blocks" (few runs of rows; `runs` lists their first rows and lengths), "interleaved" (one row of each
+    of `size` blocks in turn), "within" (each block of `size` rows has the same order), or "other".
+    """
+    count = len(order)
+    runs = _find_runs(order)
+    if len(runs) <= _MOST_RUNS:
+        return {"pattern": "blocks", "runs": tuple(number for run in runs for number in run)}
+    for size in [n for n in range(2, count // 2 + 1) if count % n == 0]:
+        if all(at == (i % size) * (count // size) + i // size for i, at in enumerate(order)):
+            return {"pattern": "interleaved", "size": size}
+        if all(at == order[i % size] + i - i % size for i, at in enumerate(order)):
+            return {"pattern": "within", "size": size}
+    return {"pattern": "other"}
+
+
+def _find_runs(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of consecutive rows: (first, length), at most one more than are listed."""
+    runs: list[tuple[int, int]] = []
+    for at in order:
+        if runs and at == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((at, 1))
+        if len(runs) > _MOST_RUNS:
+            break
+    return runs

@@ -1,0 +1,45 @@
+"""B is the base model: the product of the adapter is missing in some tensors.
+
+Signature: A is a base model with a LoRA adapter, and tensors of B equal those of the base model, bit by bit. Merged
+tensors agree with `base + scale * (lora_B @ lora_A)` within the rounding of their dtype, and are not reported.
+
+Cause: the merge did not find the adapter (another path, prefix or name of the adapter), skipped some modules, or the
+merged model was never saved.
+
+Fix: load the adapter with the library that wrote it, merge it (`merge_and_unload` in PEFT), and check that each module
+of `target_modules` has changed before you save.
+
+Incidents: verl #7285, #3087 and #4553 (the merged folder equals the base model), verl #7495 (two months of training
+without the adapter), miles #415 and #1727.
+"""
+
+from __future__ import annotations
+
+from syncheck.diagnose.case import Case, Match
+from syncheck.messages import Sentence
+from syncheck.relations import RelationKind
+
+CODE = "SYN303"
+SLUG = "adapter-not-merged"
+SEVERITY = "error"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "The adapter was not merged into these tensors of B: they are those of the base model."
+    FIX = (
+        "Merge the adapter again (for example with PEFT's merge_and_unload), check the names of the modules, and save"
+        " the merged model."
+    )
+    UNMERGED = "{count} of {total:count tensor} with an adapter {count:verb is|are} not merged in B: {names:names 10}"
+
+
+def apply(case: Case) -> Match | None:
+    """Match the tensors of B without the product of the adapter."""
+    unmerged = case.related(RelationKind.ADAPTER)
+    if not unmerged:
+        return None
+    names = tuple(diff.name for diff in unmerged)
+    total = max(case.group.evidence.adapted, len(unmerged))
+    return Match(unmerged, case.group.ranks, [Text.UNMERGED(count=len(unmerged), total=total, names=names)])

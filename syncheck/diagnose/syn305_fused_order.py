@@ -1,0 +1,75 @@
+"""Parts of a fused tensor are exchanged or interleaved in another way.
+
+Signature: B has the rows of A in another order, bit by bit: parts of a fused tensor (query, key and value; gate and up)
+are exchanged, joined one after the other instead of in groups of heads, or divided between ranks before they were
+joined. The evidence states the order.
+
+Cause: the conversion joined or divided the parts in another order than the library that loads them. Shapes are equal,
+so loading reports no error.
+
+Fix: join the parts in the order of the target library. Megatron-Core interleaves query, key and value by group of heads
+and stores gate before up on each rank; vLLM and Hugging Face store the parts one after the other.
+
+Incidents: Megatron-LM #2769 (halves of SwiGLU swapped at load), MiniMax-H3 #48 (users guess the order of query, key and
+value).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Case, Match, limit_facts, parameters_of
+from syncheck.messages import Message, Sentence
+from syncheck.relations import RelationKind
+
+if TYPE_CHECKING:
+    from syncheck.records import TensorDiff
+
+CODE = "SYN305"
+SLUG = "fused-order"
+SEVERITY = "error"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "The parts of fused tensors are in another order than the layout requires."
+    FIX = "Join or divide the parts in the order of the library that loads them. The evidence states the order in B."
+    PARTS = "{stored} of {side} has its parts in the order {order:list}, in {groups:count group}"
+    OTHER = "{name} of B is {other} of A"
+    BOXES = "{boxes} of {of} shards of {name} hold rows of other parts of the fused tensor, in {files}"
+    BLOCKS = "{name} of B has blocks of rows of A in the order {blocks:list}"
+    ROWS = "rows {first} to {last}"
+    INTERLEAVED = "{name} of B has one row of each of {size} blocks of A in turn"
+    WITHIN = "{name} of B has another order of rows within each block of {size} rows"
+    PERMUTED = "{name} of B has the rows of A in another order"
+    MORE = "{count:count more tensor}"
+
+
+def apply(case: Case) -> Match | None:
+    """Match the tensors with another order of rows or parts."""
+    found = case.related(RelationKind.FUSED_ORDER)
+    if not found:
+        return None
+    stated = [_state_order(diff) for diff in found]
+    facts = [fact for i, fact in enumerate(stated) if fact not in stated[:i]]
+    return Match(found, case.group.ranks, limit_facts(facts, 4, Text.MORE))
+
+
+def _state_order(diff: TensorDiff) -> Message:
+    """State the order of the parts or rows of a tensor of B."""
+    own = parameters_of(diff)
+    pattern = own["pattern"]
+    if pattern == "parts":
+        return Text.PARTS(**{key: own[key] for key in ("stored", "side", "order", "groups")})
+    if pattern == "other-part":
+        return Text.OTHER(name=diff.name, other=own["other"])
+    if pattern == "boxes":
+        return Text.BOXES(name=diff.name, **{key: own[key] for key in ("boxes", "of", "files")})
+    if pattern == "blocks":
+        runs = own["runs"]
+        blocks = tuple(Text.ROWS(first=at, last=at + n - 1) for at, n in zip(runs[::2], runs[1::2], strict=True))
+        return Text.BLOCKS(name=diff.name, blocks=blocks)
+    if pattern == "other":
+        return Text.PERMUTED(name=diff.name)
+    return (Text.INTERLEAVED if pattern == "interleaved" else Text.WITHIN)(name=diff.name, size=own["size"])

@@ -1,0 +1,47 @@
+"""The rows of query or key follow the other convention for rotary embeddings.
+
+Signature: the rows of each head of B are those of A in the other order of rotary position embeddings, bit by bit: the
+two halves of a head one after the other (Hugging Face, Megatron-Core), or interleaved row by row (Meta's code,
+torchtitan).
+
+Cause: the conversion did not permute the rows of query and key, permuted them twice, or used another size of a head.
+The model loads and generates text that is almost right at short distances.
+
+Fix: permute the rows of query and key, and only these, when you convert between the two conventions. Biases of query
+and key need the same permutation.
+
+Incidents: speculators and llama conversions of many projects; transformers' `convert_llama_weights_to_hf.py` has the
+permutation that others forget.
+"""
+
+from __future__ import annotations
+
+from syncheck.diagnose.case import Case, Match, parameters_of
+from syncheck.messages import Sentence
+from syncheck.relations import RelationKind
+
+CODE = "SYN306"
+SLUG = "rotary-permuted"
+SEVERITY = "error"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "Query or key rows follow the other convention for rotary embeddings than A."
+    FIX = "Permute the rows of query and key of each head in the conversion, or remove a second permutation."
+    ROTARY = "{count:count tensor} of B {count:verb has|have} {order} for heads of {head_dim} rows: {names:names}"
+    HALF = "the halves of each head one after the other"
+    INTERLEAVED = "the halves of each head interleaved"
+
+
+def apply(case: Case) -> Match | None:
+    """Match the tensors with the other rotary order."""
+    found = case.related(RelationKind.ROTARY)
+    facts = []
+    for to, diffs in case.related_by("to", RelationKind.ROTARY).items():
+        order = Text.HALF() if to == "half" else Text.INTERLEAVED()
+        head = parameters_of(diffs[0])["head_dim"]
+        names = tuple(diff.name for diff in diffs)
+        facts.append(Text.ROTARY(count=len(diffs), order=order, head_dim=head, names=names))
+    return Match(found, case.group.ranks, facts) if found else None

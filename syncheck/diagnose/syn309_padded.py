@@ -1,0 +1,45 @@
+"""Rows or columns were added or removed; all others are equal.
+
+Signature: the shapes differ in one dimension, and the common part is equal, bit by bit.
+
+Cause: one library pads the vocabulary to a multiple of 64 or 128 times the tensor-parallel size, a tokenizer got new
+tokens, or a conversion cut the padding off.
+
+Fix: if the padding is intended, compare with a map that allows it (the built-in maps do for vocabularies), or pass
+`--allow SYN309`. Otherwise resize the embedding and the output layer together.
+
+Incidents: Megatron-LM pads vocabularies by `--make-vocab-size-divisible-by`; checkpoints of other parallel sizes have
+other paddings.
+"""
+
+from __future__ import annotations
+
+from syncheck.diagnose.case import Case, Match
+from syncheck.messages import Sentence
+from syncheck.relations import RelationKind
+
+CODE = "SYN309"
+SLUG = "padded"
+SEVERITY = "error"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "One model has additional rows or columns, such as the padding of a vocabulary; the common part is equal."
+    FIX = (
+        "If the padding is intended, pass {allow:option=SYN309} or a map that allows it. Otherwise resize the "
+        "embedding and output layers together."
+    )
+    LONGER = "B has {count:count more index|more indices} of dimension {dim} in {names:names}"
+    SHORTER = "B lacks the last {count:count index|indices} of dimension {dim} in {names:names}"
+
+
+def apply(case: Case) -> Match | None:
+    """Match the padded tensors."""
+    found = case.related(RelationKind.PADDED)
+    facts = []
+    for (dim, added), diffs in case.related_by(("dim", "added"), RelationKind.PADDED).items():
+        sentence = Text.LONGER if added > 0 else Text.SHORTER
+        facts.append(sentence(count=abs(added), dim=dim, names=tuple(diff.name for diff in diffs)))
+    return Match(found, case.group.ranks, facts) if found else None

@@ -1,0 +1,44 @@
+"""Tensors of B have nothing to do with those of A.
+
+Signature: the correlation of the elements is zero within the noise of independent numbers, or B is constant where A is
+not, and no other relation was found.
+
+Cause: B was initialized and never loaded: a name was not found (`strict=False`), a module was created after loading, or
+B is another model.
+
+Fix: load with `strict=True` and list the names that the loader did not find. Check that modules exist before the
+weights are loaded.
+
+Incidents: speculators #1131 (random weights were saved), transformers #46650 (names corrupted on save, so that loading
+initializes the tensors).
+"""
+
+from __future__ import annotations
+
+from syncheck.diagnose.case import Case, Match, parameters_of
+from syncheck.messages import Sentence
+from syncheck.relations import RelationKind
+
+CODE = "SYN311"
+SLUG = "unrelated"
+SEVERITY = "error"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "These tensors of B were not loaded from A: they have fresh or foreign values."
+    FIX = "Load with strict=True, and check the names that the loader did not find."
+    UNRELATED = "{count:count tensor} of B {count:verb is|are} not correlated with A: {names:names}"
+    CONSTANT = "{count:count tensor} of B {count:verb is|are} constant: {names:names}"
+
+
+def apply(case: Case) -> Match | None:
+    """Match tensors without a relation to A."""
+    found = case.related(RelationKind.UNRELATED)
+    constant = tuple(diff.name for diff in found if "value" in parameters_of(diff))
+    others = tuple(diff.name for diff in found if diff.name not in constant)
+    facts = [Text.UNRELATED(count=len(others), names=others)] if others else []
+    if constant:
+        facts.append(Text.CONSTANT(count=len(constant), names=constant))
+    return Match(found, case.group.ranks, facts) if found else None

@@ -1,0 +1,47 @@
+"""A rank or stage of B holds the shard or layer of another one.
+
+Signature: shards of B equal other shards of A, bit by bit, or a tensor of B equals the tensor of another layer or
+module of A.
+
+Cause: files of ranks were copied or renamed wrongly, ranks were sorted as text (10 before 2), pipeline stages number
+their layers from 0, or a conversion assembled shards in the wrong order.
+
+Fix: assemble shards by the rank inside the files, not by the order of file names, and add the offset of the stage to
+the numbers of layers.
+
+Incidents: KempnerForge #202 (experts of one rank saved for all); sorting `rank_10` before `rank_2` is the most common
+form.
+"""
+
+from __future__ import annotations
+
+from syncheck.diagnose.case import Case, Match, limit_facts, parameters_of
+from syncheck.messages import Sentence
+from syncheck.relations import RelationKind
+
+CODE = "SYN313"
+SLUG = "wrong-shard"
+SEVERITY = "error"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "A rank or stage of B holds what belongs to another one: shards or layers are at the wrong place."
+    FIX = "Assemble shards by their rank and layer, not by the order of file names."
+    OTHER = "{name} of B is {other} of A"
+    BOXES = "{boxes} of {of} shards of {name} belong to other ranks, in {files}"
+    MORE = "{count:count more tensor}"
+
+
+def apply(case: Case) -> Match | None:
+    """Match tensors with the shards or layers of other ranks."""
+    found = case.related(RelationKind.SHARD)
+    facts = [
+        Text.OTHER(name=diff.name, other=own["other"])
+        if "other" in own
+        else Text.BOXES(name=diff.name, **{key: own[key] for key in ("boxes", "of", "files")})
+        for diff in found
+        for own in [parameters_of(diff)]
+    ]
+    return Match(found, case.group.ranks, limit_facts(facts, 4, Text.MORE)) if found else None
