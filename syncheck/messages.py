@@ -309,6 +309,7 @@ class Refusal(Sentence):
     SET_MEMBER = "a member of a set, which has no order"
     HUGE_VIEW = "a view that shows {stored} stored bytes as {shown:.3g}"
     FLAT_PARAMETER = "sharded by FSDP: a flat parameter holds only this rank's shard"
+    ADAPTER = "a weight with an adapter of another kind than LoRA, or without adapter_config.json"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
     STORED = "{text}"
 

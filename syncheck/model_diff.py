@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import api, paths
 from syncheck.comparison.group import compare_group
+from syncheck.conversion.adapters import Merged, compare_merge, merge_adapters
 from syncheck.conversion.casts import convert
 from syncheck.conversion.causes import Models, add_relations
 from syncheck.conversion.name_maps import apply_map, find_variables, read_map
-from syncheck.conversion.recognition import complete_variables, recognize_map
+from syncheck.conversion.recognition import complete_variables, is_readable, recognize_map
 from syncheck.diagnose.case import relation_of
-from syncheck.dtypes import DTYPES
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kernel.clustering import cluster_replicas
@@ -61,6 +61,12 @@ class Side:
     variables: Mapping[str, int] = field(default_factory=dict)
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     map: NameMap | None = None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of the files."""
+        paths = [snapshot.path for _, snapshot in self.group.ranks]
+        return tuple(dict.fromkeys(path if os.path.isdir(path) else os.path.dirname(path) for path in paths))
 
     @property
     def title(self) -> str:
@@ -195,16 +201,16 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     completed = add_tied_names([side.model for side in sides])
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
-    sides, mapping = _map_sides(sides, options)
+    with Files(jobs=options.jobs) as files:
+        sides, mapping = _map_sides(sides, options, files)
+        pair = ReplicaGroup(
+            " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
+        )
+        compared = compare_group(pair, api.build_selection(options))
+        comparison = _describe_sides(compared, sides, subset=options.subset)
+        comparison = _accept_conversions(comparison, sides, options.cast, files)
+        comparison = _add_relations(comparison, sides, options, files)
     notes += mapping
-    pair = ReplicaGroup(
-        " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
-    )
-    compared = compare_group(pair, api.build_selection(options))
-    comparison = _describe_sides(compared, sides, subset=options.subset)
-    if options.cast is not None:
-        comparison = _accept_casts(comparison, sides, options.cast, options.jobs)
-    comparison = _add_relations(comparison, sides, options)
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
     # Shards of a side are no reason for doubt, but copies that could not be compared are.
     doubtful = [
@@ -227,15 +233,17 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
-def _map_sides(sides: Sequence[Side], options: DiffOptions) -> tuple[tuple[Side, ...], list[Message]]:
-    """Return two sides with equal names, if a map is given or known, and notes about the map."""
-    models = [normalize_keys(side.model.tensors) for side in sides]
+def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tuple[tuple[Side, ...], list[Message]]:
+    """Return two sides with merged adapters and, if a map is given or known, equal names; and notes about the map."""
+    models = [merge_adapters(normalize_keys(side.model.tensors), side.folders, files) for side in sides]
+    sides = tuple(
+        replace(side, model=replace(side.model, tensors=own)) for side, own in zip(sides, models, strict=True)
+    )
     variables = {**sides[1].variables, **sides[0].variables}
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)
     if names is None:
-        return tuple(sides), []
-    with Files(jobs=options.jobs) as files:
-        variables = complete_variables(names, models, variables, files)
+        return sides, []
+    variables = complete_variables(names, models, variables, files)
     mapped, notes = apply_map(names, models, variables)
     counts = [len(model.keys() - own.tensors.keys()) for model, own in zip(models, mapped, strict=True)]
     origin = "recognized by the names" if options.map is None else "given"
@@ -281,30 +289,28 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))
 
 
-def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffOptions) -> Comparison:
+def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffOptions, files: Files) -> Comparison:
     """Add how the tensors of B that differ follow from A, and from the model before the update."""
-    if not any(diff.out_of_sync for diff in comparison.tensors):
+    names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
+    if not names:
         return comparison
     one, other = sides
     a, b = (normalize_keys(side.model.tensors) for side in sides)
-    with Files(jobs=options.jobs) as files:
-        models = Models(a, b, files, (one.stored, other.stored), one.map, one.variables)
-        names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
-        bases = [open_side("base", options.base)] if options.base is not None else list_earlier(one)
-        title = ""
-        for base in bases:
-            models.base = _map_base(base, one)
-            title = base.title
-            if any(n in models.base and n in models.b and models.equals(models.base[n], models.b[n]) for n in names):
-                break
-        else:
-            models.base = {} if options.base is None else models.base
-        diffs = add_relations(comparison.tensors, models)
-        differing = {diff.name for diff in diffs}
-        stale = any(relation_of(diff) is RelationKind.BASE for diff in diffs)
-        kept = [n for n in models.base if stale and n not in differing and n in models.a and n in models.b]
-        updated = sum(models.equals(models.base[n], models.a[n]) is None for n in kept)
-    evidence = replace(comparison.evidence, base=title, updated=updated, adapted=len(models.unmerged))
+    models = Models(a, b, files, (one.stored, other.stored), one.map, one.variables)
+    title = ""
+    for base in [open_side("base", options.base)] if options.base is not None else list_earlier(one):
+        models.base, title = _map_base(base, one), base.title
+        if any(n in models.base and n in b and models.equals(models.base[n], b[n]) is not None for n in names):
+            break
+    else:
+        models.base = {} if options.base is None else models.base
+    diffs = add_relations(comparison.tensors, models)
+    differing = {diff.name for diff in diffs}
+    stale = any(relation_of(diff) is RelationKind.BASE for diff in diffs)
+    kept = [n for n in models.base if stale and n not in differing and n in a and n in b]
+    updated = sum(models.equals(models.base[n], a[n]) is None for n in kept)
+    adapted = sum(isinstance(tensor.data, Merged) for tensor in a.values())
+    evidence = replace(comparison.evidence, base=title, updated=updated, adapted=adapted)
     return replace(comparison, tensors=diffs, evidence=evidence)
 
 
@@ -337,27 +343,36 @@ def list_earlier(side: Side) -> Iterator[Side]:
             continue  # an incomplete earlier step is no reason to stop
 
 
-def _accept_casts(comparison: Comparison, sides: Sequence[Side], dtype: str, jobs: int | None) -> Comparison:
-    """Count a floating-point tensor as close if B is A, converted to `dtype` and then to B's own dtype, bit by bit."""
+def _accept_conversions(comparison: Comparison, sides: Sequence[Side], dtype: str | None, files: Files) -> Comparison:
+    """Count tensors as close if they are merges of an adapter, or converted to `dtype` and to the dtype of B."""
     models = [normalize_keys(side.model.tensors) for side in sides]
     kinds, tensors = dict(comparison.kinds), []
-    with Files(jobs=jobs) as files:
-        for diff in comparison.tensors:
-            a, b = (model.get(diff.name) for model in models)
-            if not diff.out_of_sync or a is None or b is None or not _is_cast(a, b, dtype, files):
-                tensors.append(diff)
-                continue
-            old = kinds[diff.kind]
-            kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
-            accepted = replace(diff, status="close", tolerance=f"cast {dtype}", detail=None, facts=(), minority=())
-            measured = diff.mismatched if diff.reason is None else None  # unknown if the dtypes differ
-            tensors.append(replace(accepted, reason=None, mismatched=measured))
+    for diff in comparison.tensors:
+        a, b = (model.get(diff.name) for model in models)
+        tolerance = None
+        if diff.out_of_sync and a is not None and b is not None:
+            tolerance = _find_tolerance(a, b, dtype, files)
+        if tolerance is None:
+            tensors.append(diff)
+            continue
+        old = kinds[diff.kind]
+        kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
+        accepted = replace(diff, status="close", tolerance=tolerance, detail=None, facts=(), minority=())
+        measured = diff.mismatched if diff.reason is None else None  # unknown if the dtypes differ
+        tensors.append(replace(accepted, reason=None, mismatched=measured))
     counts = sum(kinds.values(), Counts())
     return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
 
 
+def _find_tolerance(a: Tensor, b: Tensor, dtype: str | None, files: Files) -> str | None:
+    """Return the conversion that explains a difference; None for a difference that is not accepted."""
+    merged = [tensor.data for tensor in (a, b) if isinstance(tensor.data, Merged)]
+    if len(merged) == 1 and a.dtype == b.dtype and a.shape == b.shape and is_readable(a) and is_readable(b):
+        return "rounding of a merge" if compare_merge(merged[0], b if a.data is merged[0] else a, files)[0] else None
+    return f"cast {dtype}" if dtype is not None and _is_cast(a, b, dtype, files) else None
+
+
 def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
-    readable = all(not t.refused and t.digest is None and DTYPES[t.dtype].family == "float" for t in (a, b))
-    if not readable or a.shape != b.shape:
+    if not (is_readable(a) and is_readable(b)) or a.shape != b.shape:
         return False
     return len(cluster_replicas([convert(a, (dtype, b.dtype), files), b], files)) == 1

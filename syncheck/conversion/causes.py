@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.adapters import Merged, compare_merge, unit_roundoff
 from syncheck.conversion.casts import convert
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.recognition import HEAD_SIZES, is_readable, read_pairs
@@ -61,7 +62,6 @@ class Models:
     map: NameMap | None = None
     variables: Mapping[str, int] = field(default_factory=dict)
     base: Mapping[str, Tensor] = field(default_factory=dict)
-    unmerged: Mapping[str, Tensor] = field(default_factory=dict)
     _probes: dict[tuple[str, tuple[int, ...]], dict[bytes, list[str]]] = field(default_factory=dict)
 
     def equals(self, view: Tensor, b: Tensor) -> dict[str, Any] | None:
@@ -143,8 +143,8 @@ def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, 
     a, b = models.a[name], models.b[name]
     if name in models.base:
         yield RelationKind.BASE, {}, models.base[name], b
-    if name in models.unmerged:
-        yield RelationKind.ADAPTER, {}, models.unmerged[name], b
+    if isinstance(a.data, Merged):
+        yield RelationKind.ADAPTER, {}, a.data.base, b
     same = a.shape == b.shape
     if same and is_readable(a) and is_readable(b):
         for side, source, copy in (("B", a, b), ("A", b, a)):
@@ -281,11 +281,15 @@ def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
 def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     """Compute a constant factor, or the correlation, from all elements."""
     a, b = models.a[name], models.b[name]
+    if isinstance(a.data, Merged) and a.shape == b.shape and is_readable(b):
+        _, factor = compare_merge(a.data, b, models.files)
+        if _within_scaled(a.data, factor, b, models.files):
+            return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
     if a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
         return {}
     import numpy as np
 
-    step = max(_find_precision(tensor.dtype) for tensor in (a, b))
+    step = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
     sums, factor, fits, nonzero = np.zeros(5), 0.0, True, 0
     for x, y in read_pairs(a, b, models.files):
         sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
@@ -308,7 +312,8 @@ def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     return {}
 
 
-def _find_precision(dtype: str) -> float:
-    """Return the largest relative rounding error of a dtype."""
-    bits = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
-    return 2.0 ** -bits.get(dtype, 2)
+def _within_scaled(merged: Merged, factor: float, b: Tensor, files: Files) -> bool:
+    """Whether B contains the product of the adapter times another factor."""
+    if not math.isfinite(factor):
+        return False
+    return compare_merge(replace(merged, scale=merged.scale * factor), b, files)[0]

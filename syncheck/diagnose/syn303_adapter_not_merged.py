@@ -1,7 +1,8 @@
 """B is the base model: the product of the adapter is missing in some tensors.
 
-Signature: A is a base model with a LoRA adapter, and tensors of B equal those of the base model, bit by bit. Merged
-tensors agree with `base + scale * (lora_B @ lora_A)` within the rounding of their dtype, and are not reported.
+Signature: A is a base model with a LoRA adapter, and tensors of B equal those of the base model, bit by bit, or contain
+another multiple of the product. Merged tensors agree with `base + scale * (lora_B @ lora_A)` within the rounding of
+their dtype, and are not reported.
 
 Cause: the merge did not find the adapter (another path, prefix or name of the adapter), skipped some modules, or the
 merged model was never saved.
@@ -15,9 +16,15 @@ without the adapter), miles #415 and #1727.
 
 from __future__ import annotations
 
-from syncheck.diagnose.case import Case, Match
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Case, Match, parameters_of
 from syncheck.messages import Sentence
 from syncheck.relations import RelationKind
+
+if TYPE_CHECKING:
+    from syncheck.records import TensorDiff
 
 CODE = "SYN303"
 SLUG = "adapter-not-merged"
@@ -33,13 +40,23 @@ class Text(Sentence):
         " the merged model."
     )
     UNMERGED = "{count} of {total:count tensor} with an adapter {count:verb is|are} not merged in B: {names:names 10}"
+    SCALED = (
+        "{count} of {total:count tensor} with an adapter contain {factor:number 3} times its product: {names:names}"
+    )
 
 
 def apply(case: Case) -> Match | None:
     """Match the tensors of B without the product of the adapter."""
-    unmerged = case.related(RelationKind.ADAPTER)
-    if not unmerged:
-        return None
-    names = tuple(diff.name for diff in unmerged)
-    total = max(case.group.evidence.adapted, len(unmerged))
-    return Match(unmerged, case.group.ranks, [Text.UNMERGED(count=len(unmerged), total=total, names=names)])
+    found = case.related(RelationKind.ADAPTER)
+    total = max(case.group.evidence.adapted, len(found))
+    by_factor: dict[str, list[TensorDiff]] = defaultdict(list)
+    for diff in found:
+        by_factor[f"{parameters_of(diff).get('factor', 0.0):.3g}"].append(diff)
+    facts = []
+    for diffs in by_factor.values():
+        factor, names = parameters_of(diffs[0]).get("factor"), tuple(diff.name for diff in diffs)
+        if factor is None:
+            facts.append(Text.UNMERGED(count=len(diffs), total=total, names=names))
+        else:
+            facts.append(Text.SCALED(count=len(diffs), total=total, names=names, factor=factor))
+    return Match(found, case.group.ranks, facts) if found else None
