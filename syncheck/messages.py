@@ -233,7 +233,13 @@ class Note(Sentence):
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
     TIED = "{side} stores a tied weight under one name; compared under both names: {names:names}"
-    MAP = "names were mapped by {map} ({origin}): {count:count tensor} of A and {others} of B"
+    MAP = "names were mapped by {map}: {count:count tensor} of A, {others} of B"
+    INFERRED = "the map was inferred from equal data, not from the meaning of names; {write_map:option FILE} saves it:"
+    RULE = "  {name} = {parts}"
+    AMBIGUOUS_MAP = (
+        "the inferred map is ambiguous: {count:count tensor} of A {count:verb equals|equal} several tensors of B: "
+        "{names:names}; pass a map with {map:option FILE}"
+    )
     PADDED = "up to {rows} rows of padding, which one model lacks, were not compared: {names:names}"
     IGNORED = "not compared, because the map ignores them: {names:names}, in {side}"
     UNKNOWN_SETTINGS = (
@@ -309,6 +315,7 @@ class Refusal(Sentence):
     SET_MEMBER = "a member of a set, which has no order"
     HUGE_VIEW = "a view that shows {stored} stored bytes as {shown:.3g}"
     FLAT_PARAMETER = "sharded by FSDP: a flat parameter holds only this rank's shard"
+    AMBIGUOUS_NAME = "several tensors of the other model have the same data"
     ADAPTER = "a weight with an adapter of another kind than LoRA, or without adapter_config.json"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
     STORED = "{text}"

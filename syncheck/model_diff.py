@@ -12,6 +12,7 @@ from syncheck.comparison.group import compare_group
 from syncheck.conversion.adapters import Merged, compare_merge, merge_adapters
 from syncheck.conversion.casts import convert
 from syncheck.conversion.causes import Models, add_relations
+from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous, write_map
 from syncheck.conversion.name_maps import apply_map, find_variables, read_map
 from syncheck.conversion.recognition import complete_variables, is_readable, recognize_map
 from syncheck.diagnose.case import relation_of
@@ -234,23 +235,33 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
 
 
 def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tuple[tuple[Side, ...], list[Message]]:
-    """Return two sides with merged adapters and, if a map is given or known, equal names; and notes about the map."""
+    """Return two sides with merged adapters and, if a map is given or found, equal names; and notes about the map."""
     models = [merge_adapters(normalize_keys(side.model.tensors), side.folders, files) for side in sides]
-    sides = tuple(
-        replace(side, model=replace(side.model, tensors=own)) for side, own in zip(sides, models, strict=True)
-    )
     variables = {**sides[1].variables, **sides[0].variables}
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)
+    if names is not None:
+        variables = complete_variables(names, models, variables, files)
+    notes: list[Message] = []
+    if options.map is None:
+        known = models if names is None else [own.tensors for own in apply_map(names, models, variables)[0]]
+        inferred = infer_map(known, files)
+        if inferred is not None:
+            notes = describe_inferred(inferred)
+            names, variables = extend_map(names, inferred), {**variables, **inferred.variables}
+            models = mark_ambiguous(models, inferred)
+            if options.write_map is not None:
+                write_map(options.write_map, names)
     if names is None:
-        return sides, []
-    variables = complete_variables(names, models, variables, files)
-    mapped, notes = apply_map(names, models, variables)
-    counts = [len(model.keys() - own.tensors.keys()) for model, own in zip(models, mapped, strict=True)]
-    origin = "recognized by the names" if options.map is None else "given"
-    notes.insert(0, Note.MAP(map=names.title, origin=origin, count=counts[0], others=counts[1]))
+        tensors: Sequence[Mapping[str, Tensor]] = models
+        stored: Sequence[Mapping[str, Tensor]] = [{}, {}]
+    else:
+        mapped, more = apply_map(names, models, variables)
+        tensors, stored = [own.tensors for own in mapped], [own.stored for own in mapped]
+        counts = [len(model.keys() - own.keys()) for model, own in zip(models, tensors, strict=True)]
+        notes = [Note.MAP(map=names.title, count=counts[0], others=counts[1]), *notes, *more]
     return tuple(
-        replace(side, model=replace(side.model, tensors=own.tensors), stored=own.stored, map=names, variables=variables)
-        for side, own in zip(sides, mapped, strict=True)
+        replace(side, model=replace(side.model, tensors=own), stored=kept, map=names, variables=variables)
+        for side, own, kept in zip(sides, tensors, stored, strict=True)
     ), notes
 
 
