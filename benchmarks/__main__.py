@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks import (
     compare,
+    conversion,
     diff,
     digest,
     distributed_tests,
@@ -44,6 +45,7 @@ BENCHMARKS = {
     "many_small": many_small,
     "sparse": sparse,
     "diff": diff,
+    "conversion": conversion,
     "distributed_tests": distributed_tests,
     "rank_tests": rank_tests,
     "digest": digest,

@@ -236,7 +236,8 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
 
 def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tuple[tuple[Side, ...], list[Message]]:
     """Return two sides with merged adapters and, if a map is given or found, equal names; and notes about the map."""
-    models = [merge_adapters(normalize_keys(side.model.tensors), side.folders, files) for side in sides]
+    stored = [normalize_keys(side.model.tensors) for side in sides]
+    models = [merge_adapters(own, side.folders, files) for own, side in zip(stored, sides, strict=True)]
     variables = {**sides[1].variables, **sides[0].variables}
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)
     if names is not None:
@@ -251,17 +252,17 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tup
             models = mark_ambiguous(models, inferred)
             if options.write_map is not None:
                 write_map(options.write_map, names)
-    if names is None:
-        tensors: Sequence[Mapping[str, Tensor]] = models
-        stored: Sequence[Mapping[str, Tensor]] = [{}, {}]
-    else:
-        mapped, more = apply_map(names, models, variables)
-        tensors, stored = [own.tensors for own in mapped], [own.stored for own in mapped]
-        counts = [len(model.keys() - own.keys()) for model, own in zip(models, tensors, strict=True)]
-        notes = [Note.MAP(map=names.title, count=counts[0], others=counts[1]), *notes, *more]
+    if names is None:  # without a change, the names keep their prefixes, which are reported
+        rows = zip(sides, models, stored, strict=True)
+        return tuple(
+            side if own is old else replace(side, model=replace(side.model, tensors=own)) for side, own, old in rows
+        ), notes
+    mapped, more = apply_map(names, models, variables)
+    counts = [len(model.keys() - own.tensors.keys()) for model, own in zip(models, mapped, strict=True)]
+    notes = [Note.MAP(map=names.title, count=counts[0], others=counts[1]), *notes, *more]
     return tuple(
-        replace(side, model=replace(side.model, tensors=own), stored=kept, map=names, variables=variables)
-        for side, own, kept in zip(sides, tensors, stored, strict=True)
+        replace(side, model=replace(side.model, tensors=own.tensors), stored=own.stored, map=names, variables=variables)
+        for side, own in zip(sides, mapped, strict=True)
     ), notes
 
 

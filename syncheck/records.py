@@ -104,13 +104,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """The tensors of a finding at one step."""
+    """The tensors of a finding at one step.
+
+    differing: number of tensors out of sync. max_abs: their largest difference, 0.0 if all agree; None if it is unknown.
+    """
 
     step: int
     differing: int
-    """Number of tensors out of sync."""
     max_abs: float | None
-    """Their largest difference, 0.0 if all agree; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,44 +174,41 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Names that share memory on some ranks, and are separate tensors on other ranks."""
+    """Names that share memory on `ranks`, and are separate tensors on other ranks."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Ranks on which the names share memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """A summary of sharded tensors with the same layout."""
+    """A summary of sharded tensors with the same layout.
+
+    kind: `DTensor`, `model parallel`, or `optimizer` for partitioned optimizer state. layout: a description. compared:
+    number of tensors with a shard on at least two ranks. replica_groups: the sets of compared ranks.
+    """
 
     kind: str
-    """`DTensor`, `model parallel`, or `optimizer` for partitioned optimizer state."""
     layout: str
-    """A description of the layout."""
     tensors: int
     compared: int
-    """Number of tensors with a shard on at least two ranks."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
-    """The sets of compared ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A finding of the baseline, or part of a finding, that no longer occurs."""
+    """A finding of the baseline, or part of a finding, that no longer occurs. names: of tensors and values."""
 
     code: str
     names: tuple[str, ...]
-    """Names of tensors and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica of a group."""
+    """One replica of a group. rank: if it is known, else the position among the sorted paths."""
 
     path: str
     rank: int
-    """The rank if it is known, else the position among the sorted paths."""
     format: str
     tensors: int
     bytes: int
@@ -388,7 +386,7 @@ class GroupEvidence:
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     base: str = ""
-    """For two models: the model before the update, whose tensors B was compared with."""
+    """For two models: the title of the model before the update."""
     updated: int = 0
     """Number of tensors of B that equal A, while those of the base do not."""
     adapted: int = 0
@@ -476,7 +474,6 @@ class DriftPoint:
 @dataclass(frozen=True, slots=True)
 class Closure:
     """The effect of SyncBatchNorm on the drift of the running statistics, from two runs that differ only in it."""
-
     plain: DriftPoint
     synced: DriftPoint
     sentence: str

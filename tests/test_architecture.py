@@ -34,7 +34,7 @@ RARELY_NEEDED = tuple(
 # Layers and their allowed imports; `TYPE_CHECKING` imports count too. A package is either one layer, or each of its
 # modules is a layer and the package's own name stands for its `__init__`.
 LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"messages", "snapshots", "records"}
+BASE = LEAVES | {"messages", "snapshots", "records", "relations"}
 BYTES = BASE | {"kernel.clustering", "kernel.blocks"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
@@ -43,7 +43,8 @@ ALLOWED = {
     "dtypes": set(),
     "messages": {"errors"},
     "snapshots": {"messages"},
-    "records": {"messages", "snapshots"},
+    "records": {"messages", "snapshots", "relations"},
+    "relations": set(),
     "names": LEAVES,
     "tensor_parallel": set(),
     "tolerance": LEAVES,
@@ -57,13 +58,28 @@ ALLOWED = {
     "layout": set(),
     "logical": set(),
     "logical.boxes": BASE | {"kernel.pieces"},
+    "logical.views": BASE | {"kernel.pieces"},
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.megatron": BASE | {"names", "logical.boxes", "tensor_parallel"},
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
+    "conversion": set(),
+    "conversion.casts": BYTES,
+    "conversion.rows": BYTES,
+    "conversion.name_maps": BASE | {"logical.views"},
+    "conversion.recognition": BYTES | {"conversion.name_maps", "differences"},
+    "conversion.adapters": BYTES | {"conversion.recognition", "differences"},
+    "conversion.causes": BYTES
+    | {"logical.views"}
+    | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "recognition", "rows")},
+    "conversion.inference": BYTES
+    | {"logical.views"}
+    | {f"conversion.{part}" for part in ("causes", "name_maps", "recognition", "rows")},
     "model_diff": BASE
+    | {"logical.views", "diagnose"}
+    | {f"conversion.{part}" for part in ("adapters", "casts", "causes", "inference", "name_maps", "recognition")}
     | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},

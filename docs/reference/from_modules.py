@@ -23,7 +23,13 @@ SYNCHECK = {
         "kernel.digests kernel.moments"
     ),
     "Measuring differences": "differences",
-    "Logical tensors": "logical logical.boxes logical.dtensors logical.deepspeed logical.megatron logical.model",
+    "Logical tensors": (
+        "logical logical.boxes logical.views logical.dtensors logical.deepspeed logical.megatron logical.model"
+    ),
+    "Conversions of a model": (
+        "conversion conversion.name_maps conversion.recognition conversion.inference conversion.adapters "
+        "conversion.casts conversion.rows conversion.causes relations"
+    ),
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
         "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"

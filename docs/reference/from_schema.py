@@ -27,6 +27,7 @@ RECORDS = {
     "histogram": "Histogram", "history": "History", "points": "HistoryPoint", "free_running": "FreeRunning",
     "unreadable": "Unreadable", "aliases": "Alias", "drift": "DriftPoint", "closures": "Closure",
     "place": "Place",
+    "relation": "Relation",
 }  # fmt: skip
 # Meanings of fields that the records leave to their names and types.
 WORDS = {
@@ -79,7 +80,10 @@ WORDS = {
     "tensor.evidence": "clues to the cause, if the tensor was examined further",
     "tensor.places": "for `diff`: the file and rank with the element at `index`, by side: 0 for A, 1 for B",
     "place.path": "path of the file", "place.rank": "rank of the file, null for a model in one file",
-    "place.tensor": "name of the stored tensor, if a map renames or divides it", "place.index": "index of the element in it",
+    "place.tensor": "name of the stored tensor, if a map renames or divides it",
+    "place.index": "index of the element in the stored tensor",
+    "relation.kind": "for `diff`: how the tensor of B follows from A",
+    "relation.parameters": "numbers and names that describe the relation",
     "tensor.facts": "if the tensor has several problems, one tensor record for each",
     "tensor.histogram": "histogram of the differences, if an HTML report was requested",
     "shards.tensors": "number of tensors with this layout",

@@ -90,14 +90,14 @@ class Merged:
         return b"".join(blocks)
 
 
-def merge_adapters(tensors: Mapping[str, Tensor], folders: Sequence[str], files: Files) -> dict[str, Tensor]:
+def merge_adapters(tensors: Mapping[str, Tensor], folders: Sequence[str], files: Files) -> Mapping[str, Tensor]:
     """Return the tensors of a base model with an adapter, merged; other models are returned unchanged.
 
     folders: may contain adapter_config.json. A weight whose adapter is of another kind, or whose scale is unknown, is
     refused.
     """
     if not any(_FACTOR.fullmatch(name) for name in tensors):
-        return dict(tensors)
+        return tensors
     config = _read_config(folders)
     merged: dict[str, Tensor] = {}
     factors: dict[str, dict[str, Tensor]] = {}

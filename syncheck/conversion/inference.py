@@ -92,7 +92,7 @@ def _pair_equal(
     for ours, theirs in groups.values():
         if not ours or not theirs:
             continue
-        for key in (_count_one, _NUMBER.findall, _read_end):
+        for key in (lambda _: "", _NUMBER.findall, _read_end):
             a, b = ({str(key(name)): name for name in names} for names in (ours, theirs))
             if a.keys() == b.keys() and len(a) == len(ours) == len(theirs):
                 found |= {b[key]: Rule(b[key], (a[key],)) for key in a}
@@ -101,11 +101,6 @@ def _pair_equal(
             ambiguous[0].extend(ours)
             ambiguous[1].extend(theirs)
     return tuple(ambiguous[0]), tuple(ambiguous[1])
-
-
-def _count_one(name: str) -> str:
-    """Return one key for all names: a tensor without equals needs no name."""
-    return ""
 
 
 def _read_end(name: str) -> tuple[list[str], list[str]]:
@@ -275,14 +270,16 @@ def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     return NameMap(f"{names.title} and an inferred map", (*names.rules, *inferred.map.rules), names.tied)
 
 
-def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[dict[str, Tensor]]:
+def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[Mapping[str, Tensor]]:
     """Return the models with all ambiguous tensors under the names of A, and refused: they are never "in sync"."""
-    names = [inferred.ambiguous[0], inferred.ambiguous[1]]
+    names = inferred.ambiguous
+    if not names[0]:
+        return list(models)
     marked = [{name: t for name, t in own.items() if name not in set(names[i])} for i, own in enumerate(models)]
     for name in names[0]:
         refused = replace(models[0][name], name=name, refused=Refusal.AMBIGUOUS_NAME())
         marked[0][name] = marked[1][name] = refused
-    return marked
+    return [*marked]
 
 
 def describe_inferred(inferred: Inferred) -> list[Message]:

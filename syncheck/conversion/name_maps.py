@@ -205,6 +205,7 @@ def apply_map(
             if first not in one.tensors and first in other.tensors and second in one.tensors:
                 one.tensors[first] = replace(one.tensors[second], name=first)
                 one.stored[first] = one.stored[second]
+                one.padded |= {first} if second in one.padded else set()
     if padded := _remove_padding(mapped):
         notes.append(Note.PADDED(names=tuple(padded), rows=max(padded.values())))
     for side, own in zip("AB", mapped, strict=True):
@@ -244,7 +245,7 @@ def _map_model(
         partner = other.get(name)
         common = partner is not None and (partner.shape == tensor.shape or partner.refused) and name not in transposed
         found = None if common or tensor.refused else names.find_rule(name)
-        if found is None or (found[0].parts == (name,) and name not in transposed):
+        if found is None or (found[0].parts == (found[0].name,) and name not in transposed):
             _add(mapped, {name: tensor}, tensor)
             continue
         rule, values = found

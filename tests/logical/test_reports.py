@@ -80,7 +80,11 @@ def test_json_names_the_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [(r["label"], r["path"], r["files"]) for r in group["replicas"]] == [("A", a, 2), ("B", b, 1)]
     (tensor,) = group["tensors"]
     assert (tensor["name"], tensor["index"]) == ("w", [6, 2])
-    assert tensor["places"] == {"0": {"path": f"{a}/m_rank1.pth", "rank": 1}, "1": {"path": b, "rank": None}}
+    plain = {"tensor": "", "index": None}
+    assert tensor["places"] == {
+        "0": {"path": f"{a}/m_rank1.pth", "rank": 1, **plain},
+        "1": {"path": b, "rank": None, **plain},
+    }
     assert [finding["ranks"] for finding in group["findings"]] == [[]]
 
 
@@ -91,8 +95,8 @@ def lose(state: dict[str, Any]) -> None:
 
 def reshape(state: dict[str, Any]) -> None:
     """A tensor of B has another shape, another tensor another dtype."""
-    state["fc.bias"] = state["fc.bias"][:-1]
-    state["fc.weight"] = state["fc.weight"].astype(np.float64)
+    state["fc.bias"] = state["fc.bias"][:-1] + 1
+    state["fc.weight"] = state["fc.weight"].astype(np.float64) + np.arange(state["fc.weight"].shape[1])
 
 
 def flip(state: dict[str, Any]) -> None:
@@ -180,7 +184,7 @@ def test_excluded_tensors_are_undecided(tmp_path: Path, capsys: pytest.CaptureFi
     _, b = write(tmp_path)
     assert main(["diff", b, b, "--exclude", "*"]) == 2
     assert "exclude 2 tensors" in capsys.readouterr().out
-    other = save_pth(tmp_path / "other.pth", {"x": W})
+    other = save_pth(tmp_path / "other.pth", {"x": W + 1})
     assert main(["diff", b, str(other)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
