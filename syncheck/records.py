@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
     from syncheck.messages import Message
     from syncheck.relations import Relation
@@ -24,7 +24,6 @@ __all__ = [
     "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
 
-_Value = TypeVar("_Value")
 # Norms and cosines are computed over the first elements of a tensor, up to this number.
 MEASURED = 1 << 18
 # The powers of ten at which the decades of a histogram begin.
@@ -57,26 +56,6 @@ Trend = Literal["constant", "shrinking", "growing", "varying"]
 ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "other"]
 
 
-def group_ranks(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return the ranks of each value, in the order of the first occurrence of the values."""
-    ranks: dict[_Value, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def largest_first(sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Sort sets of ranks by size, the largest first; equally large sets by their first ranks."""
-    return tuple(tuple(ranks) for ranks in sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))
-
-
-def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks outside the largest set; empty if two sets are the largest. sets: largest first."""
-    if len(sets) < 2 or len(sets[0]) == len(sets[1]):
-        return ()
-    return tuple(sorted(rank for ranks in sets[1:] for rank in ranks))
-
-
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Evidence about a different tensor. Fields are empty or None if they were not computed or do not apply.
@@ -104,14 +83,13 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """The tensors of a finding at one step.
-
-    differing: number of tensors out of sync. max_abs: their largest difference, 0.0 if all agree; None if it is unknown.
-    """
+    """The tensors of a finding at one step."""
 
     step: int
     differing: int
+    """Number of tensors out of sync."""
     max_abs: float | None
+    """Their largest difference, 0.0 if all agree; None if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,41 +152,44 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Names that share memory on `ranks`, and are separate tensors on other ranks."""
+    """Names that share memory on some ranks, and are separate tensors on other ranks."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
+    """Ranks on which the names share memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """A summary of sharded tensors with the same layout.
-
-    kind: `DTensor`, `model parallel`, or `optimizer` for partitioned optimizer state. layout: a description. compared:
-    number of tensors with a shard on at least two ranks. replica_groups: the sets of compared ranks.
-    """
+    """A summary of sharded tensors with the same layout."""
 
     kind: str
+    """`DTensor`, `model parallel`, or `optimizer` for partitioned optimizer state."""
     layout: str
+    """A description of the layout."""
     tensors: int
     compared: int
+    """Number of tensors with a shard on at least two ranks."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
+    """The sets of compared ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A finding of the baseline, or part of a finding, that no longer occurs. names: of tensors and values."""
+    """A finding of the baseline, or part of a finding, that no longer occurs."""
 
     code: str
     names: tuple[str, ...]
+    """Names of tensors and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica of a group. rank: if it is known, else the position among the sorted paths."""
+    """One replica of a group."""
 
     path: str
     rank: int
+    """The rank if it is known, else the position among the sorted paths."""
     format: str
     tensors: int
     bytes: int
@@ -455,10 +436,12 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A link to the file `of` of another replica, which is not compared. path: as given or found."""
+    """A link to another replica. It is not compared, because it is the same file."""
 
     path: str
+    """The path as given or found."""
     of: str
+    """The path of the compared replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,6 +457,7 @@ class DriftPoint:
 @dataclass(frozen=True, slots=True)
 class Closure:
     """The effect of SyncBatchNorm on the drift of the running statistics, from two runs that differ only in it."""
+
     plain: DriftPoint
     synced: DriftPoint
     sentence: str

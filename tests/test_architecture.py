@@ -34,7 +34,7 @@ RARELY_NEEDED = tuple(
 # Layers and their allowed imports; `TYPE_CHECKING` imports count too. A package is either one layer, or each of its
 # modules is a layer and the package's own name stands for its `__init__`.
 LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"messages", "snapshots", "records", "relations"}
+BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets"}
 BYTES = BASE | {"kernel.clustering", "kernel.blocks"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
@@ -45,6 +45,7 @@ ALLOWED = {
     "snapshots": {"messages"},
     "records": {"messages", "snapshots", "relations"},
     "relations": set(),
+    "rank_sets": set(),
     "names": LEAVES,
     "tensor_parallel": set(),
     "tolerance": LEAVES,

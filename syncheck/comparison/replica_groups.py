@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.logical.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
 from syncheck.messages import ranks_text
-from syncheck.records import group_ranks
+from syncheck.rank_sets import group_ranks
 from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:

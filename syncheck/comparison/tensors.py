@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical.dtensors import is_whole, layout_text
 from syncheck.messages import SHARD_REFUSALS, Detail, sets_text
-from syncheck.records import Reason, TensorDiff, group_ranks, largest_first, minority_of
+from syncheck.rank_sets import group_ranks, largest_first, minority_of
+from syncheck.records import Reason, TensorDiff
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

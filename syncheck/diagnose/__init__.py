@@ -56,7 +56,8 @@ from syncheck.diagnose.case import Case, Rule
 from syncheck.evidence.history import history_of
 from syncheck.evidence.suspects import sets_within
 from syncheck.messages import relabel
-from syncheck.records import Finding, largest_first, minority_of
+from syncheck.rank_sets import largest_first, minority_of
+from syncheck.records import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.kinds import BN_STATISTICS, OPTIMIZER
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks, largest_first, minority_of
+from syncheck.rank_sets import group_ranks, largest_first, minority_of
 from syncheck.value_kinds import SCALES
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from syncheck.diagnose.counters import (
 )
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
+from syncheck.rank_sets import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -26,7 +26,7 @@ from syncheck.diagnose.case import Case, Match, agrees_within, largest_differenc
 from syncheck.evidence.suspects import sets_within, suspects
 from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
+from syncheck.rank_sets import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

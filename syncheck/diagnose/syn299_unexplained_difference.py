@@ -22,7 +22,7 @@ from syncheck.diagnose.case import Case, Match, cosines, largest_difference, lim
 from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
+from syncheck.rank_sets import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
