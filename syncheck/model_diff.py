@@ -181,8 +181,9 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
 
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
-    """Compare the copies of tensors in the files of a side; None for a model in one file."""
-    if len(side.group.ranks) < 2:
+    """Compare the copies of tensors in the files of a side; None if each tensor is in one file."""
+    names = [name for _, snapshot in side.group.ranks for name in snapshot.tensors]
+    if len(set(names)) == len(names):
         return None
     own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
     return judge_group(own, (), _allowed(options))
@@ -195,10 +196,11 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
     """
     notes = []
     for side, own in zip(sides, copies, strict=True):
-        if own is not None:
-            sentence = Note.COPIES if own.counts.compared else Note.NO_COPIES
+        if len(side.group.ranks) > 1:
+            compared = own.counts.compared if own is not None else 0
+            sentence = Note.COPIES if compared else Note.NO_COPIES
             unit = "ranks" if side.model.format == "memory" else "files"
-            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=own.counts.compared))
+            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
     completed = add_tied_names([side.model for side in sides])
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
@@ -207,8 +209,8 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
         pair = ReplicaGroup(
             " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
         )
-        compared = compare_group(pair, api.build_selection(options))
-        comparison = _describe_sides(compared, sides, subset=options.subset)
+        found = compare_group(pair, api.build_selection(options))
+        comparison = _describe_sides(found, sides, subset=options.subset)
         comparison = _accept_conversions(comparison, sides, options.cast, files)
         comparison = _add_relations(comparison, sides, options, files)
     notes += mapping

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 # Modules by purpose, in the order of a comparison. A package stands for its modules, unless they follow it.
 SYNCHECK = {
     "Shared records and tables": (
-        "errors messages dtypes snapshots records rank_sets names kinds value_kinds tensor_parallel tolerance metadata_block"
+        "errors messages dtypes snapshots records rank_sets names kinds value_kinds tensor_parallel tolerance "
+        "metadata_block"
     ),
     "Paths, readers and replica groups": (
         "paths omissions readers layout layout.grouping layout.names layout.joining layout.groups"
