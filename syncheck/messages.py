@@ -321,12 +321,13 @@ class Refusal(Sentence):
     STORED = "{text}"
 
 
-# Refusals of shards without replicas: a property of the layout, not a problem of the file.
+# Refusals of shards without replicas, and of adapters: a property of the layout, not a problem of the file.
 SHARD_REFUSALS = (
     Refusal.SHARDED_TENSOR,
     Refusal.SHARDED_DTENSOR,
     Refusal.FLAT_PARAMETER,
     Refusal.UNPLACED_PARTS,
+    Refusal.ADAPTER,
 )
 
 

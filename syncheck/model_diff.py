@@ -14,6 +14,7 @@ from syncheck.conversion.casts import convert
 from syncheck.conversion.causes import Models, add_relations
 from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous, write_map
 from syncheck.conversion.name_maps import apply_map, find_variables, read_map
+from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, is_readable, recognize_map
 from syncheck.diagnose.case import relation_of
 from syncheck.errors import SyncheckError, UsageError
@@ -239,7 +240,9 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
 def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tuple[tuple[Side, ...], list[Message]]:
     """Return two sides with merged adapters and, if a map is given or found, equal names; and notes about the map."""
     stored = [normalize_keys(side.model.tensors) for side in sides]
-    models = [merge_adapters(own, side.folders, files) for own, side in zip(stored, sides, strict=True)]
+    models = [
+        merge_adapters(dequantize(own, files), side.folders, files) for own, side in zip(stored, sides, strict=True)
+    ]
     variables = {**sides[1].variables, **sides[0].variables}
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)
     if names is not None:

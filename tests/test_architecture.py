@@ -72,15 +72,19 @@ ALLOWED = {
     "conversion.name_maps": BASE | {"logical.views"},
     "conversion.recognition": BYTES | {"conversion.name_maps", "differences"},
     "conversion.adapters": BYTES | {"conversion.recognition", "differences"},
+    "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
     "conversion.causes": BYTES
     | {"logical.views"}
-    | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "recognition", "rows")},
+    | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
     "conversion.inference": BYTES
     | {"logical.views"}
     | {f"conversion.{part}" for part in ("causes", "name_maps", "recognition", "rows")},
     "model_diff": BASE
     | {"logical.views", "diagnose"}
-    | {f"conversion.{part}" for part in ("adapters", "casts", "causes", "inference", "name_maps", "recognition")}
+    | {
+        f"conversion.{part}"
+        for part in ("adapters", "casts", "causes", "inference", "name_maps", "quantized", "recognition")
+    }
     | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},

@@ -29,7 +29,7 @@ SYNCHECK = {
     ),
     "Conversions of a model": (
         "conversion conversion.name_maps conversion.recognition conversion.inference conversion.adapters "
-        "conversion.casts conversion.rows conversion.causes relations"
+        "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "

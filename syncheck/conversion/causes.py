@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.conversion.adapters import Merged, compare_merge, unit_roundoff
 from syncheck.conversion.casts import convert
 from syncheck.conversion.name_maps import split_tensor
+from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
 from syncheck.conversion.recognition import HEAD_SIZES, is_readable, read_pairs
 from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order
 from syncheck.dtypes import DTYPES
@@ -43,6 +44,8 @@ _LEAST = 64
 # Absolute correlations below this, or below `_SIGMAS` standard deviations of the correlation of independent numbers,
 # show unrelated tensors: benchmarks/RESULTS.md#unrelated.
 _CORRELATION, _SIGMAS = 0.05, 4.0
+# Largest difference of a quantized value, relative to half a step and the rounding of its scale.
+_BOUND = 1.001
 # Limit of the boxes of a tensor that are compared with the boxes of other ranks.
 _MOST_BOXES = 1 << 12
 
@@ -196,13 +199,10 @@ def _relate_fused(name: str, models: Models) -> dict[str, Relation]:
                 pairs = [(split[n], tensor) for n, tensor in wanted.items() if n in split]
                 if pairs and all(models.equals(*(pair if side == 0 else pair[::-1])) is not None for pair in pairs):
                     count = groups if isinstance(groups, int) else models.variables.get(groups, 0)
-                    parameters: dict[str, Any] = {
-                        "pattern": "parts",
-                        "order": order,
-                        "groups": count,
-                        "stored": stored.name,
-                    }
-                    return {n: Relation(RelationKind.FUSED_ORDER, {**parameters, "side": "AB"[side]}) for n in wanted}
+                    named = ", ".join(part.rpartition(".")[0].rpartition(".")[2] for part in parts)
+                    parameters: dict[str, Any] = {"pattern": "parts", "parts": named, "groups": count}
+                    parameters |= {"side": "AB"[side], "stored": stored.name}
+                    return {n: Relation(RelationKind.FUSED_ORDER, parameters) for n in wanted}
     return {}
 
 
@@ -285,6 +285,8 @@ def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
         _, factor = compare_merge(a.data, b, models.files)
         if _within_scaled(a.data, factor, b, models.files):
             return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
+    if a.shape == b.shape and (quantized := _relate_quantized(a, b, models.files)):
+        return {name: quantized}
     if a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
         return {}
     import numpy as np
@@ -310,6 +312,17 @@ def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     if abs(correlation) < max(_CORRELATION, _SIGMAS / math.sqrt(a.numel)):
         return {name: Relation(RelationKind.UNRELATED, {"correlation": correlation})}
     return {}
+
+
+def _relate_quantized(a: Tensor, b: Tensor, files: Files) -> Relation | None:
+    """Compare quantized values with the original values, within half a step."""
+    for own, other in ((b, a), (a, b)):
+        if not is_readable(other) or isinstance(other.data, Quantized):
+            continue
+        quantized = own.data if isinstance(own.data, Quantized) else fit_scales(own, other, files)
+        if quantized is not None and (ratio := measure_steps(quantized, other, files)) <= _BOUND:
+            return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": ratio / 2})
+    return None
 
 
 def _within_scaled(merged: Merged, factor: float, b: Tensor, files: Files) -> bool:

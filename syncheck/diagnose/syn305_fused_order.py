@@ -35,7 +35,8 @@ class Text(Sentence):
 
     CAUSE = "The parts of fused tensors are in another order than the layout requires."
     FIX = "Join or divide the parts in the order of the library that loads them. The evidence states the order in B."
-    PARTS = "{stored} of {side} has its parts in the order {order:list}, in {groups:count group}"
+    JOINED = "{count:count fused tensor} of {side} {count:verb has|have} {parts} one after the other: {names:names}"
+    GROUPED = "{count:count fused tensor} of {side} {count:verb has|have} {parts} in {groups} groups: {names:names}"
     OTHER = "{name} of B is {other} of A"
     BOXES = "{boxes} of {of} shards of {name} hold rows of other parts of the fused tensor, in {files}"
     BLOCKS = "{name} of B has blocks of rows of A in the order {blocks:list}"
@@ -51,17 +52,27 @@ def apply(case: Case) -> Match | None:
     found = case.related(RelationKind.FUSED_ORDER)
     if not found:
         return None
-    stated = [_state_order(diff) for diff in found]
-    facts = [fact for i, fact in enumerate(stated) if fact not in stated[:i]]
-    return Match(found, case.group.ranks, limit_facts(facts, 4, Text.MORE))
+    facts: list[Message] = []
+    fused: dict[tuple[str, str, int], dict[str, None]] = {}
+    for diff in found:
+        own = parameters_of(diff)
+        if own["pattern"] == "parts":
+            fused.setdefault((own["side"], own["parts"], own["groups"]), {})[own["stored"]] = None
+        else:
+            facts.append(_state_order(diff))
+    joined = [
+        (Text.JOINED if groups == 1 else Text.GROUPED)(
+            side=side, parts=parts, groups=groups, count=len(names), names=tuple(names)
+        )
+        for (side, parts, groups), names in fused.items()
+    ]
+    return Match(found, case.group.ranks, limit_facts([*joined, *facts], 4, Text.MORE))
 
 
 def _state_order(diff: TensorDiff) -> Message:
     """State the order of the parts or rows of a tensor of B."""
     own = parameters_of(diff)
     pattern = own["pattern"]
-    if pattern == "parts":
-        return Text.PARTS(**{key: own[key] for key in ("stored", "side", "order", "groups")})
     if pattern == "other-part":
         return Text.OTHER(name=diff.name, other=own["other"])
     if pattern == "boxes":

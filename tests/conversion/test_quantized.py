@@ -1,0 +1,112 @@
+"""Quantized copies: within half a step for each scheme, and wrong scales are a difference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import llama
+import ml_dtypes
+import numpy as np
+import pytest
+
+import syncheck
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    Pair = tuple[Any, Any]
+
+ROWS, COLUMNS = 160, 256
+NAME = "mlp.down_proj.weight"
+
+
+def per_tensor(w: Any) -> Pair:
+    """One scale for the tensor."""
+    scale = np.abs(w).max() / 127
+    return np.rint(w / scale).astype(np.int8), np.array([scale], np.float32)
+
+
+def per_row(w: Any) -> Pair:
+    """One scale for each row, in bfloat16."""
+    scale = (np.abs(w).max(1, keepdims=True) / 127).astype(ml_dtypes.bfloat16)
+    return np.rint(w / scale.astype(np.float32)).clip(-128, 127).astype(np.int8), scale
+
+
+def fp8(w: Any) -> Pair:
+    """8-bit floats with one scale for each row."""
+    scale = (np.abs(w).max(1) / 448).astype(np.float32)
+    return (w / scale[:, None]).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def in_blocks(w: Any) -> Pair:
+    """8-bit floats with one scale for each block of 128 x 128; the last block of rows is shorter."""
+    scale = np.zeros((2, 2), np.float32)
+    stored = np.zeros(w.shape, ml_dtypes.float8_e4m3fn)
+    for i in range(2):
+        for j in range(2):
+            block = np.s_[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+            scale[i, j] = np.abs(w[block]).max() / 448
+            stored[block] = (w[block] / scale[i, j]).astype(ml_dtypes.float8_e4m3fn)
+    return stored, scale
+
+
+def quantize(name: str, w: Any) -> dict[str, Any]:
+    """Return the stored tensors of a scheme."""
+    if name == "int4":
+        scale = (np.abs(w.reshape(ROWS, -1, 32)).max(2) / 7).astype(np.float32)
+        numbers = np.rint(w.reshape(ROWS, -1, 32) / scale[:, :, None]).clip(-8, 7).reshape(w.shape) + 8
+        packed = np.zeros((ROWS, COLUMNS // 8), np.uint32)
+        for i in range(8):
+            packed |= numbers[:, i::8].astype(np.uint32) << np.uint32(4 * i)
+        shape = np.array(w.shape, np.int64)
+        return {f"{NAME}_packed": packed.view(np.int32), f"{NAME}_scale": scale, f"{NAME}_shape": shape}
+    stored, scale = {"tensor": per_tensor, "row": per_row, "fp8": fp8, "blocks": in_blocks}[name](w)
+    return {NAME: stored, f"{NAME}_scale_inv" if name == "blocks" else f"{NAME}_scale": scale}
+
+
+def compare(tmp_path: Path, copy: dict[str, Any]) -> dict[str, Any]:
+    """Return the relation of the weight, by the code of the finding."""
+    rng = np.random.default_rng(0)
+    norm = rng.standard_normal(8, np.float32)
+    model = {NAME: rng.standard_normal((ROWS, COLUMNS), np.float32), "norm.weight": norm}
+    report = syncheck.diff(
+        llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", {"norm.weight": norm, **copy})
+    )
+    tensors = {diff.name: diff.evidence for diff in report.groups[-1].tensors}
+    return {f.code: tensors[f.tensors[0]] for f in report.groups[-1].findings}
+
+
+def weight() -> Any:
+    """Return the original weight."""
+    rng = np.random.default_rng(0)
+    rng.standard_normal(8, np.float32)
+    return rng.standard_normal((ROWS, COLUMNS), np.float32)
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "fp8", "blocks", "int4"])
+def test_schemes(tmp_path: Path, name: str) -> None:
+    """Each scheme is named, and the largest difference is at most half a step."""
+    found = compare(tmp_path, quantize(name, weight()))
+    assert found.keys() == {"SYN308"}
+    assert 0.3 < found["SYN308"].relation.parameters["steps"] <= 0.51
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "fp8", "blocks", "int4"])
+def test_wrong_scales(tmp_path: Path, name: str) -> None:
+    """A scale that was not initialized, and exchanged scales."""
+    for i, damage in enumerate((np.ones_like, lambda scale: np.roll(scale, 1, 0) * 2)):
+        copy = quantize(name, weight())
+        key = next(key for key in copy if "_scale" in key)
+        copy[key] = damage(copy[key]).astype(copy[key].dtype)
+        assert "SYN308" not in compare(tmp_path / str(i), copy)
+
+
+@pytest.mark.parametrize("name", ["row", "fp8"])
+def test_scales_that_are_not_in_the_file(tmp_path: Path, name: str) -> None:
+    """The scales are fitted to A, and the scheme says so."""
+    copy = quantize(name, weight())
+    found = compare(tmp_path, {NAME: copy[NAME]})
+    assert found.keys() == {"SYN308"}
+    assert "fitted" in found["SYN308"].relation.parameters["scheme"]
+    other = np.random.default_rng(5).integers(-128, 127, (ROWS, COLUMNS)).astype(np.int8)
+    assert "SYN308" not in compare(tmp_path / "2", {NAME: other})
