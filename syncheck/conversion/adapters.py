@@ -31,7 +31,7 @@ _SAVED = re.compile(r"(.*)\.modules_to_save\.[^.]+\.(.*)")
 _OTHER = re.compile(
     r"(.*)\.lora_(?:magnitude_vector|embedding_[AB])(?:\..*)?|(.*)\.(?:ia3_l|hada_w|lokr_w|oft_|boft_).*"
 )
-# The scale that B shows may differ from the adapter's by this share, and by so many standard deviations of rounding.
+# B's scale may differ from the adapter's by this share, and by so many standard deviations of rounding.
 _SHARE, _SIGMAS = 0.02, 6.0
 
 
@@ -164,7 +164,7 @@ def _fits(base: Tensor, pair: Mapping[str, Tensor], *, transposed: bool) -> bool
 
 
 def compare_merge(merged: Merged, other: Tensor, files: Files) -> tuple[bool, float]:
-    """Return whether a tensor is a merge within rounding, and the factor of the product that it contains.
+    """Return whether a tensor is a merge within rounding, and its factor of the adapter's product.
 
     The bound of an element: the product is computed in float32 or better and rounded to the dtype of the weight, and so
     is the sum. A bfloat16 weight is rounded by more than many adapters add, so the factor, computed by least squares

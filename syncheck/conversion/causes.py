@@ -1,4 +1,4 @@
-"""Find how the tensors of B that differ follow from A: the evidence of the findings SYN301 to SYN313.
+"""Find how the differing tensors of B follow from A: the evidence of the findings SYN301 to SYN313.
 
 Each relation is a view of A, or of another model, whose bytes equal those of B, if necessary after one conversion to
 the dtype of B. Wrong candidates cost little: a few elements of each are read first, and reading stops at the first
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
 
-# Elements that are read before all elements are compared: so many positions, with so many elements each.
+# Elements of the first, quick comparison: so many positions, with so many elements each.
 _PROBES, _PROBE = 8, 16
-# Dtypes that a model may have had in between; the more precise ones first.
+# Possible dtypes of a model in between, the most precise dtype first.
 _CASTS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)(\d+)(\..*)")
 # Fewer elements than this do not show a factor or the absence of a correlation.
@@ -46,16 +46,16 @@ _LEAST = 64
 _CORRELATION, _SIGMAS = 0.05, 4.0
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
 _BOUND = 1.001
-# Limit of the boxes of a tensor that are compared with the boxes of other ranks.
+# Limit of the compared boxes of a tensor.
 _MOST_BOXES = 1 << 12
 
 
 @dataclass(slots=True)
 class Models:
-    """The tensors of two models by name, and what is known about them.
+    """The tensors of two models by name.
 
-    stored: for each side, the stored tensor of each tensor after a map. base: of the model before the update. unmerged:
-    the tensors of A without its adapter. map, variables: that were applied to the names.
+    stored: for each side, the stored tensor of each tensor after a map. map, variables: of the names. base: the tensors
+    of the model before the update.
     """
 
     a: Mapping[str, Tensor]
@@ -117,7 +117,7 @@ def _is_constant(data: bytes, tensor: Tensor) -> bool:
 
 
 def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDiff, ...]:
-    """Return the diffs with the relation of each tensor that differs, as far as one is found."""
+    """Return the diffs with the relations found between their tensors."""
     names = [diff.name for diff in diffs if diff.out_of_sync]
     left = [n for n in names if all(n in own and is_comparable(own[n]) for own in (models.a, models.b))]
     found: dict[str, Relation] = {}
@@ -142,7 +142,7 @@ def _relate_operation(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, dict[str, Any], Tensor, Tensor]]:
-    """Yield operations that are common in conversions: kind, parameters, and two tensors that are equal then."""
+    """Yield the common operations of conversions: kind, parameters, and two tensors, which are equal after the operation."""
     a, b = models.a[name], models.b[name]
     if name in models.base:
         yield RelationKind.BASE, {}, models.base[name], b
@@ -224,7 +224,7 @@ def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
-    """Find the boxes of A, or of the other parts of its stored tensor, that the shards of B hold."""
+    """Find the shards of B among the boxes of A, and of the other parts of A's stored tensor."""
     for side, (one, other) in enumerate(((models.b, models.a), (models.a, models.b))):
         stored = models.stored[1 - side]
         whole = stored.get(name)

@@ -1,7 +1,7 @@
 """Infer a map of names from data: equal tensors, and equal rows in tensors of another shape.
 
 Two tensors belong together if their data is equal, so an inferred map never pairs tensors by their shapes or positions
-alone. Tensors that several others equal, such as norms with their initial value, are ambiguous.
+alone. Several tensors with equal data, such as norms with their initial value, are ambiguous.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _LETTERS = "ijklmn"
-# Rows that are equal to this many other rows of a model do not identify a tensor.
+# Limit of equal rows of a model: more of them do not identify a tensor.
 _MOST_EQUAL = 64
 
 
@@ -80,8 +80,8 @@ def _pair_equal(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Add a rename for each tensor of B that equals a tensor of A. Return the names of ambiguous tensors.
 
-    Of several tensors with equal data, those with equal numbers, or with equal numbers and ends of their names, belong
-    together.
+    If several tensors have equal data, tensors with the same numbers in their names belong together, or tensors with
+    the same numbers and the same ends of their names.
     """
     groups: dict[tuple[bytes, tuple[int, ...], str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for side in (0, 1):
@@ -186,7 +186,7 @@ def _pair_transposed(
     found: dict[str, Rule],
     files: Files,
 ) -> None:
-    """Add a rule for each matrix of B that is a transposed matrix of A."""
+    """Add a rule for each transposed matrix."""
     used = {name for rule in found.values() for name in (rule.name, *rule.parts)}
     contents = {b"".join(digests): name for name, digests in rows[1].items() if name not in used}
     shapes = {left[1][name].shape for name in contents.values()}
@@ -209,7 +209,7 @@ def _unstack(
     found: dict[str, Rule],
     files: Files,
 ) -> None:
-    """Add a rule for each tensor of one model that stacks tensors of the other model, in the order of their numbers."""
+    """Add a rule for each tensor with the tensors of the other model in the order of their numbers."""
     used = {name for rule in found.values() for name in (rule.name, *rule.parts)}
     for stacks, others in ((1, 0), (0, 1)):
         wanted = {left[stacks][name].shape[1:] for name in left[stacks] if name not in used}
@@ -234,7 +234,7 @@ def _number_last(name: str, number: int) -> str:
 
 
 def _generalize(found: Mapping[str, Rule]) -> Iterable[Rule]:
-    """Return rules with placeholders for numbers, for all layers that have the same rule; exceptions come first."""
+    """Return one rule with placeholders for all layers with the same rule; exceptions come first."""
     general: dict[str, dict[Rule, list[Rule]]] = defaultdict(lambda: defaultdict(list))
     for rule in found.values():
         wide = _replace_numbers(rule)
@@ -283,7 +283,7 @@ def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -
 
 
 def describe_inferred(inferred: Inferred) -> list[Message]:
-    """Return notes that list the rules, and the ambiguous tensors."""
+    """Return notes with the rules and the ambiguous tensors."""
     notes: list[Message] = []
     if rules := inferred.map.rules:
         notes += [Note.INFERRED(), *(Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules)]

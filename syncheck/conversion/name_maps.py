@@ -61,7 +61,7 @@ class Rule:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The variables that the rule needs."""
+        """The variables of the rule."""
         used = {value for value in (*self.sizes, self.groups) if isinstance(value, str)} - {"rows"}
         return frozenset(used | ({"head_dim"} if self.rotary else set()))
 
@@ -174,13 +174,13 @@ def _is_size(value: object, least: int = 1) -> bool:
 
 @dataclass(slots=True)
 class Mapped:
-    """A model after a map. tensors: views by name. stored: for each of them, the stored tensor."""
+    """A model after a map. tensors: views by name. stored: the stored tensor of each view."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     stored: dict[str, Tensor] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     unfit: list[str] = field(default_factory=list)
-    """Stored tensors that keep their names, because a rule does not fit their shape or a variable is unknown."""
+    """Stored tensors without a fitting rule, or with an unknown variable; they keep their names."""
     padded: set[str] = field(default_factory=set)
     """Parts whose rows may have padding."""
     missing: set[str] = field(default_factory=set)
@@ -192,7 +192,7 @@ def apply_map(
 ) -> tuple[list[Mapped], list[Message]]:
     """Return two models with equal names, as far as the map goes, and notes.
 
-    models: tensors by name. A tensor that both models have in the same shape keeps its name.
+    models: tensors by name. A tensor of both models keeps its name if its shapes are equal.
     """
     transposed = _find_transposed(names, models)
     mapped = [
@@ -219,7 +219,7 @@ def apply_map(
 
 
 def _find_transposed(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> frozenset[str]:
-    """Return the common names that the map transposes, if the shape of at least one of them shows this.
+    """Return the transposed names of both models, if the shape of at least one of them shows this.
 
     Libraries store the weight of a linear layer in both orientations under one name. Square weights do not show it.
     """
@@ -324,7 +324,7 @@ def _split_one(
 
 
 def _remove_padding(mapped: Sequence[Mapped]) -> dict[str, int]:
-    """Cut padded tensors to the rows that both models have. Return the number of cut rows by name."""
+    """Cut padded tensors to the common rows. Return the number of cut rows by name."""
     cut: dict[str, int] = {}
     first, second = mapped
     for name in sorted((first.padded | second.padded) & first.tensors.keys() & second.tensors.keys()):
@@ -341,7 +341,7 @@ def _remove_padding(mapped: Sequence[Mapped]) -> dict[str, int]:
 def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, int]:
     """Return the numbers of heads and their size, from config.json beside the files or from saved arguments.
 
-    values: the Python values of the files by dotted name, such as those of Megatron's arguments.
+    values: the Python values of the files by dotted name, such as Megatron's saved arguments.
     """
     import json
 

@@ -1,6 +1,6 @@
 """Quantized weights: integers or 8-bit floats with scales, as compressed-tensors, vLLM and DeepSeek store them.
 
-The value of a stored number q is q * scale, with one scale for the tensor, for each row, or for each block. Rounding to
+The value of a stored number q is q * scale; a scale belongs to the whole tensor, a row or a block. Rounding to
 nearest moves a value by at most half a step: scale / 2 for integers, and half the distance of neighbouring floats times
 the scale for 8-bit floats.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STORED = re.compile(r"(.*\.|)weight(_packed)?")
 _SCALES = ("weight_scale", "weight_scale_inv")
-# Tensors of quantized layers that have no part in the weights: scales of activations, and shapes.
+# Tensors of quantized layers beside the weights: scales of activations, and shapes.
 _OTHER = ("input_scale", "weight_shape", "weight_g_idx", "weight_zero_point")
 _INTEGERS = ("int8", "uint8", "int32")
 _FLOATS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # bits of the mantissa, smallest normal exponent
@@ -100,7 +100,7 @@ def dequantize(tensors: Mapping[str, Tensor], files: Files) -> Mapping[str, Tens
 
 
 def _open(tensor: Tensor, scale: Tensor, shape: Tensor | None, packed: bool, files: Files) -> Quantized | None:
-    """Return the values of a weight, None for a format that is not understood."""
+    """Return the values of a weight, None for an unknown format."""
     import numpy as np
 
     from syncheck.differences import read_float64
@@ -168,7 +168,7 @@ def fit_scales(tensor: Tensor, other: Tensor, files: Files) -> Quantized | None:
         scales[first : first + count, 0] = np.where(np.isfinite(fitted), fitted, 0.0)
     named = f"int{DTYPES[tensor.dtype].size * 8}" if tensor.dtype in _INTEGERS else tensor.dtype
     # Fitted scales are not exact: by up to 1.6 % for 8-bit floats, and 0.2 % for integers.
-    scheme = f"{named}, with scales that were fitted to A by row, because the file has none"
+    scheme = f"{named}, with scales fitted to A by row, because the file has no scales"
     return replace(plain, scales=scales, unit=2.0**-6 if tensor.dtype in _FLOATS else 2.0**-9, scheme=scheme)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from syncheck.conversion.name_maps import NameMap, Rule
     from syncheck.snapshots import Tensor
 
-# Sizes of a head that are tried, in this order, if no configuration names it.
+# Possible sizes of a head, in this order, if no configuration names it.
 HEAD_SIZES = (128, 64, 256, 96, 80, 112, 160, 192, 512, 32, 16, 8, 4)
 # Number of layers whose data is compared, and the cosine that a correct size reaches at least: fine-tuned models have
 # 0.9 or more, and unrelated rows about 0.
@@ -23,7 +23,7 @@ _LAYERS, _LEAST = 2, 0.5
 
 
 def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]) -> NameMap | None:
-    """Return the map of this package that matches the most names of two models, None if no map helps.
+    """Return the built-in map with the most matching names of two models, None if no map helps.
 
     models: tensors by name.
     """
@@ -49,8 +49,8 @@ def complete_variables(
 ) -> dict[str, int]:
     """Return the variables, with the numbers of heads and their size if shapes and data of the models show them.
 
-    The number of heads follows from the rows of tensors that the other model stores for each part. Their size is the
-    one for which the parts of the first layers are most similar to those of the other model.
+    The number of heads follows from the rows of the other model's tensors for each part. The size of a head is the size
+    that makes the parts of the first layers most similar to the other model.
     """
     joined = [
         (rule, values, own[name], other)
@@ -82,7 +82,7 @@ def complete_variables(
 def _count_heads(
     joined: Sequence[tuple[Rule, Mapping[str, str], Tensor, Mapping[str, Tensor]]], size: int
 ) -> dict[str, int]:
-    """Return the numbers of heads of this size, from tensors that the other model stores for the parts of a rule."""
+    """Return the numbers of heads of this size, from the other model's tensors for the parts of a rule."""
     counts = {}
     for rule, values, _, other in joined:
         for template, share in zip(rule.parts, rule.sizes, strict=False):
@@ -93,7 +93,7 @@ def _count_heads(
 
 
 def _cosine(a: Tensor, b: Tensor, files: Files) -> float:
-    """Return the cosine between two tensors of equal shape; 0 for data that cannot be read as numbers."""
+    """Return the cosine between two tensors of equal shape; 0 for unreadable data."""
     if not all(is_readable(tensor) for tensor in (a, b)):
         return 0.0
     products = [0.0, 0.0, 0.0]

@@ -45,7 +45,7 @@ def digest_rows(tensor: Tensor, files: Files, rows: int) -> list[bytes]:
 
 
 def find_order(a: Sequence[bytes], b: Sequence[bytes]) -> list[int] | None:
-    """Return the row of `a` for each row of `b`; None if `b` has a row that `a` lacks, or other numbers of equal rows.
+    """Return the row of `a` for each row of `b`; None if `a` lacks a row of `b`, or has it less often.
 
     Equal rows are taken in their order.
     """

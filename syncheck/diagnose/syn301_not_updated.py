@@ -10,8 +10,8 @@ weights with which it started.
 Fix: check that the code that merges, exports or sends the weights reads the new model, and that it stops if it does
 not. Compare again with the same `--base`.
 
-Incidents: verl #7285, #3087 and #4553 (the merged folder is byte-identical to the base), verl #7495 (an adapter was
-never delivered), TRL #5312 (sleep mode lost the synchronization).
+Incidents: verl-project/verl#7285 and verl-project/verl#4553 (the merged folder is byte-identical to the base model),
+verl-project/verl#7495 (an adapter was never delivered), huggingface/trl#5312 (sleep mode lost the synchronization).
 """
 
 from __future__ import annotations

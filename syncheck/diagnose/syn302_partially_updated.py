@@ -1,4 +1,4 @@
-"""Some tensors of B were updated, and others still are those of the model before the update.
+"""Some tensors of B were updated, and some still have the values of the model before the update.
 
 Signature: some tensors of B equal the model before the update, bit by bit, while A has other values, and other tensors
 of B differ from that model. The earlier model is the one given with `--base`, or an earlier step of A in its folder.
@@ -9,8 +9,8 @@ that were added or unfrozen later, or a transfer that stopped halfway.
 Fix: the finding lists all stale tensors. Add their names to the code that converts or sends the weights, and make it
 fail for names that it does not know (`strict=True`).
 
-Incidents: torchtitan #3867 (the fused wqkv was never updated), vLLM #42821 (a second load_weights corrupts experts),
-FastVideo #1440 (averaged weights were dropped).
+Incidents: pytorch/torchtitan#3867 (a fused weight was never updated), vllm-project/vllm#42821 (a second load_weights
+corrupts experts), hao-ai-lab/FastVideo#1440 (averaged weights were dropped).
 """
 
 from __future__ import annotations

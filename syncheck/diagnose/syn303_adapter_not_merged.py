@@ -10,8 +10,8 @@ merged model was never saved.
 Fix: load the adapter with the library that wrote it, merge it (`merge_and_unload` in PEFT), and check that each module
 of `target_modules` has changed before you save.
 
-Incidents: verl #7285, #3087 and #4553 (the merged folder equals the base model), verl #7495 (two months of training
-without the adapter), miles #415 and #1727.
+Incidents: verl-project/verl#7285, verl-project/verl#3087 and verl-project/verl#4553 (the merged folder equals the base
+model), verl-project/verl#7495 (two months of training without the adapter).
 """
 
 from __future__ import annotations

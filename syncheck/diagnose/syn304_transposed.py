@@ -10,7 +10,7 @@ twice.
 Fix: transpose the tensors in the conversion. Square matrices load without an error, so test the conversion with data.
 If B is meant for a library that stores them this way, pass a map with `--map`.
 
-Incidents: transformers #47031 (experts silently transposed).
+Incidents: huggingface/transformers#47031 (experts silently transposed).
 """
 
 from __future__ import annotations

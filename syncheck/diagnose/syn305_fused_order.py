@@ -10,8 +10,8 @@ so loading reports no error.
 Fix: join the parts in the order of the target library. Megatron-Core interleaves query, key and value by group of heads
 and stores gate before up on each rank; vLLM and Hugging Face store the parts one after the other.
 
-Incidents: Megatron-LM #2769 (halves of SwiGLU swapped at load), MiniMax-H3 #48 (users guess the order of query, key and
-value).
+Incidents: NVIDIA/Megatron-LM#2769 (halves of SwiGLU swapped at load), sgl-project/sglang#40158 (the order of query, key
+and value was guessed from the quantization format).
 """
 
 from __future__ import annotations

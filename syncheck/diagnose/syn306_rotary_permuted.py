@@ -10,8 +10,8 @@ The model loads and generates text that is almost right at short distances.
 Fix: permute the rows of query and key, and only these, when you convert between the two conventions. Biases of query
 and key need the same permutation.
 
-Incidents: speculators and llama conversions of many projects; transformers' `convert_llama_weights_to_hf.py` has the
-permutation that others forget.
+Incidents: none with a public thread that names it. Transformers' `convert_llama_weights_to_hf.py` and torchtitan's
+`state_dict_adapter.py` have this permutation, and a conversion without it is the typical mistake.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ as float32 look exact, and training that continues from them loses the differenc
 Fix: if the conversion is intended, pass `--cast DTYPE`. Otherwise save the float32 weights of the optimizer instead of
 their low-precision copies.
 
-Incidents: DeepSpeed's model states are low-precision copies of the weights in its optimizer; see docs/same-model.md.
+Incidents: none with a public thread. DeepSpeed's model states are low-precision copies of the weights in its optimizer;
+see docs/same-model.md.
 """
 
 from __future__ import annotations

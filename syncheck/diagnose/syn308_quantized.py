@@ -9,7 +9,7 @@ scale is not.
 Fix: if quantization is intended, accept this finding with `--allow SYN308`: values beyond half a step are still
 reported as SYN399.
 
-Incidents: sglang #28546 (uninitialized scales).
+Incidents: sgl-project/sglang#28546 (uninitialized scales).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ tokens, or a conversion cut the padding off.
 Fix: if the padding is intended, compare with a map that allows it (the built-in maps do for vocabularies), or pass
 `--allow SYN309`. Otherwise resize the embedding and the output layer together.
 
-Incidents: Megatron-LM pads vocabularies by `--make-vocab-size-divisible-by`; checkpoints of other parallel sizes have
-other paddings.
+Incidents: none with a public thread. Megatron-LM pads vocabularies by `--make-vocab-size-divisible-by` times the
+tensor-parallel size, so checkpoints of other sizes have other paddings.
 """
 
 from __future__ import annotations

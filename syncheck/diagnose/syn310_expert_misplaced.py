@@ -3,14 +3,13 @@
 Signature: the tensor of an expert of B equals another expert of A, bit by bit, or B lacks some of the experts of a
 layer.
 
-Cause: expert-parallel ranks number their experts from 0, and a conversion took these numbers as those of the whole
+Cause: expert-parallel ranks number their experts from 0, and a conversion used these numbers for the whole
 model, saved the experts of one rank only, or ordered the ranks wrongly.
 
 Fix: use the number of the expert in the whole model: rank times experts per rank plus the local number. Check the
 number of experts after the conversion.
 
-Incidents: KempnerForge #202 (expert parallelism saves the experts of one rank, and resuming is silent), transformers
-#47031 (experts transposed).
+Incidents: KempnerInstitute/KempnerForge#202 (expert parallelism saves the experts of one rank, and resuming is silent).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ B is another model.
 Fix: load with `strict=True` and list the names that the loader did not find. Check that modules exist before the
 weights are loaded.
 
-Incidents: speculators #1131 (random weights were saved), transformers #46650 (names corrupted on save, so that loading
-initializes the tensors).
+Incidents: vllm-project/speculators#1131 (random weights were saved), huggingface/transformers#46650 (names corrupted on
+save, so that loading initializes the tensors).
 """
 
 from __future__ import annotations

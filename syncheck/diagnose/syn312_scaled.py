@@ -8,7 +8,7 @@ into a weight, an average over ranks, or the scale of an embedding.
 Fix: compare the factor in the evidence with the scales of the conversion: alpha / r, the number of ranks, the square
 root of the width.
 
-Incidents: torchtitan #2318 (gradient norm too large by a factor of 8) shows the same mistake in gradients.
+Incidents: pytorch/torchtitan#2318 (a gradient norm too large by a factor of 8) shows the same mistake in gradients.
 """
 
 from __future__ import annotations

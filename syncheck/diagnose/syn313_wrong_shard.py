@@ -9,8 +9,8 @@ their layers from 0, or a conversion assembled shards in the wrong order.
 Fix: assemble shards by the rank inside the files, not by the order of file names, and add the offset of the stage to
 the numbers of layers.
 
-Incidents: KempnerForge #202 (experts of one rank saved for all); sorting `rank_10` before `rank_2` is the most common
-form.
+Incidents: KempnerInstitute/KempnerForge#202 (the experts of one rank were saved for all ranks). Sorting `rank_10`
+before `rank_2` is the most common form.
 """
 
 from __future__ import annotations
