@@ -116,7 +116,7 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
     """Compare the replicas in each group, and diagnose the differences.
 
-    histograms: add histograms of the tensors that differ most at the last step of each run, for an HTML page. If a file
+    histograms: add histograms of the tensors that differ most at the last step of each run (for HTML pages). If a file
     breaks while it is read, it is listed as unreadable, and the verdict is never "in sync".
     """
     options = options or Options()
@@ -156,7 +156,7 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
     """Compare the replicas in each group of the checkpoints under the paths, and diagnose the differences.
 
     paths: files, folders or globs. options: how to compare; bitwise by default. histograms: add histograms of the
-    tensors that differ most at the last step of each run, for an HTML page.
+    tensors that differ most at the last step of each run (for HTML pages).
 
         report = compare("ckpts/*.pth", options=Options(allow=("SYN201",)))
         print(report.verdict, report.counts.different)

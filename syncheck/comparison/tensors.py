@@ -90,7 +90,7 @@ def compare_tensor(
 
 
 def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Reason, detail: Message) -> TensorDiff:
-    """Return the diff of a tensor that is not compared, for a reason besides its shapes and dtypes."""
+    """Return the diff of a tensor that is not compared. reason: other than its shapes and dtypes."""
     return replace(_bare(name, kind, tensors), reason=reason, detail=detail)
 
 

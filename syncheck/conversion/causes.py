@@ -142,7 +142,7 @@ def _relate_operation(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, dict[str, Any], Tensor, Tensor]]:
-    """Yield the common operations of conversions: kind, parameters, and two tensors, which are equal after the operation."""
+    """Yield common operations of conversions: kind, parameters, and two tensors to compare after the operation."""
     a, b = models.a[name], models.b[name]
     if name in models.base:
         yield RelationKind.BASE, {}, models.base[name], b
