@@ -44,7 +44,8 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
     )
     if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
-        return replace(first, path=path, mesh={}, metadata=metadata, numbered=())
+        whole = {name: t if t.sharding is None else replace(t, sharding=None) for name, t in first.tensors.items()}
+        return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=whole)
     named, parts = detect_partitioning(dict(snapshots))
     aligned: dict[str, dict[int, Tensor]] = {}
     for rank, snapshot in named.items():
