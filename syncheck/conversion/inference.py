@@ -52,17 +52,13 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
         {
             name: tensor
             for name, tensor in own.items()
-            if name not in other
-            and is_comparable(tensor)
-            and tensor.numel
-            and tensor.shape
-            and tensor.shape[0] <= MOST_ROWS
+            if name not in other and is_comparable(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,)
         }
         for own, other in (models, models[::-1])
     ]
     if not left[0] or not left[1]:
         return None
-    rows = [{name: digest_rows(t, files, t.shape[0]) for name, t in own.items()} for own in left]
+    rows = [{name: digest_rows(t, files, t.shape[0] if t.shape else 1) for name, t in own.items()} for own in left]
     found: dict[str, Rule] = {}
     variables: dict[str, int] = {}
     ambiguous = _pair_equal(rows, left, found)
@@ -234,28 +230,25 @@ def _number_last(name: str, number: int) -> str:
 
 
 def _generalize(found: Mapping[str, Rule]) -> Iterable[Rule]:
-    """Return one rule with placeholders for all layers with the same rule; exceptions come first."""
+    """Return one rule with placeholders for all layers with the same rule, and single rules for exceptions."""
     general: dict[str, dict[Rule, list[Rule]]] = defaultdict(lambda: defaultdict(list))
     for rule in found.values():
         wide = _replace_numbers(rule)
         general[wide.name][wide].append(rule)
-    exceptions: list[Rule] = []
-    common: list[Rule] = []
     for candidates in general.values():
-        best = max(candidates, key=lambda wide: len(candidates[wide]))
-        common.append(best)
-        exceptions += [rule for wide, rules in candidates.items() if wide is not best for rule in rules]
-    return [*exceptions, *common]
+        if len(candidates) == 1:
+            yield from candidates
+        else:
+            yield from (rule for rules in candidates.values() for rule in rules)
 
 
 def _replace_numbers(rule: Rule) -> Rule:
-    letters: dict[str, str] = {}
-    for number in _NUMBER.findall(rule.name):
-        if number in letters or len(letters) == len(_LETTERS):
-            return rule  # two equal numbers cannot be told apart in the parts
-        letters[number] = _LETTERS[len(letters)]
-    if any(number not in letters for part in rule.parts for number in _NUMBER.findall(part)):
+    """Return a rule with placeholders, if each number of the name is in each part once."""
+    numbers = _NUMBER.findall(rule.name)
+    kept = all(sorted(_NUMBER.findall(part)) == sorted(numbers) for part in rule.parts)
+    if len(set(numbers)) < len(numbers) or len(numbers) > len(_LETTERS) or not kept:
         return rule
+    letters = dict(zip(numbers, _LETTERS, strict=False))
 
     def widen(name: str) -> str:
         return _NUMBER.sub(lambda match: f"{{{letters[match[0]]}}}", name)
@@ -310,7 +303,7 @@ def write_map(path: str, names: NameMap) -> None:
     for rule in names.rules:
         lines += ["[[rule]]", f"name = {json.dumps(rule.name)}", f"parts = {json.dumps(list(rule.parts))}"]
         plain = Rule(rule.name)
-        for key in ("dim", "sizes", "groups", "transpose", "rotary", "pad"):
+        for key in ("dim", "sizes", "groups", "transpose", "rotary", "pad", "beside"):
             value = getattr(rule, key)
             if value != getattr(plain, key):
                 lines.append(f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")

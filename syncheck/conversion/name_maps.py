@@ -53,6 +53,8 @@ class Rule:
     """Whether the rows of each head alternate between its halves, as in Meta's code for rotary embeddings."""
     pad: bool = False
     """Whether dimension 0 may have more rows than in the other model, as vocabularies do. The rest is ignored."""
+    beside: str = ""
+    """The rule applies only to models with a tensor of this name, which shows the library."""
 
     def match(self, name: str) -> dict[str, str] | None:
         """Return the values of the placeholders of a name, None if the rule does not apply to it."""
@@ -90,6 +92,15 @@ class NameMap:
             if values is not None:
                 return rule, values
         return None
+
+    def select_rules(self, model: Mapping[str, Tensor]) -> NameMap:
+        """Return the map with the rules that apply to a model."""
+        present = {
+            rule.beside: any(_compile(rule.beside).fullmatch(name) for name in model)
+            for rule in self.rules
+            if rule.beside
+        }
+        return replace(self, rules=tuple(rule for rule in self.rules if present.get(rule.beside, True)))
 
 
 def list_built_in() -> tuple[str, ...]:
@@ -143,6 +154,7 @@ def _parse_rule(row: Mapping[str, Any], place: str) -> Rule:
         raise UsageError(f"{place}: unknown key {brief(min(unknown))}; known keys: {', '.join(sorted(known))}")
     checks: dict[str, Callable[[Any], object]] = {
         "name": lambda value: isinstance(value, str) and value,
+        "beside": lambda value: isinstance(value, str),
         "parts": _are_names,
         "dim": lambda value: _is_size(value, 0),
         "sizes": lambda value: isinstance(value, list) and all(_is_size(v) or v in VARIABLES for v in value),
@@ -240,13 +252,14 @@ def _map_model(
     variables: Mapping[str, int],
     transposed: frozenset[str],
 ) -> Mapped:
-    mapped = Mapped()
+    mapped, names = Mapped(), names.select_rules(own)
     for name, tensor in own.items():
         partner = other.get(name)
         common = partner is not None and (partner.shape == tensor.shape or partner.refused) and name not in transposed
         found = None if common or tensor.refused else names.find_rule(name)
         if found is None or (found[0].parts == (found[0].name,) and name not in transposed):
             _add(mapped, {name: tensor}, tensor)
+            mapped.padded |= {name} if found is not None and found[0].pad else set()
             continue
         rule, values = found
         if not rule.parts:
@@ -296,6 +309,9 @@ def _split_one(
             return
         dims = [*range(len(tensor.shape))]
         tensor = views.permute(tensor, [*dims[:-2], dims[-1], dims[-2]])
+    if len(rule.parts) == 1 and not rule.rotary:
+        yield rule.parts[0].format(**values), tensor
+        return
     if rule.dim >= len(tensor.shape):
         return
     length = tensor.shape[rule.dim]
