@@ -15,7 +15,7 @@ from syncheck.conversion.causes import Models, add_relations
 from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous, write_map
 from syncheck.conversion.name_maps import apply_map, find_variables, read_map
 from syncheck.conversion.quantized import dequantize
-from syncheck.conversion.recognition import complete_variables, is_readable, recognize_map
+from syncheck.conversion.recognition import complete_variables, get_computed, is_readable, recognize_map
 from syncheck.diagnose.case import relation_of
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
@@ -383,7 +383,7 @@ def _accept_conversions(comparison: Comparison, sides: Sequence[Side], dtype: st
 
 def _find_tolerance(a: Tensor, b: Tensor, dtype: str | None, files: Files) -> str | None:
     """Return the conversion that explains a difference; None for a difference that is not accepted."""
-    merged = [tensor.data for tensor in (a, b) if isinstance(tensor.data, Merged)]
+    merged = [data for tensor in (a, b) if (data := get_computed(tensor, Merged)) is not None]
     if len(merged) == 1 and a.dtype == b.dtype and a.shape == b.shape and is_readable(a) and is_readable(b):
         return "rounding of a merge" if compare_merge(merged[0], b if a.data is merged[0] else a, files)[0] else None
     return f"cast {dtype}" if dtype is not None and _is_cast(a, b, dtype, files) else None

@@ -50,6 +50,11 @@ class Merged:
     transposed: bool
     files: Files
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return self.base.shape
+
     def product(self, start: int, count: int) -> tuple[Any, Any]:
         """Return the scaled product of elements `start` to `start + count` in float64, and a bound of its terms."""
         import numpy as np

@@ -18,7 +18,7 @@ from syncheck.conversion.adapters import Merged, compare_merge, unit_roundoff
 from syncheck.conversion.casts import convert
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
-from syncheck.conversion.recognition import HEAD_SIZES, is_readable, read_pairs
+from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
 from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.clustering import cluster_replicas
@@ -29,7 +29,7 @@ from syncheck.relations import Relation, RelationKind
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from syncheck.conversion.name_maps import NameMap
+    from syncheck.conversion.name_maps import NameMap, Rule
     from syncheck.kernel.blocks import Files
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
@@ -121,7 +121,7 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
     names = [diff.name for diff in diffs if diff.out_of_sync]
     left = [n for n in names if all(n in own and is_comparable(own[n]) for own in (models.a, models.b))]
     found: dict[str, Relation] = {}
-    for relate in (_relate_operation, _relate_fused, _relate_elsewhere, _relate_boxes, _relate_rows, _relate_numbers):
+    for relate in (_relate_operation, _relate_stored, _relate_elsewhere, _relate_boxes, _relate_rows, _relate_numbers):
         for name in left:
             if name not in found:
                 found |= relate(name, models)
@@ -146,8 +146,8 @@ def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, 
     a, b = models.a[name], models.b[name]
     if name in models.base:
         yield RelationKind.BASE, {}, models.base[name], b
-    if isinstance(a.data, Merged):
-        yield RelationKind.ADAPTER, {}, a.data.base, b
+    if (merged := get_computed(a, Merged)) is not None:
+        yield RelationKind.ADAPTER, {}, merged.base, b
     same = a.shape == b.shape
     if same and is_readable(a) and is_readable(b):
         for side, source, copy in (("B", a, b), ("A", b, a)):
@@ -179,31 +179,36 @@ def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, 
         yield RelationKind.PADDED, {"dim": dim, "added": b.shape[dim] - a.shape[dim]}, cut_a, cut_b
 
 
-def _relate_fused(name: str, models: Models) -> dict[str, Relation]:
-    """Divide a fused tensor in other ways: other orders of its parts, and other numbers of groups."""
+def _relate_stored(name: str, models: Models) -> dict[str, Relation]:
+    """Divide a stored tensor in other ways: transposed, with other orders of its parts, in other numbers of groups."""
     for side, (own, other) in enumerate(((models.a, models.b), (models.b, models.a))):
         stored = models.stored[side].get(name)
         found = models.map.find_rule(stored.name) if stored is not None and models.map is not None else None
-        if stored is None or found is None or len(found[0].parts) < 2:
+        if stored is None or found is None or not found[0].parts:
             continue
         rule, values = found
-        sizes = rule.sizes or (1,) * len(rule.parts)
         wanted = {n: other[n] for n in own if models.stored[side].get(n) is stored and n in other}
-        for order in itertools.permutations(range(len(rule.parts))):
-            for groups in dict.fromkeys([rule.groups, 1, "rows", "kv_heads", "heads"]):
-                parts = tuple(rule.parts[i] for i in order)
-                tried = replace(rule, parts=parts, sizes=tuple(sizes[i] for i in order), groups=groups)
-                if not tried.variables <= models.variables.keys():
-                    continue
-                split = split_tensor(tried, values, stored, models.variables) or {}
-                pairs = [(split[n], tensor) for n, tensor in wanted.items() if n in split]
-                if pairs and all(models.equals(*(pair if side == 0 else pair[::-1])) is not None for pair in pairs):
-                    count = groups if isinstance(groups, int) else models.variables.get(groups, 0)
-                    named = ", ".join(part.rpartition(".")[0].rpartition(".")[2] for part in parts)
-                    parameters: dict[str, Any] = {"pattern": "parts", "parts": named, "groups": count}
-                    parameters |= {"side": "AB"[side], "stored": stored.name}
-                    return {n: Relation(RelationKind.FUSED_ORDER, parameters) for n in wanted}
+        for tried, relation in _list_rules(rule, models.variables, "AB"[side], stored.name):
+            split = split_tensor(tried, values, stored, models.variables) or {}
+            pairs = [(split[n], tensor) for n, tensor in wanted.items() if n in split]
+            if pairs and all(models.equals(*(pair if side == 0 else pair[::-1])) is not None for pair in pairs):
+                return dict.fromkeys(wanted, relation)
     return {}
+
+
+def _list_rules(rule: Rule, variables: Mapping[str, int], side: str, stored: str) -> Iterator[tuple[Rule, Relation]]:
+    """Yield other rules for a stored tensor, and the relation that each of them shows. side, stored: of the tensor."""
+    yield replace(rule, transpose=not rule.transpose), Relation(RelationKind.TRANSPOSED, {"dims": (0, 1)})
+    sizes = rule.sizes or (1,) * len(rule.parts)
+    for order in itertools.permutations(range(len(rule.parts))) if len(rule.parts) > 1 else ():
+        for groups in dict.fromkeys([rule.groups, 1, "rows", "kv_heads", "heads"]):
+            parts = tuple(rule.parts[i] for i in order)
+            tried = replace(rule, parts=parts, sizes=tuple(sizes[i] for i in order), groups=groups)
+            if tried.variables <= variables.keys():
+                count = groups if isinstance(groups, int) else variables.get(groups, 0)
+                named = ", ".join(part.rpartition(".")[0].rpartition(".")[2] for part in parts)
+                parameters: dict[str, Any] = {"pattern": "parts", "parts": named, "groups": count}
+                yield tried, Relation(RelationKind.FUSED_ORDER, {**parameters, "side": side, "stored": stored})
 
 
 def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
@@ -224,7 +229,10 @@ def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
-    """Find the shards of B among the boxes of A, and of the other parts of A's stored tensor."""
+    """Find the shards of B among the boxes of A, and of the other parts of A's stored tensor.
+
+    Uneven shards, such as shards of a padded vocabulary, are compared as far as the smallest of them.
+    """
     for side, (one, other) in enumerate(((models.b, models.a), (models.a, models.b))):
         stored = models.stored[1 - side]
         whole = stored.get(name)
@@ -232,25 +240,29 @@ def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
         boxes = [(n, box) for n in names for box in views.list_boxes(one[n])]
         if one[name].dtype != other[name].dtype or not 1 < len(boxes) <= _MOST_BOXES:
             continue
+        if len({len(box.start) for _, box in boxes}) > 1:
+            continue
+        least = [min(sizes) for sizes in zip(*(box.tensor.shape for _, box in boxes), strict=True)]
         held: dict[bytes, tuple[str, tuple[int, ...]]] = {}
         for n, box in boxes:
-            region = other[n]
-            for dim, (start, size) in enumerate(zip(box.start, box.tensor.shape, strict=True)):
-                region = views.narrow(region, dim, start, size)
-            held.setdefault(digest_rows(region, models.files, 1)[0], (n, box.start))
-        places = [(box, held.get(digest_rows(box.tensor, models.files, 1)[0])) for n, box in boxes if n == name]
+            held.setdefault(_digest_region(other[n], box.start, least, models.files), (n, box.start))
+        zeros = (0,) * len(least)
+        places = [
+            (box, held.get(_digest_region(box.tensor, zeros, least, models.files))) for n, box in boxes if n == name
+        ]
         wrong = [(box, place) for box, place in places if place != (name, box.start)]
         if wrong and all(place is not None for _, place in wrong):
-            files = sorted({box.tensor.path for box, _ in wrong})
+            files = ", ".join(sorted({box.tensor.path for box, _ in wrong}))
             kind = RelationKind.SHARD if all(p and p[0] == name for _, p in wrong) else RelationKind.FUSED_ORDER
-            parameters: dict[str, Any] = {
-                "pattern": "boxes",
-                "boxes": len(wrong),
-                "of": len(places),
-                "files": ", ".join(files),
-            }
-            return {name: Relation(kind, {**parameters, "side": "BA"[side]})}
+            numbers: dict[str, Any] = {"pattern": "boxes", "boxes": len(wrong), "of": len(places)}
+            return {name: Relation(kind, {**numbers, "files": files, "side": "BA"[side]})}
     return {}
+
+
+def _digest_region(tensor: Tensor, start: Sequence[int], shape: Sequence[int], files: Files) -> bytes:
+    for dim, (first, size) in enumerate(zip(start, shape, strict=True)):
+        tensor = views.narrow(tensor, dim, first, size)
+    return digest_rows(tensor, files, 1)[0]
 
 
 def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
@@ -281,9 +293,10 @@ def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
 def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     """Compute a constant factor, or the correlation, from all elements."""
     a, b = models.a[name], models.b[name]
-    if isinstance(a.data, Merged) and a.shape == b.shape and is_readable(b):
-        _, factor = compare_merge(a.data, b, models.files)
-        if _within_scaled(a.data, factor, b, models.files):
+    merged = get_computed(a, Merged)
+    if merged is not None and a.shape == b.shape and is_readable(b):
+        _, factor = compare_merge(merged, b, models.files)
+        if _within_scaled(merged, factor, b, models.files):
             return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
     if a.shape == b.shape and (quantized := _relate_quantized(a, b, models.files)):
         return {name: quantized}
@@ -319,7 +332,7 @@ def _relate_quantized(a: Tensor, b: Tensor, files: Files) -> Relation | None:
     for own, other in ((b, a), (a, b)):
         if not is_readable(other) or isinstance(other.data, Quantized):
             continue
-        quantized = own.data if isinstance(own.data, Quantized) else fit_scales(own, other, files)
+        quantized = get_computed(own, Quantized) or fit_scales(own, other, files)
         if quantized is not None and (ratio := measure_steps(quantized, other, files)) <= _BOUND:
             return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": ratio / 2})
     return None

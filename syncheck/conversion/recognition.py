@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from syncheck.conversion.name_maps import apply_map, list_built_in, read_map, split_tensor
 from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import Files, ranges
+from syncheck.kernel.blocks import Files, is_contiguous, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +20,14 @@ HEAD_SIZES = (128, 64, 256, 96, 80, 112, 160, 192, 512, 32, 16, 8, 4)
 # Number of layers whose data is compared, and the cosine that a correct size reaches at least: fine-tuned models have
 # 0.9 or more, and unrelated rows about 0.
 _LAYERS, _LEAST = 2, 0.5
+
+
+class _Computed(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+_Data = TypeVar("_Data", bound=_Computed)
 
 
 def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]) -> NameMap | None:
@@ -106,6 +114,13 @@ def _cosine(a: Tensor, b: Tensor, files: Files) -> float:
 def is_readable(tensor: Tensor) -> bool:
     """Whether the tensor has floating-point data, and not only a digest."""
     return not tensor.refused and tensor.digest is None and DTYPES[tensor.dtype].family == "float"
+
+
+def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
+    """Return the computed data of a tensor; None for other data, and for a view of a part of it."""
+    data = tensor.data
+    whole = not tensor.offset and is_contiguous(tensor.shape, tensor.strides)
+    return data if whole and isinstance(data, kind) and tensor.shape == data.shape else None
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy

@@ -61,7 +61,8 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     for name, held in aligned.items():
         division = divide(held, ranks, positions, replicated=name in replicated, tied=name in tied)
         unclear = parts.unclear if name.startswith("optimizer.") else None
-        tensors[name] = _join_tensor(name, held, division, path, unclear=unclear is not None)
+        joined = _join_tensor(name, held, division, path, unclear=unclear is not None)
+        tensors[name] = joined if joined.refused else replace(joined, sharding=None)
         left -= len(tensors[name].shards)
         if left < 0:
             raise MalformedFile(path, found=f"tensors in more than {most} parts", needed="a readable layout")

@@ -90,7 +90,7 @@ def test_rotary() -> None:
     [
         Rule("w", ("a", "b", "c")),
         Rule("w", ("a", "b"), groups=5),
-        Rule("w", ("a",), dim=2),
+        Rule("w", ("a", "b"), dim=2),
         Rule("w", ("a", "b"), groups="rows", sizes=(40, 30)),
     ],
 )
