@@ -42,7 +42,7 @@ _EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)(\d+)(\..*)")
 # Fewer elements than this do not show a factor or the absence of a correlation.
 _LEAST = 64
 # Absolute correlations below this, or below `_SIGMAS` standard deviations of the correlation of independent numbers,
-# show unrelated tensors: benchmarks/RESULTS.md#unrelated.
+# show unrelated tensors. Fine-tuned, averaged and pruned models are far above: docs/conversion-trials.md.
 _CORRELATION, _SIGMAS = 0.05, 4.0
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
 _BOUND = 1.001
