@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 LABELS = ("A", "B")
 # Limit of earlier steps that are opened to find the model before the update.
 _MOST_EARLIER = 8
+# Limit of the files of all steps that are opened to find them.
+_MOST_BESIDE = 4096
+_NUMBER = re.compile(r"\d+")
 
 # One side of a difference: a path, a glob, or several of them.
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -316,7 +321,7 @@ def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffO
     models = Models(a, b, files, (one.stored, other.stored), one.map, one.variables)
     title = ""
     for base in [open_side("base", options.base)] if options.base is not None else list_earlier(one):
-        models.base, title = _map_base(base, one), base.title
+        models.base, title = _map_base(base, one), base.model.path
         if any(n in models.base and n in b and models.equals(models.base[n], b[n]) is not None for n in names):
             break
     else:
@@ -341,14 +346,18 @@ def _map_base(base: Side, one: Side) -> Mapping[str, Tensor]:
 
 
 def list_earlier(side: Side) -> Iterator[Side]:
-    """Yield the models of earlier steps in the folder of a model, the latest step first."""
-    path = side.group.ranks[0][1].path
-    folder = os.path.dirname(path)
-    if side.model.format == "memory" or not os.path.isdir(folder):
+    """Yield the models of earlier steps beside a model, the latest step first.
+
+    Other steps have the same path with other numbers, in the name of the file and of its folder.
+    """
+    held = [snapshot.path for _, snapshot in side.group.ranks if side.model.format != "memory"]
+    patterns = {_NUMBER.sub("*", glob.escape(path[len(_find_home(path)) :])): _find_home(path) for path in held}
+    found = [path for pattern, home in patterns.items() for path in glob.iglob(glob.escape(home) + pattern)]
+    if not 1 < len(found) <= _MOST_BESIDE:
         return
-    opened = paths.open_checkpoints([folder])
+    opened = paths.open_checkpoints(found)
     groups = group_replicas(opened.snapshots, roots=opened.roots)
-    own = next((group for group in groups if path in [snapshot.path for _, snapshot in group.ranks]), None)
+    own = next((group for group in groups if held[0] in [snapshot.path for _, snapshot in group.ranks]), None)
     if own is None or own.step is None:
         return
     earlier = [group for group in groups if group.run == own.run and group.step is not None and group.step < own.step]
@@ -358,6 +367,11 @@ def list_earlier(side: Side) -> Iterator[Side]:
             yield Side(title, group, join(dict(group.ranks), title))
         except SyncheckError:
             continue  # an incomplete earlier step is no reason to stop
+
+
+def _find_home(path: str) -> str:
+    """Return a path without the names of the file and of its folder."""
+    return os.path.dirname(os.path.dirname(path))
 
 
 def _accept_conversions(comparison: Comparison, sides: Sequence[Side], dtype: str | None, files: Files) -> Comparison:

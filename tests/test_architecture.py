@@ -62,7 +62,7 @@ ALLOWED = {
     "logical.views": BASE | {"kernel.pieces"},
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
-    "logical.megatron": BASE | {"names", "logical.boxes", "tensor_parallel"},
+    "logical.megatron": BASE | {"names", "logical.boxes", "logical.views", "tensor_parallel"},
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
@@ -71,7 +71,7 @@ ALLOWED = {
     "conversion.rows": BYTES,
     "conversion.name_maps": BASE | {"logical.views"},
     "conversion.recognition": BYTES | {"conversion.name_maps", "differences"},
-    "conversion.adapters": BYTES | {"conversion.recognition", "differences"},
+    "conversion.adapters": BYTES | {"conversion.name_maps", "conversion.recognition", "differences"},
     "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
     "conversion.causes": BYTES
     | {"logical.views"}

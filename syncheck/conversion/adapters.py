@@ -6,7 +6,6 @@ The merged weight is W + scale * B @ A, with scale = alpha / r, or alpha / sqrt(
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.name_maps import read_json
 from syncheck.conversion.recognition import is_readable, read_pairs
 from syncheck.dtypes import DTYPES
 from syncheck.messages import Refusal
@@ -33,6 +33,8 @@ _OTHER = re.compile(
 )
 # B's scale may differ from the adapter's by this share, and by so many standard deviations of rounding.
 _SHARE, _SIGMAS = 0.02, 6.0
+# Limit of the elements of a factor, which is read as a whole: 64 MB as float64.
+_MOST_FACTOR = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ def merge_adapters(tensors: Mapping[str, Tensor], folders: Sequence[str], files:
     """
     if not any(_FACTOR.fullmatch(name) for name in tensors):
         return tensors
-    config = _read_config(folders)
+    configs = [read_json(os.path.join(folder, "adapter_config.json")) for folder in folders]
+    config = next(filter(None, configs), {})
     merged: dict[str, Tensor] = {}
     factors: dict[str, dict[str, Tensor]] = {}
     unknown: set[str] = set()
@@ -135,18 +138,6 @@ def merge_adapters(tensors: Mapping[str, Tensor], folders: Sequence[str], files:
     return {name: replace(tensor, name=name) for name, tensor in merged.items()}
 
 
-def _read_config(folders: Sequence[str]) -> dict[str, Any]:
-    for folder in folders:
-        try:
-            with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as file:
-                config = json.load(file)
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(config, dict):
-            return config
-    return {}
-
-
 def _find_scale(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any]) -> float | None:
     """Return the scale of an adapter's product, None if it is unknown."""
     alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern")
@@ -163,6 +154,8 @@ def _find_scale(module: str, pair: Mapping[str, Tensor], config: Mapping[str, An
 def _fits(base: Tensor, pair: Mapping[str, Tensor], *, transposed: bool) -> bool:
     """Whether the tensors are matrices of numbers with matching shapes."""
     if not {"A", "B"} <= pair.keys() or not all(is_readable(tensor) for tensor in (base, *pair.values())):
+        return False
+    if max(tensor.numel for tensor in pair.values()) > _MOST_FACTOR:
         return False
     shapes = [pair["B"].shape, pair["A"].shape, base.shape[::-1] if transposed else base.shape]
     return all(len(shape) == 2 for shape in shapes) and shapes[2] == (shapes[0][0], shapes[1][1])

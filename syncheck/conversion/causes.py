@@ -46,6 +46,8 @@ _LEAST = 64
 _CORRELATION, _SIGMAS = 0.05, 4.0
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
 _BOUND = 1.001
+# Fewer elements than this can be equal by chance.
+_FEW = 16
 # Limit of the compared boxes of a tensor.
 _MOST_BOXES = 1 << 12
 
@@ -98,7 +100,7 @@ class Models:
                     view = tensor if tensor.dtype == b.dtype else convert(tensor, (b.dtype,), self.files)
                     self._probes[key][self.probe(view)].append(other)
         probe = self.probe(b)
-        if _is_constant(probe, b):
+        if b.numel < _FEW or _is_constant(probe, b):
             return None
         for other in self._probes[key].get(probe, ()):
             if other != name and (extra := self.equals(self.a[other], b)) is not None:
@@ -243,18 +245,16 @@ def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
         if len({len(box.start) for _, box in boxes}) > 1:
             continue
         least = [min(sizes) for sizes in zip(*(box.tensor.shape for _, box in boxes), strict=True)]
-        held: dict[bytes, tuple[str, tuple[int, ...]]] = {}
-        for n, box in boxes:
-            held.setdefault(_digest_region(other[n], box.start, least, models.files), (n, box.start))
+        held = {(n, box.start): _digest_region(other[n], box.start, least, models.files) for n, box in boxes}
+        parts = {digest: n for (n, _), digest in reversed(held.items())}  # equal boxes: the first part
         zeros = (0,) * len(least)
-        places = [
-            (box, held.get(_digest_region(box.tensor, zeros, least, models.files))) for n, box in boxes if n == name
-        ]
-        wrong = [(box, place) for box, place in places if place != (name, box.start)]
-        if wrong and all(place is not None for _, place in wrong):
+        found = [(b, _digest_region(b.tensor, zeros, least, models.files)) for n, b in boxes if n == name]
+        wrong = [(box, digest) for box, digest in found if digest != held[name, box.start]]
+        if wrong and all(digest in parts for _, digest in wrong):
             files = ", ".join(sorted({box.tensor.path for box, _ in wrong}))
-            kind = RelationKind.SHARD if all(p and p[0] == name for _, p in wrong) else RelationKind.FUSED_ORDER
-            numbers: dict[str, Any] = {"pattern": "boxes", "boxes": len(wrong), "of": len(places)}
+            own = all(parts[digest] == name for _, digest in wrong)
+            kind = RelationKind.SHARD if own else RelationKind.FUSED_ORDER
+            numbers: dict[str, Any] = {"pattern": "boxes", "boxes": len(wrong), "of": len(found)}
             return {name: Relation(kind, {**numbers, "files": files, "side": "BA"[side]})}
     return {}
 
@@ -284,7 +284,9 @@ def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
         if experts and set(digests[1]) <= set(digests[0]):
             held = tuple(digests[0].index(digest) for digest in digests[1])
             return {name: Relation(RelationKind.EXPERT, {"experts": held, "of": rows[0]})}
-        order = find_order(*digests) if a.shape == b.shape and len(set(digests[0])) > 1 else None
+        # Masks and other tensors with few different rows have an equal number of them by chance.
+        distinct = a.numel >= _FEW and 2 * len(set(digests[0])) > rows[0]
+        order = find_order(*digests) if a.shape == b.shape and distinct else None
         if order is not None:
             return {name: Relation(RelationKind.FUSED_ORDER, describe_order(order))}
     return {}

@@ -9,6 +9,7 @@ Every operation is documented at its field of `Rule`; docs/same-model.md explain
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 VARIABLES = ("heads", "kv_heads", "head_dim")
 _PLACEHOLDER = re.compile(r"\\\{(\w+)\\\}")
-# Limit of the parts of one stored tensor: more experts than any model has.
-_MOST_PARTS = 1 << 14
+# Limits of the parts of one stored tensor, and of its groups of heads: more than any model has.
+_MOST_PARTS, _MOST_GROUPS = 1 << 14, 1 << 12
+_MOST_JSON = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,8 @@ def split_tensor(
     values: of the placeholders. variables: numbers of heads and their size.
     """
     inner = next((x for x in _PLACEHOLDER.findall(re.escape(rule.parts[0])) if x not in values), None)
+    if tensor.digest is not None and (inner or len(rule.parts) > 1 or rule.transpose or rule.rotary):
+        return None  # a digest is of the whole tensor
     if inner is None:
         return dict(_split_one(rule, values, tensor, variables)) or None
     if not tensor.shape or tensor.shape[0] > _MOST_PARTS:
@@ -319,7 +323,11 @@ def _split_one(
     total = sum(shares)
     groups = length // total if rule.groups == "rows" else rule.groups
     groups = variables[groups] if isinstance(groups, str) else groups
-    if not length or not groups or any(length * share % (total * groups) for share in shares):
+    if (
+        not length
+        or not 0 < groups <= (length if rule.groups == "rows" else _MOST_GROUPS)
+        or any(length * share % (total * groups) for share in shares)
+    ):
         return
     grouped = views.unflatten(tensor, rule.dim, (groups, length // groups)) if len(shares) > 1 else tensor
     at = 0
@@ -345,7 +353,7 @@ def _remove_padding(mapped: Sequence[Mapped]) -> dict[str, int]:
     first, second = mapped
     for name in sorted((first.padded | second.padded) & first.tensors.keys() & second.tensors.keys()):
         a, b = first.tensors[name], second.tensors[name]
-        if not a.shape or a.shape[1:] != b.shape[1:] or a.shape == b.shape:
+        if not a.shape or a.shape[1:] != b.shape[1:] or a.shape == b.shape or a.digest or b.digest:
             continue
         longer, least = (first, b.shape[0]) if a.shape[0] > b.shape[0] else (second, a.shape[0])
         if name in longer.padded:
@@ -359,18 +367,11 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
 
     values: the Python values of the files by dotted name, such as Megatron's saved arguments.
     """
-    import json
-
     settings: dict[str, Any] = {name.rpartition(".")[2]: value for name, value in values.items()}
     for folder in dict.fromkeys(path if os.path.isdir(path) else os.path.dirname(path) for path in paths):
-        try:
-            with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-                config = json.load(file)
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(config, dict):
-            inner = config.get("text_config")
-            settings |= config | (inner if isinstance(inner, dict) else {})
+        config = read_json(os.path.join(folder, "config.json"))
+        inner = config.get("text_config")
+        settings |= config | (inner if isinstance(inner, dict) else {})
     found: dict[str, int] = {}
     keys = {
         "heads": ("num_attention_heads", "n_head", "n_heads"),
@@ -387,3 +388,13 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
             found.setdefault("head_dim", width // found["heads"])
         found.setdefault("kv_heads", found["heads"])
     return found
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Return a configuration; empty if the file is missing, too large or not a JSON object."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.loads(file.read(_MOST_JSON))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, brief
-from syncheck.logical.boxes import view
+from syncheck.logical import views
 from syncheck.messages import Refusal
 from syncheck.names import make_unique_name
-from syncheck.snapshots import MOST_ELEMENTS, Shard, Sharding, are_naturals, contiguous_strides
+from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
@@ -259,24 +259,7 @@ def _unstack_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         match = pattern.fullmatch(name)
         stacked = tensor.shape and tensor.shape[0] <= _MOST_LAYERS and not tensor.refused
         if match and stacked and not name.startswith("optimizer."):
-            for i, part in enumerate(_list_slices(tensor)):
+            for i, part in enumerate(views.unstack(tensor)):
                 yield from _unstack_tensor(f"{match[1]}{insert}{i}.{match[2]}", part)
             return
     yield name, tensor
-
-
-def _list_slices(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor for each index of dimension 0."""
-    held: dict[int, list[Shard]] = defaultdict(list)
-    for shard in tensor.shards or [Shard(tensor, (0,) * len(tensor.shape))]:
-        local = shard.tensor
-        for i in range(local.shape[0]):
-            part = view(local, i * local.strides[0], local.shape[1:], local.strides[1:])
-            held[shard.start[0] + i].append(Shard(part, shard.start[1:]))
-    shape = tensor.shape[1:]
-    for i in range(tensor.shape[0]):
-        parts = held[i]
-        if len(parts) == 1 and parts[0].tensor.shape == shape:
-            yield parts[0].tensor
-        else:
-            yield replace(tensor, shape=shape, strides=contiguous_strides(shape), shards=tuple(parts))

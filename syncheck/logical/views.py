@@ -67,28 +67,6 @@ def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
     return _from_boxes(tensor, (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]), boxes)
 
 
-def concat(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Return the tensors one after another along `dim`. Raises ValueError if other lengths or dtypes differ."""
-    first = tensors[0]
-    boxes: list[Shard] = []
-    at = 0
-    for tensor in tensors:
-        equal = tensor.shape[:dim] == first.shape[:dim] and tensor.shape[dim + 1 :] == first.shape[dim + 1 :]
-        if not equal or tensor.dtype != first.dtype:
-            raise ValueError(f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, {first.name} {list(first.shape)}")
-        boxes += (
-            Shard(box.tensor, (*box.start[:dim], box.start[dim] + at, *box.start[dim + 1 :]))
-            for box in list_boxes(tensor)
-        )
-        at += tensor.shape[dim]
-    return _from_boxes(first, (*first.shape[:dim], at, *first.shape[dim + 1 :]), boxes)
-
-
-def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors as one tensor with another dimension before their dimensions."""
-    return concat([_unsqueeze(tensor) for tensor in tensors], 0)
-
-
 def flatten(tensor: Tensor, dim: int) -> Tensor:
     """Return the view with dimensions `dim` and `dim + 1` as one dimension."""
     length, inner = tensor.shape[dim : dim + 2]
@@ -149,14 +127,6 @@ def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[in
         if not left:
             return tuple(found)
     return None
-
-
-def _unsqueeze(tensor: Tensor) -> Tensor:
-    boxes = [
-        Shard(_restride(box.tensor, 0, (1, *box.tensor.shape), (1, *box.tensor.strides)), (0, *box.start))
-        for box in list_boxes(tensor)
-    ]
-    return _from_boxes(tensor, (1, *tensor.shape), boxes)
 
 
 def list_boxes(tensor: Tensor) -> Sequence[Shard]:

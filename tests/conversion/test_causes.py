@@ -301,3 +301,26 @@ def test_neighbours_are_not_accused(tmp_path: Path) -> None:
     for i, copy in enumerate(copies):
         found = find(tmp_path / str(i), model, copy)
         assert found.keys() <= {"SYN101", "SYN311", "SYN399"}
+
+
+def test_steps_in_folders_are_found(tmp_path: Path) -> None:
+    """Earlier steps of A are found if the folder has the step in its name, and nothing else is opened."""
+    steps = [llama.make_model()]
+    steps.append(update(steps[0]))
+    for step, model in enumerate(steps, 1):
+        llama.write(tmp_path / f"step_{step}", model)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "broken.pth").write_bytes(b"PK broken")
+    copy = llama.write(tmp_path / "b", steps[0])
+    report = syncheck.diff(tmp_path / "step_2", copy)
+    assert [finding.code for finding in report.groups[-1].findings] == ["SYN301"]
+
+
+def test_masks_and_small_tensors_are_not_accused(tmp_path: Path) -> None:
+    """A mask with other positions, and a few equal numbers, are no permutation and no other layer."""
+    rng = np.random.default_rng(0)
+    a = {f"h.{i}.mask": rng.integers(0, 2, 40).astype(np.int64) for i in range(2)}
+    a |= {f"h.{i}.range": np.array([0.0, float(i)], np.float32) for i in range(2)}
+    b = {name: w[::-1].copy() if "mask" in name else w for name, w in a.items()}
+    b["h.1.range"] = a["h.0.range"]
+    assert find(tmp_path, a, b).keys() == {"SYN399"}

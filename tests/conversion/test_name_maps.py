@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import syncheck
+from syncheck.cli import main
 from syncheck.conversion.name_maps import Rule, list_built_in, read_map, split_tensor
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
@@ -231,3 +232,36 @@ def test_linear_layers_in_both_orientations(tmp_path: Path) -> None:
     assert syncheck.diff(a, b, options=options).exit_code == 0
     assert syncheck.diff(a, a, options=options).exit_code == 0
     assert {finding.code for finding in syncheck.diff(a, b).groups[-1].findings} == {"SYN304"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_attention_heads": 10**30, "num_key_value_heads": 10**15, "head_dim": 7},
+        {"num_attention_heads": -1, "num_key_value_heads": 0, "head_dim": "8"},
+        {"text_config": [1], "hidden_size": 2**63},
+        [[]],
+    ],
+)
+def test_hostile_configurations(tmp_path: Path, config: Any) -> None:
+    """Numbers that do not fit the shapes leave tensors unmapped, or are replaced by the data; nothing crashes."""
+    model = llama.make_model()
+    a = llama.write(tmp_path / "hf", model, config)
+    report = syncheck.diff(a, llama.write(tmp_path / "megatron", llama.to_megatron(model)))
+    assert report.verdict in ("in_sync", "out_of_sync")
+    (tmp_path / "hf" / "config.json").write_text("[" * 100_000)
+    assert syncheck.diff(a, str(tmp_path / "megatron")).exit_code == 0
+
+
+def test_digests_are_renamed_and_not_divided(tmp_path: Path) -> None:
+    """A fingerprint has digests of whole tensors: fused tensors cannot be compared by their parts."""
+    model = llama.make_model()
+    llama.write(tmp_path / "hf", model, llama.CONFIG)
+    b = llama.write(tmp_path / "megatron", llama.to_megatron(model))
+    path = str(tmp_path / "b.fingerprint.json")
+    assert main(["fingerprint", f"{b}/model.safetensors", "-o", path, "-q"]) == 0
+    report = syncheck.diff(str(tmp_path / "hf"), path)
+    assert report.exit_code != 0
+    names = {diff.name for diff in report.groups[-1].tensors}
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in names
+    assert "model.layers.0.mlp.down_proj.weight" not in names
