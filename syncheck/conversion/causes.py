@@ -19,7 +19,7 @@ from syncheck.conversion.casts import convert
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
-from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order
+from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical import views
@@ -44,6 +44,8 @@ _LEAST = 64
 # Absolute correlations below this, or below `_SIGMAS` standard deviations of the correlation of independent numbers,
 # show unrelated tensors. Fine-tuned, averaged and pruned models are far above: docs/conversion-trials.md.
 _CORRELATION, _SIGMAS = 0.05, 4.0
+# Elements that a correlation is computed from, unless a factor fits all of them.
+_CORRELATED = 1 << 22
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
 _BOUND = 1.001
 # Fewer elements than this can be equal by chance.
@@ -279,6 +281,8 @@ def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
         rows = [math.prod(tensor.shape[:level]) for tensor in (a, b)]
         if max(rows) > MOST_ROWS or min(rows) < 2:
             continue
+        if not may_have_rows(a, b, rows[1], models.files):
+            continue
         digests = [digest_rows(tensor, models.files, n) for tensor, n in zip((a, b), rows, strict=True)]
         experts = level == 1 and len(a.shape) > 2 and "expert" in name
         if experts and set(digests[1]) <= set(digests[0]):
@@ -293,7 +297,7 @@ def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
-    """Compute a constant factor, or the correlation, from all elements."""
+    """Compute a constant factor from all elements, or the correlation."""
     a, b = models.a[name], models.b[name]
     merged = get_computed(a, Merged)
     if merged is not None and a.shape == b.shape and is_readable(b):
@@ -307,24 +311,26 @@ def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     import numpy as np
 
     step = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
-    sums, factor, fits, nonzero = np.zeros(5), 0.0, True, 0
+    sums, factor, fits, nonzero, count = np.zeros(5), 0.0, True, 0, 0
     for x, y in read_pairs(a, b, models.files):
         sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
         if not factor and x.any():
             top = int(np.argmax(np.abs(x)))
             factor = float(y[top] / x[top])
-        nonzero += int(np.count_nonzero(x))
+        count, nonzero = count + x.size, nonzero + int(np.count_nonzero(x))
         fits = fits and bool((np.abs(y - factor * x) <= 4 * step * np.abs(y)).all())
+        if not fits and count >= _CORRELATED:
+            break
     with np.errstate(all="ignore"):
-        means = sums[:2] / a.numel
-        deviations = np.sqrt(np.maximum(sums[2:4] / a.numel - means**2, 0))
-        correlation = float((sums[4] / a.numel - means[0] * means[1]) / (deviations[0] * deviations[1]))
-    constant = deviations < 1e-7 * np.sqrt(np.maximum(sums[2:4] / a.numel, 1e-300))
+        means = sums[:2] / count
+        deviations = np.sqrt(np.maximum(sums[2:4] / count - means**2, 0))
+        correlation = float((sums[4] / count - means[0] * means[1]) / (deviations[0] * deviations[1]))
+    constant = deviations < 1e-7 * np.sqrt(np.maximum(sums[2:4] / count, 1e-300))
     if fits and factor and abs(factor - 1) > 16 * step and nonzero >= _LEAST and not constant[0]:
         return {name: Relation(RelationKind.SCALED, {"factor": factor})}
     if constant[1] and not constant[0]:
         return {name: Relation(RelationKind.UNRELATED, {"value": float(means[1])})}
-    if abs(correlation) < max(_CORRELATION, _SIGMAS / math.sqrt(a.numel)):
+    if abs(correlation) < max(_CORRELATION, _SIGMAS / math.sqrt(count)):
         return {name: Relation(RelationKind.UNRELATED, {"correlation": correlation})}
     return {}
 
