@@ -236,6 +236,7 @@ class Note(Sentence):
     MAP = "names were mapped by {map}: {count:count tensor} of A, {others} of B"
     INFERRED = "the map was inferred from equal data, not from the meaning of names; {write_map:option FILE} saves it:"
     RULE = "  {name} = {parts}"
+    NO_MAP = "{file} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (
         "the inferred map is ambiguous: {count:count tensor} of A {count:verb equals|equal} several tensors of B: "
         "{names:names}; pass a map with {map:option FILE}"

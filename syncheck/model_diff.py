@@ -260,8 +260,10 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tup
             notes = describe_inferred(inferred)
             names, variables = extend_map(names, inferred), {**variables, **inferred.variables}
             models = mark_ambiguous(models, inferred)
-            if options.write_map is not None:
-                write_map(options.write_map, names)
+    if options.write_map is not None and names is not None:
+        write_map(options.write_map, names)
+    elif options.write_map is not None:
+        notes.append(Note.NO_MAP(file=options.write_map))
     if names is None:  # without a change, the names keep their prefixes, which are reported
         rows = zip(sides, models, stored, strict=True)
         return tuple(
@@ -314,13 +316,14 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
 def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffOptions, files: Files) -> Comparison:
     """Add how the tensors of B that differ follow from A, and from the model before the update."""
     names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
+    given = [] if options.base is None else [open_side("base", options.base)]
     if not names:
         return comparison
     one, other = sides
     a, b = (normalize_keys(side.model.tensors) for side in sides)
     models = Models(a, b, files, (one.stored, other.stored), one.map, one.variables)
     title = ""
-    for base in [open_side("base", options.base)] if options.base is not None else list_earlier(one):
+    for base in given or list_earlier(one):
         models.base, title = _map_base(base, one), base.model.path
         if any(n in models.base and n in b and models.equals(models.base[n], b[n]) is not None for n in names):
             break

@@ -305,7 +305,7 @@ class DiffOptions(Options):
     write_map: str | None = option(
         None,
         PATH,
-        "write the map that was inferred from the data to this TOML file",
+        "write the map of the names to this TOML file, in particular a map that was inferred from the data",
         OUTPUT,
         metavar="FILE",
         surfaces=frozenset({COMMAND_LINE, PYTHON}),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import syncheck
+from syncheck.errors import UsageError
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -257,6 +258,13 @@ def test_not_updated(tmp_path: Path) -> None:
     changed = model.keys() - {"model.norm.weight"}
     assert find(tmp_path, model, base, base=path) == {"SYN301": changed}
     assert find(tmp_path, model, llama.to_megatron(base), llama.CONFIG, base=path) == {"SYN301": changed}
+
+
+def test_a_base_that_cannot_be_read(tmp_path: Path) -> None:
+    """An error, even if the models agree."""
+    a = llama.write(tmp_path / "a", llama.make_model())
+    with pytest.raises(UsageError):
+        syncheck.diff(a, a, options=DiffOptions(base=str(tmp_path / "missing")))
 
 
 def test_partially_updated(tmp_path: Path) -> None:

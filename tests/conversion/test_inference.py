@@ -135,6 +135,17 @@ def test_other_data_is_not_paired(tmp_path: Path, name: str, code: str) -> None:
     assert {finding.code for finding in report.groups[-1].findings} == {code}
 
 
+def test_every_map_can_be_written(tmp_path: Path) -> None:
+    """The file has the map that was used, also a built-in map; without a map, a note says so."""
+    model = llama.make_model()
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", llama.to_megatron(model))
+    assert main(["diff", "-q", a, b, "--write-map", str(tmp_path / "llama.toml")]) == 0
+    assert main(["diff", "-q", a, b, "--map", str(tmp_path / "llama.toml")]) == 0
+    report = syncheck.diff(a, a, options=DiffOptions(write_map=str(tmp_path / "none.toml")))
+    assert Note.NO_MAP in {note.code for note in report.groups[-1].notes}
+    assert not (tmp_path / "none.toml").exists()
+
+
 def test_a_map_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, and exit code 2."""
     model = llama.make_model()
