@@ -188,7 +188,7 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     """Compare the copies of tensors in the files of a side; None if each tensor is in one file."""
-    names = [name for _, snapshot in side.group.ranks for name in snapshot.tensors]
+    names = [name for _, snapshot in side.group.ranks for name in normalize_keys(snapshot.tensors)]
     if len(set(names)) == len(names):
         return None
     own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
@@ -245,8 +245,10 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
 def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tuple[tuple[Side, ...], list[Message]]:
     """Return two sides with merged adapters and, if a map is given or found, equal names; and notes about the map."""
     stored = [normalize_keys(side.model.tensors) for side in sides]
+    models = [dequantize(own, other, files) for own, other in (stored, stored[::-1])]
     models = [
-        merge_adapters(dequantize(own, files), side.folders, files) for own, side in zip(stored, sides, strict=True)
+        merge_adapters(own, other, side.folders, files)
+        for own, other, side in zip(models, models[::-1], sides, strict=True)
     ]
     variables = {**sides[1].variables, **sides[0].variables}
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)

@@ -97,13 +97,16 @@ class Merged:
         return b"".join(blocks)
 
 
-def merge_adapters(tensors: Mapping[str, Tensor], folders: Sequence[str], files: Files) -> Mapping[str, Tensor]:
+def merge_adapters(
+    tensors: Mapping[str, Tensor], other: Mapping[str, Tensor], folders: Sequence[str], files: Files
+) -> Mapping[str, Tensor]:
     """Return the tensors of a base model with an adapter, merged; other models are returned unchanged.
 
-    folders: may contain adapter_config.json. A weight whose adapter is of another kind, or whose scale is unknown, is
-    refused.
+    other: the other model. Two models with adapters are compared as they are stored. folders: may contain
+    adapter_config.json. A weight with an adapter of another kind, or with an unknown scale, is refused.
     """
-    if not any(_FACTOR.fullmatch(name) for name in tensors):
+    adapted = [any(_is_part(name) for name in model) for model in (tensors, other)]
+    if adapted != [True, False]:
         return tensors
     configs = [read_json(os.path.join(folder, "adapter_config.json")) for folder in folders]
     config = next(filter(None, configs), {})
@@ -135,7 +138,14 @@ def merge_adapters(tensors: Mapping[str, Tensor], folders: Sequence[str], files:
             continue
         data = Merged(base, pair["A"], pair["B"], scale, transposed, files)
         merged[name] = Tensor(name, base.dtype, base.shape, contiguous_strides(base.shape), base.path, 0, data=data)
+    for name in {f"{module}.weight" for module in unknown} & merged.keys():
+        merged[name] = replace(merged[name], refused=Refusal.ADAPTER())
     return {name: replace(tensor, name=name) for name, tensor in merged.items()}
+
+
+def _is_part(name: str) -> bool:
+    """Whether a tensor is a part of an adapter."""
+    return bool(_FACTOR.fullmatch(name) or _OTHER.fullmatch(name))
 
 
 def _find_scale(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any]) -> float | None:

@@ -255,6 +255,7 @@ def _map_model(
     transposed: frozenset[str],
 ) -> Mapped:
     mapped, names = Mapped(), names.select_rules(own)
+    rules: dict[str, tuple[Rule, dict[str, str]]] = {}
     for name, tensor in own.items():
         partner = other.get(name)
         common = partner is not None and (partner.shape == tensor.shape or partner.refused) and name not in transposed
@@ -262,8 +263,10 @@ def _map_model(
         if found is None or (found[0].parts == (found[0].name,) and name not in transposed):
             _add(mapped, {name: tensor}, tensor)
             mapped.padded |= {name} if found is not None and found[0].pad else set()
-            continue
-        rule, values = found
+        else:
+            rules[name] = found
+    for name, (rule, values) in rules.items():
+        tensor = own[name]
         if not rule.parts:
             mapped.ignored.append(name)
             continue

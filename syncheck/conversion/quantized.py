@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _STORED = re.compile(r"(.*\.|)weight(_packed)?")
 _SCALES = ("weight_scale", "weight_scale_inv")
-# Tensors of quantized layers beside the weights: scales of activations, and shapes.
-_OTHER = ("input_scale", "weight_shape", "weight_g_idx", "weight_zero_point")
 _INTEGERS = ("int8", "uint8", "int32")
 _FLOATS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # bits of the mantissa, smallest normal exponent
 
@@ -80,20 +78,23 @@ class Quantized:
         return bytes(values.reshape(-1)[first : first + count].astype(np.float32).tobytes())
 
 
-def dequantize(tensors: Mapping[str, Tensor], files: Files) -> Mapping[str, Tensor]:
-    """Return the tensors with the values of quantized weights; tensors without scales are returned unchanged."""
+def dequantize(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor], files: Files) -> Mapping[str, Tensor]:
+    """Return the tensors with the values of quantized weights, and without their scales.
+
+    other: the other model. Two models with the same scales are compared as they are stored.
+    """
     found: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, tensor in tensors.items():
         match = _STORED.fullmatch(name)
         scale = next((f"{match[1]}{key}" for key in _SCALES if f"{match[1]}{key}" in tensors), "") if match else ""
-        if not match or not scale:
+        if not match or not scale or scale in other:
             continue
         quantized = _open(tensor, tensors[scale], tensors.get(f"{match[1]}weight_shape"), bool(match[2]), files)
         zero = f"{match[1]}weight_zero_point"
         if quantized is None or zero in tensors:
             continue
-        used |= {name, scale, *(f"{match[1]}{key}" for key in _OTHER)}
+        used |= {name, scale, *([f"{match[1]}weight_shape"] if match[2] else [])}
         full, shape = f"{match[1]}weight", quantized.shape
         found[full] = Tensor(full, "float32", shape, contiguous_strides(shape), tensor.path, 0, data=quantized)
     return {name: tensor for name, tensor in tensors.items() if name not in used} | found if found else tensors

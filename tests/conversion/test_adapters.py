@@ -164,3 +164,34 @@ def test_names_of_a_model_in_memory(tmp_path: Path) -> None:
     for pair in ((a, b), (b, a)):
         report = syncheck.diff(*pair)
         assert (report.exit_code, report.counts.not_compared) == (0, 0)
+
+
+def test_two_adapters_are_compared_as_stored(tmp_path: Path) -> None:
+    """Factors that differ while their product agrees are a difference."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    other = {name: w * 2 if "lora_A" in name else w / 2 for name, w in adapter.items()}
+    a, b = llama.write(tmp_path / "a", {**model, **adapter}), llama.write(tmp_path / "b", {**model, **other})
+    assert syncheck.diff(a, a).exit_code == 0
+    assert syncheck.diff(a, b).counts.different == len(adapter)
+
+
+def test_adapters_of_embeddings_are_not_ignored(tmp_path: Path) -> None:
+    """An embedding with an adapter is not compared, so the verdict is not in sync."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    parts = {
+        f"base_model.model.model.embed_tokens.lora_embedding_{x}": np.ones(shape, np.float32)
+        for x, shape in (("A", (RANK, llama.WORDS)), ("B", (llama.WIDTH, RANK)))
+    }
+    report = compare(tmp_path, model, {**adapter, **parts}, merge(model, adapter))
+    assert report.verdict == "undecided"
+    assert [diff.name for diff in report.groups[-1].tensors if diff.uncompared] == ["model.embed_tokens.weight"]
+
+
+def test_files_whose_names_differ_by_a_prefix_are_copies(tmp_path: Path) -> None:
+    """Two files of A with other prefixes hold the same tensors: their difference is reported."""
+    model = llama.make_model()
+    wrapped = {f"module.{name}": w + 1 for name, w in model.items()}
+    one, other = llama.write(tmp_path / "1", model), llama.write(tmp_path / "2", wrapped)
+    assert syncheck.diff(f"{one},{other}", one).exit_code == 1

@@ -215,6 +215,17 @@ def test_other_rows_of_padding_are_a_difference(tmp_path: Path) -> None:
     assert [finding.code for finding in report.groups[-1].findings] == ["SYN309"]
 
 
+def test_two_tensors_for_one_part_are_both_kept(tmp_path: Path) -> None:
+    """A model with the names of two libraries: the mapped tensor keeps its name, and nothing is lost."""
+    model = llama.make_model()
+    both = {**llama.to_megatron(model), "model.norm.weight": model["model.norm.weight"] + 1}
+    a = llama.write(tmp_path / "a", model, llama.CONFIG)
+    for i, names in enumerate((both, dict(reversed(both.items())))):
+        report = syncheck.diff(a, llama.write(tmp_path / str(i), names))
+        found = {diff.name for diff in report.groups[-1].tensors}
+        assert (report.exit_code, found) == (1, {"model.norm.weight", "decoder.final_layernorm.weight"})
+
+
 def test_linear_layers_in_both_orientations(tmp_path: Path) -> None:
     """A map transposes tensors of one name if the shape of one of them shows it, square ones too."""
     rng = np.random.default_rng(0)

@@ -110,3 +110,21 @@ def test_scales_that_are_not_in_the_file(tmp_path: Path, name: str) -> None:
     assert "fitted" in found["SYN308"].relation.parameters["scheme"]
     other = np.random.default_rng(5).integers(-128, 127, (ROWS, COLUMNS)).astype(np.int8)
     assert "SYN308" not in compare(tmp_path / "2", {NAME: other})
+
+
+def test_two_quantized_models_are_compared_as_stored(tmp_path: Path) -> None:
+    """A changed scale of activations, and a scale and weight that changed together."""
+    stored = quantize("row", weight())
+    model = {**stored, "mlp.down_proj.input_scale": np.ones(1, np.float32)}
+    a = llama.write(tmp_path / "a", model)
+    assert syncheck.diff(a, llama.write(tmp_path / "same", model)).exit_code == 0
+    for i, name in enumerate(("mlp.down_proj.input_scale", f"{NAME}_scale")):
+        changed = {**model, name: model[name] * 2}
+        report = syncheck.diff(a, llama.write(tmp_path / str(i), changed))
+        assert [diff.name for diff in report.groups[-1].tensors] == [name]
+
+
+def test_tensors_beside_a_quantized_weight_are_reported(tmp_path: Path) -> None:
+    """A scale of activations is no part of the weight: B has a tensor that A lacks."""
+    found = compare(tmp_path, {**quantize("row", weight()), "mlp.down_proj.input_scale": np.ones(1, np.float32)})
+    assert found.keys() == {"SYN308", "SYN101"}
