@@ -235,6 +235,10 @@ class Note(Sentence):
     TIED = "{side} stores a tied weight under one name; compared under both names: {names:names}"
     MAP = "names were mapped by {map}: {count:count tensor} of A, {others} of B"
     INFERRED = "the map was inferred from equal data, not from the meaning of names; {write_map:option FILE} saves it:"
+    PROPOSED = (
+        "equal data has other names, which are not mapped, because most names of A and B agree; "
+        "{write_map:option FILE} saves the map:"
+    )
     RULE = "  {name} = {parts}"
     NO_MAP = "{file} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (

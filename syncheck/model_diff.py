@@ -255,15 +255,17 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tup
     if names is not None:
         variables = complete_variables(names, models, variables, files)
     notes: list[Message] = []
+    written = names
     if options.map is None:
         known = models if names is None else [own.tensors for own in apply_map(names, models, variables)[0]]
         inferred = infer_map(known, files)
         if inferred is not None:
-            notes = describe_inferred(inferred)
-            names, variables = extend_map(names, inferred), {**variables, **inferred.variables}
+            notes, written = describe_inferred(inferred), extend_map(names, inferred)
+        if inferred is not None and inferred.applies:
+            names, variables = written, {**variables, **inferred.variables}
             models = mark_ambiguous(models, inferred)
-    if options.write_map is not None and names is not None:
-        write_map(options.write_map, names)
+    if options.write_map is not None and written is not None:
+        write_map(options.write_map, written)
     elif options.write_map is not None:
         notes.append(Note.NO_MAP(file=options.write_map))
     if names is None:  # without a change, the names keep their prefixes, which are reported

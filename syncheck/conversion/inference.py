@@ -36,11 +36,16 @@ _MOST_EQUAL = 64
 
 @dataclass(slots=True)
 class Inferred:
-    """A map from data. variables: the size of a head, if rows were permuted. ambiguous: names of A and of B."""
+    """A map from data.
+
+    variables: the size of a head, if rows were permuted. ambiguous: names of A and of B. applies: whether few names of
+    the models are equal. Otherwise they have one naming, and a tensor with another name is a mistake.
+    """
 
     map: NameMap
     variables: dict[str, int] = field(default_factory=dict)
     ambiguous: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    applies: bool = True
 
 
 def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred | None:
@@ -68,7 +73,8 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
     _unstack(left, rows, found, files)
     if not found and not any(ambiguous):
         return None
-    return Inferred(NameMap("an inferred map", tuple(_generalize(found))), variables, ambiguous)
+    applies = 2 * len(models[0].keys() & models[1].keys()) < min(map(len, models))
+    return Inferred(NameMap("an inferred map", tuple(_generalize(found))), variables, ambiguous, applies)
 
 
 def _pair_equal(
@@ -279,8 +285,9 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
     """Return notes with the rules and the ambiguous tensors."""
     notes: list[Message] = []
     if rules := inferred.map.rules:
-        notes += [Note.INFERRED(), *(Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules)]
-    if names := inferred.ambiguous[0]:
+        sentence = Note.INFERRED if inferred.applies else Note.PROPOSED
+        notes += [sentence(), *(Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules)]
+    if inferred.applies and (names := inferred.ambiguous[0]):
         notes.append(Note.AMBIGUOUS_MAP(count=len(names), names=names))
     return notes
 
