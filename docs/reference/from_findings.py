@@ -58,7 +58,10 @@ def sections() -> str:
     for rule in sorted(RULES, key=lambda rule: rule.CODE):
         first, *rest = textwrap.dedent(rule.__doc__ or "").strip().split("\n\n")
         parts.append(f"## {rule.CODE}\n\n**{rule.SLUG}**, {rule.SEVERITY}. {escaped(first)}")
-        parts += [_paragraph(" ".join(text.split())) for text in rest]
+        for text in rest:
+            items = re.split(r"^- ", text, flags=re.MULTILINE) if text.startswith("- ") else []
+            parts += ["\n".join(f"- {_paragraph(' '.join(item.split()))}" for item in items[1:])] if items else []
+            parts += [] if items else [_paragraph(" ".join(text.split()))]
         if rule.CODE in commands:
             parts.append("Example: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.CODE]))
     return "\n\n".join(parts)

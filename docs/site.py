@@ -1,0 +1,179 @@
+"""Build the documentation site from the Markdown of this clone: `python docs/site.py OUT`.
+
+Needs `pip install -e '.[docs]'`. The pages are those of docs/ and the top folder, and one page for each finding with
+the text that syncheck prints for a fixture. Links to files outside the site point to the repository. The build is
+strict: a dead link stops it. `--pages` only writes the pages and the configuration, for another generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "reference")]
+
+import from_findings  # noqa: E402
+
+from syncheck.cli import main as run_syncheck  # noqa: E402
+from syncheck.diagnose import RULES  # noqa: E402
+
+# The release step replaces this placeholder, here and in docs/ci.md.
+REPOSITORY = "https://github.com/OWNER/syncheck"
+# Pages from outside docs/, by their path in the site.
+MORE = {
+    "start.md": "README.md",
+    "project/contributing.md": "CONTRIBUTING.md",
+    "project/security.md": "SECURITY.md",
+    "project/changelog.md": "CHANGELOG.md",
+    "project/results.md": "benchmarks/RESULTS.md",
+}
+SECTIONS = {
+    "Checkpoints": "same-model conversion-trials options formats testing ci nodes",
+    "Running jobs": "live integrations scale",
+    "Reference trainer": "methods matrix launchers faults running data tasks resume stopping operations bench",
+}
+_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]*)(#[^)]*)?\)")
+
+
+def list_pages() -> dict[str, Path]:
+    """Return the Markdown and pictures of the site, by their path in it."""
+    docs = ROOT / "docs"
+    pages = {str(p.relative_to(docs)): p for p in docs.rglob("*") if p.suffix in (".md", ".svg", ".png")}
+    return pages | {name: ROOT / path for name, path in MORE.items()}
+
+
+def rewrite_links(text: str, name: str, source: Path, names: dict[Path, str]) -> str:
+    """Return a page with links for the site. name: of the page; names: of all pages, by their file in the clone."""
+
+    def rewrite(found: re.Match[str]) -> str:
+        start, target, anchor = found[1], found[2], found[3] or ""
+        if not target or ":" in target:
+            return found[0]
+        path = (source.parent / target).resolve()
+        if path.is_dir() and path / "README.md" in names:
+            path /= "README.md"
+        if path.name == "findings.md" and re.fullmatch(r"#syn\d{3}", anchor):
+            path, anchor = path.parent / "findings" / f"{anchor[1:]}.md", ""
+        if path in names:
+            return f"{start}{os.path.relpath(names[path], Path(name).parent)}{anchor})"
+        if not path.exists():
+            raise SystemExit(f"{source}: dead link {target}; correct the page")
+        kind = "tree" if path.is_dir() else "blob"
+        return f"{start}{REPOSITORY}/{kind}/main/{path.relative_to(ROOT)}{anchor})"
+
+    blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    blocks[::2] = [_LINK.sub(rewrite, block) for block in blocks[::2]]
+    return "".join(blocks)
+
+
+def write_findings() -> dict[str, str]:
+    """Return the page of each finding: the section of the reference, and the printed text of an example."""
+    sections = re.split(r"^## (SYN\d{3})\n", from_findings.sections(), flags=re.MULTILINE)
+    texts = dict(zip(sections[1::2], sections[2::2], strict=True))
+    commands = from_findings._commands_by_code()  # noqa: SLF001 - a script of this folder
+    pages = {}
+    for rule in RULES:
+        text = f"# {rule.CODE} {rule.SLUG}\n{texts[rule.CODE]}"
+        text = re.sub(r"\]\(#(syn\d{3})\)", r"](\1.md)", text)
+        if rule.CODE in commands:
+            command = commands[rule.CODE][0]
+            text = f"{text.rstrip()}\n\n```\n{print_finding(command, rule.CODE)}\n```\n"
+        pages[f"reference/findings/{rule.CODE.lower()}.md"] = text
+    return pages
+
+
+def print_finding(command: str, code: str) -> str:
+    """Return the lines that a command prints for a finding."""
+    printed = io.StringIO()
+    os.chdir(ROOT)
+    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        run_syncheck([*command.split(), "--no-config", "--color", "never"])
+    found = re.search(rf"^  {code} .*?^    more .*?$", printed.getvalue(), re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{command}: {code} is not printed; rebuild the fixtures")
+    return found[0]
+
+
+def write_pages(out: Path) -> None:
+    """Write all pages and the configuration of the generator."""
+    pages = list_pages()
+    findings = write_findings()
+    names = {path.resolve(): name for name, path in pages.items()}
+    names |= {(ROOT / "docs" / name).resolve(): name for name in findings}
+    shutil.rmtree(out, ignore_errors=True)
+    for name, path in pages.items():
+        target = out / "pages" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            target.write_text(rewrite_links(path.read_text(encoding="utf-8"), name, path, names), encoding="utf-8")
+        else:
+            shutil.copy(path, target)
+    for name, text in findings.items():
+        target = out / "pages" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source = ROOT / "docs" / name
+        target.write_text(rewrite_links(text, name, source, names), encoding="utf-8")
+    (out / "mkdocs.yml").write_text(configure(sorted(findings)), encoding="utf-8")
+
+
+def configure(findings: list[str]) -> str:
+    """Return the configuration: navigation, search, copy buttons, and light and dark colors."""
+    palette = [("light", "default", "weather-night", "dark"), ("dark", "slate", "weather-sunny", "light")]
+    lines = [
+        "site_name: syncheck",
+        f"repo_url: {REPOSITORY}",
+        "docs_dir: pages",
+        "theme:",
+        "  name: material",
+        "  features: [content.code.copy, navigation.sections, navigation.top, search.highlight, search.suggest]",
+        "  palette:",
+    ]
+    for scheme, name, icon, other in palette:
+        lines += [f"    - media: '(prefers-color-scheme: {scheme})'", f"      scheme: {name}"]
+        lines += [f"      toggle: {{icon: material/{icon}, name: {other}}}"]
+    lines += [
+        "markdown_extensions:",
+        "  - tables",
+        "  - attr_list",
+        "  - pymdownx.highlight",
+        "  - pymdownx.superfences",
+        "  - toc: {permalink: true, slugify: !!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}}",
+        "nav:",
+        "  - Start: start.md",
+        "  - All pages: README.md",
+        "  - Guide:",
+        "      - guide/README.md",
+    ]
+    lines += [f"      - guide/{path.name}" for path in sorted((ROOT / "docs" / "guide").glob("[0-9]*.md"))]
+    for title, pages in SECTIONS.items():
+        lines += [f"  - {title}:", *(f"      - {page}.md" for page in pages.split())]
+    lines += ["  - Reference:"]
+    lines += [f"      - reference/{path.name}" for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
+    lines += ["  - Findings:", *(f"      - {name}" for name in findings)]
+    lines += ["  - Project:", *(f"      - {name}" for name in MORE if "/" in name)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the pages, and build the site."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--pages", action="store_true", help="write the pages and the configuration only")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    write_pages(out)
+    if arguments.pages:
+        return 0
+    return subprocess.run(["zensical", "build", "--strict", "-f", str(out / "mkdocs.yml")], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

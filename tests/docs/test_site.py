@@ -1,0 +1,59 @@
+"""The documentation site: all pages are written, links are rewritten, and each finding has a page."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from syncheck.diagnose import RULES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(clone: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the script of a clone."""
+    command = [sys.executable, str(clone / "docs" / "site.py"), str(out), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_pages(tmp_path: Path) -> None:
+    """Each finding has a page with its printed text, and each page of the navigation exists."""
+    done = build(ROOT, tmp_path, "--pages")
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = tmp_path / "pages"
+    for rule in RULES:
+        text = (pages / "reference" / "findings" / f"{rule.CODE.lower()}.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {rule.CODE} {rule.SLUG}")
+    printed = (pages / "reference" / "findings" / "syn201.md").read_text(encoding="utf-8")
+    assert re.search(r"^    fix   ", printed, re.MULTILINE)
+    listed = re.findall(r"- (?:\w[\w ]*: )?([\w/-]+\.md)$", (tmp_path / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert set(listed) == {str(page.relative_to(pages)) for page in pages.rglob("*.md")}
+
+
+def test_a_dead_link_stops_the_build(tmp_path: Path) -> None:
+    """A link to a file that does not exist is reported with its page."""
+    clone = tmp_path / "clone"
+    ignored = shutil.ignore_patterns(".git", "__pycache__", "*.pth")
+    for name in ("docs", "syncheck", "benchmarks", "fixtures", "train", "tests"):
+        shutil.copytree(ROOT / name, clone / name, ignore=ignored if name != "fixtures" else None)
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "pyproject.toml", "action.yml"):
+        shutil.copy(ROOT / name, clone / name)
+    page = clone / "docs" / "scale.md"
+    page.write_text(f"{page.read_text(encoding='utf-8')}\n[gone](no-such-page.md)\n", encoding="utf-8")
+    done = build(clone, tmp_path / "out", "--pages")
+    assert done.returncode == 1
+    assert "scale.md" in done.stderr
+    assert "no-such-page.md" in done.stderr
+
+
+def test_strict_build(tmp_path: Path) -> None:
+    """The generator finds no dead link or anchor."""
+    pytest.importorskip("zensical")
+    done = build(ROOT, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "reference" / "findings" / "syn304" / "index.html").exists()
