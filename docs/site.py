@@ -30,6 +30,7 @@ REPOSITORY = "https://github.com/OWNER/syncheck"
 # Pages from outside docs/, by their path in the site.
 MORE = {
     "start.md": "README.md",
+    "zh-CN/start.md": "README.zh-CN.md",
     "project/contributing.md": "CONTRIBUTING.md",
     "project/security.md": "SECURITY.md",
     "project/changelog.md": "CHANGELOG.md",
@@ -158,7 +159,8 @@ def configure(findings: list[str]) -> str:
     lines += ["  - Reference:"]
     lines += [f"      - reference/{path.name}" for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
     lines += ["  - Findings:", *(f"      - {name}" for name in findings)]
-    lines += ["  - Project:", *(f"      - {name}" for name in MORE if "/" in name)]
+    lines += ["  - Project:", *(f"      - {name}" for name in MORE if name.startswith("project/"))]
+    lines += ["  - 中文:", "      - zh-CN/start.md", "      - zh-CN/glossary.md"]
     return "\n".join(lines) + "\n"
 
 

@@ -41,7 +41,15 @@ def test_a_dead_link_stops_the_build(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns(".git", "__pycache__", "*.pth")
     for name in ("docs", "syncheck", "benchmarks", "fixtures", "train", "tests"):
         shutil.copytree(ROOT / name, clone / name, ignore=ignored if name != "fixtures" else None)
-    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "pyproject.toml", "action.yml"):
+    for name in (
+        "README.md",
+        "README.zh-CN.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CHANGELOG.md",
+        "pyproject.toml",
+        "action.yml",
+    ):
         shutil.copy(ROOT / name, clone / name)
     page = clone / "docs" / "scale.md"
     page.write_text(f"{page.read_text(encoding='utf-8')}\n[gone](no-such-page.md)\n", encoding="utf-8")
