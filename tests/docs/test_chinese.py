@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,9 +10,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # English pages and their translations.
-PAGES = {"README.md": "README.zh-CN.md"}
+PAGES = {
+    "README.md": "README.zh-CN.md",
+    "docs/guide/04-accumulation.md": "docs/zh-CN/04-accumulation.md",
+}
 _CODE = re.compile(r"^```.*?^```$|(?:^    [^\n]*\n)+", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)]*)\)")
+
+
+def find_links(text: str, page: Path) -> set[str]:
+    """Return the addresses of a page; paths of files from the root."""
+    found = _LINK.findall(text)
+    return {link if ":" in link else os.path.normpath(page.parent / link) for link in found}
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAGES.items())
@@ -24,8 +34,9 @@ def test_translations_share_code_and_structure(english: str, chinese: str) -> No
     assert len({tuple(re.findall(r"^(#+) ", page, re.MULTILINE)) for page in plain}) == 1
     numbers = [sorted(re.findall(r"<!-- result: ([a-z0-9-]+) -->", page)) for page in plain]
     assert numbers[0] == numbers[1]
-    own = {english, "docs/zh-CN/glossary.md"}
-    assert set(_LINK.findall(plain[1])) - own == set(_LINK.findall(plain[0])) - {chinese}
+    links = [find_links(plain[i], ROOT / path) for i, path in enumerate((english, chinese))]
+    own = {str(ROOT / path) for path in (english, chinese, "docs/zh-CN/glossary.md")}
+    assert links[1] - own == links[0] - own
     spans = [set(re.findall(r"`([^`\n]+)`", page)) for page in plain]
     assert spans[0] == spans[1]
 
