@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "README.md": "README.zh-CN.md",
     "docs/guide/04-accumulation.md": "docs/zh-CN/04-accumulation.md",
+    "docs/guide/06-batchnorm.md": "docs/zh-CN/06-batchnorm.md",
 }
 _CODE = re.compile(r"^```.*?^```$|(?:^    [^\n]*\n)+", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)]*)\)")
