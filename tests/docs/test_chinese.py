@@ -14,6 +14,7 @@ PAGES = {
     "README.md": "README.zh-CN.md",
     "docs/guide/04-accumulation.md": "docs/zh-CN/04-accumulation.md",
     "docs/guide/06-batchnorm.md": "docs/zh-CN/06-batchnorm.md",
+    "docs/guide/09-launching.md": "docs/zh-CN/09-launching.md",
 }
 _CODE = re.compile(r"^```.*?^```$|(?:^    [^\n]*\n)+", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)]*)\)")
