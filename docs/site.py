@@ -160,13 +160,8 @@ def configure(findings: list[str]) -> str:
     lines += [f"      - reference/{path.name}" for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
     lines += ["  - Findings:", *(f"      - {name}" for name in findings)]
     lines += ["  - Project:", *(f"      - {name}" for name in MORE if name.startswith("project/"))]
-    lines += [
-        "  - 中文:",
-        "      - zh-CN/start.md",
-        "      - zh-CN/04-accumulation.md",
-        "      - zh-CN/06-batchnorm.md",
-        "      - zh-CN/glossary.md",
-    ]
+    lines += ["  - 中文:", "      - zh-CN/start.md"]
+    lines += [f"      - zh-CN/{path.name}" for path in sorted((ROOT / "docs" / "zh-CN").glob("*.md"))]
     return "\n".join(lines) + "\n"
 
 
