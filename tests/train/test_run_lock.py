@@ -186,7 +186,7 @@ def test_two_runs_at_once(programs: Programs, tmp_path: Path) -> None:
     states, line = states_folder(tmp_path / "ckpts", "single"), (*TRAIN, "--width", 4, "--progress", "none")
     first = programs.start(*line, "--epochs", 400, "--checkpoint-every", 1, "--resume")
     # A fast run deletes old states sooner than this test looks again.
-    wait_for(lambda: any(int(p.name[5:]) >= 3 for p in states.glob("step_*[0-9]")), timeout=100)
+    wait_for(lambda: any(p.name[5:].isdigit() and int(p.name[5:]) >= 3 for p in states.glob("step_*")), timeout=100)
     second = programs.run(*line, "--epochs", 400, "--checkpoint-every", 1, timeout=100)
     assert second.returncode == 2
     assert "another run named single" in second.stderr
