@@ -30,7 +30,7 @@ from syncheck.messages import Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Alias, Counts, Place, Reason, Report
-from syncheck.relations import RelationKind
+from syncheck.relations import RelationKind, Stored
 from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ LABELS = ("A", "B")
 _MOST_EARLIER = 8
 # Limit of the files of all steps that are opened to find them.
 _MOST_BESIDE = 4096
+# Limit of the tensors with a map of their shards on a page.
+_MOST_STORED = 200
 _NUMBER = re.compile(r"\d+")
 
 # One side of a difference: a path, a glob, or several of them.
@@ -168,11 +170,12 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
 
 
-def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
+def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms: bool = False) -> Report:
     """Compare two models in any layout, and diagnose the differences.
 
     a: the source. b: the copy. Each is a file, folder or glob, several of them joined by commas, or a sequence of
     paths: the files of all ranks that hold parts or copies of one model. options: how to compare; bitwise by default.
+    histograms: add what only an HTML page shows: histograms, and how each side stores its tensors.
 
         report = diff("ckpts/fsdp_rank*.pth", "hf_export/")
         print(report.verdict, report.counts.different)
@@ -183,7 +186,7 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None) -> Report:
     """
     options = options or DiffOptions()
     sides = tuple(open_side(label, source) for label, source in zip(LABELS, (a, b), strict=True))
-    return compare_sides(sides, [compare_copies(side, options) for side in sides], options)
+    return compare_sides(sides, [compare_copies(side, options) for side in sides], options, histograms=histograms)
 
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
@@ -195,10 +198,12 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     return judge_group(own, (), _allowed(options))
 
 
-def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options: DiffOptions) -> Report:
+def compare_sides(
+    sides: Sequence[Side], copies: Sequence[Group | None], options: DiffOptions, *, histograms: bool = False
+) -> Report:
     """Compare two models whose copies have been compared.
 
-    copies: the results by side; None for a side in one file. Raises as `diff` does.
+    copies: the results by side; None for a side in one file. histograms: see `diff`. Raises as `diff` does.
     """
     notes = []
     for side, own in zip(sides, copies, strict=True):
@@ -215,10 +220,13 @@ def compare_sides(sides: Sequence[Side], copies: Sequence[Group | None], options
         pair = ReplicaGroup(
             " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
         )
-        found = compare_group(pair, api.build_selection(options))
+        found = compare_group(pair, replace(api.build_selection(options), histograms=histograms))
         comparison = _describe_sides(found, sides, subset=options.subset)
         comparison = _accept_conversions(comparison, sides, options.cast, files)
         comparison = _add_relations(comparison, sides, options, files)
+    if histograms:
+        evidence = replace(comparison.evidence, stored=_describe_stored(comparison, sides))
+        comparison = replace(comparison, evidence=evidence)
     notes += mapping
     comparison = replace(comparison, notes=(*notes, *comparison.notes))
     # Shards of a side are no reason for doubt, but copies that could not be compared are.
@@ -315,6 +323,30 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
         for replica, side in zip(comparison.replicas, sides, strict=True)
     )
     return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))
+
+
+def _describe_stored(comparison: Comparison, sides: Sequence[Side]) -> dict[str, tuple[Stored | None, Stored | None]]:
+    """Return how both sides store the tensors that differ, and others, up to a limit."""
+    names = [diff.name for diff in comparison.tensors if diff.out_of_sync]
+    wanted = list(dict.fromkeys((*names, *comparison.evidence.names)))[:_MOST_STORED]
+    found: list[dict[str, Stored | None]] = []
+    for side in sides:
+        tensors = normalize_keys(side.model.tensors)
+        held = {name: side.stored.get(name, tensor) for name, tensor in tensors.items() if name in wanted}
+        boxes: dict[str, list[tuple[Any, Any, str]]] = {tensor.name: [] for tensor in held.values()}
+        for _, rank, tensor, shards in list_boxes(dict(side.group.ranks)):
+            for shard in [None] if shards is None else shards:
+                part = tensor if shard is None else shard.tensor
+                owner = f"rank {rank}" if len(side.group.ranks) > 1 else os.path.basename(part.path)
+                if tensor.name in boxes:
+                    placed = (None, None) if shard is None else (shard.start, part.shape)
+                    boxes[tensor.name].append((*placed, owner))
+        own = {
+            name: Stored(tensor.name, tensor.dtype, tuple(tensor.full_shape), tuple(boxes[tensor.name]))
+            for name, tensor in held.items()
+        }
+        found.append(dict(own))
+    return {name: (found[0].get(name), found[1].get(name)) for name in wanted}
 
 
 def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffOptions, files: Files) -> Comparison:

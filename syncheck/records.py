@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncheck.messages import Message
-    from syncheck.relations import Relation
+    from syncheck.relations import Relation, Stored
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
@@ -372,6 +372,8 @@ class GroupEvidence:
     """Number of tensors of B that equal A, while those of the base do not."""
     adapted: int = 0
     """Number of tensors of A with an adapter."""
+    stored: Mapping[str, tuple[Stored | None, Stored | None]] = field(default_factory=dict)
+    """For two models on a report page: how A and B store each tensor."""
     free_running: FreeRunning | None = None
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 

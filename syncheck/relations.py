@@ -45,3 +45,17 @@ class Relation:
 
     kind: RelationKind
     parameters: Mapping[str, int | float | str | tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How the files of a model store one tensor, for the maps of shards and names of a report page.
+
+    name, dtype, shape: of the whole stored tensor. boxes: (start, size, ranks or files with it), in elements; start and
+    size are None if the files do not show the position.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...] | None, tuple[int, ...] | None, str], ...] = ()

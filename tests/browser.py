@@ -1,32 +1,51 @@
-"""Open pages in a headless browser."""
+"""Open pages in headless Chromium with Playwright."""
 
 from __future__ import annotations
 
-import re
+import functools
 import shutil
-import subprocess
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from required import unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-def opened(page: Path, folder: Path, fragment: str = "") -> tuple[str, list[str]]:
-    """Open a page and run its script. Returns the resulting document and the lines of the console.
-
-    The page's policy forbids every request, and the browser logs attempts on the console. folder: for the browser's
-    own files.
-    """
+@functools.cache
+def _launch() -> Any:
+    """Return a browser, which ends with the process of the tests."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         unavailable("chromium", "not installed")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
-    options += ["--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom"]
-    command = [program, *options, page.as_uri() + fragment]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
-    assert "</html>" in done.stdout, done.stderr
-    return done.stdout, re.findall(r".*CONSOLE.*", done.stderr)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        unavailable("chromium", str(error))
+    options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    return sync_playwright().start().chromium.launch(executable_path=program, args=options)
+
+
+@contextmanager
+def opened(path: Path, fragment: str = "", width: int = 1280, **context: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Open a page and wait for its script. Yields Playwright's page, and the list of its errors and console messages.
+
+    The page's policy forbids every request, and the browser logs attempts on the console. context: options of the
+    browser's context, for example color_scheme="dark".
+    """
+    one = _launch().new_context(viewport={"width": width, "height": 900}, **context)
+    try:
+        page = one.new_page()
+        page.set_default_timeout(20_000)
+        messages: list[str] = []
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.goto(path.as_uri() + fragment)
+        page.wait_for_selector("html[data-ready]")
+        yield page, messages
+    finally:
+        one.close()

@@ -201,7 +201,7 @@ def test_reports_omit_unknown_numbers(tmp_path: Path) -> None:
     ):
         assert "by digest: " in drawn
         assert "0 of " not in drawn
-        assert "None" not in drawn
+        assert "None" not in drawn.partition("<script")[0]
     tensors = json.loads(json_document.render(report, "1"))["groups"][0]["tensors"]
     assert {tensor["mismatched"] for tensor in tensors} == {None}
     assert report.drift == ()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     # As in run.py: import `train` from this clone.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    for module, extra in (("torch", "train"), ("matplotlib", "html")):
+    for module, extra in (("torch", "train"), ("matplotlib", "train")):
         if find_spec(module) is None:
             sys.stderr.write(f"plot.py: {module} is not installed; in this clone: pip install -e '.[{extra}]'\n")
             sys.exit(2)

@@ -95,11 +95,12 @@ def _describe_exhausted_resource(error: Exception) -> str:
 def _report_crash(argv: list[str]) -> None:
     import traceback
 
-    from syncheck.cli import output, streams
+    from syncheck.cli import streams
+    from syncheck.report import files
 
     streams.print_stderr(
         f"{traceback.format_exc()}"
         "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
-        + "".join(f"  {line}\n" for line in output.list_versions())
+        + "".join(f"  {line}\n" for line in files.list_versions())
         + f"  arguments: {argv}"
     )

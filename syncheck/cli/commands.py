@@ -52,7 +52,9 @@ def diff(arguments: argparse.Namespace) -> int:
     applicable = {name: value for name, value in project.comparison.items() if name not in options.NOT_IN_DIFF}
     settings = _read_settings(arguments, replace(project, comparison=applicable), options.DiffOptions)
     known = _read_baseline(settings)
-    found = compare_models(arguments.a, arguments.b, options=replace(settings.options, baseline=None))  # type: ignore[arg-type]  # of the kind above
+    compared = replace(settings.options, baseline=None)
+    page = files.needs_histograms(settings.run.output)
+    found = compare_models(arguments.a, arguments.b, options=compared, histograms=page)  # type: ignore[arg-type]  # of the kind above
     return _print_errors_and_report(settings, found, "comparison", known)
 
 
@@ -188,7 +190,7 @@ def write_report(settings: Settings, found: Report, layout: str, known: Known) -
     found, failed = _apply_baseline(settings, found, known)
     for path in run.output:
         try:
-            files.write_file(path, found, settings.output_name)
+            files.write_file(path, found, settings.output_name, settings.options)
         except UsageError as error:
             failed = error
             output.print_message(f"error: {error}")

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from syncheck.report.parts import Part
 
-# Dependencies, then the optional libraries of live checks, HTML pages and the pytest plugin.
-LIBRARIES = ("numpy", "ml_dtypes", "rich", "rich-argparse", "torch", "xxhash", "safetensors", "matplotlib", "pytest")
-
 
 def terminal_width() -> int | None:
     """Return the number of columns of the terminal, or None if stdout is not a terminal."""
@@ -74,25 +71,3 @@ def print_text(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     with streams.convert_write_errors():
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-
-
-def list_versions() -> list[str]:
-    """Return the environment for a bug report: versions, syncheck first, without importing the libraries."""
-    import platform
-    from importlib import metadata
-    from pathlib import Path
-
-    from syncheck.report.files import version
-
-    found = []
-    for library in LIBRARIES:
-        try:
-            found.append(f"{library} {metadata.version(library)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{library} -")
-    return [
-        f"syncheck {version()}",
-        f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}",
-        ", ".join(found),
-        f"in {Path(__file__).resolve().parents[1]}",
-    ]

@@ -22,9 +22,9 @@ class _Version(argparse.Action):
     """Look up the version only when it is printed: the lookup takes as long as the rest of the start-up."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        from syncheck.cli import output
+        from syncheck.report import files
 
-        print("\n".join(output.list_versions()))
+        print("\n".join(files.list_versions()))
         parser.exit()
 
 

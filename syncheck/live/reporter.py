@@ -216,6 +216,6 @@ def _render_finding(finding: Finding) -> list[Part]:
     rows = [
         ("what", one_line(finding.evidence)[:_SENTENCE]),
         ("fix", one_line(str(finding.fix))),
-        ("more", f"syncheck explain {finding.code}"),
+        ("more", f"syncheck explain {finding.code}, or {words.more_text(finding)}"),
     ]
     return [line(words.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]

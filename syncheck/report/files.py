@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck import atomic
 from syncheck.errors import UsageError
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.records import Report
+
+# Dependencies, then the optional libraries of live checks, of the trainer's pictures and of the pytest plugin.
+LIBRARIES = ("numpy", "ml_dtypes", "rich", "rich-argparse", "torch", "xxhash", "safetensors", "matplotlib", "pytest")
 
 
 def version() -> str:
@@ -37,12 +40,13 @@ def needs_histograms(paths: Sequence[str]) -> bool:
     return any(EXTENSIONS.get(_extension(path)) == "html" for path in paths)
 
 
-def write_file(path: str, report: Report, option: str = "-o") -> None:
+def write_file(path: str, report: Report, option: str = "-o", settings: Any = None) -> None:
     """Replace a file atomically by a report in the format of its extension.
 
-    Raises UsageError, with the option, if the file cannot be written; its folder must exist.
+    settings: the `Options` of the comparison, for an HTML page. Raises UsageError, with the option, if the file cannot
+    be written; its folder must exist.
     """
-    content = render_format(EXTENSIONS[_extension(path)], report)
+    content = render_format(EXTENSIONS[_extension(path)], report, settings)
     with atomic.convert_errors(path, option):
         atomic.replace_file(path, content)
 
@@ -59,8 +63,62 @@ def _extension(path: str) -> str:
     return name[name.rfind(".") :] if "." in name else ""
 
 
-def render_format(name: str, report: Report) -> str:
-    """Return a report in a format of FORMATS or EXTENSIONS. Text is not wrapped and lists all tensors."""
+def list_versions() -> list[str]:
+    """Return the environment for a bug report: versions, syncheck first, without importing the libraries."""
+    import platform
+    from importlib import metadata
+    from pathlib import Path
+
+    found = []
+    for library in LIBRARIES:
+        try:
+            found.append(f"{library} {metadata.version(library)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{library} -")
+    return [
+        f"syncheck {version()}",
+        f"{platform.python_implementation()} {platform.python_version()}, {platform.platform()}",
+        ", ".join(found),
+        f"in {Path(__file__).resolve().parents[1]}",
+    ]
+
+
+def describe_run(settings: Any) -> list[tuple[str, str]]:
+    """Return how a report was made, as labels and texts: time, command, options, environment.
+
+    settings: the `Options` of the comparison. Lists those that differ from the defaults, wherever they come from.
+    """
+    import shlex
+    import sys
+    from dataclasses import MISSING, fields
+    from datetime import datetime
+
+    program, *arguments = sys.argv or [""]
+    folder, name = os.path.split(program)
+    called = [name] if name != "__main__.py" else ["python", "-m", os.path.basename(folder)]
+    command = shlex.join([*called, *arguments])
+    given = []
+    for field in fields(settings) if settings is not None else ():
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(settings, field.name)
+        if value != default:
+            given.append(f"{field.name} = {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    _, system, libraries, _ = list_versions()
+    return [
+        ("written", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")),
+        ("command", command),
+        ("options", "; ".join(given)),
+        ("folder", os.getcwd()),
+        ("system", system),
+        ("libraries", libraries),
+    ]
+
+
+def render_format(name: str, report: Report, settings: Any = None) -> str:
+    """Return a report in a format of FORMATS or EXTENSIONS. Text is not wrapped and lists all tensors.
+
+    settings: the `Options` of the comparison, for an HTML page.
+    """
     # Local imports, because each run needs one module only.
     if name == "json":
         from syncheck.report import json_document
@@ -81,7 +139,7 @@ def render_format(name: str, report: Report) -> str:
     if name == "html":
         from syncheck.report import html
 
-        return html.render(report, version())
+        return html.render(report, version(), describe_run(settings))
     from syncheck.report import plain, text
 
     return plain.render(text.comparison(report, 0))

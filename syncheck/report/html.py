@@ -1,140 +1,234 @@
-"""A report as one self-contained HTML file without network access; its script only sorts, filters and selects.
+"""A report as one self-contained HTML file, which loads nothing.
 
-Charts need matplotlib (extra `html`). Without matplotlib the page has no charts, and a note that says so.
+Verdict, findings and tables are plain HTML. The script of the page adds charts (Apache ECharts, embedded only if there
+is something to draw), further steps and rows, sorting and filters.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
+from functools import cache
 from html import escape
 from importlib import resources
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from syncheck.errors import one_line
 from syncheck.records import Counts
 from syncheck.report import words
-from syncheck.report.chart_data import bin_counts, bin_label, bins_in_use, make_curves, make_heatmap
+from syncheck.report.page_data import bin_counts, bin_label, bins_in_use, encode, make_curves, make_data
 from syncheck.series import by_run, shown_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.records import Finding, Group, Report, TensorDiff
+    from syncheck.records import Finding, Group, Report
 
-# Rows visible without JavaScript.
-MOST_ROWS = 500
-# Rows of all tables of a page together, about 100 bytes each.
-MOST_DATA = 100_000
+    Steps = Mapping[str, Sequence[Group]]
+
+# Rows of a table without JavaScript.
+MOST_ROWS = 200
+# Steps of all runs with a row of counts; beyond it only the steps with findings.
+_MOST_STEPS = 500
+# Tensors of a finding with a link.
+_MOST_LINKS = 8
 # Tensors of two models with the files that hold their largest difference.
 _MOST_PLACES = 10
-# Runs with their own charts, which take a third of a second and 50 kB each; runs out of sync come first.
-_MOST_CHARTS = 10
-_HEATMAP_CAPTION = (
-    "Max abs difference of each tensor on the ranks outside the majority. Without a majority, all disagreeing ranks "
-    "are marked. A tensor that is missing, has another shape, is not finite on some ranks, or was compared by digest "
-    "has no numeric difference and a separate color."
-)
-_HISTOGRAM_CAPTION = (
-    "Share of the tensor's elements by absolute difference from the majority. Without a majority, the difference is "
-    "measured between the two ranks that are farthest apart."
-)
-_SAMPLED_CAPTION = " Large tensors are sampled in evenly spaced parts."
+_DOT = " \u00b7 "
+_COUNTS = ("identical", "equal", "close", "different", "not_compared")
 
 
-def render(report: Report, version: str) -> str:
-    """Return the page. All texts from files are escaped."""
+def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the page. about: labels and texts on how it was made. All texts from files are escaped."""
     runs = by_run(report.groups)
-    charts = find_spec("matplotlib") is not None
+    numbers = {run: i for i, run in enumerate(runs, 1)}
+    data = make_data(report, runs)
+    made = [("syncheck", version), *about]
     body = [
-        f'<h1 class="{report.verdict}">{_escape(words.verdict_line(report))}</h1>',
-        f"<p>{_escape(words.counts_line(report))}</p>",
-        *(f'<p class="closure">{_escape(closure.sentence)}</p>' for closure in report.closures),
-        *(f"<p>{_escape(line)}</p>" for line in words.fixed_lines(report.groups)),
+        *_head(report, runs, dict(made).get("written", "")),
+        *_findings(runs, numbers),
+        *_steps(report, runs),
+        *_drift(report),
     ]
-    if runs and report.command == "compare":
-        body += [
-            "<h2>Runs</h2>",
-            _runs_table([group for groups in runs.values() for group in shown_steps(groups)]),
-            *_drift(report, charts=charts),
-        ]
-    if report.command == "compare" and (report.drift or report.verdict == "out_of_sync") and not charts:
-        body.append('<p class="note">No charts: matplotlib is not installed (pip install "syncheck[html]").</p>')
-    # If a finding has a history, only the last step has charts; the drift chart and table cover the other steps.
-    runs_with_charts = set(_most_important(runs)) if charts else set()
+    opened = min(runs, key=lambda run: _importance(runs[run]), default="")
     for run, groups in runs.items():
-        shown = shown_steps(groups)
-        for group in reversed(shown):
-            most = MOST_DATA // len(runs) // len(shown)
-            body += _group(group, charts=run in runs_with_charts and group is shown[-1], most_data=most)
+        body += _run(groups, numbers[run], is_open=run == opened)
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
-        body += ["<h2>Unreadable files</h2>", _table(("file", "reason"), rows)]
+        body += ['<h2 id="unreadable">Unreadable files</h2>', _table(("file", "reason"), rows)]
     body += [f'<p class="note">{_escape(line)}</p>' for line in words.omission_lines(report)]
-    body.append(f'<p class="note">syncheck {_escape(version)}</p>')
-    return _page(_escape(f"syncheck: {words.VERDICTS[report.verdict].lower()}"), body)
+    body += ['<h2 id="about">About this report</h2>', _definitions([(k, v, False) for k, v in made if v])]
+    title = f"syncheck: {words.VERDICTS[report.verdict].lower()}" + "".join(f", {run}" for run in list(runs)[:1])
+    return _page(_escape(title), body, "" if data is None else encode(data))
 
 
-def _page(title: str, body: Sequence[str]) -> str:
-    script = resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    # The policy blocks all loading, and all scripts but page.js, even if a name in a checkpoint escaped the escaping.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+@cache
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _page(title: str, body: Sequence[str], data: str) -> str:
+    scripts = [_read("echarts.js")] * bool(data) + [_read("page.js")]
+    # The policy blocks all loading, and all scripts but these, even if a name in a checkpoint escaped the escaping.
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n"
+        f"<style>\n{_read('page.css')}</style>\n</head>\n<body>\n"
         + "\n".join(body)
-        + f"\n<script>{script}</script>\n</body>\n</html>\n"
+        + (f'\n<script type="application/gzip" id="data">{data}</script>' if data else "")
+        + "".join(f"\n<script>{script}</script>" for script in scripts)
+        + "\n</body>\n</html>\n"
     )
 
 
-def _most_important(runs: Mapping[str, Sequence[Group]]) -> list[str]:
-    return sorted(runs, key=lambda run: runs[run][-1].verdict != "out_of_sync")[:_MOST_CHARTS]
+def _head(report: Report, runs: Steps, written: str) -> list[str]:
+    groups = [group for steps in runs.values() for group in steps]
+    where = [one_line(groups[-1].run)] if len(runs) == 1 else [f"{len(runs)} runs"] * bool(runs)
+    steps = list(dict.fromkeys(group.step for group in groups if group.step is not None))
+    if steps:
+        where.append(f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {min(steps)} to {max(steps)}")
+    if ranks := sorted({rank for group in groups for rank in group.ranks if not group.labels}):
+        where.append(words.ranks_label(ranks))
+    where += [written] * bool(written)
+    lines = [
+        f'<header class="{report.verdict}">',
+        f"<h1>{_escape(words.verdict_line(report))}</h1>",
+        f'<p class="where">{escape(_DOT.join(where))}</p>' if where else "",
+    ]
+    if len(groups) <= 1:
+        lines.append(f"<p>{_escape(words.counts_line(report))}</p>")
+    else:  # a sum over steps would count each tensor several times
+        last = groups[-1] if len(runs) == 1 else None
+        lines += [f"<p>{_escape(f'{words.step_text(last)}: {words.counts_text(last.counts)}')}</p>"] if last else []
+    if report.verdict == "in_sync" and not any(group.findings for group in groups):
+        compared = max((group.counts.compared for group in groups), default=0)
+        lines.append(f"<p>No difference was found in {compared} compared tensors.</p>")
+    lines.append("</header>")
+    lines += [f'<p class="closure">{_escape(closure.sentence)}</p>' for closure in report.closures]
+    lines += [f"<p>{_escape(line)}</p>" for line in words.fixed_lines(report.groups)]
+    return lines
 
 
-def _runs_table(groups: Sequence[Group]) -> str:
+def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
+    """Return a sort key: runs with errors first, then those with warnings, and those in sync last."""
+    findings = [finding for group in shown_steps(groups) for finding in group.findings]
+    return min(map(_rank, findings), default=(2,))
+
+
+def _rank(finding: Finding) -> tuple[int, ...]:
+    return not finding.fails, ("error", "warning", "info").index(finding.severity)
+
+
+def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
+    found = [
+        (finding, group)
+        for groups in runs.values()
+        for group in reversed(shown_steps(groups))
+        for finding in group.findings
+    ]
+    if not found:
+        return []
+    found.sort(key=lambda pair: _rank(pair[0]))
+    parts, used = ['<section id="findings">'], set()
+    for finding, group in found:
+        anchor = next(a for n in range(1, len(found) + 1) if (a := finding.code + f"-{n}" * (n > 1)) not in used)
+        used.add(anchor)
+        parts.append(_finding(finding, group, anchor, numbers[group.run], one_of_many=len(runs) > 1))
+    return [*parts, "</section>"]
+
+
+def _finding(finding: Finding, group: Group, anchor: str, number: int, *, one_of_many: bool) -> str:
+    title = escape(one_line(words.finding_title(finding)))
+    where = [group.run] * one_of_many + [words.step_text(group)] * (group.step is not None)
+    links = [
+        f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>'
+        for name in finding.tensors[:_MOST_LINKS]
+    ]
+    if (more := len(finding.tensors) - len(links)) > 0:
+        links.append(f"and {more} more")
+    rows = [(label, text, label == "fix") for label, text in words.finding_rows(finding)]
+    rows.append(("more", words.more_text(finding), False))
+    tensors = f"<dt>tensors</dt><dd>{', '.join(links)}</dd>" if links else ""
+    return (
+        f'<article class="finding {finding.severity}" id="{anchor}"><h2><a href="#{anchor}">{title}</a></h2>'
+        + (f'<p class="note">{_escape(", ".join(where))}</p>' if where else "")
+        + _definitions(rows, tensors)
+        + "</article>"
+    )
+
+
+def _definitions(rows: Iterable[tuple[str, str, bool]], more: str = "") -> str:
+    """Return labels with texts. The third item of a row: whether its text can be copied."""
+    lines = [
+        f"<dt>{_escape(label)}</dt><dd{' class=copy' * copy}>{_linked(one_line(text))}</dd>"
+        for label, text, copy in rows
+    ]
+    return f"<dl>{''.join(lines)}{more}</dl>"
+
+
+def _linked(text: str) -> str:
+    """Return an escaped text, as a link if it is an address of the documentation."""
+    shown = escape(text)
+    return f'<a href="{shown}">{shown}</a>' if text.startswith(words.SITE) else shown
+
+
+def _steps(report: Report, runs: Steps) -> list[str]:
+    groups = [group for steps in runs.values() for group in steps]
+    if len(groups) < 2 or report.command != "compare":
+        return []
+    if len(groups) > _MOST_STEPS:
+        groups = [group for steps in runs.values() for group in shown_steps(steps)]
     kinds = list(dict.fromkeys(kind for group in groups for kind in group.kinds))
+    used = [name for name in _COUNTS if any(getattr(group.counts, name) for group in groups)]
     rows = [
         (
-            group.name,
+            group.run,
+            "-" if group.step is None else str(group.step),
             words.VERDICTS[group.verdict],
             ", ".join(finding.code for finding in group.findings) or "-",
             str(len(group.replicas)),
+            *(str(getattr(group.counts, name)) for name in used),
             *(words.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds),
         )
         for group in groups
     ]
+    titles = ("run", "step", "verdict", "findings", "ranks", *(name.replace("_", " ") for name in used))
     # Long titles wrap at spaces only.
-    titles = (kind.replace("_", " ") for kind in kinds)
-    drawn = _table(("run", "verdict", "findings", "ranks", *titles), rows, numbers=("ranks",))
-    return f'<div class="runs">{drawn}</div>'
+    table = _table((*titles, *(kind.replace("_", " ") for kind in kinds)), rows, numbers=("step", *titles[4:]))
+    return [_open_part("steps", "Steps"), f'<div class="steps">{table}</div></details>']
 
 
-def _drift(report: Report, *, charts: bool) -> list[str]:
-    if not report.drift:
+def _open_part(name: str, title: str, *, is_open: bool = True, kind: str = "h2") -> str:
+    return f'<details id="{name}"{" open" * is_open}><summary><{kind}>{title}</{kind}></summary>'
+
+
+def _drift(report: Report) -> list[str]:
+    if not report.drift or report.command != "compare":
         return []
-    heading = "<h2>Drift of BatchNorm's running statistics</h2>"
+    heading = _open_part("drift", "Drift of BatchNorm's running statistics")
     if not any(point.max_abs for point in report.drift):
-        return [heading, "<p>No measured difference between the ranks' running statistics at any step.</p>"]
+        return [heading, "<p>No measured difference between the ranks' running statistics at any step.</p></details>"]
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
-    parts = [heading]
-    if charts:
-        from syncheck.report.charts import draw_drift
-
-        parts += [f"<figure>{chart}</figure>" for chart in draw_drift(report)]
-    return [*parts, _table(columns, words.drift_rows(report), numbers=("step", columns[2]))]
+    table = _table(columns, words.drift_rows(report), numbers=("step", columns[2]))
+    return [heading, table, "</details>"]
 
 
-def _group(group: Group, *, charts: bool, most_data: int) -> list[str]:
-    """Return the part of one step of a run. charts: whether to draw its charts."""
+def _run(groups: Sequence[Group], number: int, *, is_open: bool) -> list[str]:
+    """Return the part of a run: its charts, and the tables of its last step. number: of the run, from 1."""
+    group = groups[-1]
+    title = f'{_escape(words.group_title(group))}: <span class="{group.verdict}">{words.VERDICTS[group.verdict]}</span>'
     return [
-        f"<h2>{_escape(words.group_title(group))}: {_verdict(group)}</h2>",
-        f'<p class="note">{_escape("; ".join(words.note_lines(group)))}</p>',
+        _open_part(f"run{number}", title, is_open=is_open).replace("<details", '<details class="run"'),
+        *(f'<p class="note">{_escape(line)}</p>' for line in words.note_lines(group)),
+        '<div class="charts"></div>',
+        *_tensor_table(group),
+        *_histograms(group),
+        *_history(group),
+        "<h3>Files</h3>",
         _table(
             ("file", "model" if group.labels else "rank", "format", "tensors", "bytes"),
             [
@@ -143,114 +237,61 @@ def _group(group: Group, *, charts: bool, most_data: int) -> list[str]:
             ],
             numbers=("rank", "tensors", "bytes"),
         ),
-        *(_finding(finding) for finding in group.findings),
-        *_history(group, charts=charts),
-        *(_heatmap(group) if charts and not group.labels else []),
-        *_histograms(group, charts=charts),
-        *_tensor_table(group, most_data),
+        "</details>",
     ]
 
 
-def _verdict(group: Group) -> str:
-    return f'<span class="{group.verdict}">{words.VERDICTS[group.verdict]}</span>'
-
-
-def _finding(finding: Finding) -> str:
-    rows = (f"<p><b>{label.capitalize()}</b> {_escape(of)}</p>" for label, of in words.finding_rows(finding))
-    title = _escape(words.finding_title(finding))
-    return f'<div class="finding {finding.severity}"><h3>{title}</h3>{"".join(rows)}</div>'
-
-
-def _history(group: Group, *, charts: bool) -> list[str]:
+def _history(group: Group) -> list[str]:
     curves = make_curves(group)
     if not curves:
         return []
-    parts = ["<h3>Max abs difference of each finding over the steps</h3>"]
-    if charts:
-        from syncheck.report.charts import draw_curves
-
-        parts.append(f"<figure>{draw_curves(curves)}</figure>")
     steps = [step for step, _ in next(iter(curves.values()))]
     rows = [
-        (str(step), *("-" if curve[i][1] is None else f"{curve[i][1]:.4g}" for curve in curves.values()))
-        for i, step in enumerate(steps)
+        (str(step), *(words.difference_text(curve[i][1]) for curve in curves.values())) for i, step in enumerate(steps)
     ]
-    drawn = _table(("step", *curves), rows, numbers=tuple(curves))
-    return [*parts, f"<details><summary>Show the data</summary>\n{drawn}</details>"]
+    title = "Max abs difference of each finding at each step"
+    return [f"<details><summary>{title}</summary>\n{_table(('step', *curves), rows, ('step', *curves))}</details>"]
 
 
-def _heatmap(group: Group) -> list[str]:
-    heatmap = make_heatmap(group)
-    if heatmap is None:
+def _histograms(group: Group) -> list[str]:
+    """Return the data of the histograms, worst tensor first."""
+    found = [(diff, diff.histogram) for diff in words.tensors_to_list(group) if diff.histogram is not None]
+    if not found:
         return []
-    from syncheck.report.charts import draw_heatmap
-
-    caption = _HEATMAP_CAPTION
-    if heatmap.rows_omitted:
-        caption += f" {heatmap.rows_omitted} rows with smaller differences are omitted."
-    return [
-        "<h3>Where the ranks differ</h3>",
-        f"<figure>{draw_heatmap(heatmap)}<figcaption>{_escape(caption)}</figcaption></figure>",
+    bins = bins_in_use([histogram for _, histogram in found])
+    rows = [
+        (diff.name, *words.difference_cells(diff)[:2], *map(str, bin_counts(histogram, bins)))
+        for diff, histogram in found
     ]
-
-
-def _histograms(group: Group, *, charts: bool) -> list[str]:
-    """Return the part on tensors with a histogram, worst first; empty without histograms.
-
-    charts: draw all histograms into one chart, of which the page's script shows the selected one.
-    """
-    pairs = [(diff, diff.histogram) for diff in words.tensors_to_list(group) if diff.histogram is not None]
-    if not pairs:
-        return []
-    histograms = [histogram for _, histogram in pairs]
-    parts = ["<h3>Distribution of differences over elements</h3>", '<div class="histograms">']
-    rows, bins = [], bins_in_use(histograms)
-    for diff, histogram in pairs:
-        differing, absolute, *_ = words.difference_cells(diff)
-        rows.append((diff.name, differing, absolute, *map(str, bin_counts(histogram, bins))))
-    if charts:
-        from syncheck.report.charts import draw_histograms
-
-        sampled = any(histogram.elements < diff.numel for diff, histogram in pairs)
-        caption = _HISTOGRAM_CAPTION + (_SAMPLED_CAPTION if sampled else "")
-        name, differing, absolute = rows[0][:3]
-        # page.js writes the same line for the selected tensor.
-        line = f"{name}: differing elements: {differing}; max abs: {absolute}"
-        parts.append(f'<p class="selected">{_escape(line)}</p>')
-        parts.append(f"<figure>{draw_histograms(histograms)}<figcaption>{_escape(caption)}</figcaption></figure>")
+    sampled = any(histogram.elements < diff.numel for diff, histogram in found)
+    note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>' if sampled else ""
     columns = ("tensor", "differing", "max abs", "equal", *map(bin_label, bins), "not finite")
-    data = _table(columns, rows, numbers=columns[2:])
-    title = f"Show the data of {len(rows)} tensors" if len(rows) > 1 else "Show the data"
-    return [*parts, f"<details><summary>{title}</summary>\n{data}</details>", "</div>"]
+    title = "Number of elements by absolute difference"
+    return [f"<details><summary>{title}</summary>\n{note}{_table(columns, rows, columns[2:])}</details>"]
 
 
-def _tensor_table(group: Group, most_data: int) -> list[str]:
-    """Return the table of a group's tensors, worst first; empty if there are none."""
+def _tensor_table(group: Group) -> list[str]:
+    """Return the table of the tensors of a group, worst first; empty if there are none."""
     diffs = words.tensors_to_list(group)
     if not diffs:
         return []
-    shown, more = diffs[:MOST_ROWS], diffs[MOST_ROWS : MOST_ROWS + most_data]
-    parts = ["<h3>Tensors that are not identical</h3>", '<div class="tensors">']
-    parts.append(_table(words.columns(group), [words.cells(diff, group) for diff in shown], numbers=words.NUMBERS))
-    if more:
-        parts.append(f'<script type="application/json">{_rows_json(more, group)}</script>')
-        parts.append(
-            f'<p class="note unscripted">... and {len(diffs) - MOST_ROWS} more; enable JavaScript to see them.</p>'
-        )
-    if omitted := len(diffs) - len(shown) - len(more):
-        parts.append(f'<p class="note">{omitted} more tensors are not on this page; the JSON report lists all.</p>')
+    shown = [words.cells(diff, group) for diff in diffs[:MOST_ROWS]]
+    parts = [
+        "<h3>Tensors that are not identical</h3>",
+        '<div class="tensors">',
+        _table(words.columns(group), shown, numbers=words.NUMBERS),
+    ]
+    if len(diffs) > MOST_ROWS:
+        more = len(diffs) - MOST_ROWS
+        parts.append(f'<p class="note unscripted">... and {more} more; enable JavaScript to see them.</p>')
     parts += [f'<p class="note">{_escape(line)}</p>' for line in words.place_lines(diffs[:_MOST_PLACES], group)]
     return [*parts, "</div>"]
 
 
-def _rows_json(diffs: Sequence[TensorDiff], group: Group) -> str:
-    """Return rows with cells as indices into a list of distinct texts, because most cells repeat."""
-    texts: dict[str, int] = {}
-    rows = [
-        [one_line(name), *(texts.setdefault(one_line(cell), len(texts)) for cell in cells)]
-        for name, *cells in (words.cells(diff, group) for diff in diffs)
-    ]
-    return _script_json({"texts": list(texts), "rows": rows})
+def _quote(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(one_line(name), safe="")
 
 
 def _escape(value: str) -> str:
@@ -258,11 +299,9 @@ def _escape(value: str) -> str:
     return escape(one_line(value))
 
 
-def _script_json(value: Any) -> str:
-    """Return JSON for a script element, without sequences such as `</script>`."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    # HTML entities are not decoded inside a script element, so use the escapes of JSON.
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def _breakable(name: str) -> str:
+    """Return an escaped name that is wrapped after a dot or a slash."""
+    return _escape(name).replace(".", ".<wbr>").replace("/", "/<wbr>")
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str] = ()) -> str:
@@ -272,9 +311,16 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Seque
     head = "".join(f'<th scope="col" class="{k}">{_escape(c)}</th>' for k, c in zip(classes, columns, strict=True))
     lines = [
         "<tr>"
-        + "".join(f'<td class="{k}">{_escape(cell)}</td>' for k, cell in zip(classes, row, strict=True))
+        + "".join(
+            f'<td class="{k}">{_breakable(cell) if k == "name" else _escape(cell)}</td>'
+            for k, cell in zip(classes, row, strict=True)
+        )
         + "</tr>"
         for row in rows
     ]
     body = "\n".join(lines)
-    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    # A region that scrolls needs the focus of the keyboard.
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="table: {_escape(columns[0])}"><table>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+    )

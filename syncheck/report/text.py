@@ -108,7 +108,7 @@ def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
     rows: list[tuple[str, str | Sparkline]] = [(label, one_line(of)) for label, of in words.finding_rows(finding)]
     if curve and finding.history is not None:
         rows.insert(2, ("drift", _curve(finding.history)))
-    rows.append(("more", f"syncheck explain {finding.code}"))
+    rows.append(("more", f"syncheck explain {finding.code}, or {words.more_text(finding)}"))
     return [line(words.finding_title(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
 
 

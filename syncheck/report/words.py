@@ -22,6 +22,9 @@ VERDICTS = {
     "alone": "ALONE",
 }
 
+# The documentation site. tools/set_address.py replaces this placeholder everywhere when the project is released; its
+# host is reserved and resolves nowhere (RFC 2606).
+SITE = "https://syncheck.invalid/docs"
 # Columns of `difference_cells`, besides the number of differing elements.
 NUMBERS = ("max abs", "max rel", "max ulp")
 _MOST_VALUES = 5
@@ -32,14 +35,17 @@ _MOST_STEPS = 3
 
 def counts_line(report: Report) -> str:
     """Return the last line of every report: the number of tensors by result, including those not compared."""
-    counts = report.counts
+    excluded = sum(group.left_out for group in report.groups)
+    return counts_text(report.counts) + (f" ({excluded} excluded by options)" if excluded else "")
+
+
+def counts_text(counts: Counts) -> str:
+    """Return the number of tensors by result."""
     equal = f", {counts.equal} equal" if counts.equal else ""
-    line = (
+    return (
         f"{counts.tensors} tensors: {counts.identical} identical{equal}, {counts.close} close, "
         f"{counts.different} different, {counts.not_compared} not compared"
     )
-    excluded = sum(group.left_out for group in report.groups)
-    return line + (f" ({excluded} excluded by options)" if excluded else "")
 
 
 def verdict_line(report: Report) -> str:
@@ -332,6 +338,16 @@ def group_title(group: Group) -> str:
         return one_line(group.name)
     count = len(group.replicas)
     return f"{one_line(group.name)}, {count} replica{'s' if count != 1 else ''}"
+
+
+def more_text(finding: Finding) -> str:
+    """Return the page of a finding on the documentation site."""
+    return f"{SITE}/reference/findings/{finding.code.lower()}/"
+
+
+def step_text(group: Group) -> str:
+    """Return 'step 300', or the name of the group without a step."""
+    return one_line(group.name) if group.step is None else f"step {group.step}"
 
 
 def finding_rows(finding: Finding) -> list[tuple[str, str]]:

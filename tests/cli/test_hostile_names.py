@@ -18,17 +18,13 @@ import numpy as np
 import pytest
 from browser import opened
 from checkpoints import Done, save_pth, save_safetensors
-from groups import make_group
 from hostile_names import FILES, NAMES
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
 from syncheck.errors import logged, one_line
 from syncheck.options import EXTENSIONS
-from syncheck.records import Counts, DriftPoint, Replica, Report, TensorDiff
-from syncheck.report import charts
-from syncheck.report import html as page
-from syncheck.report.chart_data import Heatmap
+from syncheck.report.words import SITE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,39 +114,6 @@ def check_streams(cli: Run, paths: tuple[str, str]) -> None:
     assert done.code == 1, done.err
 
 
-@pytest.fixture
-def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Omit the charts of pages, which take most of the time; test_charts_of_all_names draws all names."""
-    monkeypatch.setattr(page, "find_spec", lambda _: None)
-
-
-@pytest.mark.parametrize("first", range(0, len(NAMES), 60))
-def test_charts_of_all_names(first: int) -> None:
-    """Charts draw every name as text: tensors of heatmap and drift, runs, and curves."""
-    names = [name for name in NAMES[first : first + 60] if name.strip()]
-    counts = Counts(len(names), different=len(names))
-    diffs = [TensorDiff(name, "bn_mean", "float32", (2,), "different", max_abs=0.5) for name in names]
-    replicas = [Replica("a", rank, "torch-zip", 1, 8) for rank in range(2)]
-    group = make_group(names[0], 3, "out_of_sync", replicas, counts, diffs, kinds={"bn_mean": counts})
-    drawings = [charts.draw_heatmap(Heatmap(tuple(names), ("0",), ((0.5,),) * len(names)))]
-    drawings += charts.draw_drift(Report("out_of_sync", (group,)))
-    points = [DriftPoint(run, step, 0.5, run) for run in names for step in (1, 3)]
-    drawings.append(charts.draw_curves(dict.fromkeys(names, ((1, 0.5), (2, None)))))
-    drawings.append(charts._draw_over_steps(Report("out_of_sync", (), drift=tuple(points))))
-    for drawing in drawings:
-        tags = {element.tag.rpartition("}")[2] for element in ET.fromstring(drawing).iter()}
-        assert not tags & {"script", "a", "foreignObject"}
-    texts = html.unescape("".join(drawings))
-    assert [name for name in names if len(name) < 60 and one_line(name) not in texts] == []
-
-
-def test_scripts_missing_from_the_chart_font(cli: Run) -> None:
-    """A page with Chinese, Korean and Thai names causes no warning, which pytest would turn into an error."""
-    paths = save_ranks(["\u6743\u91cd", "\uac00", "\u0e19"])
-    assert cli("compare", *paths, "-o", "out.html", "-q") == Done(1, "", "")
-    assert "\u6743\u91cd" in Path("out.html").read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_all_names_at_once(cli: Run) -> None:
     """With all names in one file, each command and format prints every name and executes no name."""
@@ -161,7 +124,6 @@ def test_all_names_at_once(cli: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name[:24]))
 def test_each_name(cli: Run, name: str) -> None:
     """Each name is harmless as the only name of a tensor, a value, a method and a host."""
@@ -170,7 +132,6 @@ def test_each_name(cli: Run, name: str) -> None:
     check_streams(cli, paths)
 
 
-@pytest.mark.usefixtures("without_charts")
 @pytest.mark.parametrize("name", [*QUICK, *SLOW], ids=lambda name: ascii(str(name)[:24]))
 def test_each_file_name(cli: Run, name: str) -> None:
     """Each name is harmless as the name of a file and of a folder, and as an option and an argument."""
@@ -223,10 +184,15 @@ def test_in_a_browser(cli: Run, tmp_path: Path) -> None:
     names = [name for name in dict.fromkeys(NAMES) if 0 < len(name) < 200]
     assert cli("compare", *save_ranks(names), "-n", "0", "-o", "out.html").code == 1
     before = (tmp_path / "out.html").read_text()
-    document, console = opened(tmp_path / "out.html", tmp_path / "browser")
-    assert console == []
+    with opened(tmp_path / "out.html") as (page, messages):
+        document = page.content()
+        links = page.evaluate("[...document.querySelectorAll('a')].map((each) => each.getAttribute('href'))")
+        page.locator(".chart").first.hover()
+        assert messages == []
     assert document.count("<script") == before.count("<script")
-    assert not re.search(r"<(img|iframe|object|embed|a href=\"(?!#))", document)
+    assert not re.search(r"<(img|iframe|object|embed)", document)
+    away = {link for link in links if not link.startswith("#")}
+    assert all(link.startswith(f"{SITE}/reference/findings/syn") for link in away)
     shown = html.unescape(re.sub(r"<[^>]*>", "", document))
     missing = [name for name in names if one_line(name) not in shown]
     assert missing == []

@@ -327,7 +327,7 @@ class CheckpointPlugin:
         report = self.judge.report()
         with contextlib.chdir(self.judge.start):
             refuse_overwrite(path, PYTEST.name("output"))
-            write_file(path, report, option=PYTEST.name("output"))
+            write_file(path, report, PYTEST.name("output"), self.judge.options)
         self.written.append(path)
 
     def _update_baseline(self, path: str, known: Known) -> str:
