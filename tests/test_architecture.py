@@ -138,8 +138,9 @@ ALLOWED = {
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
     | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
-    | {"logical.dtensors", "logical.model", "model_diff", "options"}
+    | {"logical.dtensors", "logical.model", "model_diff", "options", "events"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
+    "events": BASE | {"evidence.history", "report", "verdicts"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE
     | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin", "model_diff"},

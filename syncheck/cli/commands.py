@@ -82,7 +82,13 @@ def report(arguments: argparse.Namespace) -> int:
     """`syncheck report`."""
     from pathlib import Path
 
+    from syncheck import events
+
     project = _load_project(arguments)
+    if events.are_events(arguments.paths):
+        settings = _read_settings(arguments, project)
+        known = _read_baseline(settings)
+        return write_report(settings, events.read_events(settings.paths), "overview", known)
     if not arguments.paths and not project.checkpoints and not Path("ckpts").exists():
         raise UsageError("ckpts: no such folder; train with --save-per-rank, or pass the paths of checkpoints")
     return _compare(arguments, project, "overview")

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import brief, one_line
+from syncheck.events import describe_check, describe_findings
 from syncheck.report import words
 from syncheck.report.parts import Labels, Line, Span, line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from syncheck.records import Finding, Report
     from syncheck.report.parts import Part
@@ -103,10 +104,12 @@ class Reporter:
             compared=report.counts.compared,
             seconds=round(record.seconds, 6),
             overhead=round(record.overhead, 6),
-            findings=_make_rows(record.findings),
+            findings=describe_findings(record.findings, report),
+            **describe_check(report),
         )
         if record.new:
-            self.write_event("desync", step=record.step, in_sync_at=record.last_good, findings=_make_rows(record.new))
+            new = describe_findings(record.new, report)
+            self.write_event("desync", step=record.step, in_sync_at=record.last_good, findings=new)
         if self._writer is not None:
             self._try("writer", lambda: _add_scalars(self._writer, record))
 
@@ -146,21 +149,6 @@ class Reporter:
 def _append(path: Any, text: str) -> None:
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(text + "\n")
-
-
-def _make_rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    return [
-        {
-            "code": finding.code,
-            "slug": finding.slug,
-            "severity": finding.severity,
-            "allowed": finding.allowed,
-            "ranks": list(finding.ranks),
-            "tensors": len(finding.tensors),
-            "evidence": finding.evidence,
-        }
-        for finding in findings
-    ]
 
 
 def _add_scalars(writer: Any, record: CheckRecord) -> None:

@@ -1,0 +1,227 @@
+"""The events of a monitor: what a check writes to a JSONL file, and a report made of such files.
+
+`SyncMonitor(events="events.jsonl")` writes the file, `syncheck report events.jsonl` reads it; docs/live.md lists the
+fields.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncheck.errors import UsageError
+from syncheck.evidence.history import trend_of
+from syncheck.messages import Fact
+from syncheck.records import Counts, Finding, Group, History, HistoryPoint, Reason, Replica, Report, TensorDiff
+from syncheck.report.words import sort_worst_first
+from syncheck.verdicts import overall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+ENDING = ".jsonl"
+# Tensors of an event, and names of a finding: about 10 kB in a check that fails, nothing in one that does not.
+_MOST_TENSORS, _MOST_NAMES = 40, 8
+_MOST_LINE = 1 << 22  # characters
+_VERDICTS = ("in_sync", "out_of_sync", "undecided", "alone")
+_TEXTS = ("name", "kind", "dtype", "status")
+_NUMBERS = ("mismatched", "numel", "max_abs", "max_rel", "max_ulp")
+_INTEGERS = ("shape", "index", "minority", "clusters", "replica_groups")
+
+
+def describe_findings(findings: Iterable[Finding], report: Report) -> list[dict[str, Any]]:
+    """Return findings as JSON values. `tensors` is their number, `names` has the first ones."""
+    differences = {diff.name: diff.max_abs for group in report.groups for diff in group.tensors if diff.out_of_sync}
+    rows = []
+    for finding in findings:
+        sizes = [differences.get(name) for name in finding.tensors]
+        known = [float(size) for size in sizes if size is not None]
+        rows.append(
+            {
+                "code": finding.code,
+                "slug": finding.slug,
+                "severity": finding.severity,
+                "allowed": finding.allowed,
+                "ranks": list(finding.ranks),
+                "tensors": len(finding.tensors),
+                "names": list(finding.tensors[:_MOST_NAMES]),
+                "max_abs": max(known) if known and len(known) == len(sizes) else None,
+                "evidence": finding.evidence,
+                "cause": str(finding.cause),
+                "fix": str(finding.fix),
+            }
+        )
+    return rows
+
+
+def describe_check(report: Report) -> dict[str, Any]:
+    """Return the counts of a check by kind of tensor, and its worst tensors in the order of the model."""
+    kinds: dict[str, Counts] = {}
+    for group in report.groups:
+        for kind, counts in group.kinds.items():
+            kinds[kind] = kinds.get(kind, Counts()) + counts
+    diffs = [diff for group in report.groups for diff in group.tensors if diff.out_of_sync]
+    worst = {diff.name for diff in sort_worst_first(diffs)[:_MOST_TENSORS]}
+    rows = []
+    for diff in diffs:
+        if diff.name in worst:
+            row = {name: getattr(diff, name) for name in (*_TEXTS, *_NUMBERS, *_INTEGERS)}
+            detail = None if diff.detail is None else str(diff.detail)
+            rows.append(row | {"reason": diff.reason, "detail": detail, "nonfinite": list(diff.nonfinite.items())})
+    return {"kinds": {kind: _list_counts(counts) for kind, counts in kinds.items()}, "worst": rows}
+
+
+def _list_counts(counts: Counts) -> dict[str, int]:
+    return {field.name: getattr(counts, field.name) for field in fields(Counts)}
+
+
+def are_events(paths: Sequence[Any]) -> bool:
+    """Whether all paths are event files."""
+    return bool(paths) and all(str(path).endswith(ENDING) for path in paths)
+
+
+def read_events(paths: Sequence[Any]) -> Report:
+    """Return the checks of event files as the steps of runs, each with the name of its file.
+
+    Files of version 0.1 have no tensors, causes and fixes. Raises UsageError for a file that cannot be read, is not an
+    event file, or has no check.
+    """
+    groups: list[Group] = []
+    for path in paths:
+        found: list[Group] = []
+        name = Path(path).stem
+        ranks: tuple[int, ...] = ()
+        for number, event in _read_lines(path):
+            try:
+                if event["event"] == "start":
+                    ranks = tuple(sorted(int(rank) for rank in event["ranks"]))
+                    if any(group.step >= event["step"] for group in found if group.run == name and group.step):
+                        name = f"{Path(path).stem} from line {number}"  # another run appended to the file
+                elif event["event"] == "check":
+                    found.append(_make_group(event, name, ranks, str(path)))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                problem = f"{type(error).__name__}: {error}"[:80]
+                raise UsageError(f"{path}, line {number}: not an event of SyncMonitor ({problem})") from None
+        if not found:
+            raise UsageError(f"{path}: no check in it; pass the file that SyncMonitor(events=...) has written")
+        groups += found
+    runs: dict[str, list[Group]] = {}
+    for group in groups:
+        runs.setdefault(group.run, []).append(group)
+    groups = [_add_history(group, steps) if group is steps[-1] else group for steps in runs.values() for group in steps]
+    return Report(overall(groups, ()), tuple(groups))
+
+
+def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and content of each line. An incomplete last line is skipped: the run may be writing it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            number = 0
+            while line := file.readline(_MOST_LINE):
+                number += 1
+                try:
+                    event = json.loads(line)
+                except (ValueError, RecursionError):
+                    if not line.endswith("\n") and len(line) < _MOST_LINE:
+                        return
+                    event = None
+                if not isinstance(event, dict) or "event" not in event:
+                    raise UsageError(f"{path}, line {number}: not an event; pass a file of SyncMonitor(events=...)")
+                yield number, event
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UsageError(f"{path}: {problem}") from None
+
+
+def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path: str) -> Group:
+    step, verdict = int(event["step"]), event["verdict"]
+    if verdict not in _VERDICTS:
+        raise ValueError(f"verdict {verdict!r}")
+    tensors, compared = int(event["tensors"]), int(event["compared"])
+    kinds = {
+        str(kind): Counts(**{field.name: int(counts[field.name]) for field in fields(Counts)})
+        for kind, counts in event.get("kinds", {}).items()
+    }
+    if not kinds:  # version 0.1 wrote only how many tensors were compared
+        different = min(compared, sum(int(row["tensors"]) for row in event["findings"]))
+        absent = tensors - compared
+        kinds["all"] = Counts(tensors, compared - different, different=different, not_compared=absent)
+    diffs = tuple(_make_diff(row) for row in event.get("worst", ()))
+    findings = tuple(_make_finding(row) for row in event["findings"])
+    return Group(
+        name=f"{run} step {step}",
+        run=run,
+        step=step,
+        replicas=tuple(Replica(path, rank, "memory", tensors, 0) for rank in ranks),
+        counts=sum(kinds.values(), Counts()),
+        tensors=diffs,
+        kinds=kinds,
+        verdict=verdict,
+        findings=findings,
+    )
+
+
+def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
+    values: dict[str, Any] = {name: str(row[name]) for name in _TEXTS}
+    values |= {name: _read_integers(row[name]) for name in _INTEGERS}
+    for name in _NUMBERS:
+        values[name] = row[name]
+        if not isinstance(row[name], (int, float, type(None))):
+            raise ValueError(f"{name} {row[name]!r}")
+    if values["status"] not in ("different", "not_compared"):
+        raise ValueError(f"status {values['status']!r}")
+    values["reason"] = None if row["reason"] is None else Reason(row["reason"])
+    values["detail"] = None if row["detail"] is None else Fact.TEXT(text=str(row["detail"]))
+    values["nonfinite"] = {int(rank): int(count) for rank, count in row["nonfinite"]}
+    return TensorDiff(**values)
+
+
+def _read_integers(value: Any) -> Any:
+    """Return lists of integers as tuples; None stays."""
+    return tuple(map(_read_integers, value)) if isinstance(value, list) else None if value is None else int(value)
+
+
+def _make_finding(row: Mapping[str, Any]) -> Finding:
+    if row["severity"] not in ("info", "warning", "error"):
+        raise ValueError(f"severity {row['severity']!r}")
+    code = str(row["code"])
+    return Finding(
+        code=code,
+        slug=str(row["slug"]),
+        severity=row["severity"],
+        ranks=tuple(int(rank) for rank in row["ranks"]),
+        tensors=tuple(str(name) for name in row.get("names", ())),
+        facts=(Fact.TEXT(text=str(row["evidence"])),),
+        cause=Fact.TEXT(text=str(row.get("cause", f"see: syncheck explain {code}"))),
+        fix=Fact.TEXT(text=str(row.get("fix", f"see: syncheck explain {code}"))),
+        allowed=bool(row["allowed"]),
+    )
+
+
+def _add_history(last: Group, steps: Sequence[Group]) -> Group:
+    """Add to the findings of the last check when they began."""
+    if len(steps) < 2:
+        return last
+    findings = []
+    for finding in last.findings:
+        having = [finding.code in [other.code for other in group.findings] for group in steps]
+        names = set(finding.tensors)
+        diffs = [[diff for diff in group.tensors if diff.name in names] for group in steps]
+        first = having.index(True)
+        points = tuple(
+            HistoryPoint(group.step or 0, int(has), _find_largest(own) if has else 0.0)
+            for group, has, own in zip(steps, having, diffs, strict=True)
+        )
+        since, agreed = steps[first].step or 0, steps[first - 1].step if first else None
+        ranks = next(other.ranks for other in steps[first].findings if other.code == finding.code)
+        history = History(points, since, agreed, (), ranks, trend_of(diffs[first:]))
+        findings.append(replace(finding, history=history))
+    return replace(last, findings=tuple(findings))
+
+
+def _find_largest(diffs: Sequence[TensorDiff]) -> float | None:
+    sizes = [diff.max_abs for diff in diffs]
+    known = [float(size) for size in sizes if size is not None]
+    return max(known) if known and len(known) == len(sizes) else None

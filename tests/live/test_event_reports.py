@@ -1,0 +1,134 @@
+"""Reports of event files: `syncheck report events.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from monitored import Watched, flip_at
+
+from syncheck.errors import UsageError
+from syncheck.events import read_events
+from syncheck.report import html, plain, text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from checkpoints import Done
+
+    from syncheck.testing import Rank
+
+    Run = Callable[..., Done]
+
+START = {"event": "start", "time": "t", "step": 0, "every": 1, "on_desync": "warn", "ranks": [0, 1]}
+FINDING = {
+    "code": "SYN220", "slug": "bit-flip", "severity": "error", "allowed": False, "ranks": [1], "tensors": 2,
+    "evidence": "one bit differs",
+}  # fmt: skip
+
+
+def check(at: int, *findings: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return the event of a check as version 0.1 wrote it."""
+    verdict = "out_of_sync" if findings else "in_sync"
+    event = {"event": "check", "time": "t", "step": at, "verdict": verdict, "tensors": 10, "compared": 9}
+    return event | {"seconds": 0.1, "overhead": 0.1, "findings": list(findings)} | changes
+
+
+def write(path: Path, *events: dict[str, Any], end: str = "") -> Path:
+    """Write an event file. end: an incomplete last line."""
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events) + end, encoding="utf-8")
+    return path
+
+
+@pytest.mark.syncheck(ranks=3)
+def test_the_checks_of_a_run_are_its_steps(syncheck_rank: Rank, tmp_path: Path) -> None:
+    """The report has each check of a real run, with its tensors, and since when the finding exists."""
+    path = tmp_path / "events.jsonl"
+    Watched(plant=flip_at(3, rank=2)).run(8, on_desync="warn", events=path)
+    if syncheck_rank.rank:
+        return
+    report = read_events([path])
+    assert report.verdict == "out_of_sync"
+    assert [group.step for group in report.groups] == [2, 4, 6, 8]
+    good, *_, last = report.groups
+    assert (good.verdict, good.tensors, good.counts.different) == ("in_sync", (), 0)
+    assert last.ranks == (0, 1, 2)
+    (finding,) = last.findings
+    assert finding.ranks == (2,)
+    assert finding.history is not None
+    assert (finding.history.agreed, finding.history.since) == (2, 4)
+    assert {diff.name for diff in last.tensors if diff.out_of_sync} == set(finding.tensors)
+    assert last.counts.tensors == last.counts.identical + last.counts.different > 0
+    assert all(diff.minority == (2,) and diff.max_abs for diff in last.tensors)
+    assert '<article class="finding error"' in html.render(report, "0")
+    assert "in sync until step 2, out of sync from step 4" in plain.render(text.overview(report, 5))
+
+
+def test_events_of_version_0_1(tmp_path: Path) -> None:
+    """Old events have counts and findings only; their causes refer to the command that prints them."""
+    report = read_events([write(tmp_path / "run.jsonl", START, check(1), check(2, FINDING))])
+    first, last = report.groups
+    assert (report.verdict, first.run, first.ranks) == ("out_of_sync", "run", (0, 1))
+    assert (last.counts.different, last.counts.identical, last.counts.not_compared) == (2, 7, 1)
+    assert (last.findings[0].code, last.findings[0].evidence) == ("SYN220", "one bit differs")
+
+
+def test_a_run_that_is_still_writing(tmp_path: Path) -> None:
+    """An incomplete last line is skipped; a second run in the same file is a run of its own."""
+    path = write(tmp_path / "run.jsonl", START, check(5), START, check(5, FINDING), end='{"event": "che')
+    report = read_events([path])
+    assert [(group.run, group.step) for group in report.groups] == [("run", 5), ("run from line 3", 5)]
+
+
+WORST = {
+    "name": "w", "kind": "parameter", "dtype": "float32", "status": "different", "mismatched": 1, "numel": 2,
+    "max_abs": 0.5, "max_rel": None, "max_ulp": None, "shape": [2], "index": [0], "minority": [1],
+    "clusters": [[0], [1]], "replica_groups": [[0, 1]], "reason": None, "detail": None, "nonfinite": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        check(1, verdict="fine"),
+        check(1, step="one"),
+        check(1, FINDING | {"severity": "loud"}),
+        check(1, FINDING | {"ranks": ["x"]}),
+        check(1, FINDING, worst=[WORST | {"max_abs": "big"}]),
+        check(1, FINDING, worst=[WORST | {"clusters": [["x"]]}]),
+        check(1, FINDING, worst=[WORST | {"status": "identical"}]),
+        check(1, FINDING, worst=[{}]),
+        check(1, FINDING, kinds={"parameter": 3}),
+        {"event": "check"},
+        {"step": 1},
+    ],
+)
+def test_wrong_events_are_one_line(tmp_path: Path, cli: Run, event: dict[str, Any]) -> None:
+    """A line that is no event of a monitor is an error with its number, and exit code 2."""
+    path = write(tmp_path / "run.jsonl", START, event, check(2, FINDING, worst=[WORST]))
+    done = cli("report", str(path))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "line 2" in done.err
+
+
+@pytest.mark.parametrize("content", [b"", b"not json\n{}", b"\xff\xfe", b"[" * 100_000 + b"\n{}\n"])
+def test_files_without_events(tmp_path: Path, content: bytes) -> None:
+    """A file that holds no events raises an error."""
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"run\.jsonl"):
+        read_events([path])
+
+
+def test_from_the_command_line(tmp_path: Path, cli: Run) -> None:
+    """`syncheck report events.jsonl -o live.html` prints and writes the report; a missing file is an error."""
+    path = write(tmp_path / "run.jsonl", START, check(1), check(2, FINDING | {"names": ["w"]}, worst=[WORST]))
+    done = cli("report", str(path), "-o", "live.html", "-o", "live.json")
+    assert (done.code, done.err) == (1, "")
+    assert "SYN220" in done.out
+    assert "SYN220" in (tmp_path / "live.html").read_text(encoding="utf-8")
+    document = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))
+    assert [group["step"] for group in document["groups"]] == [1, 2]
+    assert cli("report", str(tmp_path / "none.jsonl")).code == 2
