@@ -1,5 +1,8 @@
 """Build the documentation site from the Markdown of this clone: `python docs/site.py OUT`.
 
+    python docs/site.py OUT              # this clone, in OUT/site
+    python docs/site.py OUT --versions   # the same as OUT/site/dev, beside a folder for each released version
+
 Needs `pip install -e '.[docs]'`. The pages are those of docs/ and the top folder, and one page for each finding with
 the text that syncheck prints for a fixture. Links to files outside the site point to the repository. The build is
 strict: a dead link stops it. `--pages` only writes the pages and the configuration, for another generator.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import shutil
@@ -25,8 +29,8 @@ import from_findings  # noqa: E402
 from syncheck.cli import main as run_syncheck  # noqa: E402
 from syncheck.diagnose import RULES  # noqa: E402
 
-# The release step replaces this placeholder, here and in docs/ci.md.
-REPOSITORY = "https://github.com/OWNER/syncheck"
+# A placeholder like that of `words.SITE`, which tools/set_address.py replaces everywhere.
+REPOSITORY = "https://syncheck.invalid/syncheck"
 # Pages from outside docs/, by their path in the site.
 MORE = {
     "start.md": "README.md",
@@ -126,7 +130,7 @@ def write_pages(out: Path) -> None:
 
 
 def configure(findings: list[str]) -> str:
-    """Return the configuration: navigation, search, copy buttons, and light and dark colors."""
+    """Return the configuration: navigation, search, versions, copy buttons, and light and dark colors."""
     palette = [("light", "default", "weather-night", "dark"), ("dark", "slate", "weather-sunny", "light")]
     lines = [
         "site_name: syncheck",
@@ -141,6 +145,8 @@ def configure(findings: list[str]) -> str:
         lines += [f"    - media: '(prefers-color-scheme: {scheme})'", f"      scheme: {name}"]
         lines += [f"      toggle: {{icon: material/{icon}, name: {other}}}"]
     lines += [
+        # The theme lists the versions of ../versions.json, whose format is that of the program mike.
+        "extra: {version: {provider: mike}}",
         "markdown_extensions:",
         "  - tables",
         "  - attr_list",
@@ -159,10 +165,62 @@ def configure(findings: list[str]) -> str:
     lines += ["  - Reference:"]
     lines += [f"      - reference/{path.name}" for path in sorted((ROOT / "docs" / "reference").glob("*.md"))]
     lines += ["  - Findings:", *(f"      - {name}" for name in findings)]
-    lines += ["  - Project:", *(f"      - {name}" for name in MORE if name.startswith("project/"))]
+    lines += ["  - Project:", "      - upgrading.md"]
+    lines += [f"      - {name}" for name in MORE if name.startswith("project/")]
     lines += ["  - 中文:", "      - zh-CN/start.md"]
     lines += [f"      - zh-CN/{path.name}" for path in sorted((ROOT / "docs" / "zh-CN").glob("*.md"))]
     return "\n".join(lines) + "\n"
+
+
+def build(out: Path) -> int:
+    """Build the site of this clone in OUT/site, and return the exit code."""
+    write_pages(out)
+    return subprocess.run(["zensical", "build", "--strict", "-f", str(out / "mkdocs.yml")], check=False).returncode
+
+
+def list_releases() -> dict[str, str]:
+    """Return the newest tag vX.Y.Z of each released X.Y, newest first. Tags without this program are skipped."""
+    tags = subprocess.run(["git", "tag"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    numbers = sorted((tuple(map(int, tag[1:].split("."))), tag) for tag in tags if re.fullmatch(r"v\d+\.\d+\.\d+", tag))
+    found = {f"{number[0]}.{number[1]}": tag for number, tag in numbers}
+    has_site = ["git", "cat-file", "-e"]
+    return {
+        name: tag
+        for name, tag in reversed(found.items())
+        if not subprocess.run([*has_site, f"{tag}:docs/site.py"], cwd=ROOT, capture_output=True, check=False).returncode
+    }
+
+
+def build_versions(out: Path) -> int:
+    """Build this clone as `dev` and each release in a folder of its own; `latest` is the newest release.
+
+    Returns the exit code of the first failed build, or 0.
+    """
+    whole = out / "site"
+    shutil.rmtree(out, ignore_errors=True)
+    if code := build(out / "dev"):
+        return code
+    shutil.copytree(out / "dev" / "site", whole / "dev")
+    releases = list_releases()
+    for name, tag in releases.items():
+        tree = out / f"tree-{name}"
+        subprocess.run(
+            ["git", "worktree", "add", "--detach", str(tree), tag], cwd=ROOT, check=True, capture_output=True
+        )
+        try:
+            command = [sys.executable, "docs/site.py", str(out / name)]
+            if code := subprocess.run(command, cwd=tree, check=False).returncode:
+                return code
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+        shutil.copytree(out / name / "site", whole / name)
+    latest = next(iter(releases), "dev")
+    shutil.copytree(whole / latest, whole / "latest")
+    rows = [{"version": name, "title": name, "aliases": ["latest"] * (name == latest)} for name in (*releases, "dev")]
+    (whole / "versions.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    redirect = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=latest/start/">'
+    (whole / "index.html").write_text(f'{redirect}<a href="latest/start/">syncheck</a>\n', encoding="utf-8")
+    return 0
 
 
 def main() -> int:
@@ -170,12 +228,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--pages", action="store_true", help="write the pages and the configuration only")
+    parser.add_argument("--versions", action="store_true", help="also build the released versions, from their tags")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
-    write_pages(out)
+    if arguments.versions:
+        return build_versions(out)
     if arguments.pages:
+        write_pages(out)
         return 0
-    return subprocess.run(["zensical", "build", "--strict", "-f", str(out / "mkdocs.yml")], check=False).returncode
+    return build(out)
 
 
 if __name__ == "__main__":

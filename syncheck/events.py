@@ -1,4 +1,4 @@
-"""The events of a monitor: what a check writes to a JSONL file, and a report made of such files.
+"""The events of a monitor: the lines of its JSONL file, and a report made of such files.
 
 `SyncMonitor(events="events.jsonl")` writes the file, `syncheck report events.jsonl` reads it; docs/live.md lists the
 fields.

@@ -196,7 +196,7 @@ def test_the_workflows_are_complete() -> None:
         assert job["runs-on"]
         assert all(("run" in step) != ("uses" in step) for step in job["steps"])
         for step in job["steps"]:
-            if step.get("uses", "").startswith("OWNER/syncheck@"):
+            if step.get("uses", "").startswith("syncheck.invalid/syncheck@"):
                 assert set(step["with"]) <= set(ACTION["inputs"])
     assert [name for name, _ in _commands()] == [
         "# .github/workflows/replicas.yml", "# .github/workflows/tests.yml", "# .gitlab-ci.yml", "// Jenkinsfile",

@@ -25,6 +25,7 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 import plots_batchnorm
 import plots_collectives
+import plots_diagrams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,7 @@ PLOTS = {
     "collectives": Plot(plots_collectives.draw),
     "bn_drift": Plot(plots_batchnorm.draw_drift, plots_batchnorm.measure_drift),
     "bn_batch": Plot(plots_batchnorm.draw_batch, plots_batchnorm.measure_batch),
+    **{name: Plot(draw) for name, draw in plots_diagrams.DIAGRAMS.items()},
 }
 
 

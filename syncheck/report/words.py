@@ -24,7 +24,7 @@ VERDICTS = {
 
 # The documentation site. tools/set_address.py replaces this placeholder everywhere when the project is released; its
 # host is reserved and resolves nowhere (RFC 2606).
-SITE = "https://syncheck.invalid/docs"
+SITE = "https://syncheck.invalid/docs/latest"
 # Columns of `difference_cells`, besides the number of differing elements.
 NUMBERS = ("max abs", "max rel", "max ulp")
 _MOST_VALUES = 5

@@ -12,9 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # English pages and their translations.
 PAGES = {
     "README.md": "README.zh-CN.md",
+    "docs/guide/01-ideas.md": "docs/zh-CN/01-ideas.md",
+    "docs/guide/03-ddp.md": "docs/zh-CN/03-ddp.md",
     "docs/guide/04-accumulation.md": "docs/zh-CN/04-accumulation.md",
     "docs/guide/06-batchnorm.md": "docs/zh-CN/06-batchnorm.md",
     "docs/guide/09-launching.md": "docs/zh-CN/09-launching.md",
+    "docs/guide/11-finding-a-desync.md": "docs/zh-CN/11-finding-a-desync.md",
 }
 _CODE = re.compile(r"^```.*?^```$|(?:^    [^\n]*\n)+", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)]*)\)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -65,3 +66,23 @@ def test_strict_build(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "reference" / "findings" / "syn304" / "index.html").exists()
+
+
+@pytest.mark.slow
+def test_released_versions(tmp_path: Path) -> None:
+    """Each X.Y with a tag has a folder, from its newest tag; `latest` is the newest, and the start page leads to it."""
+    pytest.importorskip("zensical")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+    for tag in ("v0.2.0", "v0.2.1", "experiment"):
+        subprocess.run(["git", "tag", tag], cwd=clone, check=True)
+    done = build(clone, tmp_path / "out", "--versions")
+    assert done.returncode == 0, done.stdout + done.stderr
+    site = tmp_path / "out" / "site"
+    rows = json.loads((site / "versions.json").read_text(encoding="utf-8"))
+    assert [(row["version"], row["aliases"]) for row in rows] == [("0.2", ["latest"]), ("dev", [])]
+    for name in ("0.2", "dev", "latest"):
+        assert (site / name / "reference" / "findings" / "syn304" / "index.html").exists()
+    assert "url=latest/start/" in (site / "index.html").read_text(encoding="utf-8")
+    listed = subprocess.run(["git", "worktree", "list"], cwd=clone, capture_output=True, text=True, check=True).stdout
+    assert listed.count("\n") == 1

@@ -31,7 +31,7 @@ def test_a_page_runs(path: Path, tmp_path: Path) -> None:
             (tmp_path / step[0]).write_text(step[1], encoding="utf-8")
             continue
         # gloo aborts a process now and then when the interpreter ends, after the script's last line.
-        for _ in range(2):
+        for _ in range(4):
             with (tmp_path / "printed").open("w+") as out:
                 done = subprocess.run(
                     ["bash", "-o", "pipefail", "-c", step.typed], cwd=tmp_path, env=environment,
