@@ -54,7 +54,7 @@ def test_page_loads_nothing() -> None:
     """The page has no address but that of the documentation and of SVG's namespace, and a policy forbids loading."""
     page = html.render(report(700), "0").replace(html._read("echarts.js"), "")
     addresses = set(re.findall(r"https?:[^\s\"'<]*", page))
-    assert addresses == {"https://syncheck.invalid/docs/reference/findings/syn212/"}
+    assert addresses == {"https://syncheck.invalid/docs/latest/reference/findings/syn212/"}
     assert not re.search(r"@import|url\((?!#)|<(img|link|iframe)", page)
     assert "default-src 'none'" in page
     # The library names addresses in messages and namespaces, and never loads one.
