@@ -3,32 +3,23 @@
     python docs/site.py OUT              # this clone, in OUT/site
     python docs/site.py OUT --versions   # the same as OUT/site/dev, beside a folder for each released version
 
-Needs `pip install -e '.[docs]'`. The pages are those of docs/ and the top folder, and one page for each finding with
-the text that syncheck prints for a fixture. Links to files outside the site point to the repository. The build is
-strict: a dead link stops it. `--pages` only writes the pages and the configuration, for another generator.
+Needs `pip install -e '.[docs]'`. The pages are those of docs/ and the top folder. Links to files outside the site point
+to the repository. The build is strict: a dead link stops it. `--pages` only writes the pages and the configuration, for
+another generator.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "reference")]
-
-import from_findings  # noqa: E402
-
-from syncheck.cli import main as run_syncheck  # noqa: E402
-from syncheck.diagnose import RULES  # noqa: E402
-
 # A placeholder like that of `words.SITE`, which tools/set_address.py replaces everywhere.
 REPOSITORY = "https://syncheck.invalid/syncheck"
 # Pages from outside docs/, by their path in the site.
@@ -65,8 +56,6 @@ def rewrite_links(text: str, name: str, source: Path, names: dict[Path, str]) ->
         path = (source.parent / target).resolve()
         if path.is_dir() and path / "README.md" in names:
             path /= "README.md"
-        if path.name == "findings.md" and re.fullmatch(r"#syn\d{3}", anchor):
-            path, anchor = path.parent / "findings" / f"{anchor[1:]}.md", ""
         if path in names:
             return f"{start}{os.path.relpath(names[path], Path(name).parent)}{anchor})"
         if not path.exists():
@@ -79,40 +68,10 @@ def rewrite_links(text: str, name: str, source: Path, names: dict[Path, str]) ->
     return "".join(blocks)
 
 
-def write_findings() -> dict[str, str]:
-    """Return the page of each finding: the section of the reference, and the printed text of an example."""
-    sections = re.split(r"^## (SYN\d{3})\n", from_findings.sections(), flags=re.MULTILINE)
-    texts = dict(zip(sections[1::2], sections[2::2], strict=True))
-    commands = from_findings._commands_by_code()  # noqa: SLF001 - a script of this folder
-    pages = {}
-    for rule in RULES:
-        text = f"# {rule.CODE} {rule.SLUG}\n{texts[rule.CODE]}"
-        text = re.sub(r"\]\(#(syn\d{3})\)", r"](\1.md)", text)
-        if rule.CODE in commands:
-            command = commands[rule.CODE][0]
-            text = f"{text.rstrip()}\n\n```\n{print_finding(command, rule.CODE)}\n```\n"
-        pages[f"reference/findings/{rule.CODE.lower()}.md"] = text
-    return pages
-
-
-def print_finding(command: str, code: str) -> str:
-    """Return the lines that a command prints for a finding."""
-    printed = io.StringIO()
-    os.chdir(ROOT)
-    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
-        run_syncheck([*command.split(), "--no-config", "--color", "never"])
-    found = re.search(rf"^  {code} .*?^    more .*?$", printed.getvalue(), re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise SystemExit(f"{command}: {code} is not printed; rebuild the fixtures")
-    return found[0]
-
-
 def write_pages(out: Path) -> None:
     """Write all pages and the configuration of the generator."""
     pages = list_pages()
-    findings = write_findings()
     names = {path.resolve(): name for name, path in pages.items()}
-    names |= {(ROOT / "docs" / name).resolve(): name for name in findings}
     shutil.rmtree(out, ignore_errors=True)
     for name, path in pages.items():
         target = out / "pages" / name
@@ -121,12 +80,8 @@ def write_pages(out: Path) -> None:
             target.write_text(rewrite_links(path.read_text(encoding="utf-8"), name, path, names), encoding="utf-8")
         else:
             shutil.copy(path, target)
-    for name, text in findings.items():
-        target = out / "pages" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        source = ROOT / "docs" / name
-        target.write_text(rewrite_links(text, name, source, names), encoding="utf-8")
-    (out / "mkdocs.yml").write_text(configure(sorted(findings)), encoding="utf-8")
+    findings = sorted(name for name in pages if name.startswith("reference/findings/"))
+    (out / "mkdocs.yml").write_text(configure(findings), encoding="utf-8")
 
 
 def configure(findings: list[str]) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import textwrap
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 
 from marks import cell, code, escaped, table
 from sources import ROOT
@@ -24,17 +24,8 @@ _PAPER = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 
 
 def example() -> str:
-    """Return a command for the clone and its printed finding, folded to 100 columns."""
-    os.chdir(ROOT)
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        main(["report", EXAMPLE, "--no-config", "--color", "never"])
-    (finding,) = re.findall(r"^  SYN\d{3} .*?^    more .*?$", printed.getvalue(), re.MULTILINE | re.DOTALL)
-    lines = []
-    for line in finding.splitlines():
-        label = re.match(r" *\w+ +", line) if line.startswith("    ") else None
-        lines += textwrap.wrap(line, 100, subsequent_indent=" " * (label.end() if label else 4), break_long_words=False)
-    return f"    syncheck report {EXAMPLE}\n\n```\n" + "\n".join(lines) + "\n```"
+    """Return a command for the clone and its printed finding."""
+    return f"    syncheck report {EXAMPLE}\n\n```\n{print_finding(f'report {EXAMPLE}', 'SYN217')}\n```"
 
 
 def table_of_findings() -> str:
@@ -42,7 +33,7 @@ def table_of_findings() -> str:
     rows = []
     for rule in sorted(RULES, key=lambda rule: rule.CODE):
         summary = cell((rule.__doc__ or "").partition("\n")[0])
-        rows.append((f"[{rule.CODE}](#{rule.CODE.lower()})", rule.SLUG, rule.SEVERITY, summary))
+        rows.append((f"[{rule.CODE}](findings/{rule.CODE.lower()}.md)", rule.SLUG, rule.SEVERITY, summary))
     return table(("code", "finding", "severity", "meaning"), rows)
 
 
@@ -51,20 +42,38 @@ def order() -> str:
     return " ".join(rule.CODE[3:] for rule in RULES if rule.SEVERITY != "info")
 
 
-def sections() -> str:
-    """Return a section for each finding: signature, cause, fix, incidents, and an example to run."""
+def pages() -> dict[str, str]:
+    """Return a page for each finding by file name: meaning, signature, cause, fix, incidents and a printed example."""
     commands = _commands_by_code()
-    parts = []
-    for rule in sorted(RULES, key=lambda rule: rule.CODE):
+    made = {}
+    for rule in RULES:
         first, *rest = textwrap.dedent(rule.__doc__ or "").strip().split("\n\n")
-        parts.append(f"## {rule.CODE}\n\n**{rule.SLUG}**, {rule.SEVERITY}. {escaped(first)}")
+        parts = [f"# {rule.CODE} {rule.SLUG}", f"Severity: {rule.SEVERITY}. {escaped(first)}"]
         for text in rest:
             items = re.split(r"^- ", text, flags=re.MULTILINE) if text.startswith("- ") else []
             parts += ["\n".join(f"- {_paragraph(' '.join(item.split()))}" for item in items[1:])] if items else []
             parts += [] if items else [_paragraph(" ".join(text.split()))]
         if rule.CODE in commands:
-            parts.append("Example: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.CODE]))
-    return "\n\n".join(parts)
+            parts.append("Examples: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.CODE]))
+            parts.append(f"```\n{print_finding(commands[rule.CODE][0], rule.CODE)}\n```")
+        made[f"{rule.CODE.lower()}.md"] = "\n\n".join((*parts, "[All findings](../findings.md)")) + "\n"
+    return made
+
+
+def print_finding(command: str, code: str) -> str:
+    """Return the lines that a command prints for a finding, folded to 100 columns."""
+    os.chdir(ROOT)
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        main([*command.split(), "--no-config", "--color", "never"])
+    found = re.search(rf"^  {code} .*?^    more .*?$", printed.getvalue(), re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{command}: {code} is not printed; rebuild the fixtures")
+    lines = []
+    for line in found[0].splitlines():
+        label = re.match(r" *\w+ +", line) if line.startswith("    ") else None
+        lines += textwrap.wrap(line, 100, subsequent_indent=" " * (label.end() if label else 4), break_long_words=False)
+    return "\n".join(lines)
 
 
 def _paragraph(text: str) -> str:
@@ -78,7 +87,7 @@ def _paragraph(text: str) -> str:
 def _link_codes(text: str) -> str:
     """Link codes of findings, except inside `code`."""
     parts = text.split("`")
-    parts[::2] = [_CODE.sub(lambda found: f"[{found[0]}](#{found[0].lower()})", part) for part in parts[::2]]
+    parts[::2] = [_CODE.sub(lambda found: f"[{found[0]}]({found[0].lower()}.md)", part) for part in parts[::2]]
     return "`".join(parts)
 
 

@@ -2,12 +2,13 @@
 
 python docs/reference/make.py --check    # exit code 1 if a page is out of date; nothing is written
 
-Pages are written by hand except for two kinds of marks. The text between `<!-- made: NAME -->` and `<!-- /made -->` is
-a block from `BLOCKS`. A number between `<!-- result: NAME -->` and `<!-- /result -->` is a measurement from
-`from_results.NUMBERS`; a line must not begin with this mark, because Markdown then renders the line as HTML.
+The pages in `findings/` are made of the rules. Other pages are written by hand except for two kinds of marks. The text
+between `<!-- made: NAME -->` and `<!-- /made -->` is a block from `BLOCKS`. A number between `<!-- result: NAME -->` and
+`<!-- /result -->` is a measurement from `from_results.NUMBERS`; a line must not begin with this mark, because Markdown
+then renders the line as HTML.
 
-The script needs pytest and no torch. It compares two small files for an example, and reads modules with `ast` instead
-of importing modules that need other libraries.
+The script needs pytest and no torch. It compares small files for examples, and reads modules with `ast` instead of
+importing modules that need other libraries.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import from_schema  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# A page for each finding.
+FINDINGS = ROOT / "docs" / "reference" / "findings"
 BLOCK = re.compile(r"(<!-- made: ([a-z-]+) -->\n).*?(<!-- /made -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- result: ([a-z0-9-]+) -->).*?(<!-- /result -->)")
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -40,7 +43,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "findings-example": from_findings.example,
     "findings-table": from_findings.table_of_findings,
     "findings-order": from_findings.order,
-    "findings": from_findings.sections,
     "json-fields": from_schema.fields,
     "json-example": from_schema.example,
     "methods": from_results.table_of_methods,
@@ -74,14 +76,20 @@ def fill_in(page: str) -> str:
 def main() -> int:
     """Write the pages, or compare them with `--check`."""
     check = "--check" in sys.argv[1:]
-    stale = []
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):
-        page = path.read_text(encoding="utf-8")
-        made = fill_in(page)
-        if made != page:
-            stale.append(path)
-            if not check:
-                path.write_text(made, encoding="utf-8")
+    written = {FINDINGS / name: text for name, text in from_findings.pages().items()}
+    by_hand = [path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.parent != FINDINGS]
+    pages = {path: fill_in(path.read_text(encoding="utf-8")) for path in by_hand} | written
+    unknown = [path for path in FINDINGS.glob("*.md") if path not in written]
+    stale = sorted(
+        path for path, text in pages.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    )
+    if not check:
+        FINDINGS.mkdir(exist_ok=True)
+        for path in stale:
+            path.write_text(pages[path], encoding="utf-8")
+        for path in unknown:
+            path.unlink()
+    stale += unknown
     if not check:
         return 0
     for path in stale:

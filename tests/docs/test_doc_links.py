@@ -58,11 +58,14 @@ def test_links_work(path: Path) -> None:
 
 
 def test_every_document_is_in_the_index() -> None:
-    """docs/README.md links to every page of docs/ except the guide, which has its own index. README links to it."""
+    """docs/README.md links to every page except those of the guide and of findings, which have indexes of their own."""
     docs = ROOT / "docs"
     index = {(docs / t.partition("#")[0]).resolve() for t in _LINK.findall((docs / "README.md").read_text())}
-    pages = {p for p in docs.rglob("*.md") if p.parent.name != "guide"} | {docs / "guide" / "README.md"}
+    pages = {p for p in docs.rglob("*.md") if p.parent.name not in ("guide", "findings")} | {docs / "guide/README.md"}
     assert sorted(pages - index - {docs / "README.md"}) == []
+    for folder, own in (("guide", "guide/README.md"), ("reference/findings", "reference/findings.md")):
+        links = {(docs / own).parent / link for link in _LINK.findall((docs / own).read_text(encoding="utf-8"))}
+        assert sorted(p for p in (docs / folder).glob("*.md") if p not in links and p != docs / own) == []
     assert "docs/README.md" in _LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 

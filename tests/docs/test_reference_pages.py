@@ -117,11 +117,24 @@ def test_measured_times_are_generated() -> None:
     assert {path: times for path, times in found.items() if times} == {}
 
 
-def test_every_finding_has_an_anchor() -> None:
-    """A message may link to `findings.md#syn201`: each code is a heading, followed by the slug."""
-    headings = dict(re.findall(r"^## (SYN\d{3})\n\n\*\*([a-z0-9-]+)\*\*", page("findings.md"), re.MULTILINE))
-    assert headings == {rule.CODE: rule.SLUG for rule in RULES}
-    assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", page("findings.md"))) > 50
+def test_every_finding_has_a_page() -> None:
+    """Each finding has a page with its code and slug as the title; the pages link to incidents."""
+    texts = [path.read_text(encoding="utf-8") for path in (REFERENCE / "findings").glob("*.md")]
+    titles = [re.match(r"# (SYN\d{3}) ([a-z0-9-]+)\n", text) for text in texts]
+    assert {title.groups() for title in titles if title} == {(rule.CODE, rule.SLUG) for rule in RULES}
+    assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", "".join(texts))) > 50
+
+
+def test_pages_of_findings_are_written_and_removed(copy: Path) -> None:
+    """The page of a finding that was edited or removed is written, and the page of an unknown finding is deleted."""
+    folder = copy / "docs" / "reference" / "findings"
+    (folder / "syn201.md").write_text("edited")
+    (folder / "syn202.md").unlink()
+    (folder / "syn999.md").write_text("unknown")
+    done = run_make(copy, "--check")
+    assert (done.returncode, sorted(re.findall(r"syn\d+", done.stdout))) == (1, ["syn201", "syn202", "syn999"])
+    assert run_make(copy).returncode == 0
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (REFERENCE / "findings").iterdir()}
 
 
 def test_every_option_and_key_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
