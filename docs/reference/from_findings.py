@@ -6,9 +6,12 @@ import io
 import json
 import os
 import re
+import tempfile
 import textwrap
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
+import diff_examples
 from marks import cell, code, escaped, table
 from sources import ROOT
 
@@ -16,6 +19,7 @@ from syncheck.cli import main
 from syncheck.diagnose import RULES
 
 EXAMPLE = "fixtures/desync/stale_rank"
+PEFT = "fixtures/conversions/peft/a"
 # Titles of paragraphs in the docstring of a rule.
 _HEAD = re.compile(r"^(Signature|Cause|Fix(?:, best first)?|Incidents): ")
 _ISSUE = re.compile(r"([\w.-]+/[\w.-]+)?#(\d+)")
@@ -44,7 +48,7 @@ def order() -> str:
 
 def pages() -> dict[str, str]:
     """Return a page for each finding by file name: meaning, signature, cause, fix, incidents and a printed example."""
-    commands = _commands_by_code()
+    commands, pairs = _commands_by_code(), print_pairs()
     made = {}
     for rule in RULES:
         first, *rest = textwrap.dedent(rule.__doc__ or "").strip().split("\n\n")
@@ -56,16 +60,35 @@ def pages() -> dict[str, str]:
         if rule.CODE in commands:
             parts.append("Examples: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.CODE]))
             parts.append(f"```\n{print_finding(commands[rule.CODE][0], rule.CODE)}\n```")
+        elif rule.CODE in pairs:
+            about, printed = pairs[rule.CODE]
+            parts += [f"Example: {about}", f"```\n{printed}\n```"]
         made[f"{rule.CODE.lower()}.md"] = "\n\n".join((*parts, "[All findings](../findings.md)")) + "\n"
     return made
 
 
-def print_finding(command: str, code: str) -> str:
-    """Return the lines that a command prints for a finding, folded to 100 columns."""
-    os.chdir(ROOT)
+def print_pairs() -> dict[str, tuple[str, str]]:
+    """Return for each finding on two models an example with its command, and the printed lines."""
+    made = {}
+    adapter = f"{PEFT}/base/,{PEFT}/adapter/"
+    printed = print_finding(f"diff {adapter} {PEFT}/base/", "SYN303")
+    made["SYN303"] = f"B is the model without the adapter. `syncheck diff {adapter} {PEFT}/base/`", printed
+    for code_of, (about, a, b) in diff_examples.make_pairs().items():
+        with tempfile.TemporaryDirectory() as folder:
+            for name, arrays in (("a", a), ("b", b), ("old", diff_examples.make_model(1))):
+                diff_examples.save(Path(folder, name), arrays)
+            command = "diff a b" + " --base old" * (code_of in ("SYN301", "SYN302"))
+            made[code_of] = f"{about} `syncheck {command}`", print_finding(command, code_of, Path(folder))
+    return made
+
+
+def print_finding(command: str, code: str, folder: Path = ROOT) -> str:
+    """Return the lines that a command prints for a finding, folded to 100 columns. folder: where the command runs."""
+    os.chdir(folder)
     printed = io.StringIO()
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
         main([*command.split(), "--no-config", "--color", "never"])
+    os.chdir(ROOT)
     found = re.search(rf"^  {code} .*?^    more .*?$", printed.getvalue(), re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit(f"{command}: {code} is not printed; rebuild the fixtures")

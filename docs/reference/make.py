@@ -3,9 +3,9 @@
 python docs/reference/make.py --check    # exit code 1 if a page is out of date; nothing is written
 
 The pages in `findings/` are made of the rules. Other pages are written by hand except for two kinds of marks. The text
-between `<!-- made: NAME -->` and `<!-- /made -->` is a block from `BLOCKS`. A number between `<!-- result: NAME -->` and
-`<!-- /result -->` is a measurement from `from_results.NUMBERS`; a line must not begin with this mark, because Markdown
-then renders the line as HTML.
+between `<!-- made: NAME -->` and `<!-- /made -->` is a block from `BLOCKS`. A number between `<!-- result: NAME -->`
+and `<!-- /result -->` is a measurement from `from_results.NUMBERS`; a line must not begin with this mark, because
+Markdown then renders the line as HTML.
 
 The script needs pytest and no torch. It compares small files for examples, and reads modules with `ast` instead of
 importing modules that need other libraries.

@@ -125,6 +125,14 @@ def test_every_finding_has_a_page() -> None:
     assert len(re.findall(r"github\.com/[\w.-]+/[\w.-]+/issues/\d+", "".join(texts))) > 50
 
 
+@pytest.mark.parametrize("path", sorted((REFERENCE / "findings").glob("*.md")), ids=lambda path: path.stem)
+def test_each_page_has_an_example(path: Path) -> None:
+    """The example of a page prints this finding, with its fix."""
+    text = path.read_text(encoding="utf-8")
+    assert re.search(rf"^Examples?: .*\n\n```\n  {path.stem.upper()} ", text, re.MULTILINE)
+    assert re.search(r"^    fix +\S", text, re.MULTILINE)
+
+
 def test_pages_of_findings_are_written_and_removed(copy: Path) -> None:
     """The page of a finding that was edited or removed is written, and the page of an unknown finding is deleted."""
     folder = copy / "docs" / "reference" / "findings"
