@@ -36,6 +36,8 @@ SECTIONS = {
     "Running jobs": "live integrations scale",
     "Reference trainer": "methods matrix launchers faults running data tasks resume stopping operations bench",
 }
+# A block of code with a file name: the generator wants quotes.
+_TITLE = re.compile(r"^(```\w+ title=)([^\s\"]+)$", re.MULTILINE)
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]*)(#[^)]*)?\)")
 
 
@@ -65,7 +67,7 @@ def rewrite_links(text: str, name: str, source: Path, names: dict[Path, str]) ->
 
     blocks = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     blocks[::2] = [_LINK.sub(rewrite, block) for block in blocks[::2]]
-    return "".join(blocks)
+    return _TITLE.sub(r'\1"\2"', "".join(blocks))
 
 
 def write_pages(out: Path) -> None:
@@ -93,6 +95,7 @@ def configure(findings: list[str]) -> str:
         "docs_dir: pages",
         "theme:",
         "  name: material",
+        "  font: false",  # pages load nothing from other hosts
         "  features: [content.code.copy, navigation.sections, navigation.top, search.highlight, search.suggest]",
         "  palette:",
     ]

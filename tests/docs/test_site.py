@@ -66,6 +66,14 @@ def test_strict_build(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "reference" / "findings" / "syn304" / "index.html").exists()
+    pages = {path: path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")}
+    assert [
+        path for path, text in pages.items() if "```" in re.sub(r"<code.*?</code>", "", text, flags=re.DOTALL)
+    ] == []
+    script = next(text for path, text in pages.items() if path.parent.name == "13-script")
+    assert '<span class="filename">reduce_mean.py</span>' in script
+    loaded = re.findall(r"<(?:link|script|img)[^>]* (?:src|href)=\"?(https?://[^\" >]+)", "".join(pages.values()))
+    assert {address for address in loaded if "syncheck.invalid" not in address} == set()
 
 
 @pytest.mark.slow
