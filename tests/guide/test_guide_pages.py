@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_a_page_is_whole(path: Path) -> None:
     """The test that runs a page uses all of its code, and the page links to code in train/."""
     assert read(path).others == []
     assert "](../../train/" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_a_page_can_be_learned_from(path: Path) -> None:
+    """A page begins with its aims and requirements, has a picture, and exercises with as many answers."""
+    text = path.read_text(encoding="utf-8")
+    assert text.split("\n\n")[1].startswith("**You will learn** ")
+    assert "**You need** " in text.split("\n\n")[1].replace("\n", " ")
+    assert "](pictures/" in text
+    questions, answers = text.partition("\n## Exercises\n")[2].split("<details><summary>Answers</summary>")
+    answers = answers.partition("</details>")[0]
+    counts = [len(re.findall(r"^\d\. ", part, re.MULTILINE)) for part in (questions, answers)]
+    assert counts[0] == counts[1] >= 2
+    assert len(text.splitlines()) <= 250
 
 
 def test_output_must_equal_the_page() -> None:
