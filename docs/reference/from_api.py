@@ -20,14 +20,30 @@ LIBRARIES = ("lightning", "transformers", "accelerate")
 _FIXTURE = "pytest.fixture"
 
 
-def package(name: str) -> str:
-    """Return a module's docstring, and a section for each name in its `__all__`."""
-    parts = [paragraphs(sources.docstring(sources.parsed(name)))]
+# Names of `syncheck` on pages of their own.
+RECORDS_OF = {
+    "records": frozenset("Closure Counts DriftPoint Finding Group Replica Report Shards Unreadable".split()),
+    "tensors": frozenset("Place Snapshot Tensor TensorDiff Tie ValueDiff".split()),
+}
+
+
+def package(name: str, page: str = "") -> str:
+    """Return a module's docstring, and a section for each name in its `__all__`.
+
+    page: for `syncheck`, a page of `RECORDS_OF`, without the docstring; by default all names on no such page.
+    """
+    parts = [] if page else [paragraphs(sources.docstring(sources.parsed(name)))]
     main = set(sources.listed("syncheck"))
-    for public in sorted(sources.listed(name), key=_functions_first(name)):
+    elsewhere = frozenset().union(*RECORDS_OF.values())
+    names = [
+        public
+        for public in sources.listed(name)
+        if public in RECORDS_OF.get(page, main - elsewhere) or name != "syncheck"
+    ]
+    for public in sorted(names, key=_functions_first(name)):
         module, node = sources.home(name, public)
         if name != "syncheck" and public in main and sources.home("syncheck", public)[0] == module:
-            parts.append(f"### {name}.{public}\n\nSee [syncheck.{public}](#{_anchor(f'syncheck.{public}')}).")
+            parts.append(f"### {name}.{public}\n\nSee [syncheck.{public}](api.md#{_anchor(f'syncheck.{public}')}).")
         else:
             parts.append(section(f"{name}.{public}", module, node))
     return "\n\n".join(parts)

@@ -100,12 +100,20 @@ WORDS = {
 }  # fmt: skip
 
 
-def fields() -> str:
-    """Return a table for each object of the document."""
+# Objects on a page of their own: what is known about a difference.
+EVIDENCE = tuple(
+    "evidence histogram history points free_running unreadable aliases drift closures place relation fixed".split()
+)
+
+
+def fields(*, evidence: bool) -> str:
+    """Return a table for each object of the document. evidence: those of json-evidence.md; others are in json.md."""
     objects = {"document": SCHEMA} | {name: found for name, found in SCHEMA["$defs"].items() if "properties" in found}
     parts = []
     ordered = sorted(_with_inner(objects).items(), key=lambda pair: [*RECORDS, pair[0]].index(pair[0]))
     for name, found in ordered:
+        if (name in EVIDENCE) != evidence:
+            continue
         meanings = _meanings(RECORDS.get(name, name.title().replace("_", "")))
         required = set(found.get("required", ()))
         rows = []
@@ -114,7 +122,11 @@ def fields() -> str:
             meaning = WORDS.get(f"{name}.{key}") or meanings.get(key, "")
             rows.append((shown, _type(wanted, key), phrase(re.sub(r"\bNone\b", "null", meaning))))
         parts.append(f"### {name}\n\n{table(('field', 'type', 'meaning'), rows)}")
-    return "\n\n".join(parts)
+    other = "json.md" if evidence else "json-evidence.md"
+    return re.sub(
+        r"\]\(#(\w+)\)", lambda found: f"]({'' if (found[1] in EVIDENCE) == evidence else other}#{found[1]})",
+        "\n\n".join(parts),
+    )  # fmt: skip
 
 
 def _with_inner(objects: dict[str, Any]) -> dict[str, Any]:

@@ -160,14 +160,20 @@ def test_every_option_and_key_is_listed(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_every_field_is_described() -> None:
     """Every field of the JSON document and of a public record has a description."""
-    rows = re.findall(r"^\| (`.*) \|$", blocks("json.md") + blocks("api.md"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`.*) \|$",
+        "".join(blocks(path.name) for path in REFERENCE.glob("*.md") if path.name.startswith(("json", "api"))),
+        re.MULTILINE,
+    )
     assert len(rows) > 150
     assert [row for row in rows if row.rstrip().endswith("|")] == []
 
 
 def test_json_example_is_valid(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The example equals the output of the command above it, and is valid under the schema."""
-    (command, example) = re.findall(r"^    (syncheck [^\n]*)\n\n```json\n(.*?)```", page("json.md"), re.M | re.S)[0]
+    (command, example) = re.findall(
+        r"^    (syncheck [^\n]*)\n\n```json\n(.*?)```", page("json-example.md"), re.M | re.S
+    )[0]
     monkeypatch.chdir(ROOT)
     assert main([*command.split()[1:], "--no-config"]) == 1
     printed = json.loads(capsys.readouterr().out)
@@ -181,7 +187,7 @@ def test_json_example_is_valid(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 def test_api_equals_the_imported_names() -> None:
     """The arguments and defaults on the page, read from the source, equal the imported signatures."""
-    text = page("api.md")
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(REFERENCE.glob("api*.md")))
     for module in (syncheck, live, testing):
         for name in module.__all__:
             assert f"### {module.__name__}.{name}\n" in text, name
@@ -205,3 +211,10 @@ def test_examples_of_the_api_run(name: str, printed: str) -> None:
     program = "from syncheck import Options, compare, read\n" + re.sub(r'"ckpts/[^"]*"', repr(files), example)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert printed in done.stdout
+
+
+def test_no_page_is_long() -> None:
+    """Documents have at most 250 lines, except the changelog and the results of the benchmarks."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in pages}
+    assert {name: length for name, length in lengths.items() if length > 250} == {}
