@@ -86,12 +86,24 @@ def report(arguments: argparse.Namespace) -> int:
 
     project = _load_project(arguments)
     if events.are_events(arguments.paths):
-        settings = _read_settings(arguments, project)
+        _refuse_comparison_options(arguments)
+        settings = _read_settings(arguments, replace(project, comparison={}))
         known = _read_baseline(settings)
         return write_report(settings, events.read_events(settings.paths), "overview", known)
     if not arguments.paths and not project.checkpoints and not Path("ckpts").exists():
         raise UsageError("ckpts: no such folder; train with --save-per-rank, or pass the paths of checkpoints")
     return _compare(arguments, project, "overview")
+
+
+def _refuse_comparison_options(arguments: argparse.Namespace) -> None:
+    """Raise OptionError for options of a comparison, which the checks of a monitor have made already."""
+    from syncheck import options
+
+    for name in options.list_options(COMMAND_LINE, options.Options):
+        value = getattr(arguments, name, None)
+        if value not in (None, [], ()) and name != "baseline":
+            shown = value[0] if isinstance(value, list) else value
+            raise OptionError("does not apply to events, which were compared in the run; remove it", **{name: shown})
 
 
 def _load_project(arguments: argparse.Namespace) -> Config:

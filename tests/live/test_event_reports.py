@@ -132,3 +132,21 @@ def test_from_the_command_line(tmp_path: Path, cli: Run) -> None:
     document = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))
     assert [group["step"] for group in document["groups"]] == [1, 2]
     assert cli("report", str(tmp_path / "none.jsonl")).code == 2
+
+
+@pytest.mark.parametrize(
+    "option", [["--only-buffers"], ["--allow", "SYN220"], ["--rtol", "1e-3", "--atol", "0"], ["--quick"]]
+)
+def test_options_of_a_comparison_are_refused(tmp_path: Path, cli: Run, option: list[str]) -> None:
+    """Events were compared in the run, so an option that selects or accepts differences is an error in one line."""
+    path = write(tmp_path / "run.jsonl", START, check(1))
+    done = cli("report", str(path), *option)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert option[0] in done.err
+
+
+def test_project_options_of_a_comparison_are_not_applied(tmp_path: Path, cli: Run) -> None:
+    """Options for checkpoints in pyproject.toml stay without effect on events."""
+    (tmp_path / "pyproject.toml").write_text('[tool.syncheck]\nallow = ["SYN220"]\n', encoding="utf-8")
+    done = cli("report", str(write(tmp_path / "run.jsonl", START, check(1), check(2, FINDING))))
+    assert (done.code, "options from" in done.err) == (1, False)
