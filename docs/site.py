@@ -133,7 +133,9 @@ def configure(findings: list[str]) -> str:
 def build(out: Path) -> int:
     """Build the site of this clone in OUT/site, and return the exit code."""
     write_pages(out)
-    return subprocess.run(["zensical", "build", "--strict", "-f", str(out / "mkdocs.yml")], check=False).returncode
+    beside = Path(sys.executable).with_name("zensical")  # an environment need not be active
+    command = [str(beside) if beside.exists() else "zensical", "build", "--strict", "-f", str(out / "mkdocs.yml")]
+    return subprocess.run(command, check=False).returncode
 
 
 def list_releases() -> dict[str, str]:

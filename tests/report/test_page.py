@@ -230,8 +230,9 @@ KINDS = ("runs", "stale", "models", "layouts", "in-sync")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [400, 1280, 1920])
+@pytest.mark.parametrize(
+    ("kind", "width"), [*((kind, width) for kind in KINDS for width in (400, 1280)), ("stale", 1920)]
+)
 def test_every_control(pages: dict[str, Path], kind: str, width: int) -> None:
     """Every control can be used without an error, and the page is never wider than the window."""
     context = {"permissions": ["clipboard-read", "clipboard-write"]} if width == 1280 else {}
@@ -239,7 +240,7 @@ def test_every_control(pages: dict[str, Path], kind: str, width: int) -> None:
         while (closed := page.locator("details:not([open]) > summary:visible")).count():
             closed.first.click()
         for select in page.locator("select").all():
-            for i in range(select.locator("option").count()):
+            for i in range(min(5, select.locator("option").count())):
                 select.select_option(index=i)
             select.select_option(index=0)
         for slider in page.locator("input[type=range]").all():
@@ -251,7 +252,7 @@ def test_every_control(pages: dict[str, Path], kind: str, width: int) -> None:
         for button in page.locator("button:visible:enabled").all():
             if button.is_visible() and button.is_enabled():
                 button.click()
-        for link in page.locator("a[href^='#']:visible").all()[:20]:
+        for link in page.locator("a[href^='#']:visible").all()[:8]:
             link.click()
         for chart in page.locator(".chart").all():
             chart.hover()
