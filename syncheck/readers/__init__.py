@@ -5,12 +5,24 @@ A checkpoint is a file (table `READERS` in files.py) or a folder of related file
 
 from __future__ import annotations
 
-from syncheck.readers.files import EXTENSIONS, READERS, SETTINGS, read, refuse_overwrite, sniff, sniff_folder
+from syncheck.readers.files import (
+    EXTENSIONS,
+    READERS,
+    SETTINGS,
+    describe_unread,
+    is_recognizable,
+    read,
+    refuse_overwrite,
+    sniff,
+    sniff_folder,
+)
 
 __all__ = [
     "EXTENSIONS",
     "READERS",
     "SETTINGS",
+    "describe_unread",
+    "is_recognizable",
     "read",
     "refuse_overwrite",
     "sniff",
