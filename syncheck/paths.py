@@ -72,7 +72,7 @@ def _describe_unread(folder: str) -> str:
         unread = readers.describe_unread(folder)
     except (OSError, UnreadableFile):
         return ""
-    return "" if unread is None else f": {unread.found}. To compare it, {unread.next_step}"
+    return "" if unread is None else f": {unread.title}. To compare it, {unread.next_step}"
 
 
 def _open_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:

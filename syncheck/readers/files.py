@@ -65,7 +65,7 @@ def _describe_unread(path: str, head: bytes) -> NotACheckpoint:
         raise UnreadableFile.because(path, error) from None
     if unread is None:
         return NotACheckpoint(path, place="first bytes", found=repr(head[:12]), needed=NEEDED)
-    return NotACheckpoint(path, found=unread.found, needed=NEEDED, next_step=unread.next_step)
+    return NotACheckpoint(path, found=unread.title, needed=NEEDED, next_step=unread.next_step)
 
 
 def _read_with(reader: ModuleType, path: str) -> Snapshot:
@@ -102,7 +102,7 @@ def describe_unread(folder: str) -> Unread | None:
         head = _read_head(path)
         unread = describe_file(path, head) if head else None
         if unread is not None:
-            return unread._replace(found=f"{name} is {unread.found}")
+            return unread._replace(title=f"{name} is {unread.title}")
     return None
 
 

@@ -39,9 +39,8 @@ NEEDS_EXTENSION = True
 _MOST_PICKLES = 10_000
 # Bytes that the unpickler may have read ahead, more than its buffer and its largest frame of small objects.
 _READ_AHEAD = 1 << 18
-# Bytes of a storage that contain its key, and how often all bytes are compared.
-_HEAD = 512
-_MOST_COMPARED = 4
+# Storages that are compared to locate one. A small storage that is not found stays in memory.
+_MOST_COMPARED = 16
 _AGAIN = "it is cut short or damaged: save or copy the file again"
 
 
@@ -71,7 +70,10 @@ def read(path: str) -> Snapshot:
             trees.append(pickled.tree)
             rebuilt += pickled.made
             stubs |= set(pickled.stubs)
-        tree = trees[0] if len(trees) == 1 else trees
+        # Names of several trees start with their number.
+        tree: Any = trees
+        if len(trees) == 1:
+            (tree,) = trees
         flat = flatten(tree, path, opened.st_size, rebuilt)
     tensors: dict[str, Tensor] = {}
     for name, location in flat.tensors.items():
@@ -122,14 +124,13 @@ class _Storages:
         data = self.stream.data
         first = max(0, self.stream.at - len(content) - _READ_AHEAD)
         end = min(len(data), self.stream.at + _READ_AHEAD)
-        compared = 0
-        # Small storages that were read ahead start like this one, so that several starts must be compared.
-        while compared < _MOST_COMPARED and (start := data.rfind(torch_legacy.MAGIC, first, end)) >= 0:
-            if data[start : start + _HEAD] == content[:_HEAD]:
-                if data[start : start + len(content)] == content:
-                    return start
-                compared += 1
-            end = start
+        # Small storages that were read ahead start like this one, so that several starts are compared.
+        for _ in range(_MOST_COMPARED):
+            end = data.rfind(torch_legacy.MAGIC, first, end)
+            if end < 0:
+                break
+            if data[end : end + len(content)] == content:
+                return end
         return None
 
     def locate(self, storage: Storage) -> Record:

@@ -57,7 +57,7 @@ def _list_files(directory: Directory) -> list[str]:
         first_names = ", ".join(list(directory.records)[:3])
         unread = Unread(f"a zip ({first_names})", "unpack it, and pass a file or folder of it")
     if unread is not None:
-        raise NotACheckpoint(directory.path, found=unread.found, needed=NEEDED, next_step=unread.next_step)
+        raise NotACheckpoint(directory.path, found=unread.title, needed=NEEDED, next_step=unread.next_step)
     # A file of weights that is not read must not be missing from the comparison.
     for name in candidates:
         if name not in names:
@@ -111,6 +111,7 @@ class _Files:
         self._archives.append(archive)
         self.names.add(name)
         stem = name.rpartition(".")[0]
+        # Two files can differ in their extension only.
         key = name if stem in self.tree else stem
         self.tree[key] = pickled.tree
         self.rebuilt += pickled.made

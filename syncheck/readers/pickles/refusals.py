@@ -52,9 +52,10 @@ def is_refused(module: str, name: str) -> bool:
 
     module, name: as in the pickle. A name with dots is a nested class, a method, or a path through modules.
     """
-    path = f"{module}.{name}."
+    path, inner_path = f"{module}.{name}.", f".{name}."
     by_module = _GLOBAL.match(path)
-    by_name = _BELOW.search(f".{name}.")
+    # Only the name: a package may have a module with the name of a refused module.
+    by_name = _BELOW.search(inner_path)
     return bool(by_module or by_name)
 
 
@@ -62,4 +63,5 @@ def is_refused_attribute(owner: str, name: str) -> bool:
     """Whether a lookup with getattr leads to code execution. owner: the full name of a class, or of an object's."""
     module, _, last = owner.rpartition(".")
     is_special = _SPECIAL.fullmatch(name) is not None
-    return is_special or is_refused(module, f"{last}.{name}")
+    is_code = is_refused(module, f"{last}.{name}")
+    return is_special or is_code
