@@ -331,7 +331,7 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
     if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
-        raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
+        raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model, or --map FILE")
     models = [normalize_keys(side.model.tensors) for side in sides]
     tensors = []
     for diff in comparison.tensors:

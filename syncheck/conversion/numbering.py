@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     Numbers = tuple[int, ...]
-    # For each position in the numbers of a part, a position in the stored numbers and the offset; a position of None
-    # stands for a constant. Then the stored positions without a partner, with their constants.
-    Formula = tuple[tuple[tuple[int | None, int], ...], tuple[tuple[int, int], ...]]
+    Numbering = Mapping[Numbers, Numbers]
+    # The numbers of a tensor that has several parts, and of the part with the same data.
+    Pair = tuple[Numbers, Numbers]
 
 # Longer numbers and numbers with leading zeros are text.
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
-# Limits of the numbers in a name whose order is tried, and of the layers that show a reversed order: two exchanged
-# layers are a mistake.
-_MOST_PLACES, _LEAST_REVERSED = 3, 3
+# Limit of the numbers in a name whose order is tried.
+_MOST_PLACES = 3
+# Fewer layers do not show a reversed order: two exchanged layers are a mistake.
+_LEAST_REVERSED = 3
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
     """Return the text around the numbers of a name, and its numbers."""
-    return tuple(_NUMBER.split(name)), tuple(map(int, _NUMBER.findall(name)))
+    numbers = [int(text) for text in _NUMBER.findall(name)]
+    return tuple(_NUMBER.split(name)), tuple(numbers)
 
 
 def join_numbers(pattern: Sequence[str], numbers: Sequence[int | str]) -> str:
@@ -39,78 +40,62 @@ def join_numbers(pattern: Sequence[str], numbers: Sequence[int | str]) -> str:
     return "".join(pieces)
 
 
-def find_numbering(
-    pairs: Sequence[tuple[Numbers, Numbers]], stored: Collection[Numbers], parts: Collection[Numbers]
-) -> Mapping[Numbers, Numbers]:
+def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:
     """Return the numbers of the part of each layer.
 
-    pairs: the numbers of stored tensors, and of the parts with the same data.
-    stored, parts: the numbers of all tensors with these names.
+    pairs: layers and parts with the same data.
+    layers: the numbers of all tensors with the name of the layers.
+    parts: the numbers of all tensors of the other model with the name of the parts.
     """
-    places = len(pairs[0][0])
-    if places == len(pairs[0][1]) and places <= _MOST_PLACES:
-        numbering = _find_equal(pairs, stored, parts)
-        if numbering is not None:
-            return numbering
-    # Numbers with gaps, such as the layers of an nn.Sequential: the order of the numbers is the order of the layers.
-    complete = len(stored) == len(parts)
-    ours = sorted(stored if complete else [numbers for numbers, _ in pairs])
-    theirs = sorted(parts if complete else [numbers for _, numbers in pairs])
-    ordered = dict(zip(ours, theirs, strict=True))
-    votes_for_order = sum(ordered[numbers] == part for numbers, part in pairs) if complete else 0
-    formulas = Counter(itertools.chain.from_iterable(map(_list_formulas, pairs)))
-    for formula, votes in formulas.most_common(1):
-        if votes > votes_for_order and votes * 2 > len(pairs):
-            return _apply_formula(formula, stored)
-    return ordered
+    same_numbers = []
+    for numbering in _list_permutations(layers):
+        if set(numbering.values()) == set(parts):
+            same_numbers.append(numbering)
+    if not same_numbers:
+        return _number_in_order(pairs, layers, parts)
+    # Models with the same numbers use them for the same layers, unless all layers show a reversed order.
+    for numbering in _list_reversed(layers):
+        if _count_votes(numbering, pairs) == len(pairs):
+            same_numbers.append(numbering)
+    votes = [_count_votes(numbering, pairs) for numbering in same_numbers]
+    # A tie goes to the first numbering, in which all numbers keep their places.
+    return same_numbers[votes.index(max(votes))]
 
 
-def _find_equal(
-    pairs: Sequence[tuple[Numbers, Numbers]], stored: Collection[Numbers], parts: Collection[Numbers]
-) -> Mapping[Numbers, Numbers] | None:
-    """Return the numbering of two models that use the same numbers, maybe in another order; None for other numbers."""
-    best: Mapping[Numbers, Numbers] | None = None
-    most = -1
-    for order in itertools.permutations(range(len(pairs[0][0]))):
-        numbering = {numbers: tuple(numbers[place] for place in order) for numbers in stored}
-        if set(numbering.values()) != set(parts):
-            continue
-        votes = sum(numbering[numbers] == part for numbers, part in pairs)
-        if votes > most:
-            best, most = numbering, votes
-    if best is None or most == len(pairs):
-        return best
-    for place in range(len(pairs[0][0])):
-        values = {numbers[place] for numbers in stored}
+def _count_votes(numbering: Numbering, pairs: Sequence[Pair]) -> int:
+    """Return the number of pairs that follow a numbering."""
+    votes = 0
+    for layer, part in pairs:
+        votes += numbering[layer] == part
+    return votes
+
+
+def _list_permutations(layers: Collection[Numbers]) -> Iterator[Numbering]:
+    """Yield the numberings with the numbers of each name in another order, such as layer and expert."""
+    places = len(next(iter(layers)))
+    # The number of orders grows fast, and no library exchanges four numbers.
+    orders = itertools.permutations(range(places)) if places <= _MOST_PLACES else [range(places)]
+    for order in orders:
+        yield {layer: tuple(layer[place] for place in order) for layer in layers}
+
+
+def _list_reversed(layers: Collection[Numbers]) -> Iterator[Numbering]:
+    """Yield the numberings that count one of the numbers from the other end."""
+    places = len(next(iter(layers)))
+    for place in range(places):
+        values = {layer[place] for layer in layers}
         ends = min(values) + max(values)
-        reverse = {n: (*n[:place], ends - n[place], *n[place + 1 :]) for n in stored}
-        if len(values) >= _LEAST_REVERSED and all(reverse[numbers] == part for numbers, part in pairs):
-            return reverse
-    return best
+        numbering = {}
+        for layer in layers:
+            numbering[layer] = (*layer[:place], ends - layer[place], *layer[place + 1 :])
+        if len(values) >= _LEAST_REVERSED:
+            yield numbering
 
 
-def _list_formulas(pair: tuple[Numbers, Numbers]) -> Iterator[Formula]:
-    """Yield the formulas that give the numbers of a part from stored numbers; those with fewer constants first."""
-    stored, part = pair
-    if max(len(stored), len(part)) > _MOST_PLACES:
-        return
-    choices = itertools.product([*range(len(stored)), None], repeat=len(part))
-    for places in sorted(choices, key=lambda choice: choice.count(None)):
-        linked = [place for place in places if place is not None]
-        if len(set(linked)) < len(linked):
-            continue
-        terms = []
-        for place, number in zip(places, part, strict=True):
-            terms.append((place, number if place is None else number - stored[place]))
-        constants = [(place, stored[place]) for place in range(len(stored)) if place not in linked]
-        yield tuple(terms), tuple(constants)
-
-
-def _apply_formula(formula: Formula, stored: Collection[Numbers]) -> dict[Numbers, Numbers]:
-    """Return the numbers of the parts, for the stored numbers that the formula applies to."""
-    terms, constants = formula
-    numbering = {}
-    for numbers in stored:
-        if all(numbers[place] == constant for place, constant in constants):
-            numbering[numbers] = tuple(offset if place is None else numbers[place] + offset for place, offset in terms)
-    return numbering
+def _number_in_order(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:
+    """Return the numbering that keeps the order of the layers, such as those of an nn.Sequential with gaps."""
+    if len(layers) != len(parts):
+        # The order shows nothing about layers that have no partner.
+        layers = [layer for layer, _ in pairs]
+        parts = [part for _, part in pairs]
+    return dict(zip(sorted(layers), sorted(parts), strict=True))

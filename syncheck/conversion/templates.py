@@ -38,20 +38,20 @@ class Template:
         """
         if not self.placeholders:
             return {} if name == self.literals[0] else None
-        first, *inner, last = self.literals
-        end = len(name) - len(last)
+        first, last = self.literals[0], self.literals[-1]
         if not name.startswith(first) or not name.endswith(last):
             return None
         values: dict[str, str] = {}
-        start = len(first)
-        for placeholder, literal in zip(self.placeholders, [*inner, ""], strict=True):
-            # The last placeholder ends where the last literal begins; others end at the next occurrence of theirs.
-            is_last = len(values) == len(self.placeholders) - 1
-            stop = end if is_last else name.find(literal, start + 1, end)
-            if stop <= start or "." in name[start:stop]:
-                return None
-            values[placeholder] = name[start:stop]
+        start, end = len(first), len(name) - len(last)
+        # All placeholders but the last end where the next literal begins.
+        for placeholder, literal in zip(self.placeholders, self.literals[1:-1], strict=False):
+            stop = name.find(literal, start + 1, end)
+            values[placeholder] = name[start : max(start, stop)]
             start = stop + len(literal)
+        values[self.placeholders[-1]] = name[start:end]
+        for value in values.values():
+            if not value or "." in value:
+                return None
         return values
 
     def fill(self, values: Mapping[str, str]) -> str:
@@ -71,16 +71,16 @@ def parse_template(text: str) -> Template:
     for token in _TOKEN.finditer(text):
         literals[-1] += text[start : token.start()]
         start = token.end()
-        if token[1]:
-            # Between two placeholders, nothing shows where the first of them ends.
-            if placeholders and not literals[-1]:
-                raise ValueError("two placeholders need a separator")
-            placeholders.append(token[1])
-            literals.append("")
-        elif len(token[0]) == 2:
+        if token[0] in ("{{", "}}"):
             literals[-1] += token[0][0]
-        else:
+            continue
+        if not token[1]:
             raise ValueError("a placeholder is a name in braces, such as {i}; literal braces are doubled")
+        # Between two placeholders, nothing shows where the first of them ends.
+        if placeholders and not literals[-1]:
+            raise ValueError("two placeholders need a separator")
+        placeholders.append(token[1])
+        literals.append("")
     literals[-1] += text[start:]
     if len(placeholders) > MOST_PLACEHOLDERS:
         raise ValueError(f"{len(placeholders)} placeholders; at most {MOST_PLACEHOLDERS} are allowed")
