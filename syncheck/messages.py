@@ -240,6 +240,7 @@ class Note(Sentence):
         "{write_map:option FILE} saves the map:"
     )
     RULE = "  {name} = {parts}"
+    COPY_RULE = "  {name} = {copied}, of which it is a copy in one model"
     MORE_RULES = "  {count:count more rule}"
     GUESSED_RULES = (
         "equal data does not show the pairs of {count:count rule}, which follow from the order of names: {names:names}"

@@ -82,13 +82,25 @@ ALLOWED = {
     "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
     "conversion.layer_rules": BYTES
     | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
+    "conversion.general_rules": BYTES
+    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
     "conversion.causes": BYTES
     | {"logical.views"}
     | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
     "conversion.inference": BYTES
     | {
         f"conversion.{part}"
-        for part in ("casts", "layer_rules", "map_files", "name_maps", "numbering", "pairings", "recognition", "rows")
+        for part in (
+            "casts",
+            "general_rules",
+            "layer_rules",
+            "map_files",
+            "name_maps",
+            "numbering",
+            "pairings",
+            "recognition",
+            "rows",
+        )
     },
     "model_diff": BASE
     | {"logical.views", "diagnose"}

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.layer_rules import assign_parts, make_rules
+from syncheck.conversion.general_rules import make_rules
+from syncheck.conversion.layer_rules import assign_parts
 from syncheck.conversion.map_files import describe_rule
 from syncheck.conversion.name_maps import NameMap, Rule
 from syncheck.conversion.numbering import split_numbers
@@ -59,19 +60,22 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
     found = find_pairings(candidates, files)
     _pair_converted(found, files)
     assignment = assign_parts(found)
-    guessed, ambiguous = _guess_pairs(assignment, found)
-    for pairing in guessed:
+    guesses = _guess_pairs(assignment, found)
+    for pairing in guesses.pairings:
         assignment.add(pairing)
-    rules = make_rules(assignment)
-    if not rules and not any(ambiguous):
+    rules = make_rules(assignment.list_pairings())
+    if not rules and not any(guesses.ambiguous):
         return None
-    guessed_names = {pairing.stored for pairing in guessed}
+    guessed_names = {pairing.stored for pairing in guesses.pairings}
     unsure = [rule for rule in rules if any(rule.match(name) is not None for name in guessed_names)]
-    heads = [pairing.layout.head_dim for own in assignment.parts for pairing in own.values()]
-    head_dim = max(heads, default=0)
-    applies = 2 * len(models[0].keys() & models[1].keys()) < min(map(len, models))
-    names = NameMap("an inferred map", tuple(rules))
-    return Inferred(names, {"head_dim": head_dim} if head_dim else {}, tuple(unsure), ambiguous, applies)
+    head_dim = max((pairing.layout.head_dim for pairing in assignment.list_pairings()), default=0)
+    return Inferred(
+        NameMap("an inferred map", tuple(rules), tuple(guesses.tied)),
+        {"head_dim": head_dim} if head_dim else {},
+        tuple(unsure),
+        (tuple(guesses.ambiguous[0]), tuple(guesses.ambiguous[1])),
+        applies=2 * len(models[0].keys() & models[1].keys()) < min(map(len, models)),
+    )
 
 
 def _list_candidates(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -104,26 +108,64 @@ def _pair_converted(candidates: Candidates, files: Files) -> None:
     candidates.ambiguous += found.ambiguous
 
 
-def _guess_pairs(
-    assignment: Assignment, candidates: Candidates
-) -> tuple[list[Pairing], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return pairs of tensors with equal data in the order of their names, and the names without a pair.
+@dataclass(slots=True)
+class _Guesses:
+    """Pairs of tensors with equal data that their names suggest.
+
+    tied: copies of a tensor in one model, and the name of the tensor that the other model stores once.
+    ambiguous: names of A and of B whose pairs nothing suggests.
+    """
+
+    pairings: list[Pairing] = field(default_factory=list)
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    ambiguous: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+
+    def add_ambiguous(self, names_a: Sequence[str], names_b: Sequence[str]) -> None:
+        """Add names whose pairs nothing suggests."""
+        self.ambiguous[0].extend(names_a)
+        self.ambiguous[1].extend(names_b)
+
+
+def _guess_pairs(assignment: Assignment, candidates: Candidates) -> _Guesses:
+    """Return pairs of tensors with equal data in the order of their names.
 
     The tensors of a freshly initialized model, such as norms of 1, are equal, so each pair of them is right about the
     data; which pair is meant, the user decides.
     """
-    guessed: list[Pairing] = []
-    ambiguous: tuple[list[str], list[str]] = ([], [])
-    for group in [*candidates.ambiguous, *_group_constants(candidates)]:
-        left = [[name for name in names if name not in assignment.claimed[side]] for side, names in enumerate(group)]
-        sizes = [sum(candidates.tensors[side][name].numel for name in names) for side, names in enumerate(left)]
-        pairs = _pair_in_order(left[0], left[1]) if group in candidates.ambiguous else []
-        guessed += pairs
-        # Constants of other shapes may be parts of each other, unless one model has more of them.
-        if not pairs and (group in candidates.ambiguous or sizes[0] == sizes[1]):
-            ambiguous[0].extend(left[0])
-            ambiguous[1].extend(left[1])
-    return guessed, (tuple(ambiguous[0]), tuple(ambiguous[1]))
+    guesses = _Guesses()
+    constants = _group_constants(candidates)
+    for group in [*candidates.ambiguous, *constants]:
+        names_a = [name for name in group[0] if name not in assignment.claimed[0]]
+        names_b = [name for name in group[1] if name not in assignment.claimed[1]]
+        if not names_a or not names_b:
+            continue
+        if group in constants:
+            # Constants of other shapes may be parts of each other, unless one model has more of them.
+            if _count_elements(candidates, 0, names_a) == _count_elements(candidates, 1, names_b):
+                guesses.add_ambiguous(names_a, names_b)
+        elif pairs := _pair_in_order(names_a, names_b):
+            guesses.pairings += pairs
+        elif min(len(names_a), len(names_b)) == 1 and not _is_constant(candidates, 0, names_a[0]):
+            # One model stores a tied weight once.
+            guesses.pairings.append(Pairing(1, names_b[0], (names_a[0],)))
+            guesses.tied += [(copy, names_a[0]) for copy in [*names_a[1:], *names_b[1:]]]
+        else:
+            guesses.add_ambiguous(names_a, names_b)
+    return guesses
+
+
+def _count_elements(candidates: Candidates, side: int, names: Sequence[str]) -> int:
+    return sum(candidates.tensors[side][name].numel for name in names)
+
+
+def _is_constant(candidates: Candidates, side: int, name: str) -> bool:
+    """Whether a tensor has one value everywhere."""
+    tensor, digests = candidates.tensors[side][name], candidates.rows[side][name]
+    if len(set(digests)) > 1:
+        return False
+    row = bytes(candidates.files.read(tensor, 0, tensor.numel // len(digests), 0))
+    size = DTYPES[tensor.dtype].size
+    return row == row[:size] * (len(row) // size)
 
 
 def _group_constants(candidates: Candidates) -> list[tuple[list[str], list[str]]]:
@@ -131,14 +173,10 @@ def _group_constants(candidates: Candidates) -> list[tuple[list[str], list[str]]
     groups: dict[tuple[str, bytes], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for side in (0, 1):
         for name in candidates.unused(side):
-            tensor, digests = candidates.tensors[side][name], candidates.rows[side][name]
-            if len(set(digests)) > 1:
-                continue
-            row = bytes(candidates.files.read(tensor, 0, tensor.numel // len(digests), 0))
-            element = row[: DTYPES[tensor.dtype].size]
-            if row == element * (len(row) // len(element)):
-                groups[tensor.dtype, element][side].append(name)
-    return [group for group in groups.values() if group[0] and group[1]]
+            if _is_constant(candidates, side, name):
+                tensor = candidates.tensors[side][name]
+                groups[tensor.dtype, bytes(candidates.files.read(tensor, 0, 1, 0))][side].append(name)
+    return list(groups.values())
 
 
 def _pair_in_order(ours: Sequence[str], theirs: Sequence[str]) -> list[Pairing]:
@@ -166,7 +204,8 @@ def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     if names is None:
         return inferred.map
     title = f"{names.title} and an inferred map"
-    return NameMap(title, (*names.rules, *inferred.map.rules), names.tied, built_in=names.built_in)
+    tied = (*names.tied, *inferred.map.tied)
+    return NameMap(title, (*names.rules, *inferred.map.rules), tied, built_in=names.built_in)
 
 
 def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[Mapping[str, Tensor]]:
@@ -193,6 +232,7 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
         notes += [Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules[:_MOST_PRINTED]]
         if len(rules) > _MOST_PRINTED:
             notes.append(Note.MORE_RULES(count=len(rules) - _MOST_PRINTED))
+        notes += [Note.COPY_RULE(name=first, copied=second) for first, second in inferred.map.tied[:_MOST_PRINTED]]
     if inferred.guessed:
         names = tuple(rule.name for rule in inferred.guessed)
         notes.append(Note.GUESSED_RULES(count=len(names), names=names))

@@ -11,10 +11,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.name_maps import Rule
-from syncheck.conversion.numbering import find_numbering, join_numbers, split_numbers
+from syncheck.conversion.numbering import find_numbering, split_numbers
 from syncheck.conversion.pairings import Layout, Pairing
-from syncheck.conversion.templates import escape, parse_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
 
     Pattern = tuple[str, ...]
-
-_LETTERS = "ijklmn"
-_STACK = "e"  # the placeholder for the index in a stack
 
 
 @dataclass(slots=True)
@@ -53,6 +48,10 @@ class Assignment:
     parts: tuple[dict[str, Pairing], dict[str, Pairing]] = field(default_factory=lambda: ({}, {}))
     claimed: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
     """For each side, the names of stored tensors and of parts."""
+
+    def list_pairings(self) -> list[Pairing]:
+        """Return all pairings."""
+        return [*self.parts[0].values(), *self.parts[1].values()]
 
     def add(self, pairing: Pairing) -> bool:
         """Add a pairing, unless one of its tensors is in another one. Return whether it was added."""
@@ -178,8 +177,8 @@ def _expect_parts(rule: LayerRule, names: LayerNames) -> dict[str, tuple[str, ..
                 layers[*numbers, *index] = name
         numbering = find_numbering(pairs, layers, others)
         for numbers, name in layers.items():
-            part_numbers = numbering.get(numbers)
-            expected[name].append("" if part_numbers is None else others.get(part_numbers, ""))
+            part_numbers = numbering.get(numbers, ())
+            expected[name].append(others.get(part_numbers, "") if numbers in numbering else "")
     complete = {}
     for name, parts in expected.items():
         if "" not in parts and len(set(parts)) == len(parts):
@@ -208,86 +207,3 @@ def _assign_siblings(assignment: Assignment, candidates: Candidates) -> None:
                 layout = replace(layout, transpose=False)
             if len(parts) == len(weight.parts):
                 assignment.add(Pairing(side, name, tuple(parts), layout))
-
-
-def make_rules(assignment: Assignment) -> list[Rule]:
-    """Return rules with placeholders for all layers with the same rule, after rules for single tensors."""
-    groups: dict[tuple[int, Pattern], list[Pairing]] = defaultdict(list)
-    for side in (0, 1):
-        for pairing in assignment.parts[side].values():
-            groups[side, split_numbers(pairing.stored)[0]].append(pairing)
-    single: list[Rule] = []
-    general: list[Rule] = []
-    for pairings in groups.values():
-        rules = [_widen(pairing) for pairing in pairings]
-        usual = Counter(rule for rule in rules if rule is not None).most_common(1)
-        for pairing, rule in zip(pairings, rules, strict=True):
-            if rule is None or rule != usual[0][0]:
-                single += _make_single(pairing)
-            elif rule not in general:
-                general.append(rule)
-    return sorted(single, key=_sort_key) + sorted(general, key=_sort_key)
-
-
-def _sort_key(rule: Rule) -> str:
-    return rule.name
-
-
-def _widen(pairing: Pairing) -> Rule | None:
-    """Return a rule with placeholders instead of numbers; None if the numbers of the parts do not follow from it."""
-    pattern, numbers = split_numbers(pairing.stored)
-    if len(set(numbers)) < len(numbers) or len(numbers) > len(_LETTERS):
-        return None
-    letters = {number: f"{{{letter}}}" for number, letter in zip(numbers, _LETTERS, strict=False)}
-    parts = []
-    for part in pairing.parts[:1] if pairing.layout.stacked else pairing.parts:
-        part_pattern, part_numbers = split_numbers(part)
-        if pairing.layout.stacked:
-            # The index in the stack is the number that differs between its parts.
-            second = split_numbers(pairing.parts[1])[1]
-            texts = []
-            for number, other in zip(part_numbers, second, strict=True):
-                texts.append(letters.get(number, str(number)) if number == other else f"{{{_STACK}}}")
-        elif any(number not in letters for number in part_numbers):
-            return None
-        else:
-            texts = [letters[number] for number in part_numbers]
-        parts.append(join_numbers([escape(text) for text in part_pattern], texts))
-    name = join_numbers([escape(text) for text in pattern], [letters[number] for number in numbers])
-    rule = _make_rule(name, parts, pairing.layout)
-    return rule if _gives_parts(rule, pairing) else None
-
-
-def _gives_parts(rule: Rule, pairing: Pairing) -> bool:
-    """Whether the rule gives the parts of a pairing."""
-    values = rule.match(pairing.stored)
-    if values is None:
-        return False
-    templates = [parse_template(part) for part in rule.parts]
-    if pairing.layout.stacked:
-        if set(templates[0].placeholders) - values.keys() != {_STACK}:
-            return False
-        parts = [templates[0].fill({**values, _STACK: str(i)}) for i in range(len(pairing.parts))]
-    elif any(set(template.placeholders) != values.keys() for template in templates):
-        return False
-    else:
-        parts = [template.fill(values) for template in templates]
-    return tuple(parts) == pairing.parts
-
-
-def _make_single(pairing: Pairing) -> list[Rule]:
-    """Return the rule for one tensor; none for a stack whose parts are not counted from 0."""
-    if pairing.layout.stacked:
-        return []
-    return [_make_rule(escape(pairing.stored), [escape(part) for part in pairing.parts], pairing.layout)]
-
-
-def _make_rule(name: str, parts: Sequence[str], layout: Layout) -> Rule:
-    return Rule(
-        name,
-        tuple(parts),
-        sizes=layout.sizes,
-        groups=layout.groups,
-        transpose=layout.transpose,
-        rotary=bool(layout.head_dim),
-    )

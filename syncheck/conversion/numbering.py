@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Co
     layers: the numbers of all tensors with the name of the layers.
     parts: the numbers of all tensors of the other model with the name of the parts.
     """
+    if len(pairs[0][0]) != len(pairs[0][1]):
+        return _find_without_constants(pairs, layers, parts)
     same_numbers = []
     for numbering in _list_permutations(layers):
         if set(numbering.values()) == set(parts):
@@ -60,6 +63,48 @@ def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Co
     votes = [_count_votes(numbering, pairs) for numbering in same_numbers]
     # A tie goes to the first numbering, in which all numbers keep their places.
     return same_numbers[votes.index(max(votes))]
+
+
+def _find_without_constants(
+    pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]
+) -> Numbering:
+    """Return the numbering if one of the names has more numbers, such as the position of a module in its layer."""
+    layer_constants = _find_constants([layer for layer, _ in pairs])
+    part_constants = _find_constants([part for _, part in pairs])
+    short_layers = _remove_constants(layers, layer_constants)
+    short_parts = _remove_constants(parts, part_constants)
+    short_pairs = []
+    for layer, part in pairs:
+        if layer in short_layers and part in short_parts:
+            short_pairs.append((short_layers[layer], short_parts[part]))
+    if not short_pairs or len(short_pairs[0][0]) != len(short_pairs[0][1]):
+        return _number_in_order(pairs, layers, parts)
+    numbering = find_numbering(short_pairs, short_layers.values(), short_parts.values())
+    full_parts = {short: part for part, short in short_parts.items()}
+    full_numbering = {}
+    for layer, short in short_layers.items():
+        if short in numbering:
+            full_numbering[layer] = full_parts[numbering[short]]
+    return full_numbering
+
+
+def _find_constants(rows: Sequence[Numbers]) -> dict[int, int]:
+    """Return the places where most names have one number, and this number."""
+    constants = {}
+    for place, column in enumerate(zip(*rows, strict=True)):
+        number, count = Counter(column).most_common(1)[0]
+        if count * 2 > len(rows):
+            constants[place] = number
+    return constants
+
+
+def _remove_constants(rows: Collection[Numbers], constants: Mapping[int, int]) -> dict[Numbers, Numbers]:
+    """Return the numbers without the constants, for the names that have them."""
+    shortened = {}
+    for row in rows:
+        if all(row[place] == number for place, number in constants.items()):
+            shortened[row] = tuple(number for place, number in enumerate(row) if place not in constants)
+    return shortened
 
 
 def _count_votes(numbering: Numbering, pairs: Sequence[Pair]) -> int:
@@ -98,4 +143,7 @@ def _number_in_order(pairs: Sequence[Pair], layers: Collection[Numbers], parts: 
         # The order shows nothing about layers that have no partner.
         layers = [layer for layer, _ in pairs]
         parts = [part for _, part in pairs]
+    reverse = dict(zip(sorted(layers), sorted(parts, reverse=True), strict=True))
+    if len(pairs) >= _LEAST_REVERSED and _count_votes(reverse, pairs) == len(pairs):
+        return reverse
     return dict(zip(sorted(layers), sorted(parts), strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.recognition import HEAD_SIZES
@@ -95,8 +95,10 @@ def find_pairings(models: Sequence[Mapping[str, Tensor]], files: Files) -> Candi
     candidates = Candidates((models[0], models[1]), (rows[0], rows[1]), files)
     _pair_equal(candidates)
     for side in (0, 1):
-        _join_parts(candidates, side)
-    _pair_transposed(candidates)
+        _join_parts(candidates, side, candidates.rows[side], transpose=False)
+    # B first, as for equal tensors.
+    for side in (1, 0):
+        _join_parts(candidates, side, _digest_columns(candidates, side), transpose=True)
     for side in (1, 0):
         _unstack(candidates, side)
     return candidates
@@ -118,9 +120,24 @@ def _pair_equal(candidates: Candidates) -> None:
             candidates.used[1].update(theirs)
 
 
-def _join_parts(candidates: Candidates, side: int) -> None:
-    """Pair each tensor of a side with tensors of the other side whose rows it consists of."""
-    joined, parts = candidates.rows[side], candidates.rows[1 - side]
+def _digest_columns(candidates: Candidates, side: int) -> dict[str, list[bytes]]:
+    """Return the digests of the columns of the matrices of a side without a pairing."""
+    lengths = {candidates.tensors[1 - side][name].shape[1:] for name in candidates.unused(1 - side)}
+    digests = {}
+    for name in candidates.unused(side):
+        tensor = candidates.tensors[side][name]
+        # Columns of another length than all rows of the other model are no rows of it.
+        if len(tensor.shape) == 2 and tensor.shape[:1] in lengths and tensor.shape[1] <= MOST_ROWS:
+            digests[name] = digest_rows(views.permute(tensor, (1, 0)), candidates.files, tensor.shape[1])
+    return digests
+
+
+def _join_parts(candidates: Candidates, side: int, joined: Mapping[str, Sequence[bytes]], *, transpose: bool) -> None:
+    """Pair each tensor of a side with tensors of the other side whose rows it consists of.
+
+    joined: the digests of its rows, or of its columns if they are transposed.
+    """
+    parts = candidates.rows[1 - side]
     places: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
     for name in candidates.unused(1 - side):
         for i, digest in enumerate(parts[name]):
@@ -128,21 +145,22 @@ def _join_parts(candidates: Candidates, side: int) -> None:
     for name in candidates.unused(side):
         # The rows of each part, as positions in the joined tensor.
         positions: dict[str, dict[int, int]] = defaultdict(dict)
-        for at, digest in enumerate(joined[name]):
+        for at, digest in enumerate(joined.get(name, ())):
             for part, i in places.get(digest, ())[:_MOST_EQUAL]:
                 positions[part].setdefault(i, at)
         whole = {}
         for part, found in positions.items():
             if len(found) == len(parts[part]) and part not in candidates.used[1 - side]:
                 whole[part] = [found[i] for i in range(len(found))]
-        arrangement = _find_arrangement(whole, len(joined[name]))
+        arrangement = _find_arrangement(whole, len(joined.get(name, ())))
         if arrangement is None:
             continue
         order, layout = arrangement
+        shape = candidates.tensors[side][name].shape
         shapes = {candidates.tensors[1 - side][part].shape[1:] for part in order}
         elements = sum(candidates.tensors[1 - side][part].numel for part in order)
-        if shapes == {candidates.tensors[side][name].shape[1:]} and elements >= _FEW:
-            candidates.add(Pairing(side, name, order, layout))
+        if shapes == {shape[:1] if transpose else shape[1:]} and elements >= _FEW:
+            candidates.add(Pairing(side, name, order, replace(layout, transpose=transpose)))
 
 
 def _find_arrangement(parts: Mapping[str, Sequence[int]], length: int) -> tuple[tuple[str, ...], Layout] | None:
@@ -201,20 +219,6 @@ def _find_groups(parts: Sequence[Sequence[int]], length: int) -> Layout | None:
     shares = tuple(len(part) // unit for part in parts)
     by_row = groups > 1 and groups == length // sum(shares)
     return Layout(sizes=() if len(set(shares)) == 1 else shares, groups="rows" if by_row else groups)
-
-
-def _pair_transposed(candidates: Candidates) -> None:
-    """Pair matrices that are transposed in the other model."""
-    contents = {b"".join(candidates.rows[1][name]): name for name in candidates.unused(1)}
-    shapes = {candidates.tensors[1][name].shape for name in contents.values()}
-    for name in candidates.unused(0):
-        tensor = candidates.tensors[0][name]
-        if len(tensor.shape) != 2 or tensor.shape[::-1] not in shapes or tensor.shape[1] > MOST_ROWS:
-            continue
-        columns = digest_rows(views.permute(tensor, (1, 0)), candidates.files, tensor.shape[1])
-        other = contents.pop(b"".join(columns), None)
-        if other is not None:
-            candidates.add(Pairing(1, other, (name,), Layout(transpose=True)))
 
 
 def _unstack(candidates: Candidates, side: int) -> None:

@@ -145,16 +145,33 @@ def test_a_model_with_its_initial_values(tmp_path: Path) -> None:
 def test_ambiguous_data_is_never_in_sync(tmp_path: Path) -> None:
     """If one model has more tensors with equal data, nothing shows which of them belong together."""
     model = llama.make_model()
-    model["model.norm2.weight"] = model["model.norm.weight"]
+    model |= {f"model.norm{i}.weight": model["model.norm.weight"] * 0 + 1 for i in (1, 2, 3)}
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", rename(model))
     other = rename(model)
     del other["x.net.norm2.weight"]
     c = llama.write(tmp_path / "c", other)
     for accept in (False, True):
         report = syncheck.diff(a, c, options=DiffOptions(accept_inferred=accept))
-        assert (report.verdict, report.counts.not_compared) == ("undecided", 2)
+        assert (report.verdict, report.counts.not_compared) == ("undecided", 3)
         assert Note.AMBIGUOUS_MAP in {note.code for note in report.groups[-1].notes}
     assert syncheck.diff(a, b, options=DiffOptions(accept_inferred=True)).exit_code == 0
+
+
+def test_a_tied_weight_that_one_model_stores_once(tmp_path: Path) -> None:
+    """Both copies are compared with the tensor of the other model, also by the written map."""
+    model = llama.make_model()
+    model["lm_head.weight"] = model["model.embed_tokens.weight"]
+    once = rename(model)
+    del once["x.lm_head.weight"]
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", once)
+    written = str(tmp_path / "map.toml")
+    for one, other in ((a, b), (b, a)):
+        report = syncheck.diff(one, other, options=DiffOptions(write_map=written))
+        assert (report.exit_code, report.counts.identical) == (2, len(model))
+        assert main(["diff", "-q", one, other, "--map", written]) == 0
+    model["lm_head.weight"] = model["lm_head.weight"] + 1
+    c = llama.write(tmp_path / "c", model)
+    assert main(["diff", "-q", c, b, "--map", written]) == 1
 
 
 def test_constants_of_other_shapes_are_ambiguous(tmp_path: Path) -> None:

@@ -172,6 +172,40 @@ def test_modules_of_a_sequential(tmp_path: Path) -> None:
         assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 0
 
 
+def test_transposed_and_fused(tmp_path: Path) -> None:
+    """GPT-2's layers with inputs first and query, key and value in one tensor, against single linear layers."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    b: Weights = {}
+    for i in range(3):
+        parts = [rng.standard_normal((16, 16)).astype("f4") for _ in range(3)]
+        a[f"h.{i}.attn.c_attn.weight"], a[f"h.{i}.attn.c_attn.bias"] = np.concatenate(parts).T, np.zeros(48, "f4")
+        for name, part in zip("qkv", parts, strict=True):
+            b |= {f"layers.{i}.{name}.weight": part, f"layers.{i}.{name}.bias": np.zeros(16, "f4")}
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((one, other), (other, one)):
+        report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=True))
+        assert (report.exit_code, report.counts.identical) == (0, len(b))
+    b["layers.1.q.weight"], b["layers.1.k.weight"] = b["layers.1.k.weight"], b["layers.1.q.weight"]
+    report = syncheck.diff(one, llama.write(tmp_path / "c", b))
+    assert {finding.code for finding in report.groups[-1].findings} <= {"SYN305", "SYN313"}
+    assert report.exit_code == 1
+
+
+def test_positions_in_a_layer(tmp_path: Path) -> None:
+    """The number of a module in its layer is constant, also if one layer has other data."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    for i in range(4):
+        a |= {f"layers.{i}.fc{j}.w": rng.standard_normal((8, 8)).astype("f4") for j in (1, 2)}
+    b = {name.replace("fc1", "mlp.0").replace("fc2", "mlp.2"): weight for name, weight in a.items()}
+    b["layers.2.mlp.2.w"] = b["layers.2.mlp.2.w"] + 1
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair, name in (((one, other), "layers.2.fc2.w"), ((other, one), "layers.2.mlp.2.w")):
+        (diff,) = syncheck.diff(*pair).groups[-1].tensors
+        assert (diff.name, diff.mismatched) == (name, 64)
+
+
 def test_a_model_with_a_second_prefix(tmp_path: Path) -> None:
     """A second `model.` in front of every name is no container, but another naming."""
     model = llama.make_model()
@@ -195,6 +229,8 @@ def test_a_model_with_a_second_prefix(tmp_path: Path) -> None:
         ([((0,), (1,)), ((1,), (2,))], {(0,): (1,), (1,): (2,)}),
         # A stage that is a number in one model only.
         ([((0,), (4, 0)), ((1,), (4, 1))], {(0,): (4, 0), (1,): (4, 1)}),
+        # The other end first, in other numbers.
+        ([((i,), (5 - i,)) for i in range(3)], {(i,): (5 - i,) for i in range(3)}),
         # Gaps.
         ([((0,), (0,)), ((1,), (3,)), ((2,), (4,))], {(0,): (0,), (1,): (3,), (2,): (4,)}),
     ],
