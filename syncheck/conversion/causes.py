@@ -255,6 +255,8 @@ def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
         boxes = [(n, box) for n in names for box in views.list_boxes(one[n])]
         if one[name].dtype != other[name].dtype or not 1 < len(boxes) <= _MOST_BOXES:
             continue
+        if any(one[n].shape != other[n].shape for n in names):
+            continue
         if len({len(box.start) for _, box in boxes}) > 1:
             continue
         least = [min(sizes) for sizes in zip(*(box.tensor.shape for _, box in boxes), strict=True)]

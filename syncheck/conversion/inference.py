@@ -23,7 +23,7 @@ from syncheck.dtypes import DTYPES
 from syncheck.messages import Note, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.conversion.layer_rules import Assignment
     from syncheck.kernel.blocks import Files
@@ -133,6 +133,7 @@ def _guess_pairs(assignment: Assignment, candidates: Candidates) -> _Guesses:
     data; which pair is meant, the user decides.
     """
     guesses = _Guesses()
+    layers = _Layers(assignment.list_pairings())
     constants = _group_constants(candidates)
     for group in [*candidates.ambiguous, *constants]:
         names_a = [name for name in group[0] if name not in assignment.claimed[0]]
@@ -143,7 +144,7 @@ def _guess_pairs(assignment: Assignment, candidates: Candidates) -> _Guesses:
             # Constants of other shapes may be parts of each other, unless one model has more of them.
             if _count_elements(candidates, 0, names_a) == _count_elements(candidates, 1, names_b):
                 guesses.add_ambiguous(names_a, names_b)
-        elif pairs := _pair_in_order(names_a, names_b):
+        elif pairs := _pair_in_order(names_a, names_b, layers):
             guesses.pairings += pairs
         elif min(len(names_a), len(names_b)) == 1 and not _is_constant(candidates, 0, names_a[0]):
             # One model stores a tied weight once.
@@ -179,24 +180,65 @@ def _group_constants(candidates: Candidates) -> list[tuple[list[str], list[str]]
     return list(groups.values())
 
 
-def _pair_in_order(ours: Sequence[str], theirs: Sequence[str]) -> list[Pairing]:
-    """Pair names of A and B with the same numbers, in their order; none if a number occurs more often on one side."""
-    by_numbers: dict[tuple[int, ...], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for side, names in enumerate((ours, theirs)):
+class _Layers:
+    """The layer of a name: the text before its first number, and this number, as in the names of A."""
+
+    def __init__(self, pairings: Sequence[Pairing]) -> None:
+        votes: dict[tuple[str, int], Counter[tuple[str, int]]] = defaultdict(Counter)
+        for pairing in pairings:
+            for part in pairing.parts:
+                name_a, name_b = (pairing.stored, part) if pairing.side == 0 else (part, pairing.stored)
+                layer_a, layer_b = _find_layer(name_a), _find_layer(name_b)
+                if layer_a is not None and layer_b is not None:
+                    votes[layer_b][layer_a] += 1
+        self._layers_of_a = {layer: counter.most_common(1)[0][0] for layer, counter in votes.items()}
+
+    def find(self, name: str, side: int) -> tuple[str, int] | None:
+        """Return the layer of a name of A (side 0) or B; a layer of B without any pairing has its own name."""
+        layer = _find_layer(name)
+        if side == 0 or layer is None:
+            return layer
+        return self._layers_of_a.get(layer, layer)
+
+
+def _find_layer(name: str) -> tuple[str, int] | None:
+    pattern, numbers = split_numbers(name)
+    return (pattern[0], numbers[0]) if numbers else None
+
+
+def _pair_in_order(names_a: Sequence[str], names_b: Sequence[str], layers: _Layers) -> list[Pairing]:
+    """Pair names of A and B in the same layer, in their order; none if a layer has more of them in one model."""
+    in_layers_of_a = _pair_by_key(names_a, names_b, layers.find)
+    # Without any other pair, layers have equal numbers.
+    return in_layers_of_a or _pair_by_key(names_a, names_b, _get_numbers)
+
+
+def _get_numbers(name: str, _: int) -> tuple[int, ...]:
+    return split_numbers(name)[1]
+
+
+def _pair_by_key(names_a: Sequence[str], names_b: Sequence[str], key: Callable[[str, int], object]) -> list[Pairing]:
+    """Pair names with equal keys in their order; none if one model has more names with a key."""
+    groups: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, names in enumerate((names_a, names_b)):
         for name in names:
-            by_numbers[split_numbers(name)[1]][side].append(name)
+            groups[key(name, side)][side].append(name)
     pairs = []
-    for names_a, names_b in by_numbers.values():
-        if len(names_a) != len(names_b):
+    for group_a, group_b in groups.values():
+        if len(group_a) != len(group_b):
             return []
-        ends = {name.split(".")[-2:][0]: name for name in names_b}
-        for name in names_a:
-            # A tensor of the same module name first, such as a norm that has kept its name.
-            same = ends.get(name.split(".")[-2:][0])
-            partner = same if same in names_b else names_b[0]
-            names_b.remove(partner)
+        modules = {_get_module(name): name for name in group_b}
+        for name in group_a:
+            # A module that has kept its name comes first.
+            same = modules.get(_get_module(name))
+            partner = same if same in group_b else group_b[0]
+            group_b.remove(partner)
             pairs.append(Pairing(1, partner, (name,)))
     return pairs
+
+
+def _get_module(name: str) -> str:
+    return name.split(".")[-2:][0]
 
 
 def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:

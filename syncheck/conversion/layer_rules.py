@@ -11,13 +11,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.numbering import find_numbering, split_numbers
+from syncheck.conversion.numbering import find_mirror, find_numbering, mirror, split_numbers
 from syncheck.conversion.pairings import Layout, Pairing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.conversion.numbering import Numbers
+    from syncheck.conversion.numbering import Numbers, Pair
     from syncheck.conversion.pairings import Candidates
     from syncheck.snapshots import Tensor
 
@@ -87,16 +87,16 @@ def assign_parts(candidates: Candidates) -> Assignment:
     names = LayerNames(candidates.tensors)
     pairings = _unify_sides(_unify_heads(candidates.pairings))
     rules = _list_rules(pairings, names)
-    # The rule of most layers of each name.
-    main: dict[tuple[int, Pattern], LayerRule] = {}
+    # The rule of most layers, for each tensor that has such a rule.
+    usual: dict[tuple[int, str], LayerRule] = {}
     for rule in rules:
-        main.setdefault((rule.side, rule.pattern), rule)
+        for stored in rule.expected:
+            usual.setdefault((rule.side, stored), rule)
     assignment = Assignment()
     deviating: list[Pairing] = []
     for rule in rules:
-        usual = main[rule.side, rule.pattern]
         for pairing in rule.pairings:
-            has_other_rule = rule is not usual and pairing.stored in usual.expected
+            has_other_rule = usual.get((pairing.side, pairing.stored), rule) is not rule
             if has_other_rule or pairing.parts != rule.expected.get(pairing.stored, pairing.parts):
                 deviating.append(pairing)
             else:
@@ -125,24 +125,24 @@ def _unify_heads(pairings: Sequence[Pairing]) -> list[Pairing]:
 
 
 def _unify_sides(pairings: Sequence[Pairing]) -> list[Pairing]:
-    """Let one model store all layers of a name: a rotary rule has a direction, equal tensors have none."""
-    directed = set()
-    for pairing in pairings:
-        if pairing.layout.head_dim:
-            directed.add((pairing.side, split_numbers(pairing.stored)[0], split_numbers(pairing.parts[0])[0]))
+    """Let one model store all single tensors: rules for a name can be compared if they start from the same model.
+
+    A rotary rule has a direction, equal and transposed tensors have none.
+    """
+    sides = Counter(pairing.side for pairing in pairings if pairing.layout.head_dim)
     unified = []
     for pairing in pairings:
-        turned = (1 - pairing.side, split_numbers(pairing.parts[0])[0], split_numbers(pairing.stored)[0])
-        if len(pairing.parts) == 1 and not pairing.layout.stacked and turned in directed:
+        has_direction = len(pairing.parts) > 1 or pairing.layout.stacked or pairing.layout.head_dim
+        if sides and not has_direction and pairing.side != sides.most_common(1)[0][0]:
             pairing = Pairing(1 - pairing.side, pairing.parts[0], (pairing.stored,), pairing.layout)
         unified.append(pairing)
     return unified
 
 
-def _list_rules(pairings: Iterable[Pairing], names: LayerNames) -> list[LayerRule]:
+def _list_rules(pairings: Sequence[Pairing], names: LayerNames) -> list[LayerRule]:
     """Return the rules that the pairings show, those with the most layers first."""
     rules: dict[tuple[int, Pattern, tuple[Pattern, ...], Layout], LayerRule] = {}
-    for pairing in sorted(pairings, key=lambda pairing: split_numbers(pairing.stored)[1]):
+    for pairing in sorted(pairings, key=_get_numbers):
         pattern = split_numbers(pairing.stored)[0]
         parts = tuple(split_numbers(part)[0] for part in pairing.parts)
         if pairing.layout.stacked:
@@ -152,38 +152,72 @@ def _list_rules(pairings: Iterable[Pairing], names: LayerNames) -> list[LayerRul
         key = (pairing.side, pattern, parts, pairing.layout)
         rules.setdefault(key, LayerRule(*key)).pairings.append(pairing)
     ordered = sorted(rules.values(), key=lambda rule: -len(rule.pairings))
+    numberings = _Numberings(pairings, names)
     for rule in ordered:
-        rule.expected = _expect_parts(rule, names)
+        rule.expected = numberings.expect_parts(rule)
     return ordered
 
 
-def _expect_parts(rule: LayerRule, names: LayerNames) -> dict[str, tuple[str, ...]]:
-    """Return the parts of all layers of a rule, as far as these tensors exist."""
-    stored = names.of(rule.side, rule.pattern)
-    expected: dict[str, list[str]] = {name: [] for name in stored.values()}
-    positions = range(1) if rule.layout.stacked else range(len(rule.parts))
-    for position in positions:
-        others = names.of(1 - rule.side, rule.parts[position])
-        pairs, layers = [], {}
-        for pairing in rule.pairings:
-            members = pairing.parts if rule.layout.stacked else pairing.parts[position : position + 1]
-            for i, part in enumerate(members):
-                index = (i,) if rule.layout.stacked else ()
-                pairs.append((split_numbers(pairing.stored)[1] + index, split_numbers(part)[1]))
-        for numbers, name in stored.items():
-            count = names.tensors[rule.side][name].shape[0] if rule.layout.stacked else 0
-            indices = [(i,) for i in range(count)] if rule.layout.stacked else [()]
-            for index in indices:
-                layers[*numbers, *index] = name
-        numbering = find_numbering(pairs, layers, others)
-        for numbers, name in layers.items():
-            part_numbers = numbering.get(numbers, ())
-            expected[name].append(others.get(part_numbers, "") if numbers in numbering else "")
-    complete = {}
-    for name, parts in expected.items():
-        if "" not in parts and len(set(parts)) == len(parts):
-            complete[name] = tuple(parts)
-    return complete
+def _get_numbers(pairing: Pairing) -> Numbers:
+    return split_numbers(pairing.stored)[1]
+
+
+class _Numberings:
+    """The numbers of the parts of each layer, by the names of layers and parts."""
+
+    def __init__(self, pairings: Iterable[Pairing], names: LayerNames) -> None:
+        self._names = names
+        # Layers and parts with the same data, by their patterns, and by the text before their first number.
+        self._pairs: dict[tuple[int, Pattern, Pattern], list[Pair]] = defaultdict(list)
+        self._containers: dict[tuple[int, str, str], list[Pair]] = defaultdict(list)
+        for pairing in pairings:
+            pattern, numbers = split_numbers(pairing.stored)
+            for i, part in enumerate(pairing.parts):
+                part_pattern, part_numbers = split_numbers(part)
+                index = (i,) if pairing.layout.stacked else ()
+                self._pairs[pairing.side, pattern, part_pattern].append(((*numbers, *index), part_numbers))
+                if numbers and part_numbers:
+                    self._containers[pairing.side, pattern[0], part_pattern[0]].append((numbers, part_numbers))
+
+    def expect_parts(self, rule: LayerRule) -> dict[str, tuple[str, ...]]:
+        """Return the parts of all layers of a rule, as far as these tensors exist."""
+        expected: dict[str, list[str]] = {name: [] for name in self._names.of(rule.side, rule.pattern).values()}
+        for part_pattern in rule.parts:
+            parts = self._names.of(1 - rule.side, part_pattern)
+            layers = self._list_layers(rule)
+            numbering = self._find(rule, part_pattern, layers, parts)
+            for numbers, name in layers.items():
+                part_numbers = numbering.get(numbers, ())
+                expected[name].append(parts.get(part_numbers, "") if numbers in numbering else "")
+        complete = {}
+        for name, part_names in expected.items():
+            if "" not in part_names and len(set(part_names)) == len(part_names):
+                complete[name] = tuple(part_names)
+        return complete
+
+    def _list_layers(self, rule: LayerRule) -> dict[Numbers, str]:
+        """Return the names of the layers of a rule by their numbers; for stacks, with each index."""
+        names = self._names.of(rule.side, rule.pattern)
+        if not rule.layout.stacked:
+            return dict(names)
+        layers = {}
+        for numbers, name in names.items():
+            for i in range(self._names.tensors[rule.side][name].shape[0]):
+                layers[*numbers, i] = name
+        return layers
+
+    def _find(
+        self, rule: LayerRule, part_pattern: Pattern, layers: Mapping[Numbers, str], parts: Mapping[Numbers, str]
+    ) -> Mapping[Numbers, Numbers]:
+        pairs = self._pairs[rule.side, rule.pattern, part_pattern]
+        container = self._containers.get((rule.side, rule.pattern[0], part_pattern[0]), ())
+        total = find_mirror(container)
+        if total is None:
+            return find_numbering(pairs, layers, parts)
+        mirrored_pairs = [(layer, mirror(part, total)) for layer, part in pairs]
+        mirrored_parts = [mirror(part, total) for part in parts]
+        numbering = find_numbering(mirrored_pairs, layers, mirrored_parts)
+        return {layer: mirror(part, total) for layer, part in numbering.items()}
 
 
 def _assign_siblings(assignment: Assignment, candidates: Candidates) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 # Limit of the numbers in a name whose order is tried.
 _MOST_PLACES = 3
-# Fewer layers do not show a reversed order: two exchanged layers are a mistake.
-_LEAST_REVERSED = 3
+# Fewer layers do not show a reversed order: two exchanged layers of two or three are a mistake.
+_LEAST_REVERSED = 4
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
@@ -56,13 +56,26 @@ def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Co
             same_numbers.append(numbering)
     if not same_numbers:
         return _number_in_order(pairs, layers, parts)
-    # Models with the same numbers use them for the same layers, unless all layers show a reversed order.
-    for numbering in _list_reversed(layers):
-        if _count_votes(numbering, pairs) == len(pairs):
-            same_numbers.append(numbering)
     votes = [_count_votes(numbering, pairs) for numbering in same_numbers]
     # A tie goes to the first numbering, in which all numbers keep their places.
     return same_numbers[votes.index(max(votes))]
+
+
+def find_mirror(pairs: Collection[Pair]) -> int | None:
+    """Return the sum of the first numbers of layers and parts, if one model counts from the other end, else None.
+
+    pairs: of all tensors in these layers, because exchanged layers of one tensor may look like another order.
+    """
+    sums = {layer[0] + part[0] for layer, part in pairs}
+    layers = {layer[0] for layer, _ in pairs}
+    if len(sums) == 1 and len(layers) >= _LEAST_REVERSED:
+        return sums.pop()
+    return None
+
+
+def mirror(numbers: Numbers, total: int) -> Numbers:
+    """Return the numbers of a name with the first of them counted from the other end."""
+    return (total - numbers[0], *numbers[1:])
 
 
 def _find_without_constants(
@@ -124,26 +137,10 @@ def _list_permutations(layers: Collection[Numbers]) -> Iterator[Numbering]:
         yield {layer: tuple(layer[place] for place in order) for layer in layers}
 
 
-def _list_reversed(layers: Collection[Numbers]) -> Iterator[Numbering]:
-    """Yield the numberings that count one of the numbers from the other end."""
-    places = len(next(iter(layers)))
-    for place in range(places):
-        values = {layer[place] for layer in layers}
-        ends = min(values) + max(values)
-        numbering = {}
-        for layer in layers:
-            numbering[layer] = (*layer[:place], ends - layer[place], *layer[place + 1 :])
-        if len(values) >= _LEAST_REVERSED:
-            yield numbering
-
-
 def _number_in_order(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:
     """Return the numbering that keeps the order of the layers, such as those of an nn.Sequential with gaps."""
     if len(layers) != len(parts):
         # The order shows nothing about layers that have no partner.
         layers = [layer for layer, _ in pairs]
         parts = [part for _, part in pairs]
-    reverse = dict(zip(sorted(layers), sorted(parts, reverse=True), strict=True))
-    if len(pairs) >= _LEAST_REVERSED and _count_votes(reverse, pairs) == len(pairs):
-        return reverse
     return dict(zip(sorted(layers), sorted(parts), strict=True))

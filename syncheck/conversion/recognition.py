@@ -81,12 +81,14 @@ def complete_variables(
         usable = [row for row in joined if row[0].variables <= tried.keys()]
         if len(sizes) == 1:
             return tried
-        similar = [
-            _cosine(part, row[3][name], files)
-            for row in usable[: _LAYERS * 2]
-            for name, part in (split_tensor(*row[:3], tried) or {}).items()
-            if name in row[3] and row[3][name].shape == part.shape
-        ]
+        similar: list[float] = []
+        for rule, values, tensor, other in usable[: _LAYERS * 4]:
+            for name, part in (split_tensor(rule, values, tensor, tried) or {}).items():
+                if name not in other or other[name].shape != part.shape:
+                    continue
+                cosine = _cosine(part, other[name], files)
+                if cosine is not None:
+                    similar.append(cosine)
         if similar and (mean := math.fsum(similar) / len(similar)) > highest + 1e-9:
             best, highest = tried, mean
     return best
@@ -105,15 +107,15 @@ def _count_heads(
     return counts
 
 
-def _cosine(a: Tensor, b: Tensor, files: Files) -> float:
-    """Return the cosine between two tensors of equal shape; 0 for unreadable data."""
+def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
+    """Return the cosine between two tensors of equal shape; None for unreadable data, and for zeros."""
     if not all(is_readable(tensor) for tensor in (a, b)):
-        return 0.0
+        return None
     products = [0.0, 0.0, 0.0]
     for x, y in read_pairs(a, b, files):
         products = [p + float(u @ v) for p, u, v in zip(products, (x, x, y), (y, x, y), strict=True)]
     scale = math.sqrt(products[1] * products[2])
-    return products[0] / scale if 0 < scale < math.inf else 0.0
+    return products[0] / scale if 0 < scale < math.inf else None
 
 
 def is_readable(tensor: Tensor) -> bool:
