@@ -13,11 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from syncheck import outputs
 from syncheck.conversion.causes import is_comparable
 from syncheck.conversion.name_maps import NameMap, Rule
 from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.conversion.rows import MOST_ROWS, digest_rows
-from syncheck.errors import UsageError
 from syncheck.logical import views
 from syncheck.messages import Note, Refusal
 
@@ -303,20 +303,25 @@ def describe_rule(rule: Rule) -> str:
 
 
 def write_map(path: str, names: NameMap) -> None:
-    """Write a map as TOML. Raises UsageError if the file cannot be written."""
+    """Write a map as TOML. Raises OptionError if the file cannot be written, or would replace a checkpoint."""
     lines = []
     if names.tied:
-        lines += [f"tied = {json.dumps([list(pair) for pair in names.tied])}", ""]
+        lines += [f"tied = {_to_toml([list(pair) for pair in names.tied])}", ""]
     for rule in names.rules:
-        lines += ["[[rule]]", f"name = {json.dumps(rule.name)}", f"parts = {json.dumps(list(rule.parts))}"]
+        lines += ["[[rule]]", f"name = {_to_toml(rule.name)}", f"parts = {_to_toml(list(rule.parts))}"]
         plain = Rule(rule.name)
         for key in ("dim", "sizes", "groups", "transpose", "rotary", "pad", "beside"):
             value = getattr(rule, key)
             if value != getattr(plain, key):
-                lines.append(f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+                lines.append(f"{key} = {_to_toml(list(value) if isinstance(value, tuple) else value)}")
         lines.append("")
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines))
-    except OSError as error:
-        raise UsageError(f"--write-map: {path}: {error.strerror}; choose a path that can be written") from None
+    outputs.write(path, "\n".join(lines), outputs.MAP)
+
+
+def _to_toml(value: object) -> str:
+    r"""Return a string, a list, a number or a flag in TOML.
+
+    TOML's strings are JSON's, with three exceptions: TOML has no surrogates, so pairs are written as characters and a
+    single surrogate cannot be written; and it requires that DEL is escaped.
+    """
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

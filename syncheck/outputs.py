@@ -1,0 +1,198 @@
+"""Open every output file, and refuse paths whose replacement would lose data.
+
+`check` refuses a path before anything is compared, and `write` repeats the check because the comparison may take hours.
+No other module opens files for writing, except scratch files (tests/test_architecture.py lists them).
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from syncheck import atomic
+from syncheck.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import ModuleType
+
+# Enough of a file to recognize an earlier output.
+_HEAD = 16_384
+# What each format of an output has near its start: JSON, HTML, JUnit, Markdown, maps, baselines and fingerprints,
+# events, and text, whose first line ends with the verdict. An empty file has nothing to lose.
+_EARLIER_OUTPUT = re.compile(
+    rb'\A\Z|\A\s*\{\s*"schema": \d+,\s*"tool": "syncheck"|<title>syncheck: |<testsuites name="syncheck"|\A## syncheck: '
+    rb'|^\[\[rule\]\]|^tied = |\A\s*\{\s*"syncheck_(?:baseline|fingerprint)"|\A\{"event": '
+    rb"|\b(?:IN SYNC|OUT OF SYNC|COULD NOT TELL|ALONE)\b",
+    re.MULTILINE,
+)
+# A file of Megatron or of Llama lies one folder below the folder of the checkpoint.
+_LEVELS = 3
+# The spelling of these options. Their outputs may be pipes, such as /dev/stdout.
+MAP, EVENTS = "{write_map}", "events="
+_STREAMED = (MAP, EVENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """An output file.
+
+    path: the path of the user.
+    option: the spelling of its option; a field in braces, such as `{baseline}`, is spelled by each surface.
+    replaceable: the reader of a format that may be replaced.
+    """
+
+    path: str
+    option: str
+    replaceable: ModuleType | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the output goes to a pipe, a device or a standard stream.
+
+        A report has a file extension, so a device at its path is a mistake.
+        """
+        return self.option in _STREAMED and atomic.is_stream(self.path)
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raise OptionError for this path."""
+        # An option without braces is spelled already, and OptionError finds no field in it.
+        field = self.option.strip("{}")
+        raise OptionError(f"{self.option} {self.path}: {problem}; pass another path", field)
+
+
+def protect_all(outputs: Sequence[tuple[str, str]], inputs: Sequence[str] = ()) -> None:
+    """Raise OptionError if an output of a run would replace another output, or data as in `protect`.
+
+    outputs: option and path of each output; the option is spelled as for `check`.
+    inputs: files, folders and globs that the run reads.
+    """
+    kinds: dict[str, tuple[str, str]] = {}
+    for option, path in outputs:
+        protect(path, option, inputs=inputs)
+        target = os.path.realpath(path)
+        extension = os.path.splitext(path)[1].lower()
+        # A report given twice is the same text. Another option, or a link with another extension, is another text.
+        kind = option, extension
+        if kinds.setdefault(target, kind) != kind:
+            _Output(path, option).refuse("is also the file of another output")
+
+
+def check(path: str, option: str = "-o", *, inputs: Sequence[str] = (), replaceable: ModuleType | None = None) -> None:
+    """Raise OptionError if an output cannot be written, or would replace an input or a part of a checkpoint.
+
+    option: the spelling of the path's option; a field in braces, such as `{baseline}`, is spelled by each surface.
+    inputs: files, folders and globs that the run reads.
+    replaceable: the reader of a format that may be replaced.
+    """
+    output = _Output(path, option)
+    if not output.is_stream:
+        # Before the content is examined, so that a missing folder has the error of the operating system.
+        with atomic.convert_errors(path, option):
+            atomic.check_writable(path)
+    protect(path, option, inputs=inputs, replaceable=replaceable)
+
+
+def protect(
+    path: str, option: str = "-o", *, inputs: Sequence[str] = (), replaceable: ModuleType | None = None
+) -> None:
+    """Raise OptionError if an output would replace an input or a part of a checkpoint.
+
+    The parameters are those of `check`. Raises UnreadableFile for an existing file that cannot be examined.
+    """
+    output = _Output(path, option, replaceable)
+    # Links are followed, because the target of a link is replaced.
+    target = os.path.realpath(path)
+    _refuse_part(output, target)
+    # A link in the folder of a checkpoint belongs to it, as in the cache of Hugging Face.
+    _refuse_part(output, os.path.abspath(path))
+    _refuse_input(output, target, inputs)
+
+
+def write(path: str, text: str, option: str = "-o", *, replaceable: ModuleType | None = None) -> None:
+    """Check a path again, and replace its file atomically. Raises OptionError.
+
+    The parameters are those of `check`.
+    """
+    check(path, option, replaceable=replaceable)
+    output = _Output(path, option)
+    with atomic.convert_errors(path, option):
+        if output.is_stream:
+            atomic.write_stream(path, text)
+        else:
+            atomic.replace_file(path, text)
+
+
+def append_line(path: str, line: str) -> None:
+    """Append a line to a file that `protect` has accepted. Raises OSError."""
+    atomic.append(path, f"{line}\n")
+
+
+def _refuse_part(output: _Output, path: str) -> None:
+    """Raise OptionError if a file is a checkpoint or belongs to one.
+
+    path: the path of the output, or another path to the same file.
+    """
+    from syncheck import readers
+
+    head = readers.read_head(path, _HEAD) if os.path.isfile(path) else b""
+    reader = readers.find_reader(head)
+    if reader not in (None, output.replaceable):
+        output.refuse("would overwrite a checkpoint")
+    if not _is_text(head):
+        # A format that syncheck does not read, such as GGUF, or a damaged checkpoint. All outputs are text.
+        output.refuse("would overwrite a file of another program, which may be a checkpoint")
+    # A file that no reader opens belongs to a checkpoint too, for example the settings of its tokenizer. An earlier
+    # report may lie beside it.
+    is_earlier_output = _EARLIER_OUTPUT.search(head) is not None
+    if readers.is_in_checkpoint(path, levels=_LEVELS, only_parts=is_earlier_output):
+        output.refuse("would overwrite a checkpoint")
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the first bytes of a file are text in UTF-8."""
+    # Accepts a last character that is cut off.
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        text = decoder.decode(head)
+    except UnicodeDecodeError:
+        return False
+    return "\0" not in text
+
+
+def _refuse_input(output: _Output, target: str, inputs: Sequence[str]) -> None:
+    """Raise OptionError if the output is one of the inputs, or a part of one. target: the path without links."""
+    for path in _expand_globs(inputs):
+        if _is_same(path, target):
+            output.refuse("would overwrite an input")
+        # The folder of an input may contain an earlier report, so only parts of checkpoints count. The target may be a
+        # link to a file of this folder.
+        for name in _list_files(path):
+            if _is_same(name, target):
+                _refuse_part(output, name)
+
+
+def _expand_globs(patterns: Sequence[str]) -> Iterator[str]:
+    """Yield the patterns, which may be paths, and their matches."""
+    for pattern in patterns:
+        yield pattern
+        yield from glob.iglob(pattern, recursive=True)
+
+
+def _list_files(folder: str) -> Iterator[str]:
+    """Yield the absolute paths of the files below a folder; nothing for the path of a file."""
+    # os.walk does not follow links to folders, which may lead back to a parent.
+    for current, _, names in os.walk(os.path.abspath(folder)):
+        yield from [os.path.join(current, name) for name in names]
+
+
+def _is_same(path: str, target: str) -> bool:
+    """Whether two paths lead to the same file. A path that leads nowhere is reported when it is opened."""
+    with suppress(OSError, ValueError):  # a NUL in the path is a ValueError
+        return os.path.samefile(path, target)
+    return False
