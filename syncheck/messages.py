@@ -240,6 +240,12 @@ class Note(Sentence):
         "{write_map:option FILE} saves the map:"
     )
     RULE = "  {name} = {parts}"
+    COPY_RULE = "  {name} = {copied}, of which it is a copy in one model"
+    MORE_RULES = "  {count:count more rule}"
+    GUESSED_RULES = (
+        "equal data does not show the pairs of {count:count rule}, which follow from the order of names: {names:names}"
+    )
+    ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
     NO_MAP = "{file} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (
         "the inferred map is ambiguous: {count:count tensor} of A {count:verb equals|equal} several tensors of B: "
@@ -251,7 +257,10 @@ class Note(Sentence):
         "{side}: {count:count tensor} {count:verb is|are} not mapped, because {names:list} {names:verb is|are} "
         "unknown; put config.json beside the files"
     )
-    UNFIT = "{side}: the map {map} does not fit the shapes of {names:names}"
+    UNFIT = (
+        "{side}: the map {map} does not fit {names:names}: their shapes are others, or a part has the name of another "
+        "tensor"
+    )
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (
@@ -376,6 +385,9 @@ class Undecided(Sentence):
     """Why a comparison has no verdict."""
 
     UNREADABLE = "{count} of the files given could not be read"
+    INFERRED_MAP = (
+        "equal under an inferred map: review it, write it with {write_map:option FILE}, then pass {map:option FILE}"
+    )
     ALL_LINKS = "all files given are links to one file; compare copies"
     ONE_FILE = (
         "one file has no replica to compare with; save the model on every rank and pass all files (syncheck show lists "

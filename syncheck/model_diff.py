@@ -14,8 +14,10 @@ from syncheck.comparison.group import compare_group
 from syncheck.conversion.adapters import Merged, compare_merge, merge_adapters
 from syncheck.conversion.casts import convert
 from syncheck.conversion.causes import Models, add_relations
-from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous, write_map
-from syncheck.conversion.name_maps import apply_map, find_variables, read_map
+from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous
+from syncheck.conversion.map_files import read_map, write_map
+from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
+from syncheck.conversion.name_maps import find_variables
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, get_computed, is_readable, recognize_map
 from syncheck.diagnose.case import relation_of
@@ -36,6 +38,7 @@ from syncheck.verdicts import judge_difference, judge_group, overall
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from syncheck.conversion.inference import Inferred
     from syncheck.conversion.name_maps import NameMap
     from syncheck.messages import Message
     from syncheck.records import Comparison, Group
@@ -228,7 +231,8 @@ def compare_sides(
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
     with Files(jobs=options.jobs) as files:
-        sides, mapping = _map_sides(sides, options, files)
+        mapped = _map_sides(sides, options, files)
+        sides = mapped.sides
         pair = ReplicaGroup(
             " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
         )
@@ -239,8 +243,15 @@ def compare_sides(
     if histograms:
         evidence = replace(comparison.evidence, stored=_describe_stored(comparison, sides))
         comparison = replace(comparison, evidence=evidence)
-    notes += mapping
-    comparison = replace(comparison, notes=(*notes, *comparison.notes))
+    notes += mapped.notes
+    if mapped.inferred and options.accept_inferred:
+        notes.append(Note.ACCEPTED_MAP())
+    is_proposal = mapped.inferred and not options.accept_inferred
+    comparison = replace(
+        comparison,
+        notes=(*notes, *comparison.notes),
+        evidence=replace(comparison.evidence, inferred=is_proposal),
+    )
     # Shards of a side are no reason for doubt, but copies that could not be compared are.
     doubtful = [
         own
@@ -262,8 +273,20 @@ def compare_sides(
     return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
-def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tuple[tuple[Side, ...], list[Message]]:
-    """Return two sides with merged adapters and, if a map is given or found, equal names; and notes about the map."""
+@dataclass(frozen=True, slots=True)
+class MappedSides:
+    """Two sides after a map of their names.
+
+    notes: about the map. inferred: whether the names of some tensors follow from an inferred map.
+    """
+
+    sides: tuple[Side, ...]
+    notes: tuple[Message, ...]
+    inferred: bool = False
+
+
+def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> MappedSides:
+    """Return two sides with merged adapters and, if a map is given or found, equal names."""
     stored = [normalize_keys(side.model.tensors) for side in sides]
     models = [dequantize(own, other, files) for own, other in (stored, stored[::-1])]
     models = [
@@ -271,35 +294,41 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tup
         for own, other, side in zip(models, models[::-1], sides, strict=True)
     ]
     variables = {**sides[1].variables, **sides[0].variables}
+    # A padded model may state its own size of the vocabulary; no stated token may be cut.
+    if stated := [side.variables["vocabulary"] for side in sides if "vocabulary" in side.variables]:
+        variables["vocabulary"] = max(stated)
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)
     if names is not None:
         variables = complete_variables(names, models, variables, files)
-    notes: list[Message] = []
-    written = names
+    inferred: Inferred | None = None
     if options.map is None:
         known = models if names is None else [own.tensors for own in apply_map(names, models, variables)[0]]
         inferred = infer_map(known, files)
-        if inferred is not None:
-            notes, written = describe_inferred(inferred), extend_map(names, inferred)
-        if inferred is not None and inferred.applies:
-            names, variables = written, {**variables, **inferred.variables}
-            models = mark_ambiguous(models, inferred)
+    notes: list[Message] = [] if inferred is None else describe_inferred(inferred)
+    written = names if inferred is None else extend_map(names, inferred)
+    if inferred is not None and inferred.applies:
+        names, variables = written, {**variables, **inferred.variables}
+        models = mark_ambiguous(models, inferred)
     if options.write_map is not None and written is not None:
-        write_map(options.write_map, written)
+        write_map(options.write_map, written, () if inferred is None else inferred.guessed)
     elif options.write_map is not None:
         notes.append(Note.NO_MAP(file=options.write_map))
     if names is None:  # without a change, the names keep their prefixes, which are reported
         rows = zip(sides, models, stored, strict=True)
-        return tuple(
+        unmapped = tuple(
             side if own is old else replace(side, model=replace(side.model, tensors=own)) for side, own, old in rows
-        ), notes
+        )
+        return MappedSides(unmapped, tuple(notes))
     mapped, more = apply_map(names, models, variables)
+    check_ignored(names, models, mapped, files)
     counts = [len(model.keys() - own.tensors.keys()) for model, own in zip(models, mapped, strict=True)]
-    notes = [Note.MAP(map=names.title, count=counts[0], others=counts[1]), *notes, *more]
-    return tuple(
-        replace(side, model=replace(side.model, tensors=own.tensors), stored=own.stored, map=names, variables=variables)
-        for side, own in zip(sides, mapped, strict=True)
-    ), notes
+    first = Note.MAP(map=names.title, count=counts[0], others=counts[1])
+    notes = [first, *notes, *remove_padding(mapped, variables, files), *more]
+    renamed = []
+    for side, own in zip(sides, mapped, strict=True):
+        model = replace(side.model, tensors=own.tensors)
+        renamed.append(replace(side, model=model, stored=own.stored, map=names, variables=variables))
+    return MappedSides(tuple(renamed), tuple(notes), inferred=inferred is not None and inferred.applies)
 
 
 def _allowed(options: DiffOptions) -> frozenset[str]:
@@ -314,7 +343,7 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
     if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
-        raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
+        raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model, or --map FILE")
     models = [normalize_keys(side.model.tensors) for side in sides]
     tensors = []
     for diff in comparison.tensors:

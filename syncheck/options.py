@@ -311,6 +311,13 @@ class DiffOptions(Options):
         surfaces=frozenset({COMMAND_LINE, PYTHON}),
         in_summary=False,
     )
+    accept_inferred: bool = option(
+        False,
+        FLAG,
+        "count two models as in sync if they are equal under a map that was inferred from the data",
+        ACCEPTANCE,
+        surfaces=_DIFF_SURFACES,
+    )
     base: str | None = option(
         None,
         PATH,

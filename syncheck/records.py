@@ -374,6 +374,8 @@ class GroupEvidence:
     """Number of tensors of A with an adapter."""
     stored: Mapping[str, tuple[Stored | None, Stored | None]] = field(default_factory=dict)
     """For two models on a report page: how A and B store each tensor."""
+    inferred: bool = False
+    """For two models: whether the pairs of their names were inferred from the data, and not accepted by the user."""
     free_running: FreeRunning | None = None
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 

@@ -71,21 +71,54 @@ ALLOWED = {
     "conversion": set(),
     "conversion.casts": BYTES,
     "conversion.rows": BYTES,
-    "conversion.name_maps": BASE | {"logical.views"},
-    "conversion.recognition": BYTES | {"conversion.name_maps", "differences"},
+    "conversion.templates": set(),
+    "conversion.numbering": set(),
+    "conversion.name_maps": BASE | {"logical.views", "conversion.templates"},
+    "conversion.map_files": BASE | {"conversion.name_maps", "conversion.templates", "outputs", "syncheck"},
+    "conversion.mapped_models": BYTES | {"logical.views", "conversion.name_maps", "conversion.rows"},
+    "conversion.recognition": BYTES
+    | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
+    | {"differences"},
     "conversion.adapters": BYTES | {"conversion.name_maps", "conversion.recognition", "differences"},
     "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
+    "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
+    "conversion.layer_rules": BYTES
+    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
+    "conversion.general_rules": BYTES
+    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
     "conversion.causes": BYTES
     | {"logical.views"}
     | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
     "conversion.inference": BYTES
-    | {"logical.views", "outputs", "syncheck"}
-    | {f"conversion.{part}" for part in ("causes", "name_maps", "recognition", "rows")},
+    | {
+        f"conversion.{part}"
+        for part in (
+            "casts",
+            "general_rules",
+            "layer_rules",
+            "map_files",
+            "name_maps",
+            "numbering",
+            "pairings",
+            "recognition",
+            "rows",
+        )
+    },
     "model_diff": BASE
     | {"logical.views", "diagnose"}
     | {
         f"conversion.{part}"
-        for part in ("adapters", "casts", "causes", "inference", "name_maps", "quantized", "recognition")
+        for part in (
+            "adapters",
+            "casts",
+            "causes",
+            "inference",
+            "map_files",
+            "mapped_models",
+            "name_maps",
+            "quantized",
+            "recognition",
+        )
     }
     | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "outputs", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}

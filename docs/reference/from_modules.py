@@ -28,7 +28,9 @@ SYNCHECK = {
         "logical logical.boxes logical.views logical.dtensors logical.deepspeed logical.megatron logical.model"
     ),
     "Conversions of a model": (
-        "conversion conversion.name_maps conversion.recognition conversion.inference conversion.adapters "
+        "conversion conversion.templates conversion.name_maps conversion.map_files conversion.mapped_models "
+        "conversion.recognition conversion.pairings conversion.numbering conversion.layer_rules conversion.inference "
+        "conversion.adapters "
         "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (

@@ -19,7 +19,7 @@ from syncheck.conversion.casts import convert
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
-from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
+from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, is_comparable, may_have_rows
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical import views
@@ -50,6 +50,8 @@ _CORRELATED = 1 << 22
 _BOUND = 1.001
 # Fewer elements than this can be equal by chance.
 _FEW = 16
+# Limit of the parts of a tensor whose orders are tried.
+_MOST_ORDERED = 5
 # Limit of the compared boxes of a tensor.
 _MOST_BOXES = 1 << 12
 
@@ -108,11 +110,6 @@ class Models:
             if other != name and (extra := self.equals(self.a[other], b)) is not None:
                 return other, extra
         return None
-
-
-def is_comparable(tensor: Tensor) -> bool:
-    """Whether the bytes of the tensor can be read."""
-    return not tensor.refused and tensor.digest is None and tensor.sharding is None
 
 
 def _is_constant(data: bytes, tensor: Tensor) -> bool:
@@ -192,19 +189,32 @@ def _relate_stored(name: str, models: Models) -> dict[str, Relation]:
             continue
         rule, values = found
         wanted = {n: other[n] for n in own if models.stored[side].get(n) is stored and n in other}
-        for tried, relation in _list_rules(rule, models.variables, "AB"[side], stored.name):
-            split = split_tensor(tried, values, stored, models.variables) or {}
+        for tried, variables, relation in _list_rules(rule, models.variables, "AB"[side], stored.name):
+            split = split_tensor(tried, values, stored, variables) or {}
             pairs = [(split[n], tensor) for n, tensor in wanted.items() if n in split]
             if pairs and all(models.equals(*(pair if side == 0 else pair[::-1])) is not None for pair in pairs):
                 return dict.fromkeys(wanted, relation)
     return {}
 
 
-def _list_rules(rule: Rule, variables: Mapping[str, int], side: str, stored: str) -> Iterator[tuple[Rule, Relation]]:
-    """Yield other rules for a stored tensor, and the relation that each of them shows. side, stored: of the tensor."""
-    yield replace(rule, transpose=not rule.transpose), Relation(RelationKind.TRANSPOSED, {"dims": (0, 1)})
+def _list_rules(
+    rule: Rule, variables: Mapping[str, int], side: str, stored: str
+) -> Iterator[tuple[Rule, Mapping[str, int], Relation]]:
+    """Yield other rules and variables for a stored tensor, and the relation that each of them shows.
+
+    side, stored: of the tensor.
+    """
+    yield (
+        replace(rule, transpose=not rule.transpose),
+        variables,
+        Relation(RelationKind.TRANSPOSED, {"dims": (0, 1)}),
+    )
+    for size in HEAD_SIZES if rule.rotary else ():
+        # Rows that were permuted with another number of heads.
+        other = "interleaved" if side == "B" else "half"
+        yield rule, {**variables, "head_dim": size}, Relation(RelationKind.ROTARY, {"head_dim": size, "to": other})
     sizes = rule.sizes or (1,) * len(rule.parts)
-    for order in itertools.permutations(range(len(rule.parts))) if len(rule.parts) > 1 else ():
+    for order in itertools.permutations(range(len(rule.parts))) if 1 < len(rule.parts) <= _MOST_ORDERED else ():
         for groups in dict.fromkeys([rule.groups, 1, "rows", "kv_heads", "heads"]):
             parts = tuple(rule.parts[i] for i in order)
             tried = replace(rule, parts=parts, sizes=tuple(sizes[i] for i in order), groups=groups)
@@ -212,7 +222,8 @@ def _list_rules(rule: Rule, variables: Mapping[str, int], side: str, stored: str
                 count = groups if isinstance(groups, int) else variables.get(groups, 0)
                 named = ", ".join(part.rpartition(".")[0].rpartition(".")[2] for part in parts)
                 parameters: dict[str, Any] = {"pattern": "parts", "parts": named, "groups": count}
-                yield tried, Relation(RelationKind.FUSED_ORDER, {**parameters, "side": side, "stored": stored})
+                relation = Relation(RelationKind.FUSED_ORDER, {**parameters, "side": side, "stored": stored})
+                yield tried, variables, relation
 
 
 def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from syncheck.conversion.name_maps import apply_map, list_built_in, read_map, split_tensor
+from syncheck.conversion.map_files import list_built_in, read_map
+from syncheck.conversion.mapped_models import apply_map
+from syncheck.conversion.name_maps import split_tensor
+from syncheck.conversion.templates import parse_template
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.blocks import Files, is_contiguous, ranges
 
@@ -38,6 +41,8 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     best, most = None, _count_matches(models)
     if most == max(map(len, models)):
         return None
+    # A name or two, such as `output.weight`, do not show a library.
+    most += (min(map(len, models)) - most) // 2
     for title in list_built_in():
         names = read_map(title)
         # Placeholders for unknown variables: the names of the parts do not depend on them.
@@ -94,7 +99,7 @@ def _count_heads(
     counts = {}
     for rule, values, _, other in joined:
         for template, share in zip(rule.parts, rule.sizes, strict=False):
-            part = other.get(template.format(**values))
+            part = other.get(parse_template(template).fill(values))
             if isinstance(share, str) and part is not None and part.shape and part.shape[0] % size == 0:
                 counts[share] = part.shape[0] // size
     return counts

@@ -86,6 +86,8 @@ def undecided_reason(report: Report) -> Message:
     if uncompared := [diff for group in report.groups if group.labels for diff in group.tensors if diff.uncompared]:
         first = uncompared[0]
         return Undecided.NOT_COMPARED(count=len(uncompared), name=f"{first.name:.80}", detail=first.detail)
+    if any(group.evidence.inferred for group in report.groups):
+        return Undecided.INFERRED_MAP()
     unknown = [diff for group in report.groups for diff in group.tensors if diff.unknown]
     if ambiguous := [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]:
         name, detail = f"{ambiguous[0].name:.80}", ambiguous[0].detail

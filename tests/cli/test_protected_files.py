@@ -16,7 +16,7 @@ from checkpoints import Done, network, save_pth, save_safetensors
 
 import syncheck
 from syncheck import outputs
-from syncheck.conversion.inference import write_map
+from syncheck.conversion.map_files import write_map
 from syncheck.conversion.name_maps import NameMap, Rule
 from syncheck.errors import OptionError
 from syncheck.live.reporter import Reporter
