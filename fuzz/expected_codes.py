@@ -56,6 +56,7 @@ CODES: tuple[Row[tuple[Codes, ...]], ...] = (
     # One name of many is a mistake, and no map is applied.
     ("one name", _traits(), (NEVER_0,) * 4),
     # The existing rules may remove the name of a first container, but not of a second one.
+    ("prefix", _traits("--accept-inferred"), (ANY, ANY, ANY, NEVER_0)),
     ("prefix", _traits(), (ANY, ANY, NEVER_0, NEVER_0)),
     ("second prefix", _traits("--accept-inferred"), (ANY, ANY, ANY, NEVER_0)),
     ("second prefix", _traits(), (NEVER_0,) * 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product
 from random import Random
@@ -245,12 +246,19 @@ def _write_sides(
 
 def _change_names(random: Random, pair: Pair, tensors: dict[str, torch.Tensor]) -> None:
     """Add or rename a tensor of the mutated side."""
-    names = list(tensors)
+    # Two names of a tied tensor may stand for each other.
+    names = _list_untied(tensors)
     name = random.choice(names)
     if pair.kind == "tensor duplicated":
         tensors[f"{name}_copy"] = tensors[name].clone()
     if pair.relation == "one name":
         tensors[f"{name}.moved"] = tensors.pop(name)
+
+
+def _list_untied(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors with a memory of their own."""
+    uses = Counter(tensor.data_ptr() for tensor in tensors.values())
+    return [name for name, tensor in tensors.items() if uses[tensor.data_ptr()] == 1]
 
 
 def _change_file(random: Random, pair: Pair, folder: Path) -> None:

@@ -59,6 +59,11 @@ class _Output:
         """
         return self.option in _STREAMED and atomic.is_stream(self.path)
 
+    @property
+    def has_any_extension(self) -> bool:
+        """Whether the name of the output does not show its format, so that a wrong path looks like a right one."""
+        return self.option in _STREAMED or self.replaceable is not None
+
     def refuse(self, problem: str) -> NoReturn:
         """Raise OptionError for this path."""
         # An option without braces is spelled already, and OptionError finds no field in it.
@@ -110,7 +115,8 @@ def protect(
     target = os.path.realpath(path)
     _refuse_part(output, target)
     # A link in the folder of a checkpoint belongs to it, as in the cache of Hugging Face.
-    _refuse_part(output, os.path.abspath(path))
+    link = os.path.abspath(path)
+    _refuse_part(output, link)
     _refuse_input(output, target, inputs)
 
 
@@ -142,16 +148,22 @@ def _refuse_part(output: _Output, path: str) -> None:
 
     head = readers.read_head(path, _HEAD) if os.path.isfile(path) else b""
     reader = readers.find_reader(head)
-    if reader not in (None, output.replaceable):
-        output.refuse("would overwrite a checkpoint")
-    if not _is_text(head):
-        # A format that syncheck does not read, such as GGUF, or a damaged checkpoint. All outputs are text.
-        output.refuse("would overwrite a file of another program, which may be a checkpoint")
+    is_earlier_output = _EARLIER_OUTPUT.search(head) is not None
+    must_be_earlier_output = output.has_any_extension and not output.is_stream
+    # A format that syncheck does not read, such as GGUF, or a damaged checkpoint. All outputs are text.
+    is_foreign = not _is_text(head)
     # A file that no reader opens belongs to a checkpoint too, for example the settings of its tokenizer. An earlier
     # report may lie beside it.
-    is_earlier_output = _EARLIER_OUTPUT.search(head) is not None
-    if readers.is_in_checkpoint(path, levels=_LEVELS, only_parts=is_earlier_output):
-        output.refuse("would overwrite a checkpoint")
+    is_part = readers.is_in_checkpoint(path, levels=_LEVELS, only_parts=is_earlier_output)
+    problems = (
+        ("a checkpoint", reader not in (None, output.replaceable)),
+        ("a file of another program, which may be a checkpoint", is_foreign),
+        ("a checkpoint", is_part),
+        ("a file that syncheck did not write", must_be_earlier_output and not is_earlier_output),
+    )
+    for problem, applies in problems:
+        if applies:
+            output.refuse(f"would overwrite {problem}")
 
 
 def _is_text(head: bytes) -> bool:
@@ -167,6 +179,7 @@ def _is_text(head: bytes) -> bool:
 
 def _refuse_input(output: _Output, target: str, inputs: Sequence[str]) -> None:
     """Raise OptionError if the output is one of the inputs, or a part of one. target: the path without links."""
+    # Each input is compared by its inode, so that no spelling of a path is missed.
     for path in _expand_globs(inputs):
         if _is_same(path, target):
             output.refuse("would overwrite an input")

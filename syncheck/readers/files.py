@@ -28,6 +28,8 @@ READERS: dict[str, ModuleType] = {
 EXTENSIONS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".pkl", ".tar", ".distcp")
 # Files with a listed extension that contain settings: transformers.Trainer pickles its arguments.
 SETTINGS = ("training_args.bin",)
+# Text files in which Megatron, DeepSpeed and TensorFlow name the newest checkpoint of a folder.
+TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "checkpoint")
 HEAD = 64  # bytes, more than any reader needs to recognize its format
 
 
@@ -84,12 +86,13 @@ def sniff_folder(folder: str) -> ModuleType | None:
 
 
 def is_in_checkpoint(path: str, *, levels: int, only_parts: bool) -> bool:
-    """Whether a file has the extension of a checkpoint, or lies in a folder that is a single checkpoint.
+    """Whether a file has the name of a checkpoint's file, or lies in a folder that is a single checkpoint.
 
     levels: the number of folders above the file to examine.
     only_parts: whether only the files count that the reader of the folder opens.
     """
-    if not only_parts and path.lower().endswith(EXTENSIONS):
+    has_name = path.lower().endswith(EXTENSIONS) or os.path.basename(path) in TRACKERS
+    if has_name and not only_parts:
         return True
     folder = path
     for _ in range(levels):

@@ -143,6 +143,25 @@ def test_inputs_of_other_kinds_are_protected(cli: Run, files: dict[str, bytes], 
     assert read_files(tmp_path) == before
 
 
+def test_other_files_are_protected(cli: Run, files: dict[str, bytes], tmp_path: Path) -> None:
+    """A map, a fingerprint and events, whose names may have any extension, never replace a file of another program."""
+    (tmp_path / "train.py").write_text("import torch\n")
+    (tmp_path / "latest").write_text("global_step500")
+    (tmp_path / "weights.onnx").write_bytes(b"\x08\x07\x12\x07pytorch")
+    before = read_files(tmp_path)
+    for target in ("train.py", "latest", "weights.onnx"):
+        assert cli("diff", *MODELS, "--write-map", target).code == 2
+        assert cli("fingerprint", TWO[0], "-o", target).code == 2
+        Reporter(console=False, events=tmp_path / target).write_event("start", step=0)
+    assert read_files(tmp_path) == before
+    with open("log", "a", encoding="utf-8") as file:  # a redirected stream is appended to
+        file.write("earlier line\n")
+        file.flush()
+        command = [sys.executable, "-m", "syncheck", "diff", "-q", *MODELS, "--write-map", "/dev/stdout"]
+        subprocess.run(command, stdout=file, check=False)
+    assert (tmp_path / "log").read_text().startswith("earlier line\n[[rule]]")
+
+
 def test_two_outputs_of_one_run_are_different_files(cli: Run, files: dict[str, bytes], tmp_path: Path) -> None:
     """A report, a baseline and a map of the same path are refused, also through a link; nothing is written."""
     (tmp_path / "page.html").symlink_to("x.json")
