@@ -164,6 +164,7 @@ def _make_models(random: Random, pair: Pair) -> tuple[Model, Model]:
 def _describe_change(pair: Pair, intact: Model, mutated: Model) -> str:
     """Return what differs. A mutation may have no effect, such as an exchange of equal tensors."""
     roles = list_changed(intact, mutated)
+    # By the bytes of the models, whatever the mutation intended.
     if not roles:
         return "nothing"
     if are_buffers(roles):

@@ -1,4 +1,4 @@
-"""Open every output file, and refuse paths whose replacement would lose data.
+"""Open every output file, and refuse a path if its replacement would lose data.
 
 `check` refuses a path before anything is compared, and `write` repeats the check because the comparison may take hours.
 No other module opens files for writing, except scratch files (tests/test_architecture.py lists them).
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Enough of a file to recognize an earlier output.
 _HEAD = 16_384
-# What each format of an output has near its start: JSON, HTML, JUnit, Markdown, maps, baselines and fingerprints,
-# events, and text, whose first line ends with the verdict. An empty file has nothing to lose.
+# Text near the start of each format: JSON, HTML, JUnit, Markdown, maps, baselines and fingerprints,
+# events, and text, whose first line ends with the verdict. An empty file can be replaced.
 _EARLIER_OUTPUT = re.compile(
     rb'\A\Z|\A\s*\{\s*"schema": \d+,\s*"tool": "syncheck"|<title>syncheck: |<testsuites name="syncheck"|\A## syncheck: '
     rb'|^\[\[rule\]\]|^tied = |\A\s*\{\s*"syncheck_(?:baseline|fingerprint)"|\A\{"event": '
@@ -44,7 +44,7 @@ class _Output:
 
     path: the path of the user.
     option: the spelling of its option; a field in braces, such as `{baseline}`, is spelled by each surface.
-    replaceable: the reader of a format that may be replaced.
+    replaceable: the reader of a replaceable format.
     """
 
     path: str
@@ -61,7 +61,7 @@ class _Output:
 
     @property
     def has_any_extension(self) -> bool:
-        """Whether the name of the output does not show its format, so that a wrong path looks like a right one."""
+        """Whether the output may have any file extension, so a wrong path looks like a right one."""
         return self.option in _STREAMED or self.replaceable is not None
 
     def refuse(self, problem: str) -> NoReturn:
@@ -72,17 +72,17 @@ class _Output:
 
 
 def protect_all(outputs: Sequence[tuple[str, str]], inputs: Sequence[str] = ()) -> None:
-    """Raise OptionError if an output of a run would replace another output, or data as in `protect`.
+    """Raise OptionError if an output of a run would replace another output, an input or a checkpoint.
 
     outputs: option and path of each output; the option is spelled as for `check`.
-    inputs: files, folders and globs that the run reads.
+    inputs: the files, folders and globs of the run.
     """
     kinds: dict[str, tuple[str, str]] = {}
     for option, path in outputs:
         protect(path, option, inputs=inputs)
         target = os.path.realpath(path)
         extension = os.path.splitext(path)[1].lower()
-        # A report given twice is the same text. Another option, or a link with another extension, is another text.
+        # The same report twice is harmless. Another option, or a link with another extension, has another text.
         kind = option, extension
         if kinds.setdefault(target, kind) != kind:
             _Output(path, option).refuse("is also the file of another output")
@@ -92,12 +92,12 @@ def check(path: str, option: str = "-o", *, inputs: Sequence[str] = (), replacea
     """Raise OptionError if an output cannot be written, or would replace an input or a part of a checkpoint.
 
     option: the spelling of the path's option; a field in braces, such as `{baseline}`, is spelled by each surface.
-    inputs: files, folders and globs that the run reads.
-    replaceable: the reader of a format that may be replaced.
+    inputs: the files, folders and globs of the run.
+    replaceable: the reader of a replaceable format.
     """
     output = _Output(path, option)
     if not output.is_stream:
-        # Before the content is examined, so that a missing folder has the error of the operating system.
+        # First, because a missing folder has the error of the operating system.
         with atomic.convert_errors(path, option):
             atomic.check_writable(path)
     protect(path, option, inputs=inputs, replaceable=replaceable)
@@ -135,12 +135,12 @@ def write(path: str, text: str, option: str = "-o", *, replaceable: ModuleType |
 
 
 def append_line(path: str, line: str) -> None:
-    """Append a line to a file that `protect` has accepted. Raises OSError."""
+    """Append a line to a file after `protect` has accepted the path. Raises OSError."""
     atomic.append(path, f"{line}\n")
 
 
 def _refuse_part(output: _Output, path: str) -> None:
-    """Raise OptionError if a file is a checkpoint or belongs to one.
+    """Raise OptionError if a file is a checkpoint or belongs to a checkpoint.
 
     path: the path of the output, or another path to the same file.
     """
@@ -150,10 +150,10 @@ def _refuse_part(output: _Output, path: str) -> None:
     reader = readers.find_reader(head)
     is_earlier_output = _EARLIER_OUTPUT.search(head) is not None
     must_be_earlier_output = output.has_any_extension and not output.is_stream
-    # A format that syncheck does not read, such as GGUF, or a damaged checkpoint. All outputs are text.
+    # All outputs are text. Binary files are of unknown formats, such as GGUF, or damaged checkpoints.
     is_foreign = not _is_text(head)
-    # A file that no reader opens belongs to a checkpoint too, for example the settings of its tokenizer. An earlier
-    # report may lie beside it.
+    # No reader opens the settings of a tokenizer, but they belong to a checkpoint too. An earlier report may lie beside
+    # them.
     is_part = readers.is_in_checkpoint(path, levels=_LEVELS, only_parts=is_earlier_output)
     problems = (
         ("a checkpoint", reader not in (None, output.replaceable)),
@@ -162,6 +162,7 @@ def _refuse_part(output: _Output, path: str) -> None:
         ("a file that syncheck did not write", must_be_earlier_output and not is_earlier_output),
     )
     for problem, applies in problems:
+        # The first problem is the most specific.
         if applies:
             output.refuse(f"would overwrite {problem}")
 
@@ -178,8 +179,8 @@ def _is_text(head: bytes) -> bool:
 
 
 def _refuse_input(output: _Output, target: str, inputs: Sequence[str]) -> None:
-    """Raise OptionError if the output is one of the inputs, or a part of one. target: the path without links."""
-    # Each input is compared by its inode, so that no spelling of a path is missed.
+    """Raise OptionError if the output is an input, or a part of an input. target: the path without links."""
+    # Files are compared by inode, which finds every spelling of a path.
     for path in _expand_globs(inputs):
         if _is_same(path, target):
             output.refuse("would overwrite an input")
@@ -191,7 +192,7 @@ def _refuse_input(output: _Output, target: str, inputs: Sequence[str]) -> None:
 
 
 def _expand_globs(patterns: Sequence[str]) -> Iterator[str]:
-    """Yield the patterns, which may be paths, and their matches."""
+    """Yield the patterns themselves, because they may be paths, and their matches."""
     for pattern in patterns:
         yield pattern
         yield from glob.iglob(pattern, recursive=True)
@@ -205,7 +206,7 @@ def _list_files(folder: str) -> Iterator[str]:
 
 
 def _is_same(path: str, target: str) -> bool:
-    """Whether two paths lead to the same file. A path that leads nowhere is reported when it is opened."""
+    """Whether two paths lead to the same file. Missing inputs are reported later, when they are opened."""
     with suppress(OSError, ValueError):  # a NUL in the path is a ValueError
         return os.path.samefile(path, target)
     return False
