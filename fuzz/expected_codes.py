@@ -39,7 +39,8 @@ EQUAL, ACCEPTABLE, EXPLICABLE, OTHER = range(4)
 COLUMNS: tuple[Row[int], ...] = (
     ("nothing", _traits(), EQUAL),
     ("optimizer", _traits("--only-params"), EQUAL),
-    ("buffers", _traits("--only-params"), EQUAL),
+    # Files without metadata do not distinguish every buffer from a parameter.
+    ("buffers", _traits("--only-params"), ACCEPTABLE),
     ("optimizer", _traits("--subset", "mutated A"), EQUAL),
     # B is the copy. Whether A may be a conversion of B is not specified.
     ("cast", _traits("right --cast", "mutated B"), EQUAL),

@@ -118,7 +118,9 @@ def exchange_layers(random: Random, model: Model) -> Effect:
     for part, layer in list(model.tensors):
         if layer == first:
             _exchange(model, (part, first), (part, second))
-    return Effect(_EXCHANGED)
+    # The reverse order of all layers is one rule.
+    is_reversed = first + second == model.layers - 1 and model.layers <= 3
+    return Effect(_EXCHANGED, is_consistent=is_reversed)
 
 
 def exchange_part_of_layers(random: Random, model: Model) -> Effect:
@@ -235,7 +237,8 @@ def untie(random: Random, model: Model) -> Effect:
     tensor = model.tensors[role].clone()
     tensor[random.randrange(tensor.shape[0])] += 1
     model.tensors[role] = tensor
-    return Effect()
+    # One copy still has the data of the other name.
+    return Effect(_EXCHANGED)
 
 
 MUTATIONS: dict[str, Callable[[Random, Model], Effect]] = {
