@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import api, paths
+from syncheck import api, outputs, paths
 from syncheck.comparison.group import compare_group
 from syncheck.conversion.adapters import Merged, compare_merge, merge_adapters
 from syncheck.conversion.casts import convert
@@ -156,6 +156,16 @@ def list_shards(source: Source) -> dict[str, Any]:
     return {"path": title, "files": len(group.ranks), "tensors": list(rows.values())}
 
 
+def list_inputs(sources: Sequence[Source], options: DiffOptions) -> list[str]:
+    """Return the files, folders and globs that a comparison of two models reads, without the baseline."""
+    inputs = [path for path in (options.map, options.base) if path is not None]
+    for source in sources:
+        for path in _split(source):
+            # `find_variables` reads the settings beside a file.
+            inputs += [path, os.path.join(os.path.dirname(path), "config.json")]
+    return inputs
+
+
 def _split(source: Source) -> list[str]:
     if not isinstance(source, (str, os.PathLike)):
         return [os.fspath(path) for path in source]
@@ -188,6 +198,8 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
     tensor in common, and CheckpointError if parts are missing or a file cannot be read.
     """
     options = options or DiffOptions()
+    if options.write_map is not None:
+        outputs.check(options.write_map, outputs.MAP, inputs=list_inputs((a, b), options))
     sides = tuple(open_side(label, source) for label, source in zip(LABELS, (a, b), strict=True))
     return compare_sides(sides, [compare_copies(side, options) for side in sides], options, histograms=histograms)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -40,6 +41,7 @@ ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
     "options": LEAVES | {"tolerance", "diagnose"},  # both imported when an option needs them
     "atomic": LEAVES,
+    "outputs": LEAVES | {"atomic", "readers", "syncheck"},
     "dtypes": set(),
     "messages": {"errors"},
     "snapshots": {"messages"},
@@ -72,7 +74,7 @@ ALLOWED = {
     "conversion.templates": set(),
     "conversion.numbering": set(),
     "conversion.name_maps": BASE | {"logical.views", "conversion.templates"},
-    "conversion.map_files": BASE | {"conversion.name_maps", "conversion.templates"},
+    "conversion.map_files": BASE | {"conversion.name_maps", "conversion.templates", "outputs", "syncheck"},
     "conversion.mapped_models": BYTES | {"logical.views", "conversion.name_maps", "conversion.rows"},
     "conversion.recognition": BYTES
     | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
@@ -119,7 +121,7 @@ ALLOWED = {
         )
     }
     | {"baseline", "kernel.blocks", "kernel.clustering"}
-    | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
+    | {"names", "outputs", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
@@ -158,25 +160,37 @@ ALLOWED = {
     },
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
-    "baseline": BASE | {"atomic", "verdicts"},
+    "baseline": BASE | {"outputs", "verdicts"},
     "series": BASE | {"kinds"},
-    "report": BASE | {"kinds", "series", "atomic", "evidence.suspects", "options", "report"},
+    "report": BASE | {"kinds", "series", "outputs", "evidence.suspects", "options", "report"},
     "omissions": BASE | {"layout.groups"},
     "paths": BASE | {"readers", "omissions", "syncheck"},
     "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
     "fingerprint": BASE
     | {"readers", "kinds", "metadata_block", "kernel.blocks", "kernel.moments", "kernel.digests", "comparison.values"}
-    | {"atomic"},
+    | {"atomic", "outputs"},
     "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
     | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
-    | {"logical.dtensors", "logical.model", "model_diff", "options", "events"}
+    | {"logical.dtensors", "logical.model", "model_diff", "options", "outputs", "events"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "events": BASE | {"evidence.history", "report", "verdicts"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE
-    | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin", "model_diff"},
+    | {
+        "api",
+        "baseline",
+        "readers",
+        "options",
+        "config",
+        "live",
+        "testing",
+        "report",
+        "pytest_plugin",
+        "model_diff",
+        "outputs",
+    },
     "integrations": {"live", "integrations"},
 }
 
@@ -276,6 +290,85 @@ def test_only_the_command_line_prints_and_exits() -> None:
             continue
         calls = [node.func for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
         assert not [call for call in calls if ast.unparse(call) in ("print", "sys.exit", "exit")], source
+
+
+# Modules that open files for writing, and the reason for those that write no output of a user.
+WRITERS = {
+    "syncheck/atomic.py": "the only module that opens outputs; only outputs.py and its errors are used elsewhere",
+    "syncheck/cli/streams.py": "/dev/null in place of a closed stream",
+    "syncheck/pytest_plugin/ranks/session.py": "streams and stacks of a rank, in a new folder of this pytest run",
+    "syncheck/pytest_plugin/ranks/process.py": "streams of a rank, in a new folder of this pytest run",
+    "syncheck/live/repair/state.py": "torch.save to a buffer in memory",
+}
+# Names of functions that create, write, move or remove a file. `open` counts if its mode is for writing.
+WRITING = frozenset(
+    "write_text write_bytes touch mkstemp NamedTemporaryFile TemporaryFile mkfifo mknod symlink symlink_to hardlink_to "
+    "rename renames unlink truncate ftruncate copyfile copy copy2 copytree move save save_file savez tofile "
+    "O_WRONLY O_RDWR O_CREAT O_APPEND O_TRUNC".split()
+)
+WRITING_MODULES = frozenset({"os", "shutil", "tempfile", "Path", "file", "path", "torch", "numpy", "np"})
+
+
+def opens_for_writing(call: ast.Call) -> bool:
+    """Whether a call is `open`, `path.open` or `os.fdopen` with a mode for writing."""
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name not in ("open", "fdopen"):
+        return False
+    strings = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    strings += [word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)]
+    return any(
+        isinstance(text, str) and re.fullmatch("[rwaxbt+]+", text) and set(text) & set("wax+") for text in strings
+    )
+
+
+def find_writing(source: Path) -> list[str]:
+    """Return the expressions of a module that write files."""
+    found = []
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and opens_for_writing(node):
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.Attribute) and node.attr in WRITING:
+            owner = ast.unparse(node.value)
+            # Names such as `copy` and `rename` are also methods of other objects.
+            if owner in WRITING_MODULES or node.attr.startswith(("write_", "O_", "touch")) or "Path(" in owner:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_one_module_opens_outputs() -> None:
+    """Only atomic.py writes files, called by outputs.py, which refuses inputs and checkpoints."""
+    modules = sorted((ROOT / "syncheck").rglob("*.py"))
+    writing = {str(source.relative_to(ROOT)): find_writing(source) for source in modules}
+    writing = {module: calls for module, calls in writing.items() if calls}
+    assert {module: calls for module, calls in writing.items() if module not in WRITERS} == {}
+    assert WRITERS.keys() - {"syncheck/live/repair/state.py"} <= writing.keys()
+    for source in modules:
+        if source.name not in ("outputs.py", "atomic.py"):
+            used = {name.rpartition(".")[2] for name in imported(source) if name.startswith("syncheck.atomic")}
+            assert used <= {"convert_errors"}, source
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open(p, 'w')",
+        "open(p, mode='ab')",
+        "Path(p).open('x')",
+        "p.write_text(t)",
+        "os.open(p, os.O_WRONLY)",
+        "Path(p).touch()",
+        "os.rename(a, b)",
+        "shutil.copy(a, b)",
+        "tempfile.mkstemp()",
+        "os.fdopen(1, 'r+b')",
+    ],
+)
+def test_every_way_to_write_is_found(line: str, tmp_path: Path) -> None:
+    """The search for modules that write files finds each of these lines, and no line that reads."""
+    (tmp_path / "writes.py").write_text(line)
+    (tmp_path / "reads.py").write_text("open(p, 'rb'); Path(p).open(); os.open(p, os.O_RDONLY); a.copy()")
+    assert find_writing(tmp_path / "writes.py")
+    assert not find_writing(tmp_path / "reads.py")
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))

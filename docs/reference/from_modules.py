@@ -42,7 +42,7 @@ SYNCHECK = {
         "evidence.free_running series"
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
-    "Reports and files": "report events contents fingerprint atomic",
+    "Reports and files": "report events contents fingerprint outputs atomic",
     "Entry points": "api model_diff options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {

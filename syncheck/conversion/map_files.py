@@ -9,6 +9,7 @@ from dataclasses import fields
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from syncheck import outputs
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_size
 from syncheck.conversion.templates import parse_template
 from syncheck.errors import UsageError, brief
@@ -154,23 +155,30 @@ def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
     """Write a map as TOML.
 
     guessed: rules that no data shows, which get a comment.
-    Raises UsageError if the file cannot be written.
+    Raises OptionError if the file cannot be written, or would replace an input or a checkpoint.
     """
     lines = []
     if names.tied:
-        lines += [f"tied = {json.dumps([list(pair) for pair in names.tied])}", ""]
+        lines += [f"tied = {_to_toml(names.tied)}", ""]
     plain = Rule("")
     for rule in names.rules:
         if rule in guessed:
             lines.append("# A guess: several tensors have equal data, so only their names show this pair.")
-        lines += ["[[rule]]", f"name = {json.dumps(rule.name)}", f"parts = {json.dumps(list(rule.parts))}"]
+        lines += ["[[rule]]", f"name = {_to_toml(rule.name)}", f"parts = {_to_toml(rule.parts)}"]
         for key in ("dim", "sizes", "groups", "transpose", "rotary", "pad", "beside"):
             value = getattr(rule, key)
             if value != getattr(plain, key):
-                lines.append(f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+                lines.append(f"{key} = {_to_toml(value)}")
         lines.append("")
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines))
-    except OSError as error:
-        raise UsageError(f"--write-map: {path}: {error.strerror}; choose a path that can be written") from None
+    outputs.write(path, "\n".join(lines), outputs.MAP)
+
+
+def _to_toml(value: object) -> str:
+    r"""Return a string, a list, a number or a flag in TOML.
+
+    TOML's strings are JSON's, with two exceptions. TOML has no surrogates, so pairs are written as characters, and a
+    single surrogate cannot be written. TOML requires that DEL is escaped.
+    """
+    if isinstance(value, tuple):
+        value = [list(item) if isinstance(item, tuple) else item for item in value]
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -5,14 +5,26 @@ A checkpoint is a file (table `READERS` in files.py) or a folder of related file
 
 from __future__ import annotations
 
-from syncheck.readers.files import EXTENSIONS, READERS, SETTINGS, read, refuse_overwrite, sniff, sniff_folder
+from syncheck.readers.files import (
+    EXTENSIONS,
+    READERS,
+    SETTINGS,
+    find_reader,
+    is_in_checkpoint,
+    read,
+    read_head,
+    sniff,
+    sniff_folder,
+)
 
 __all__ = [
     "EXTENSIONS",
     "READERS",
     "SETTINGS",
+    "find_reader",
+    "is_in_checkpoint",
     "read",
-    "refuse_overwrite",
+    "read_head",
     "sniff",
     "sniff_folder",
 ]
