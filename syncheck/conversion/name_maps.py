@@ -10,6 +10,7 @@ Every operation is documented at its field of `Rule`; docs/same-model.md explain
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from syncheck.conversion.templates import Template, parse_template
 from syncheck.logical import views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.snapshots import Tensor
 
@@ -63,8 +64,11 @@ class Rule:
     @property
     def variables(self) -> frozenset[str]:
         """The variables of the rule."""
-        used = {value for value in (*self.sizes, self.groups) if isinstance(value, str)} - {"rows"}
-        return frozenset(used | ({"head_dim"} if self.rotary else set()))
+        numbers = {*self.sizes, self.groups, "rows"}
+        used = {number for number in numbers if isinstance(number, str)} - {"rows"}
+        if self.rotary:
+            used.add("head_dim")
+        return frozenset(used)
 
     @property
     def turns(self) -> bool:
@@ -86,108 +90,167 @@ class NameMap:
 
     def find_rule(self, name: str) -> tuple[Rule, dict[str, str]] | None:
         """Return the first rule for a stored tensor, and the values of the placeholders."""
-        position = self._positions.get(name, len(self.rules))
-        for i, template in self._templates:
-            if i > position:
+        templates, positions = self._index
+        position = positions.get(name, len(self.rules))
+        # A rule with placeholders that comes first is tried first.
+        for earlier, template in templates:
+            if earlier > position:
                 break
             values = template.match(name)
             if values is not None:
-                return self.rules[i], values
-        return (self.rules[position], {}) if position < len(self.rules) else None
+                return self.rules[earlier], values
+        # No rule has this name.
+        if position == len(self.rules):
+            return None
+        return self.rules[position], {}
 
     @cached_property
-    def _templates(self) -> list[tuple[int, Template]]:
-        """The positions and names of the rules with placeholders."""
-        templates = [(i, parse_template(rule.name)) for i, rule in enumerate(self.rules)]
-        return [(i, template) for i, template in templates if template.placeholders]
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        """The position of the first rule of each name without placeholders."""
+    def _index(self) -> tuple[list[tuple[int, Template]], dict[str, int]]:
+        """The positions of the rules: with their names if they have placeholders, and by name otherwise."""
+        templates = []
         positions: dict[str, int] = {}
-        for i, rule in enumerate(self.rules):
+        for position, rule in enumerate(self.rules):
             template = parse_template(rule.name)
-            if not template.placeholders:
-                positions.setdefault(template.literals[0], i)
-        return positions
+            if template.placeholders:
+                templates.append((position, template))
+            else:
+                # The first rule of a name counts.
+                positions.setdefault(template.literals[0], position)
+        return templates, positions
 
     def select_rules(self, model: Mapping[str, Tensor]) -> NameMap:
         """Return the map with the rules that apply to a model."""
-        present = {"": True}
+        absent = set()
         for beside in {rule.beside for rule in self.rules} - {""}:
             template = parse_template(beside)
-            present[beside] = any(template.match(name) is not None for name in model)
-        if all(present.values()):
+            if not any(template.match(name) is not None for name in model):
+                absent.add(beside)
+        # The templates of the whole map are parsed only once.
+        if not absent:
             return self
-        return replace(self, rules=tuple(rule for rule in self.rules if present[rule.beside]))
+        rules = [rule for rule in self.rules if rule.beside not in absent]
+        return replace(self, rules=tuple(rules))
 
 
 def is_size(value: object, least: int = 1) -> bool:
     """Whether a value is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    # True and False are of another type.
+    return type(value) is int and value >= least
 
 
 def split_tensor(
     rule: Rule, values: Mapping[str, str], tensor: Tensor, variables: Mapping[str, int]
-) -> dict[str, Tensor] | None:
-    """Return the parts of a stored tensor by name; None if the rule does not fit its shape.
+) -> dict[str, Tensor]:
+    """Return the parts of a stored tensor by name; none if the rule does not fit its shape.
 
-    values: of the placeholders. variables: numbers of heads and their size.
+    values: of the placeholders.
+    variables: numbers of heads and their size.
     """
+    divider = _Divider(rule, variables)
+    # A placeholder that only the parts have counts the indices of a stack.
     placeholders = parse_template(rule.parts[0]).placeholders
-    inner = next((name for name in placeholders if name not in values), None)
-    if tensor.digest is not None and (inner or len(rule.parts) > 1 or rule.transpose or rule.rotary):
-        return None  # a digest is of the whole tensor
-    if inner is None:
-        return dict(_split_one(rule, values, tensor, variables)) or None
-    if not tensor.shape or tensor.shape[0] > MOST_PARTS:
-        return None
+    index_names = [name for name in placeholders if name not in values]
     parts: dict[str, Tensor] = {}
-    for i, one in enumerate(views.unstack(tensor)):
-        parts.update(_split_one(rule, {**values, inner: str(i)}, one, variables))
-    return parts or None
+    if not index_names:
+        parts = divider.divide(tensor, values)
+    elif len(tensor.shape) > 0 and tensor.shape[0] * len(rule.parts) <= MOST_PARTS:
+        (index_name,) = index_names
+        for index, member in enumerate(views.unstack(tensor)):
+            parts |= divider.divide(member, {**values, index_name: str(index)})
+    # A digest is of the whole tensor in its stored layout.
+    if tensor.digest is not None and list(parts.values()) != [tensor]:
+        return {}
+    return parts
 
 
-def _split_one(
-    rule: Rule, values: Mapping[str, str], tensor: Tensor, variables: Mapping[str, int]
-) -> Iterator[tuple[str, Tensor]]:
-    if rule.transpose:
-        if len(tensor.shape) < 2:
-            return
-        dims = [*range(len(tensor.shape))]
-        tensor = views.permute(tensor, [*dims[:-2], dims[-1], dims[-2]])
-    if len(rule.parts) == 1 and not rule.rotary:
-        yield parse_template(rule.parts[0]).fill(values), tensor
-        return
-    if rule.dim >= len(tensor.shape):
-        return
-    length = tensor.shape[rule.dim]
-    shares = [variables[size] if isinstance(size, str) else size for size in rule.sizes] or [1] * len(rule.parts)
-    total = sum(shares)
-    groups = length // total if rule.groups == "rows" else rule.groups
-    groups = variables[groups] if isinstance(groups, str) else groups
-    if (
-        not length
-        or not 0 < groups <= (length if rule.groups == "rows" else _MOST_GROUPS)
-        or any(length * share % (total * groups) for share in shares)
-    ):
-        return
-    grouped = views.unflatten(tensor, rule.dim, (groups, length // groups)) if len(shares) > 1 else tensor
-    at = 0
-    for template, share in zip(rule.parts, shares, strict=True):
-        part = tensor
-        if len(shares) > 1:
-            size = length * share // total // groups
-            part = views.flatten(views.narrow(grouped, rule.dim + 1, at, size), rule.dim)
-            at += size
-        if rule.rotary:
-            head = variables["head_dim"]
-            if head % 2 or part.shape[0] % head:
-                return
-            part = views.unflatten(part, 0, (part.shape[0] // head, head // 2, 2))
-            part = views.permute(part, (0, 2, 1, *range(3, len(part.shape))))
-            part = views.flatten(views.flatten(part, 0), 0)
-        yield parse_template(template).fill(values), part
+def _transpose(tensor: Tensor) -> Tensor:
+    """Return a tensor with its last two dimensions exchanged."""
+    dims = list(range(len(tensor.shape)))
+    dims[-2:] = reversed(dims[-2:])
+    return views.permute(tensor, dims)
+
+
+class _Divider:
+    """Divides tensors into parts by a rule."""
+
+    def __init__(self, rule: Rule, variables: Mapping[str, int]) -> None:
+        self._rule = rule
+        self._variables = variables
+        shares = rule.sizes or (1,) * len(rule.parts)
+        self._shares = [self._evaluate(share) for share in shares]
+
+    def _evaluate(self, number: int | str) -> int:
+        """Return a number, or the value of a variable."""
+        # The caller checks that all variables are known.
+        if isinstance(number, str):
+            return self._variables[number]
+        return number
+
+    def divide(self, tensor: Tensor, values: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return the parts of a tensor by name; none if the rule does not fit its shape."""
+        # A bias has one dimension, so it needs a rule without transposition.
+        if self._rule.transpose and len(tensor.shape) < 2:
+            return {}
+        if self._rule.transpose:
+            tensor = _transpose(tensor)
+        parts = [tensor]
+        if len(self._rule.parts) > 1:
+            parts = self._split(tensor)
+        if self._rule.rotary:
+            parts = self._join_halves(parts)
+        by_name = {}
+        # Without parts, the rule does not fit.
+        for template, part in zip(self._rule.parts, parts, strict=False):
+            name = parse_template(template).fill(values)
+            by_name[name] = part
+        return by_name
+
+    def _split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor along a dimension, in which they alternate; none if its length does not fit."""
+        dim = self._rule.dim
+        length = math.prod(tensor.shape[dim : dim + 1])
+        groups = self._count_groups(length)
+        total = sum(self._shares) * groups
+        # Each part has the same whole number of rows in each group.
+        for share in self._shares:
+            if length * share % total:
+                return []
+        # The bias of a layer may lack the dimension of its weight.
+        if dim >= len(tensor.shape):
+            return []
+        grouped = views.unflatten(tensor, dim, (groups, length // groups))
+        parts = []
+        begin = 0
+        for share in self._shares:
+            size = length * share // total
+            part = views.narrow(grouped, dim + 1, begin, size)
+            parts.append(views.flatten(part, dim))
+            begin += size
+        return parts
+
+    def _count_groups(self, length: int) -> int:
+        """Return the number of groups in which the parts alternate, in a dimension of this length."""
+        # The smallest groups, of which a long tensor has many.
+        if self._rule.groups == "rows":
+            return max(1, length // sum(self._shares))
+        groups = self._evaluate(self._rule.groups)
+        # More groups than heads of any model do not fit a tensor of this length.
+        return groups if groups <= _MOST_GROUPS else length + 1
+
+    def _join_halves(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors with the halves of each head one after the other; none if they do not consist of heads."""
+        head = self._variables["head_dim"]
+        joined = []
+        for tensor in tensors:
+            rows = math.prod(tensor.shape[:1])
+            if head % 2 or rows % head:
+                return []
+            # (heads, rows of a half, halves, ...)
+            alternating = views.unflatten(tensor, 0, (rows // head, head // 2, 2))
+            further = range(3, len(alternating.shape))
+            ordered = views.permute(alternating, (0, 2, 1, *further))
+            joined.append(views.flatten(views.flatten(ordered, 0), 0))
+        return joined
 
 
 def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,82 +21,96 @@ if TYPE_CHECKING:
 
 # Longer numbers and numbers with leading zeros are text.
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
-# Limit of the numbers in a name whose order is tried.
-_MOST_PLACES = 3
-# Fewer layers do not show a reversed order: two exchanged layers are a mistake.
-_LEAST_REVERSED = 3
+# Limit of the orders of the numbers in a name: all orders of four numbers.
+_MOST_ORDERS = 24
+# Fewer layers do not show a reversed order: with three layers, the reversed order is an exchange of two of them.
+_LEAST_REVERSED = 4
 
 
-def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
+class NumberedName(NamedTuple):
+    """A name.
+
+    pattern: the text before, between and after its numbers.
+    numbers: one fewer than the texts of the pattern.
+    """
+
+    pattern: tuple[str, ...]
+    numbers: Numbers
+
+
+def split_numbers(name: str) -> NumberedName:
     """Return the text around the numbers of a name, and its numbers."""
-    numbers = [int(text) for text in _NUMBER.findall(name)]
-    return tuple(_NUMBER.split(name)), tuple(numbers)
+    pattern = tuple(_NUMBER.split(name))
+    numbers = tuple(int(text) for text in _NUMBER.findall(name))
+    return NumberedName(pattern, numbers)
 
 
-def join_numbers(pattern: Sequence[str], numbers: Sequence[int | str]) -> str:
+def join_numbers(pattern: Sequence[str], numbers: Sequence[str]) -> str:
     """Return the name with these numbers."""
-    pieces = [pattern[0]]
+    name = pattern[0]
     for number, text in zip(numbers, pattern[1:], strict=True):
-        pieces += [str(number), text]
-    return "".join(pieces)
+        name += number + text
+    return name
 
 
-def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:
+def find_numbering(
+    pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers], *, may_reverse: bool = True
+) -> Numbering:
     """Return the numbers of the part of each layer.
 
     pairs: layers and parts with the same data.
     layers: the numbers of all tensors with the name of the layers.
     parts: the numbers of all tensors of the other model with the name of the parts.
+    may_reverse: whether the layers may be counted from the other end.
     """
+    numberings = list(_list_permutations(layers))
+    if may_reverse:
+        numberings += _list_reversed(layers)
+
+    part_numbers = set(parts)
     same_numbers = []
-    for numbering in _list_permutations(layers):
-        if set(numbering.values()) == set(parts):
+    # Other numbers show only the order of the layers.
+    for numbering in numberings:
+        if set(numbering.values()) == part_numbers:
             same_numbers.append(numbering)
+    # Models with the same numbers use them for the same layers.
     if not same_numbers:
         return _number_in_order(pairs, layers, parts)
-    # Models with the same numbers use them for the same layers, unless all layers show a reversed order.
-    for numbering in _list_reversed(layers):
-        if _count_votes(numbering, pairs) == len(pairs):
-            same_numbers.append(numbering)
-    votes = [_count_votes(numbering, pairs) for numbering in same_numbers]
-    # A tie goes to the first numbering, in which all numbers keep their places.
-    return same_numbers[votes.index(max(votes))]
+    # A tie goes to the first numbering, in which all numbers keep their positions.
+    return max(same_numbers, key=partial(_count_votes, pairs))
 
 
-def _count_votes(numbering: Numbering, pairs: Sequence[Pair]) -> int:
+def _count_votes(pairs: Sequence[Pair], numbering: Numbering) -> int:
     """Return the number of pairs that follow a numbering."""
-    votes = 0
-    for layer, part in pairs:
-        votes += numbering[layer] == part
-    return votes
+    return len(numbering.items() & set(pairs))
 
 
 def _list_permutations(layers: Collection[Numbers]) -> Iterator[Numbering]:
     """Yield the numberings with the numbers of each name in another order, such as layer and expert."""
-    places = len(next(iter(layers)))
-    # The number of orders grows fast, and no library exchanges four numbers.
-    orders = itertools.permutations(range(places)) if places <= _MOST_PLACES else [range(places)]
-    for order in orders:
-        yield {layer: tuple(layer[place] for place in order) for layer in layers}
+    columns = zip(*layers, strict=True)
+    # The first order keeps the positions of all numbers.
+    for order in itertools.islice(itertools.permutations(columns), _MOST_ORDERS):
+        permuted = zip(*order, strict=True)
+        yield dict(zip(layers, permuted, strict=False))
 
 
 def _list_reversed(layers: Collection[Numbers]) -> Iterator[Numbering]:
     """Yield the numberings that count one of the numbers from the other end."""
-    places = len(next(iter(layers)))
-    for place in range(places):
-        values = {layer[place] for layer in layers}
-        ends = min(values) + max(values)
-        numbering = {}
-        for layer in layers:
-            numbering[layer] = (*layer[:place], ends - layer[place], *layer[place + 1 :])
-        if len(values) >= _LEAST_REVERSED:
-            yield numbering
+    columns = list(zip(*layers, strict=True))
+    for position, numbers in enumerate(columns):
+        if len(set(numbers)) < _LEAST_REVERSED:
+            continue
+        ends = min(numbers) + max(numbers)
+        from_the_end = tuple(ends - number for number in numbers)
+        # The other numbers stay.
+        changed = [*columns[:position], from_the_end, *columns[position + 1 :]]
+        yield dict(zip(layers, zip(*changed, strict=True), strict=True))
 
 
 def _number_in_order(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:
     """Return the numbering that keeps the order of the layers, such as those of an nn.Sequential with gaps."""
+    # The order shows nothing about layers that have no partner.
     if len(layers) != len(parts):
-        # The order shows nothing about layers that have no partner.
-        layers = [layer for layer, _ in pairs]
-        parts = [part for _, part in pairs]
-    return dict(zip(sorted(layers), sorted(parts), strict=True))
+        layers, parts = zip(*pairs, strict=True)
+    in_order = zip(sorted(layers), sorted(parts), strict=True)
+    return dict(in_order)

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Limit of the placeholders of one template: more than any name of a model has.
-MOST_PLACEHOLDERS = 8
-_TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]{0,31})\}|[{}]")
+_TOKEN = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]{0,31})\}|(\{\{|\}\}|[^{}]+)|([{}])")
+_BRACES = {"{{": "{", "}}": "}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,54 +35,53 @@ class Template:
 
         Each value is as short as possible.
         """
-        if not self.placeholders:
-            return {} if name == self.literals[0] else None
         first, last = self.literals[0], self.literals[-1]
-        if not name.startswith(first) or not name.endswith(last):
+        # Most names that do not match end here.
+        if not name.startswith(first):
             return None
-        values: dict[str, str] = {}
-        start, end = len(first), len(name) - len(last)
-        # All placeholders but the last end where the next literal begins.
-        for placeholder, literal in zip(self.placeholders, self.literals[1:-1], strict=False):
-            stop = name.find(literal, start + 1, end)
-            values[placeholder] = name[start : max(start, stop)]
-            start = stop + len(literal)
-        values[self.placeholders[-1]] = name[start:end]
-        for value in values.values():
-            if not value or "." in value:
-                return None
-        return values
+        # The first and the last literal enclose all values.
+        remaining = name.removeprefix(first).removesuffix(last)
+        texts = []
+        # All values but the last end where the next literal begins.
+        for literal in self.literals[1:-1]:
+            # A value has at least one character. Without the literal, the values do not give the name.
+            end = remaining.find(literal, 1)
+            texts.append(remaining[:end])
+            remaining = remaining[end + len(literal) :]
+        texts.append(remaining)
+        # Without placeholders, the remaining text is no value.
+        values = dict(zip(self.placeholders, texts, strict=False))
+        # A value is a part of a name, so it contains no dot.
+        joined = "".join(values.values())
+        is_valid = "." not in joined and "" not in values.values()
+        # Names without one of the literals differ from the filled template.
+        return values if is_valid and self.fill(values) == name else None
 
     def fill(self, values: Mapping[str, str]) -> str:
         """Return the name with these values of the placeholders."""
-        pieces = [self.literals[0]]
+        name = self.literals[0]
         for placeholder, literal in zip(self.placeholders, self.literals[1:], strict=True):
-            pieces += [values[placeholder], literal]
-        return "".join(pieces)
+            name += values[placeholder] + literal
+        return name
 
 
 @lru_cache(maxsize=1 << 14)
 def parse_template(text: str) -> Template:
     """Return the parsed template. Raises ValueError with the reason for text that is not a template."""
     literals = [""]
-    placeholders: list[str] = []
-    start = 0
-    for token in _TOKEN.finditer(text):
-        literals[-1] += text[start : token.start()]
-        start = token.end()
-        if token[0] in ("{{", "}}"):
-            literals[-1] += token[0][0]
-            continue
-        if not token[1]:
+    placeholders = []
+    for placeholder, literal, brace in _TOKEN.findall(text):
+        if brace:
             raise ValueError("a placeholder is a name in braces, such as {i}; literal braces are doubled")
-        # Between two placeholders, nothing shows where the first of them ends.
-        if placeholders and not literals[-1]:
-            raise ValueError("two placeholders need a separator")
-        placeholders.append(token[1])
-        literals.append("")
-    literals[-1] += text[start:]
-    if len(placeholders) > MOST_PLACEHOLDERS:
-        raise ValueError(f"{len(placeholders)} placeholders; at most {MOST_PLACEHOLDERS} are allowed")
+        # The next literal begins after a placeholder.
+        if placeholder:
+            placeholders.append(placeholder)
+            literals.append("")
+        # Doubled braces stand for themselves.
+        literals[-1] += _BRACES.get(literal, literal)
+    # Between two placeholders, nothing shows where the first of them ends.
+    if "" in literals[1:-1]:
+        raise ValueError("two placeholders need a separator")
     return Template(tuple(literals), tuple(placeholders))
 
 
