@@ -79,17 +79,19 @@ ALLOWED = {
     | {"differences"},
     "conversion.adapters": BYTES | {"conversion.name_maps", "conversion.recognition", "differences"},
     "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
-    "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
-    "conversion.layer_rules": BYTES
-    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
+    "conversion.arrangements": {"conversion.name_maps", "conversion.recognition"},
+    "conversion.pairings": BYTES
+    | {"logical.views"}
+    | {f"conversion.{part}" for part in ("arrangements", "numbering", "rows")},
+    "conversion.layer_rules": {f"conversion.{part}" for part in ("arrangements", "numbering", "pairings")},
+    "conversion.guesses": BYTES | {f"conversion.{part}" for part in ("layer_rules", "numbering", "pairings")},
+    "conversion.general_rules": {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
     "conversion.causes": BYTES
     | {"logical.views"}
     | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
     "conversion.inference": BYTES
-    | {
-        f"conversion.{part}"
-        for part in ("casts", "layer_rules", "map_files", "name_maps", "numbering", "pairings", "recognition", "rows")
-    },
+    | {f"conversion.{part}" for part in ("general_rules", "guesses", "layer_rules", "pairings")}
+    | {f"conversion.{part}" for part in ("casts", "map_files", "name_maps", "recognition", "rows")},
     "model_diff": BASE
     | {"logical.views", "diagnose"}
     | {

@@ -29,8 +29,8 @@ SYNCHECK = {
     ),
     "Conversions of a model": (
         "conversion conversion.templates conversion.name_maps conversion.map_files conversion.mapped_models "
-        "conversion.recognition conversion.pairings conversion.numbering conversion.layer_rules conversion.inference "
-        "conversion.adapters "
+        "conversion.recognition conversion.numbering conversion.arrangements conversion.pairings "
+        "conversion.layer_rules conversion.guesses conversion.general_rules conversion.inference conversion.adapters "
         "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (

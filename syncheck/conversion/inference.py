@@ -6,18 +6,19 @@ that rests on it is undecided until the user accepts the map.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.layer_rules import assign_parts, make_rules
+from syncheck.conversion.general_rules import make_rules
+from syncheck.conversion.guesses import Guesses
+from syncheck.conversion.layer_rules import assign_parts
 from syncheck.conversion.map_files import describe_rule
 from syncheck.conversion.name_maps import NameMap, Rule
-from syncheck.conversion.numbering import split_numbers
-from syncheck.conversion.pairings import Candidates, Pairing, find_pairings
+from syncheck.conversion.pairings import Candidates, find_pairings
 from syncheck.conversion.recognition import is_readable
-from syncheck.conversion.rows import MOST_ROWS, is_comparable
+from syncheck.conversion.rows import has_rows
 from syncheck.dtypes import DTYPES
 from syncheck.messages import Note, Refusal
 
@@ -53,149 +54,122 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
 
     models: tensors by name. Reads all of these tensors once or twice.
     """
-    candidates = [_list_candidates(models[0], models[1]), _list_candidates(models[1], models[0])]
-    if not candidates[0] or not candidates[1]:
+    only_a = _list_candidates(models[0], models[1])
+    only_b = _list_candidates(models[1], models[0])
+    # If one model has no other names, there is nothing to pair.
+    if 0 in (len(only_a), len(only_b)):
         return None
-    found = find_pairings(candidates, files)
-    _pair_converted(found, files)
-    assignment = assign_parts(found)
-    guessed, ambiguous = _guess_pairs(assignment, found)
-    for pairing in guessed:
-        assignment.add(pairing)
-    rules = make_rules(assignment)
-    if not rules and not any(ambiguous):
+    candidates = Candidates([only_a, only_b], files)
+    find_pairings(candidates)
+    # Only tensors without a pair are converted: a pair in another dtype is a difference if equal data exists.
+    if _convert_unused(candidates):
+        find_pairings(candidates)
+    assignment = assign_parts(candidates)
+    guesses = Guesses(assignment, candidates)
+    assignment.add(*guesses.pairings)
+    rules = make_rules(assignment.pairings)
+    ambiguous_a, ambiguous_b = guesses.ambiguous
+    if not rules and not ambiguous_a:
         return None
-    guessed_names = {pairing.stored for pairing in guessed}
-    unsure = [rule for rule in rules if any(rule.match(name) is not None for name in guessed_names)]
-    heads = [pairing.layout.head_dim for own in assignment.parts for pairing in own.values()]
-    head_dim = max(heads, default=0)
-    applies = 2 * len(models[0].keys() & models[1].keys()) < min(map(len, models))
-    names = NameMap("an inferred map", tuple(rules))
-    return Inferred(names, {"head_dim": head_dim} if head_dim else {}, tuple(unsure), ambiguous, applies)
+
+    # Models with many equal names have one naming.
+    shared_names = models[0].keys() & models[1].keys()
+    least_names = min(len(models[0]), len(models[1]))
+    return Inferred(
+        NameMap("an inferred map", tuple(rules)),
+        _find_head_dim(assignment),
+        guessed=tuple(make_rules(guesses.pairings)),
+        ambiguous=(tuple(ambiguous_a), tuple(ambiguous_b)),
+        applies=2 * len(shared_names) < least_names,
+    )
 
 
-def _list_candidates(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that the other model lacks and whose data can be compared."""
+def _list_candidates(model: Mapping[str, Tensor], partner_model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that the partner lacks and whose data can be compared."""
     candidates = {}
-    for name, tensor in own.items():
-        if name not in other and is_comparable(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,):
+    for name, tensor in model.items():
+        # Equal names show a pair without an inference.
+        if name not in partner_model and has_rows(tensor):
             candidates[name] = tensor
     return candidates
 
 
-def _pair_converted(candidates: Candidates, files: Files) -> None:
-    """Pair tensors that are equal after a conversion to a dtype of the other model."""
-    left = []
-    for side in (0, 1):
-        left.append({name: candidates.tensors[side][name] for name in candidates.unused(side)})
-    dtypes = [Counter(tensor.dtype for tensor in own.values() if is_readable(tensor)) for own in left]
-    converted: list[dict[str, Tensor]] = [{}, {}]
-    for side in (0, 1):
-        for name, tensor in left[side].items():
-            size = DTYPES[tensor.dtype].size
-            narrower = [dtype for dtype, _ in dtypes[1 - side].most_common() if DTYPES[dtype].size < size]
-            is_wider = is_readable(tensor) and bool(narrower)
-            converted[side][name] = convert(tensor, (narrower[0],), files) if is_wider else tensor
-    if converted == left or not left[0] or not left[1]:
-        return
-    found = find_pairings(converted, files)
-    for pairing in found.pairings:
-        candidates.add(pairing)
-    candidates.ambiguous += found.ambiguous
+def _find_head_dim(assignment: Assignment) -> dict[str, int]:
+    """Return the size of most heads as a variable, if rows were permuted: a model has one size."""
+    sizes: Counter[int] = Counter()
+    for pairing in assignment.pairings:
+        head_dim = pairing.layout.head_dim
+        sizes[head_dim] += 1
+    # 0 is the size of layouts that are not rotary.
+    del sizes[0]
+    for size, _ in sizes.most_common(1):
+        return {"head_dim": size}
+    return {}
 
 
-def _guess_pairs(
-    assignment: Assignment, candidates: Candidates
-) -> tuple[list[Pairing], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return pairs of tensors with equal data in the order of their names, and the names without a pair.
-
-    The tensors of a freshly initialized model, such as norms of 1, are equal, so each pair of them is right about the
-    data; which pair is meant, the user decides.
-    """
-    guessed: list[Pairing] = []
-    ambiguous: tuple[list[str], list[str]] = ([], [])
-    for group in [*candidates.ambiguous, *_group_constants(candidates)]:
-        left = [[name for name in names if name not in assignment.claimed[side]] for side, names in enumerate(group)]
-        sizes = [sum(candidates.tensors[side][name].numel for name in names) for side, names in enumerate(left)]
-        pairs = _pair_in_order(left[0], left[1]) if group in candidates.ambiguous else []
-        guessed += pairs
-        # Constants of other shapes may be parts of each other, unless one model has more of them.
-        if not pairs and (group in candidates.ambiguous or sizes[0] == sizes[1]):
-            ambiguous[0].extend(left[0])
-            ambiguous[1].extend(left[1])
-    return guessed, (tuple(ambiguous[0]), tuple(ambiguous[1]))
+def _convert_unused(candidates: Candidates) -> bool:
+    """Convert tensors without a pairing to a dtype of the other model. Return whether there are such tensors."""
+    pool_a, pool_b = candidates.pools
+    unused_a, unused_b = pool_a.select_tensors(), pool_b.select_tensors()
+    converted_a = _convert_tensors(unused_a, unused_b, candidates.files)
+    converted_b = _convert_tensors(unused_b, unused_a, candidates.files)
+    pool_a.add(converted_a, candidates.files)
+    pool_b.add(converted_b, candidates.files)
+    count = len(converted_a) + len(converted_b)
+    return count > 0
 
 
-def _group_constants(candidates: Candidates) -> list[tuple[list[str], list[str]]]:
-    """Return the names of the tensors of A and of B that have one value everywhere, by this value."""
-    groups: dict[tuple[str, bytes], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for side in (0, 1):
-        for name in candidates.unused(side):
-            tensor, digests = candidates.tensors[side][name], candidates.rows[side][name]
-            if len(set(digests)) > 1:
-                continue
-            row = bytes(candidates.files.read(tensor, 0, tensor.numel // len(digests), 0))
-            element = row[: DTYPES[tensor.dtype].size]
-            if row == element * (len(row) // len(element)):
-                groups[tensor.dtype, element][side].append(name)
-    return [group for group in groups.values() if group[0] and group[1]]
-
-
-def _pair_in_order(ours: Sequence[str], theirs: Sequence[str]) -> list[Pairing]:
-    """Pair names of A and B with the same numbers, in their order; none if a number occurs more often on one side."""
-    by_numbers: dict[tuple[int, ...], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for side, names in enumerate((ours, theirs)):
-        for name in names:
-            by_numbers[split_numbers(name)[1]][side].append(name)
-    pairs = []
-    for names_a, names_b in by_numbers.values():
-        if len(names_a) != len(names_b):
-            return []
-        ends = {name.split(".")[-2:][0]: name for name in names_b}
-        for name in names_a:
-            # A tensor of the same module name first, such as a norm that has kept its name.
-            same = ends.get(name.split(".")[-2:][0])
-            partner = same if same in names_b else names_b[0]
-            names_b.remove(partner)
-            pairs.append(Pairing(1, partner, (name,)))
-    return pairs
+def _convert_tensors(tensors: Mapping[str, Tensor], partners: Mapping[str, Tensor], files: Files) -> dict[str, Tensor]:
+    """Return tensors in the most frequent narrower dtype of the other model, as far as it has one."""
+    dtypes = Counter(tensor.dtype for tensor in partners.values() if is_readable(tensor))
+    converted = {}
+    for name, tensor in tensors.items():
+        # A narrower dtype follows from a wider one, and the wider one does not follow from it.
+        size = DTYPES[tensor.dtype].size
+        narrower = [dtype for dtype, _ in dtypes.most_common() if DTYPES[dtype].size < size]
+        if narrower and is_readable(tensor):
+            converted[name] = convert(tensor, narrower[:1], files)
+    return converted
 
 
 def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     """Return a known map together with the inferred one."""
     if names is None:
         return inferred.map
+    # The known rules come first, so the inferred ones are for tensors without a known rule.
     title = f"{names.title} and an inferred map"
     return NameMap(title, (*names.rules, *inferred.map.rules), names.tied, built_in=names.built_in)
 
 
 def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[Mapping[str, Tensor]]:
     """Return the models with all ambiguous tensors under the names of A, and refused: they are never "in sync"."""
-    names = inferred.ambiguous
-    if not names[0]:
-        return list(models)
-    marked = []
-    for side, own in enumerate(models):
-        removed = set(names[side])
-        marked.append({name: tensor for name, tensor in own.items() if name not in removed})
-    for name in names[0]:
-        refused = replace(models[0][name], name=name, refused=Refusal.AMBIGUOUS_NAME())
-        marked[0][name] = marked[1][name] = refused
-    return [*marked]
+    names_a, names_b = inferred.ambiguous
+    refusal = Refusal.AMBIGUOUS_NAME()
+    refused = {name: replace(models[0][name], name=name, refused=refusal) for name in names_a}
+    # The names of B would be missing in A.
+    marked_a, marked_b = dict(models[0]), dict(models[1])
+    for name in names_b:
+        del marked_b[name]
+    return [marked_a | refused, marked_b | refused]
 
 
 def describe_inferred(inferred: Inferred) -> list[Message]:
     """Return notes with the rules and the ambiguous tensors."""
     notes: list[Message] = []
-    if rules := inferred.map.rules:
+    rules = inferred.map.rules
+    if rules:
         sentence = Note.INFERRED if inferred.applies else Note.PROPOSED
         notes.append(sentence())
-        notes += [Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules[:_MOST_PRINTED]]
-        if len(rules) > _MOST_PRINTED:
-            notes.append(Note.MORE_RULES(count=len(rules) - _MOST_PRINTED))
+    # A report is read by people, and `--write-map` writes all rules.
+    for rule in rules[:_MOST_PRINTED]:
+        notes.append(Note.RULE(name=rule.name, parts=describe_rule(rule)))
+    if len(rules) > _MOST_PRINTED:
+        notes.append(Note.MORE_RULES(count=len(rules) - _MOST_PRINTED))
     if inferred.guessed:
-        names = tuple(rule.name for rule in inferred.guessed)
-        notes.append(Note.GUESSED_RULES(count=len(names), names=names))
-    if inferred.applies and (names := inferred.ambiguous[0]):
-        notes.append(Note.AMBIGUOUS_MAP(count=len(names), names=names))
+        guessed_names = tuple(rule.name for rule in inferred.guessed)
+        notes.append(Note.GUESSED_RULES(count=len(guessed_names), names=guessed_names))
+    ambiguous_names, _ = inferred.ambiguous
+    # A map that does not apply leaves all tensors under their names.
+    if inferred.applies and ambiguous_names:
+        notes.append(Note.AMBIGUOUS_MAP(count=len(ambiguous_names), names=ambiguous_names))
     return notes

@@ -29,6 +29,11 @@ def is_comparable(tensor: Tensor) -> bool:
     return not tensor.refused and tensor.digest is None and tensor.sharding is None
 
 
+def has_rows(tensor: Tensor) -> bool:
+    """Whether the tensor has rows to digest, and not more than the limit."""
+    return is_comparable(tensor) and tensor.numel > 0 and tensor.shape[:1] <= (MOST_ROWS,)
+
+
 def digest_rows(tensor: Tensor, files: Files, rows: int) -> list[bytes]:
     """Return the digest of each row. rows: their number, a divisor of the number of elements."""
     length = tensor.numel // rows

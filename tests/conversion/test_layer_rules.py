@@ -13,7 +13,7 @@ from syncheck.conversion.numbering import find_numbering
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from llama import Weights
@@ -178,6 +178,91 @@ def test_a_model_with_a_second_prefix(tmp_path: Path) -> None:
     a = llama.write(tmp_path / "a", model)
     b = llama.write(tmp_path / "b", {f"model.{name}": weight for name, weight in model.items()})
     assert [syncheck.diff(a, b).exit_code, syncheck.diff(b, a).exit_code] == [2, 2]
+
+
+def number_layers(name: str, weights: Iterable[Any]) -> Weights:
+    """Return weights under a name with their number."""
+    return {name.format(i): weight for i, weight in enumerate(weights)}
+
+
+def judge(tmp_path: Path, a: Weights, b: Weights) -> set[int]:
+    """Return the exit codes in both directions if the user accepts the map."""
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    accept = DiffOptions(accept_inferred=True)
+    return {syncheck.diff(*pair, options=accept).exit_code for pair in ((one, other), (other, one))}
+
+
+def test_a_reversed_order_needs_all_layers(tmp_path: Path) -> None:
+    """Layers counted from the other end are a numbering; exchanged ends and a single reversed name are mistakes."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((6, 8, 8)).astype("f4")
+    ones = np.ones_like(weights[:1])
+    narrow = number_layers("layers.{}.b", weights[:, :, :4])
+    narrow_copy = number_layers("h.{}.y", weights[:, :, :4])
+    a = number_layers("layers.{}.w", weights)
+    assert judge(tmp_path / "0", a, number_layers("h.{}.x", weights[::-1])) == {0}
+    # Three layers in reverse are an exchange of two.
+    three = number_layers("layers.{}.w", weights[:3])
+    assert judge(tmp_path / "1", three, number_layers("h.{}.x", weights[2::-1])) == {1}
+    # Equal data in the other layers would hide an exchange.
+    ends = np.concatenate([weights[:1], ones, ones, weights[1:2]])
+    other = {"body": weights[5]}, {"trunk": weights[5]}
+    exchanged = number_layers("h.{}.x", ends[::-1]) | other[1]
+    assert judge(tmp_path / "2", number_layers("layers.{}.w", ends) | other[0], exchanged) == {1}
+    # All names of a module are counted from one end.
+    assert judge(tmp_path / "3", a | narrow, number_layers("h.{}.x", weights[::-1]) | narrow_copy) == {1}
+
+
+def test_a_fused_tensor_may_be_transposed(tmp_path: Path) -> None:
+    """GPT-2 stores query, key and value in one tensor with inputs first; an exchange in one layer is a finding."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    b: Weights = {}
+    for i in range(4):
+        parts = rng.standard_normal((3, 16, 16)).astype("f4")
+        a |= {f"layers.{i}.{x}.weight": part for x, part in zip("qkv", parts, strict=True)}
+        b[f"h.{i}.c_attn.weight"] = np.concatenate(parts).T
+    assert judge(tmp_path / "good", a, b) == {0}
+    columns = b["h.2.c_attn.weight"]
+    b["h.2.c_attn.weight"] = np.concatenate([columns[:, 16:32], columns[:, :16], columns[:, 32:]], 1)
+    assert judge(tmp_path / "bad", a, b) == {1}
+
+
+def test_a_layer_in_the_opposite_rotary_order(tmp_path: Path) -> None:
+    """One layer was permuted in the inverse direction, or with another size of a head."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((5, 16, 8)).astype("f4")
+    a = number_layers("layers.{}.q", weights)
+    permuted = [llama.interleave(weight) for weight in weights]
+    assert judge(tmp_path / "good", a, number_layers("h.{}.wq", permuted)) == {0}
+    inverse = weights[3].reshape(-1, llama.HEAD // 2, 2, 8).swapaxes(1, 2).reshape(16, 8)
+    for title, damaged in (("inverse", inverse), ("head", llama.interleave(weights[3], 16)), ("none", weights[3])):
+        copy = number_layers("h.{}.wq", permuted) | {"h.3.wq": damaged}
+        assert judge(tmp_path / title, a, copy) == {1}
+
+
+def test_a_single_stack(tmp_path: Path) -> None:
+    """A stack has a rule although its name has a number that its parts lack, and the written map can be read."""
+    rng = np.random.default_rng(0)
+    stack, other = rng.standard_normal((5, 4, 3)).astype("f4"), rng.standard_normal((6, 6)).astype("f4")
+    a = llama.write(tmp_path / "a", {"block.0.all": stack, "embed": other})
+    b = llama.write(tmp_path / "b", number_layers("experts.{}.w", stack) | {"tok": other})
+    written = str(tmp_path / "map.toml")
+    for pair in ((a, b), (b, a)):
+        assert syncheck.diff(*pair, options=DiffOptions(write_map=written)).exit_code == 2
+        assert syncheck.diff(*pair, options=DiffOptions(map=written)).exit_code == 0
+
+
+def test_a_number_that_occurs_twice(tmp_path: Path) -> None:
+    """A part with the number of its layer in two places: the written map can be read."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((4, 8, 8)).astype("f4")
+    a = llama.write(tmp_path / "a", {f"layers.{i}.sub.{i}.w": weight for i, weight in enumerate(weights)})
+    b = llama.write(tmp_path / "b", number_layers("h.{}.w", weights))
+    written = str(tmp_path / "map.toml")
+    for pair in ((a, b), (b, a)):
+        assert syncheck.diff(*pair, options=DiffOptions(write_map=written)).exit_code == 2
+        assert syncheck.diff(*pair, options=DiffOptions(map=written)).exit_code == 0
 
 
 @pytest.mark.parametrize(
