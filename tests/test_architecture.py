@@ -71,11 +71,17 @@ ALLOWED = {
     "conversion.rows": BYTES,
     "conversion.name_maps": BASE | {"logical.views"},
     "conversion.recognition": BYTES | {"conversion.name_maps", "differences"},
-    "conversion.adapters": BYTES | {"conversion.name_maps", "conversion.recognition", "differences"},
+    "conversion.patterns": set(),
+    "conversion.adapter_settings": BASE | {"conversion.patterns"},
+    "conversion.merges": BYTES | {"conversion.casts", "conversion.recognition", "logical.views", "differences"},
+    "conversion.adapters": BYTES
+    | {"logical.views"}
+    | {f"conversion.{part}" for part in ("adapter_settings", "casts", "merges", "name_maps", "recognition")},
+    "conversion.acceptance": BYTES | {f"conversion.{part}" for part in ("adapters", "casts", "merges", "recognition")},
     "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
     "conversion.causes": BYTES
     | {"logical.views"}
-    | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
+    | {f"conversion.{part}" for part in ("merges", "casts", "name_maps", "quantized", "recognition", "rows")},
     "conversion.inference": BYTES
     | {"logical.views"}
     | {f"conversion.{part}" for part in ("causes", "name_maps", "recognition", "rows")},
@@ -83,9 +89,9 @@ ALLOWED = {
     | {"logical.views", "diagnose"}
     | {
         f"conversion.{part}"
-        for part in ("adapters", "casts", "causes", "inference", "name_maps", "quantized", "recognition")
+        for part in ("acceptance", "adapters", "causes", "inference", "merges", "name_maps", "quantized", "recognition")
     }
-    | {"baseline", "kernel.blocks", "kernel.clustering"}
+    | {"baseline", "kernel.blocks", "kinds"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},

@@ -202,15 +202,19 @@ class Mapped:
 
 
 def apply_map(
-    names: NameMap, models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]
+    names: NameMap,
+    models: Sequence[Mapping[str, Tensor]],
+    variables: Mapping[str, int],
+    divided: frozenset[str] = frozenset(),
 ) -> tuple[list[Mapped], list[Message]]:
     """Return two models with equal names, as far as the map goes, and notes.
 
     models: tensors by name. A tensor of both models keeps its name if its shapes are equal.
+    divided: names of tensors that are divided although both models have them.
     """
     transposed = _find_transposed(names, models)
     mapped = [
-        _map_model(names, own, other, variables, transposed if i else frozenset())
+        _map_model(names, own, other, variables, transposed if i else frozenset(), divided)
         for i, (own, other) in enumerate([(models[0], models[1]), (models[1], models[0])])
     ]
     notes: list[Message] = []
@@ -253,12 +257,14 @@ def _map_model(
     other: Mapping[str, Tensor],
     variables: Mapping[str, int],
     transposed: frozenset[str],
+    divided: frozenset[str],
 ) -> Mapped:
     mapped, names = Mapped(), names.select_rules(own)
     rules: dict[str, tuple[Rule, dict[str, str]]] = {}
     for name, tensor in own.items():
         partner = other.get(name)
-        common = partner is not None and (partner.shape == tensor.shape or partner.refused) and name not in transposed
+        common = partner is not None and (partner.shape == tensor.shape or partner.refused)
+        common = common and name not in transposed and name not in divided
         found = None if common or tensor.refused else names.find_rule(name)
         if found is None or (found[0].parts == (found[0].name,) and name not in transposed):
             _add(mapped, {name: tensor}, tensor)
