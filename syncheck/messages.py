@@ -349,6 +349,7 @@ class AdapterProblem(Sentence):
     INCOMPLETE = "the module has only one of two factors"
     SHAPES = "the shapes of the module's factors and weight do not fit, or they cannot be read"
     ORIENTATION = "the shapes of other modules contradict fan_in_fan_out, and a square weight does not show it"
+    SETTINGS_DIFFER = "the setting {name} is {a} in A and {b} in B, which are compared as they are stored"
     TAKEN = "another part of the adapter changes the same weight"
     UNKNOWN = "its kind is unknown"
 
@@ -380,7 +381,8 @@ class Detail(Sentence):
     STORED_DIFFERENTLY = "the files store the tensor with different strides, byte order or pending operations"
     VIEW = "the tensor is a view of a storage that differs; only its bytes show whether the view differs"
     NO_CHECKSUM = "some files store no checksum of the tensor"
-    ADAPTER_PARTS = "parts of the adapter that were not merged may change it: {names:names}"
+    ADAPTER_PARTS = "{names:names} of the adapter may change it, and {names:verb was|were} not merged: {problem}"
+    UNTIED = "the adapter replaces another name of this tied weight, and may have replaced this name or not"
     HIDDEN_ADAPTER = "the rounding of the adapter's product is as large as the product"
 
 

@@ -29,6 +29,7 @@ SYNCHECK = {
     ),
     "Conversions of a model": (
         "conversion conversion.name_maps conversion.recognition conversion.inference conversion.adapters "
+        "conversion.adapter_settings conversion.patterns conversion.merges conversion.acceptance "
         "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (

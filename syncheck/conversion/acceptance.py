@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import Merged, find_adapted, is_merge
+from syncheck.conversion.merges import Merged, Replaced, find_adapted, is_merge
 from syncheck.conversion.recognition import is_readable
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.messages import Detail
@@ -29,6 +29,7 @@ def accept_conversions(
 
     A tensor that differs is not compared if parts of an adapter, which were not merged, may change it.
     """
+    untied = _find_untied(models)
     touched = [model.adapter.list_touched() if model.adapter is not None else {} for model in models]
     kinds, tensors = dict(comparison.kinds), []
     for diff in comparison.tensors:
@@ -37,6 +38,8 @@ def accept_conversions(
             a, b = (model.tensors.get(diff.name) for model in models)
             tolerance = None if a is None or b is None else _find_tolerance(a, b, dtype, files)
             doubt = None if isinstance(tolerance, str) else tolerance or _find_doubt(diff, models, touched)
+            if doubt is None and diff.name in untied:
+                doubt = Detail.UNTIED()
             if isinstance(tolerance, str):
                 accepted = _make_close(diff, tolerance)
             elif doubt is not None:
@@ -48,6 +51,21 @@ def accept_conversions(
             kinds[diff.kind] = replace(old, **changes)
         tensors.append(accepted)
     return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=sum(kinds.values(), Counts()))
+
+
+def _find_untied(models: Sequence[AdaptedModel]) -> set[str]:
+    """Return the second names of tied weights that the adapter replaces as a whole.
+
+    PEFT replaces one name of them, and the other name is the base model's until the weights are tied again.
+    """
+    untied = set()
+    for model in models:
+        replaced = {name: find_adapted(tensor) for name, tensor in model.tensors.items()}
+        firsts = {data.whole for name, data in replaced.items() if isinstance(data, Replaced) and data.whole == name}
+        untied |= {
+            name for name, data in replaced.items() if isinstance(data, Replaced) and data.whole in firsts - {name}
+        }
+    return untied
 
 
 def _without_difference(diff: TensorDiff) -> TensorDiff:
@@ -73,8 +91,8 @@ def _find_doubt(
         for prefix, names in touched[i].items():
             if stored.startswith(prefix):
                 parts += names
-        if parts:
-            return Detail.ADAPTER_PARTS(names=tuple(parts))
+        if parts and model.adapter is not None:
+            return Detail.ADAPTER_PARTS(names=tuple(parts), problem=model.adapter.problems[parts[0]])
     return None
 
 

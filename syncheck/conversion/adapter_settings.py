@@ -28,6 +28,11 @@ _HARMLESS = frozenset(
 # Initial values that leave the base model as it is. Others, such as PiSSA and OLoRA, change it when it is loaded.
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 _FLAGS = ("fan_in_fan_out", "use_rslora", "lora_bias")
+# Settings that change the function of a model with this adapter.
+_MEANING = (
+    "peft_type", "lora_alpha", "r", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
+    "trainable_token_indices", "token_indices", "layer_replication",
+)  # fmt: skip
 _LORA, _TOKENS = "LORA", "TRAINABLE_TOKENS"
 
 
@@ -103,3 +108,13 @@ class AdapterSettings:
             if type(token) is not int or token < 0:
                 return None
         return tokens if len(set(tokens)) == len(tokens) else None
+
+    def find_difference(self, other: AdapterSettings) -> str | None:
+        """Return a setting that makes two models with the same parts different; None without one of the files."""
+        if not (self.content and other.content):
+            return None
+        for name in _MEANING:
+            # Older files lack settings, which are off.
+            if (self.content.get(name) or None) != (other.content.get(name) or None):
+                return name
+        return None

@@ -17,6 +17,7 @@ from syncheck.conversion.casts import convert
 from syncheck.conversion.merges import LowRank, Merged, Replaced, find_adapted, fits_weight, make_adapted
 from syncheck.conversion.name_maps import read_json, split_tensor
 from syncheck.conversion.recognition import is_readable
+from syncheck.errors import brief
 from syncheck.logical import views
 from syncheck.messages import AdapterProblem, Refusal
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
 
-_PREFIX = "base_model.model."
+_PREFIX, _CONFIG = "base_model.model.", "adapter_config.json"
 # Files of adapters alone: PEFT, torchtune, MLX.
 _FILE = re.compile(r"(?:adapters?|adapter_\d+|adapter_model(?:-.*)?)\.\w+")
 # Segments of names that the adapters of PEFT add, by the prefixes of its tuners.
@@ -94,7 +95,7 @@ class Adapter:
                 result = self._apply(group, base, other.get(group.target), files)
             if isinstance(result, Tensor):
                 merged[group.target] = result
-                # Tied weights have one storage, and PEFT changes it in place.
+                # Tied weights have one storage, which PEFT changes in place.
                 for name in ties.get(group.target, ()):
                     merged[name] = replace(result, name=name)
                 for stored in group.parts.values():
@@ -180,11 +181,9 @@ class Adapter:
 
     def _find_settings(self, part: Tensor) -> AdapterSettings:
         """Return the settings beside the file of a part."""
-        box = part.shards[0].tensor if part.shards else part
-        folder = os.path.dirname(box.path)
+        folder = _find_folder(part)
         if folder not in self._settings:
-            content = {} if self.memory else read_json(os.path.join(folder, "adapter_config.json"))
-            self._settings[folder] = AdapterSettings(content)
+            self._settings[folder] = _read_settings(part, memory=self.memory)
         return self._settings[folder]
 
     def find_divided(self, names: NameMap, tensors: Mapping[str, Tensor], variables: Mapping[str, int]) -> set[str]:
@@ -244,16 +243,35 @@ def merge_adapters(
 ) -> tuple[AdaptedModel, AdaptedModel]:
     """Return two models, one of them with its adapter merged as far as the names of its modules are known.
 
-    memory: whether each model is in memory. Two models with adapters are compared as they are stored, and so is an
-    adapter without its base model.
+    memory: whether each model is in memory. Two models with adapters are compared as they are stored, together with
+    their settings. An adapter without its base model is compared as it is stored, too.
     """
-    results = [AdaptedModel(model) for model in models]
     divided = [split_parts(model) for model in models]
+    if divided[0][1] and divided[1][1]:
+        return _compare_settings(models, memory)
+    results = [AdaptedModel(model) for model in models]
     for i, (base, parts) in enumerate(divided):
         if parts and base and not divided[1 - i][1]:
             adapter = Adapter(parts, frozenset(base), memory[i])
             results[i] = AdaptedModel(adapter.merge(base, models[1 - i], files), adapter)
     return results[0], results[1]
+
+
+def _compare_settings(
+    models: Sequence[Mapping[str, Tensor]], memory: Sequence[bool]
+) -> tuple[AdaptedModel, AdaptedModel]:
+    """Return two models with adapters, and with a refused tensor if their settings differ."""
+    settings = []
+    for model, in_memory in zip(models, memory, strict=True):
+        part = next(iter(split_parts(model)[1].values()))
+        settings.append(_read_settings(part, memory=in_memory))
+    name = settings[0].find_difference(settings[1])
+    if name is None:
+        return AdaptedModel(models[0]), AdaptedModel(models[1])
+    values = tuple(brief(each.content.get(name)) for each in settings)
+    problem = AdapterProblem.SETTINGS_DIFFER(name=name, a=values[0], b=values[1])
+    row = Tensor(_CONFIG, "uint8", (0,), (1,), "", 0, data=b"", refused=Refusal.ADAPTER_PART(problem=problem))
+    return AdaptedModel({**models[0], _CONFIG: row}), AdaptedModel({**models[1], _CONFIG: row})
 
 
 def finish_adapters(models: Sequence[AdaptedModel], files: Files) -> list[AdaptedModel]:
@@ -271,7 +289,7 @@ def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     """Return the tensors of the base model by its own names, and the parts of an adapter by stored name."""
     wrapped, plain = set(), False
     for name, tensor in tensors.items():
-        wrapped |= {match.string[: match.start()].removeprefix(_PREFIX) for match in _INNER.finditer(name)}
+        wrapped |= {name[: match.start()] for match in _INNER.finditer(name)}
         plain = plain or not (_is_outside(name) or name.startswith("base_model.") or _is_marked(name, tensor))
     base, parts = {}, {}
     for name, tensor in tensors.items():
@@ -279,7 +297,7 @@ def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
         # Beside a base model without PEFT's prefix, all names with the prefix belong to the adapter.
         foreign = name.startswith("base_model.") and (plain or short == name)
         outside = _is_outside(name)
-        if not outside and (foreign or _is_marked(name, tensor) or _is_beside_base(short, wrapped)):
+        if not outside and (foreign or _is_marked(name, tensor) or _is_beside_base(name, wrapped)):
             parts[name] = tensor
         else:
             base[name if outside else _strip(name)] = tensor
@@ -332,6 +350,18 @@ def _read_part(name: str) -> tuple[str, str, str, str]:
     return "", name, "" if _MARKER.search(name) else "saved", "new"
 
 
+def _find_folder(part: Tensor) -> str:
+    box = part.shards[0].tensor if part.shards else part
+    return os.path.dirname(box.path)
+
+
+def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
+    """Return the settings beside the file of a part. memory: whether it has no file."""
+    if memory:
+        return AdapterSettings()
+    return AdapterSettings(read_json(os.path.join(_find_folder(part), _CONFIG)))
+
+
 def _find_orientation(base: Tensor, up: Tensor, down: Tensor) -> bool | None:
     """Return whether the product is transposed, None if its shape does not show it."""
     shapes = [tensor.shape for tensor in (base, up, down)]
@@ -366,7 +396,7 @@ def _replace(name: str, base: Tensor, new: Tensor, other: Tensor | None, files: 
         return replace(new, name=name) if not new.refused else AdapterProblem.SHAPES()
     if new.dtype != base.dtype and (other is None or other.dtype != new.dtype):
         new = convert(new, (base.dtype,), files)
-    return make_adapted(name, Replaced(base, new, files))
+    return make_adapted(name, Replaced(base, new, files, whole=name))
 
 
 def _replace_rows(base: Tensor, new: Tensor, rows: list[int] | None, files: Files) -> Tensor | Message:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import find_adapted, fit_factor, unit_roundoff, view_base
+from syncheck.conversion.merges import Replaced, find_adapted, fit_factor, unit_roundoff, view_base
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
@@ -152,7 +152,8 @@ def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, 
     base = None if adapted is None else view_base(a, adapted)
     # Before the model before the update, which explains less.
     if base is not None:
-        yield RelationKind.ADAPTER, {}, base, b
+        parameters = {"pattern": "replaced"} if isinstance(adapted, Replaced) else {}
+        yield RelationKind.ADAPTER, parameters, base, b
     if name in models.base:
         yield RelationKind.BASE, {}, models.base[name], b
     same = a.shape == b.shape

@@ -129,6 +129,8 @@ class Replaced:
     base: Tensor
     new: Tensor
     files: Files
+    whole: str = ""
+    """The name of a tensor that is replaced as a whole; empty for some rows. Then tied weights differ."""
 
     @property
     def shape(self) -> tuple[int, ...]:
