@@ -185,9 +185,13 @@ def find_adapted(tensor: Tensor) -> Merged | Replaced | None:
 
 def view_base(tensor: Tensor, data: Merged | Replaced) -> Tensor | None:
     """Return the part of the base model that a tensor with an adapter is a view of; None for another shape."""
-    if data.base.shape != data.shape:
+    base = data.base
+    # A product may be added to a tensor that the adapter has replaced.
+    while (inner := find_adapted(base)) is not None:
+        base = inner.base
+    if base.shape != data.shape:
         return None
-    return _reread(tensor, data.base.dtype, _Stored(data.base, data.files))
+    return _reread(tensor, base.dtype, _Stored(base, data.files))
 
 
 def _reread(view: Tensor, dtype: str, data: Sliced) -> Tensor:
