@@ -74,9 +74,14 @@ ALLOWED = {
     "conversion.patterns": set(),
     "conversion.adapter_settings": BASE | {"conversion.patterns"},
     "conversion.merges": BYTES | {"conversion.casts", "conversion.recognition", "logical.views", "differences"},
+    "conversion.adapter_parts": BASE,
+    "conversion.replacements": BYTES
+    | {"logical.views", "conversion.casts", "conversion.merges", "conversion.recognition"},
     "conversion.adapters": BYTES
-    | {"logical.views"}
-    | {f"conversion.{part}" for part in ("adapter_settings", "casts", "merges", "name_maps", "recognition")},
+    | {
+        f"conversion.{part}"
+        for part in ("adapter_parts", "adapter_settings", "merges", "name_maps", "recognition", "replacements")
+    },
     "conversion.acceptance": BYTES | {f"conversion.{part}" for part in ("adapters", "casts", "merges", "recognition")},
     "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
     "conversion.causes": BYTES

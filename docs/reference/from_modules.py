@@ -29,7 +29,8 @@ SYNCHECK = {
     ),
     "Conversions of a model": (
         "conversion conversion.name_maps conversion.recognition conversion.inference conversion.adapters "
-        "conversion.adapter_settings conversion.patterns conversion.merges conversion.acceptance "
+        "conversion.adapter_parts conversion.adapter_settings conversion.replacements "
+        "conversion.patterns conversion.merges conversion.acceptance "
         "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (

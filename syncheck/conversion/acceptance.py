@@ -29,71 +29,43 @@ def accept_conversions(
 
     A tensor that differs is not compared if parts of an adapter, which were not merged, may change it.
     """
-    untied = _find_untied(models)
-    touched = [model.adapter.list_touched() if model.adapter is not None else {} for model in models]
-    kinds, tensors = dict(comparison.kinds), []
+    doubts = _Doubts(models)
+    kinds = dict(comparison.kinds)
+    tensors = []
     for diff in comparison.tensors:
         accepted = diff
         if diff.out_of_sync:
-            a, b = (model.tensors.get(diff.name) for model in models)
-            tolerance = None if a is None or b is None else _find_tolerance(a, b, dtype, files)
-            doubt = None if isinstance(tolerance, str) else tolerance or _find_doubt(diff, models, touched)
-            if doubt is None and diff.name in untied:
-                doubt = Detail.UNTIED()
-            if isinstance(tolerance, str):
-                accepted = _make_close(diff, tolerance)
-            elif doubt is not None:
-                accepted = replace(_without_difference(diff), status="not_compared", detail=doubt)
-                accepted = replace(accepted, reason=Reason.REFUSED, mismatched=None)
+            accepted = _accept(diff, models, dtype, doubts, files)
         if accepted.status != diff.status:
-            old = kinds[diff.kind]
-            changes = {accepted.status: getattr(old, accepted.status) + 1, diff.status: getattr(old, diff.status) - 1}
-            kinds[diff.kind] = replace(old, **changes)
+            counts = kinds[diff.kind]
+            fewer = getattr(counts, diff.status) - 1
+            more = getattr(counts, accepted.status) + 1
+            kinds[diff.kind] = replace(counts, **{diff.status: fewer, accepted.status: more})
         tensors.append(accepted)
     return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=sum(kinds.values(), Counts()))
 
 
-def _find_untied(models: Sequence[AdaptedModel]) -> set[str]:
-    """Return the second names of tied weights that the adapter replaces as a whole.
-
-    PEFT replaces one name of them, and the other name is the base model's until the weights are tied again.
-    """
-    untied = set()
-    for model in models:
-        replaced = {name: find_adapted(tensor) for name, tensor in model.tensors.items()}
-        firsts = {data.whole for name, data in replaced.items() if isinstance(data, Replaced) and data.whole == name}
-        untied |= {
-            name for name, data in replaced.items() if isinstance(data, Replaced) and data.whole in firsts - {name}
-        }
-    return untied
-
-
-def _without_difference(diff: TensorDiff) -> TensorDiff:
-    return replace(diff, reason=None, detail=None, facts=(), minority=())
-
-
-def _make_close(diff: TensorDiff, tolerance: str) -> TensorDiff:
-    # The number of different elements is unknown if the dtypes differ.
-    measured = diff.mismatched if diff.reason is None else None
-    return replace(_without_difference(diff), status="close", tolerance=tolerance, mismatched=measured)
-
-
-def _find_doubt(
-    diff: TensorDiff, models: Sequence[AdaptedModel], touched: Sequence[Mapping[str, list[str]]]
-) -> Message | None:
-    """Return why a difference may come from parts of an adapter that were not merged; None if it certainly does not."""
-    for i, model in enumerate(models):
-        # A merge changes and adds tensors, and never removes them.
-        if diff.reason is Reason.MISSING and diff.clusters == ((i,),):
-            continue
-        stored = model.stored.get(diff.name, diff.name)
-        parts: list[str] = []
-        for prefix, names in touched[i].items():
-            if stored.startswith(prefix):
-                parts += names
-        if parts and model.adapter is not None:
-            return Detail.ADAPTER_PARTS(names=tuple(parts), problem=model.adapter.problems[parts[0]])
-    return None
+def _accept(
+    diff: TensorDiff, models: Sequence[AdaptedModel], dtype: str | None, doubts: _Doubts, files: Files
+) -> TensorDiff:
+    """Return a tensor that differs as close or not compared, if a conversion or a doubt explains the difference."""
+    a, b = (model.tensors.get(diff.name) for model in models)
+    result: str | Message | None = None
+    if a is not None and b is not None:
+        result = _find_tolerance(a, b, dtype, files)
+    # Doubts come last: a proven conversion needs no explanation.
+    if result is None:
+        result = doubts.find(diff)
+    if result is None:
+        return diff
+    explained = replace(diff, reason=None, detail=None, facts=(), minority=())
+    if isinstance(result, str):
+        # The number of different elements is unknown if the dtypes differ.
+        measured = None
+        if diff.reason is None:
+            measured = diff.mismatched
+        return replace(explained, status="close", tolerance=result, mismatched=measured)
+    return replace(explained, status="not_compared", reason=Reason.REFUSED, detail=result, mismatched=None)
 
 
 def _find_tolerance(a: Tensor, b: Tensor, dtype: str | None, files: Files) -> str | Message | None:
@@ -101,21 +73,84 @@ def _find_tolerance(a: Tensor, b: Tensor, dtype: str | None, files: Files) -> st
 
     Returns a message if rounding hides the product of an adapter.
     """
-    for tensor, other in ((a, b), (b, a)):
-        if not isinstance(find_adapted(tensor), Merged) or find_adapted(other) is not None:
-            continue
-        result = is_merge(tensor, other, None, files, to_other=tensor is a)
-        if result:
-            return "rounding of a merge"
-        if dtype is not None:
-            result = is_merge(tensor, other, dtype, files, to_other=tensor is a)
-        if result:
-            return f"cast {dtype}, rounding of a merge"
-        return Detail.HIDDEN_ADAPTER() if result is None else None
-    return f"cast {dtype}" if dtype is not None and _is_cast(a, b, dtype, files) else None
+    if isinstance(find_adapted(a), Merged):
+        return _find_merge(a, b, dtype, files, to_partner=True)
+    if isinstance(find_adapted(b), Merged):
+        return _find_merge(b, a, dtype, files, to_partner=False)
+    if dtype is not None and _is_cast(a, b, dtype, files):
+        return f"cast {dtype}"
+    return None
+
+
+def _find_merge(
+    merged: Tensor, tensor: Tensor, dtype: str | None, files: Files, *, to_partner: bool
+) -> str | Message | None:
+    """Return how a tensor is a merge, as `_find_tolerance` does. to_partner: whether it is the copy."""
+    result = is_merge(merged, tensor, None, files, to_partner=to_partner)
+    if result:
+        return "rounding of a merge"
+    if dtype is not None:
+        result = is_merge(merged, tensor, dtype, files, to_partner=to_partner)
+    if result:
+        return f"cast {dtype}, rounding of a merge"
+    # Neither a merge nor a difference: the bounds of rounding include weights without the product.
+    if result is None:
+        return Detail.HIDDEN_ADAPTER()
+    return None
 
 
 def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
-    if not (is_readable(a) and is_readable(b)) or a.shape != b.shape:
+    if a.shape != b.shape or not (is_readable(a) and is_readable(b)):
         return False
     return len(cluster_replicas([convert(a, (dtype, b.dtype), files), b], files)) == 1
+
+
+class _Doubts:
+    """The tensors of two models that parts of an adapter may change."""
+
+    def __init__(self, models: Sequence[AdaptedModel]) -> None:
+        self._models = models
+        self._touched: list[Mapping[str, list[str]]] = []
+        self._untied: set[str] = set()
+        for model in models:
+            touched: Mapping[str, list[str]] = {}
+            if model.adapter is not None:
+                touched = model.adapter.list_touched()
+            self._touched.append(touched)
+            self._untied |= _find_untied(model)
+
+    def find(self, diff: TensorDiff) -> Message | None:
+        """Return why a difference may come from an adapter; None if it certainly does not."""
+        for index, model in enumerate(self._models):
+            # A merge changes and adds tensors, and never removes them.
+            lost = diff.reason is Reason.MISSING and diff.clusters == ((index,),)
+            if lost or model.adapter is None:
+                continue
+            stored_name = model.stored_names.get(diff.name, diff.name)
+            parts = []
+            for prefix, names in self._touched[index].items():
+                if stored_name.startswith(prefix):
+                    parts += names
+            if parts:
+                return Detail.ADAPTER_PARTS(names=tuple(parts), problem=model.adapter.problems[parts[0]])
+        if diff.name in self._untied:
+            return Detail.UNTIED()
+        return None
+
+
+def _find_untied(model: AdaptedModel) -> set[str]:
+    """Return the second names of tied weights that the adapter replaces as a whole.
+
+    PEFT replaces one name of them, and the other name is the base model's until the weights are tied again.
+    """
+    whole_names = {}
+    for name, tensor in model.tensors.items():
+        data = find_adapted(tensor)
+        if isinstance(data, Replaced):
+            whole_names[name] = data.whole_name
+    untied = set()
+    for name, whole_name in whole_names.items():
+        # Without its own name, the tensor was renamed by a map.
+        if name != whole_name and whole_name in whole_names:
+            untied.add(name)
+    return untied

@@ -92,7 +92,9 @@ class AdapterSettings:
         if not isinstance(patterns, dict):
             raise UnsupportedPatternError(f"{name} is no table")
         pattern = find_pattern(patterns, module, self.budget)
-        return default if pattern is None else patterns[pattern]
+        if pattern is None:
+            return default
+        return patterns[pattern]
 
     def find_tokens(self, module: str) -> list[int] | None:
         """Return the rows of an embedding that the adapter replaces, None if they are unknown."""
@@ -100,21 +102,27 @@ class AdapterSettings:
         if self.content.get("peft_type") == _TOKENS:
             tokens = self.content.get("token_indices")
         if isinstance(tokens, dict):
-            names = [name for name in tokens if module.endswith(name)]
-            tokens = tokens[names[0]] if len(names) == 1 else None
+            # Keys are ends of the names of modules.
+            rows = [tokens[name] for name in tokens if module.endswith(name)]
+            if len(rows) != 1:
+                return None
+            tokens = rows[0]
         if not isinstance(tokens, list):
             return None
         for token in tokens:
             if type(token) is not int or token < 0:
                 return None
-        return tokens if len(set(tokens)) == len(tokens) else None
+        # A row that is listed twice has two values.
+        if len(set(tokens)) < len(tokens):
+            return None
+        return tokens
 
-    def find_difference(self, other: AdapterSettings) -> str | None:
+    def find_difference(self, partner: AdapterSettings) -> str | None:
         """Return a setting that makes two models with the same parts different; None without one of the files."""
-        if not (self.content and other.content):
+        if not (self.content and partner.content):
             return None
         for name in _MEANING:
             # Older files lack settings, which are off.
-            if (self.content.get(name) or None) != (other.content.get(name) or None):
+            if (self.content.get(name) or None) != (partner.content.get(name) or None):
                 return name
         return None

@@ -53,7 +53,9 @@ class LowRank:
     @property
     def rank(self) -> int:
         """The number of terms of each element."""
-        return 1 if self.down is None else self.down.shape[0]
+        if self.down is None:
+            return 1
+        return self.down.shape[0]
 
     def read(self, start: int, count: int, *, magnitude: bool) -> Any:
         """Return elements `start` to `start + count` of the product as float64.
@@ -63,13 +65,13 @@ class LowRank:
         import numpy as np
 
         first, last = start // self.columns, -(-(start + count) // self.columns)
-        rows, other = self._read_factors(first, last)
+        rows, columns = self._read_factors(first, last)
         scale = self.scale
         if magnitude:
-            rows, other, scale = np.abs(rows), np.abs(other), abs(scale)
+            rows, columns, scale = np.abs(rows), np.abs(columns), abs(scale)
         skipped = start - first * self.columns
         with np.errstate(all="ignore"):  # infinities and NaNs of a factor belong to the result
-            return scale * (rows @ other).reshape(-1)[skipped : skipped + count]
+            return scale * (rows @ columns).reshape(-1)[skipped : skipped + count]
 
     def _read_factors(self, first: int, last: int) -> tuple[Any, Any]:
         """Return the factors of some rows of the weight: (rows, rank) and (rank, columns)."""
@@ -90,8 +92,10 @@ class LowRank:
 
     def convert(self, dtype: str) -> LowRank:
         """Return the product of factors that were converted before."""
-        down = None if self.down is None else convert(self.down, (dtype,), self.files)
-        return replace(self, up=convert(self.up, (dtype,), self.files), down=down)
+        converted = replace(self, up=convert(self.up, (dtype,), self.files))
+        if self.down is not None:
+            converted = replace(converted, down=convert(self.down, (dtype,), self.files))
+        return converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ class Replaced:
     base: Tensor
     new: Tensor
     files: Files
-    whole: str = ""
+    whole_name: str = ""
     """The name of a tensor that is replaced as a whole; empty for some rows. Then tied weights differ."""
 
     @property
@@ -170,7 +174,9 @@ class _Product:
 
 def make_adapted(name: str, data: Merged | Replaced) -> Tensor:
     """Return the tensor with computed data."""
-    source = data.base if isinstance(data, Merged) else data.new
+    source = data.base
+    if isinstance(data, Replaced):
+        source = data.new
     strides = contiguous_strides(data.shape)
     return Tensor(name, source.dtype, data.shape, strides, source.path, 0, data=data)
 
@@ -178,9 +184,13 @@ def make_adapted(name: str, data: Merged | Replaced) -> Tensor:
 def find_adapted(tensor: Tensor) -> Merged | Replaced | None:
     """Return the data of a tensor with an adapter, or of a view of it; None for other tensors."""
     boxes = views.list_boxes(tensor)
-    data = boxes[0].tensor.data if boxes else None
-    same = all(box.tensor.data is data for box in boxes)
-    return data if same and isinstance(data, (Merged, Replaced)) else None
+    if not boxes:
+        return None
+    data = boxes[0].tensor.data
+    # Boxes of different tensors are not a view of one of them.
+    if not isinstance(data, (Merged, Replaced)) or any(box.tensor.data is not data for box in boxes):
+        return None
+    return data
 
 
 def view_base(tensor: Tensor, data: Merged | Replaced) -> Tensor | None:
@@ -203,27 +213,31 @@ def _reread(view: Tensor, dtype: str, data: Sliced) -> Tensor:
     return replace(view, dtype=dtype, shards=tuple(boxes))
 
 
-def is_merge(tensor: Tensor, other: Tensor, dtype: str | None, files: Files, *, to_other: bool) -> bool | None:
+def is_merge(tensor: Tensor, partner: Tensor, dtype: str | None, files: Files, *, to_partner: bool) -> bool | None:
     """Return whether a tensor is a possible result of a merge; None if rounding hides the product.
 
-    tensor: of `Merged` data. dtype: of one accepted conversion; None without a conversion. to_other: whether the other
-    tensor is the converted copy; else it is the source.
+    tensor: of `Merged` data. partner: the tensor of the other model. dtype: of one accepted conversion; None without a
+    conversion. to_partner: whether the partner is the converted copy; else it is the source.
     """
     data = find_adapted(tensor)
-    if not isinstance(data, Merged) or tensor.shape != other.shape or not (is_readable(tensor) and is_readable(other)):
+    if (
+        not isinstance(data, Merged)
+        or tensor.shape != partner.shape
+        or not (is_readable(tensor) and is_readable(partner))
+    ):
         return False
-    if dtype is None and tensor.dtype != other.dtype:
+    if dtype is None and tensor.dtype != partner.dtype:
         return False
     merged = _Way(tensor, _reread(tensor, data.base.dtype, _Stored(data.base, data.files)), data.product)
     narrow = tensor.dtype
     if dtype is None:
         merged = replace(merged, rounding=(tensor.dtype,))
-    elif to_other:
-        merged, narrow = replace(merged, rounding=(dtype, other.dtype)), dtype
+    elif to_partner:
+        merged, narrow = replace(merged, rounding=(dtype, partner.dtype)), dtype
     else:
-        merged = replace(merged, rounding=(tensor.dtype,), other_rounding=(dtype, tensor.dtype))
+        merged = replace(merged, rounding=(tensor.dtype,), partner_rounding=(dtype, tensor.dtype))
     ways = [merged]
-    if dtype is not None and to_other:
+    if dtype is not None and to_partner:
         # Loaded in the other dtype, and then merged.
         ways.append(replace(merged, base=convert(merged.base, (dtype,), files)))
     if unit_roundoff(narrow) > unit_roundoff(data.product.up.dtype):
@@ -231,10 +245,13 @@ def is_merge(tensor: Tensor, other: Tensor, dtype: str | None, files: Files, *, 
         ways += [replace(way, product=way.product.convert(narrow)) for way in ways]
     results = []
     for way in ways:
-        results.append(_agrees(way, other, files))
+        results.append(_agrees(way, partner, files))
         if results[-1]:
             return True
-    return None if None in results else False
+    # One way whose bounds are too wide leaves the merge possible.
+    if None in results:
+        return None
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +265,11 @@ class _Way:
     product: LowRank
     rounding: tuple[str, ...] = ()
     """The dtypes of the sum, in turn."""
-    other_rounding: tuple[str, ...] = ()
+    partner_rounding: tuple[str, ...] = ()
     """The dtypes to which the other tensor is converted before the comparison."""
 
 
-def _agrees(way: _Way, other: Tensor, files: Files) -> bool | None:
+def _agrees(way: _Way, partner: Tensor, files: Files) -> bool | None:
     """Return whether all elements are within the bounds of one way to merge; None if the bounds are too wide.
 
     Rounding keeps the order of numbers. So if the sum lies between two bounds, the rounded sum lies between the rounded
@@ -266,8 +283,8 @@ def _agrees(way: _Way, other: Tensor, files: Files) -> bool | None:
     # PEFT rounds a product and its multiple to the dtype of the adapter, and the result to the dtype of the weight.
     weight_unit = max(unit_roundoff(way.base.dtype), unit_roundoff(way.rounding[0]))
     unit = (1 + unit_roundoff(way.product.up.dtype)) ** 2 * (1 + weight_unit) - 1
-    for weight, delta, magnitude, value in _read_blocks(way.tensor, way.base, way.product, other, files):
-        rounded = _round(value, [DTYPES[name] for name in way.other_rounding])
+    for weight, delta, magnitude, value in _read_blocks(way.tensor, way.base, way.product, partner, files):
+        rounded = _round(value, [DTYPES[name] for name in way.partner_rounding])
         with np.errstate(all="ignore"):
             expected = weight + delta
             noise = (way.product.rank + 4) * _SINGLE * magnitude
@@ -276,11 +293,11 @@ def _agrees(way: _Way, other: Tensor, files: Files) -> bool | None:
             if np.sum(slack[finite] ** 2) > _MOST_SLACK**2 * np.sum(delta[finite] ** 2):
                 return None
             slack += last * np.abs(expected)
-            inside = finite & (_round(expected - slack, target) <= rounded)
-            inside &= rounded <= _round(expected + slack, target)
+            is_within = finite & (_round(expected - slack, target) <= rounded)
+            is_within &= rounded <= _round(expected + slack, target)
             # An infinity or a NaN of the sum is exactly that in the result, and a finite number is none of them.
-            same = (rounded == expected) | (np.isnan(rounded) & np.isnan(expected))
-        if not (inside | (~finite & same)).all():
+            equal = (rounded == expected) | (np.isnan(rounded) & np.isnan(expected))
+        if not (is_within | (~finite & equal)).all():
             return False
     return True
 
@@ -291,38 +308,44 @@ def _round(values: Any, dtypes: Sequence[DType]) -> Any:
 
     from syncheck.differences import widen
 
-    return widen(dtypes[-1], round_values(values, dtypes)).astype(np.float64) if dtypes else values
+    if not dtypes:
+        return values
+    return widen(dtypes[-1], round_values(values, dtypes)).astype(np.float64)
 
 
 def _read_blocks(
-    tensor: Tensor, base: Tensor, product: LowRank, other: Tensor, files: Files
+    tensor: Tensor, base: Tensor, product: LowRank, partner: Tensor, files: Files
 ) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Yield blocks of the weight, of the product, of the sums of its absolute terms, and of another tensor."""
     from syncheck.differences import read_float64
 
     delta, magnitude = (_reread(tensor, "float64", _Product(product, flag)) for flag in (False, True))
-    sources = (base, delta, magnitude, other)
+    sources = (base, delta, magnitude, partner)
     for start, count in ranges([delta]):
         weight, added, terms, value = (read_float64(t, files, start, count, i) for i, t in enumerate(sources))
         yield weight, added, terms, value
 
 
-def fit_factor(tensor: Tensor, other: Tensor, files: Files) -> float | None:
+def fit_factor(tensor: Tensor, partner: Tensor, files: Files) -> float | None:
     """Return the multiple of the adapter's product that another tensor contains; None if no multiple fits.
 
     The factor is computed by least squares, so it explains a difference, but does not prove a merge. None as well if
     rounding hides the adapter, and if an element is not finite.
     """
     data = find_adapted(tensor)
-    if not isinstance(data, Merged) or tensor.shape != other.shape or not (is_readable(tensor) and is_readable(other)):
+    if (
+        not isinstance(data, Merged)
+        or tensor.shape != partner.shape
+        or not (is_readable(tensor) and is_readable(partner))
+    ):
         return None
     import numpy as np
 
     weight = _reread(tensor, data.base.dtype, _Stored(data.base, data.files))
-    unit = max(unit_roundoff(dtype) for dtype in (data.base.dtype, other.dtype))
+    unit = max(unit_roundoff(data.base.dtype), unit_roundoff(partner.dtype))
     sums = np.zeros(3)
     with np.errstate(all="ignore"):
-        for base, delta, _, value in _read_blocks(tensor, weight, data.product, other, files):
+        for base, delta, _, value in _read_blocks(tensor, weight, data.product, partner, files):
             sums += ((value - base) @ delta, delta @ delta, base @ base)
         factor = float(sums[0] / sums[1])
         noise = float(_SIGMAS * unit * np.sqrt(sums[2] / sums[1] / tensor.numel))
@@ -330,7 +353,7 @@ def fit_factor(tensor: Tensor, other: Tensor, files: Files) -> float | None:
     if not math.isfinite(factor) or not noise <= 0.5 or abs(factor - 1) <= _SHARE:
         return None
     with np.errstate(all="ignore"):
-        for base, delta, terms, value in _read_blocks(tensor, weight, data.product, other, files):
+        for base, delta, terms, value in _read_blocks(tensor, weight, data.product, partner, files):
             expected = base + factor * delta
             bound = unit * (2 * np.abs(factor * delta) + 1.01 * np.abs(expected)) + noise * np.abs(delta)
             bound += (data.product.rank + 4) * _SINGLE * abs(factor) * terms + 1e-38
@@ -346,7 +369,7 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def fits_weight(base: Tensor, up: Tensor, down: Tensor, most: int, *, transposed: bool) -> bool:
-    """Whether all are numbers, and the product of the factors has the shape of the weight.
+    """Whether all tensors are numbers, and the product of the factors has the shape of the weight.
 
     most: limit of the elements of a factor, which is read as a whole. Factors of a convolution have its kernel in
     `down`, and dimensions of length 1 in `up`.

@@ -80,12 +80,12 @@ class _Chars:
 
     def holds(self, char: str) -> bool:
         """Whether a character belongs to the set."""
-        inside = char in self.single
+        belongs = char in self.single
         for first, last in self.ranges:
-            inside = inside or first <= char <= last
+            belongs |= first <= char <= last
         for letter in self.categories:
-            inside = inside or _CATEGORIES[letter.lower()](char) == letter.islower()
-        return inside != self.negated
+            belongs |= _CATEGORIES[letter.lower()](char) == letter.islower()
+        return belongs != self.negated
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,9 @@ class _Text:
     def ends(self) -> int:
         """The positions of `$`: the end, and before a line break at the end."""
         end = 1 << len(self.name)
-        return end | end >> 1 if self.name.endswith("\n") else end
+        if self.name.endswith("\n"):
+            end |= end >> 1
+        return end
 
     def find(self, chars: _Chars) -> int:
         """Return the positions before the characters of a set."""
@@ -146,7 +148,9 @@ def _advance(node: _Node, text: _Text, positions: int) -> int:
     if isinstance(node, _Chars):
         return (positions & text.find(node)) << 1
     if isinstance(node, _Edge):
-        return positions & (1 if node.start else text.ends)
+        if node.start:
+            return positions & 1
+        return positions & text.ends
     if isinstance(node, _Repeat):
         return _advance_repeat(node, text, positions)
     if isinstance(node, _Choice):
@@ -155,6 +159,7 @@ def _advance(node: _Node, text: _Text, positions: int) -> int:
             reached |= _advance(option, text, positions)
         return reached
     for part in node.parts:
+        # Most names differ from a pattern early.
         if not positions:
             break
         positions = _advance(part, text, positions)
@@ -208,7 +213,7 @@ class _Parser:
         while self.next == "|":
             self._take()
             options.append(self._read_sequence(depth))
-        return options[0] if len(options) == 1 else _Choice(tuple(options))
+        return _Choice(tuple(options))
 
     def _read_sequence(self, depth: int) -> _Node:
         parts = []
@@ -243,7 +248,10 @@ class _Parser:
             most = int(counts[3] or _MOST_COUNT)
         if not least <= most <= _MOST_COUNT:
             raise UnsupportedPatternError("counts")
-        return (least, None) if counts[2] and not counts[3] else (least, most)
+        # A comma without a number after it: any number of times.
+        if counts[2] and not counts[3]:
+            return least, None
+        return least, most
 
     def _read_atom(self, depth: int) -> _Node:
         char = self._take()
@@ -275,6 +283,7 @@ class _Parser:
         char = self._take()
         if char.lower() in _CATEGORIES and char.isascii():
             return _Chars(categories=char)
+        # Other letters have meanings that this module lacks; Python escapes punctuation only.
         if char.isalnum() or char == "_":
             raise UnsupportedPatternError(f"\\{char}")
         return _Chars(char)
@@ -284,6 +293,7 @@ class _Parser:
         if negated:
             self._take()
         single, categories, ranges = "", "", []
+        # A closing bracket in the first place is a literal.
         first = True
         while first or self.next != "]":
             first = False
@@ -305,4 +315,6 @@ class _Parser:
 
     def _read_member(self) -> _Chars:
         char = self._take()
-        return self._read_escape() if char == "\\" else _Chars(char)
+        if char == "\\":
+            return self._read_escape()
+        return _Chars(char)
