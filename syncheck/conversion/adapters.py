@@ -72,7 +72,10 @@ class Adapter:
 
         partners: the other model; it shows the tensors that the adapter adds, and the dtype of replaced tensors.
         """
-        merged = dict(tensors)
+        merged = {}
+        for name, tensor in tensors.items():
+            # A map notes the names of tensors, which may have PEFT's prefix.
+            merged[name] = tensor if tensor.name == name else replace(tensor, name=name)
         ties = _find_ties(merged)
         self.problems = dict.fromkeys(self.parts, AdapterProblem.UNKNOWN())
         self._survey_modules(merged)

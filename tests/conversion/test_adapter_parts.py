@@ -264,6 +264,15 @@ def test_adapters_of_a_fused_layer(tmp_path: Path, model: Weights, scale: float)
     assert (report.exit_code, codes(report)) == (bool(expected), expected)
 
 
+def test_doubts_under_a_map(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """Parts that are not merged touch mapped tensors too, also in one file with the base model."""
+    merged = llama.write(tmp_path / "b", merge(model, adapter), llama.CONFIG)
+    state = {f"{PREFIX}{name}": w for name, w in fuse(model).items()} | adapter
+    one_file = llama.write(tmp_path / "a", state, llama.CONFIG)
+    report = syncheck.diff(one_file, merged, options=DiffOptions(map="llama"))
+    assert (report.verdict, codes(report)) == ("undecided", {})
+
+
 def test_settings_of_two_adapters(tmp_path: Path, model: Weights, adapter: Weights) -> None:
     """Equal parts with another alpha are another model."""
     for folder, alpha in (("1", ALPHA), ("2", ALPHA), ("3", 2 * ALPHA)):
