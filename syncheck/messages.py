@@ -330,19 +330,37 @@ class Refusal(Sentence):
     HUGE_VIEW = "a view that shows {stored} stored bytes as {shown:.3g}"
     FLAT_PARAMETER = "sharded by FSDP: a flat parameter holds only this rank's shard"
     AMBIGUOUS_NAME = "several tensors of the other model have the same data"
-    ADAPTER = "a weight with an adapter of another kind than LoRA, or without adapter_config.json"
+    ADAPTER_PART = "a part of an adapter that was not merged: {problem}"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
     STORED = "{text}"
 
 
-# Refusals of shards without replicas, and of adapters: a property of the layout, not a problem of the file.
+# Refusals of shards without replicas: a property of the layout, not a problem of the file.
 SHARD_REFUSALS = (
     Refusal.SHARDED_TENSOR,
     Refusal.SHARDED_DTENSOR,
     Refusal.FLAT_PARAMETER,
     Refusal.UNPLACED_PARTS,
-    Refusal.ADAPTER,
 )
+
+
+class AdapterProblem(Sentence):
+    """Why a part of an adapter was not merged."""
+
+    NO_CONFIG = "adapter_config.json beside it is missing or cannot be read"
+    KIND = "adapters of type {kind} are not merged, only LoRA"
+    SETTING = "the setting {name} in adapter_config.json is not supported: {value}"
+    PATTERN = "a pattern of modules in adapter_config.json is not supported ({problem}), so its scale is unknown"
+    SCALE = "its scale is unknown (lora_alpha: {alpha}, r: {rank}, rows of lora_A: {shape})"
+    TOKENS = "adapter_config.json does not list the rows that it replaces"
+    SEVERAL = "the files have several adapters ({names:list}); pass the merged one only"
+    NO_MODULE = "the base model has no module of this name"
+    INCOMPLETE = "the module has only one of two factors"
+    SHAPES = "the shapes of the module's factors and weight do not fit, or they cannot be read"
+    ORIENTATION = "the shapes of other modules contradict fan_in_fan_out, and a square weight does not show it"
+    SETTINGS_DIFFER = "the setting {name} is {a} in A and {b} in B, which are compared as they are stored"
+    TAKEN = "another part of the adapter changes the same weight"
+    UNKNOWN = "its kind is unknown"
 
 
 class Detail(Sentence):
@@ -372,6 +390,9 @@ class Detail(Sentence):
     STORED_DIFFERENTLY = "the files store the tensor with different strides, byte order or pending operations"
     VIEW = "the tensor is a view of a storage that differs; only its bytes show whether the view differs"
     NO_CHECKSUM = "some files store no checksum of the tensor"
+    ADAPTER_PARTS = "{names:names} of the adapter may change it, and {names:verb was|were} not merged: {problem}"
+    UNTIED = "the adapter replaces another name of this tied weight, and may have replaced this name or not"
+    HIDDEN_ADAPTER = "the rounding of the adapter's product is as large as the product"
 
 
 class Fact(Sentence):

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import api, outputs, paths
 from syncheck.comparison.group import compare_group
-from syncheck.conversion.adapters import Merged, compare_merge, merge_adapters
-from syncheck.conversion.casts import convert
+from syncheck.conversion.acceptance import accept_conversions
+from syncheck.conversion.adapters import AdaptedModel, Adapter, finish_adapters, merge_adapters
 from syncheck.conversion.causes import Models, add_relations
 from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous
 from syncheck.conversion.map_files import read_map, write_map
 from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
+from syncheck.conversion.merges import find_adapted
 from syncheck.conversion.name_maps import find_variables
 from syncheck.conversion.quantized import dequantize
-from syncheck.conversion.recognition import complete_variables, get_computed, is_readable, recognize_map
+from syncheck.conversion.recognition import complete_variables, recognize_map
 from syncheck.diagnose.case import relation_of
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
-from syncheck.kernel.clustering import cluster_replicas
+from syncheck.kinds import find_outside_model
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical import views
@@ -31,7 +32,7 @@ from syncheck.logical.model import add_tied_names, join, list_boxes, split_folde
 from syncheck.messages import Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
-from syncheck.records import Alias, Counts, Place, Reason, Report
+from syncheck.records import Alias, Place, Reason, Report
 from syncheck.relations import RelationKind, Stored
 from syncheck.verdicts import judge_difference, judge_group, overall
 
@@ -62,7 +63,7 @@ class Side:
     """One side of a difference.
 
     label: A or B. group: its files by rank. model: its whole tensors. variables: its numbers of heads, as far as known.
-    map, stored: the map of its names, and the stored tensor of each tensor of the model.
+    map, stored: the map of its names, and the stored tensor of each tensor of the model. adapter: beside the model.
     """
 
     label: str
@@ -73,12 +74,7 @@ class Side:
     variables: Mapping[str, int] = field(default_factory=dict)
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     map: NameMap | None = None
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders of the files."""
-        paths = [snapshot.path for _, snapshot in self.group.ranks]
-        return tuple(dict.fromkeys(path if os.path.isdir(path) else os.path.dirname(path) for path in paths))
+    adapter: Adapter | None = None
 
     @property
     def title(self) -> str:
@@ -231,14 +227,14 @@ def compare_sides(
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
     with Files(jobs=options.jobs) as files:
-        mapped = _map_sides(sides, options, files)
-        sides = mapped.sides
+        mapped = _map_sides(_merge_adapters(sides, files), options, files)
+        sides = _finish_adapters(mapped.sides, files)
         pair = ReplicaGroup(
             " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
         )
         found = compare_group(pair, replace(api.build_selection(options), histograms=histograms))
         comparison = _describe_sides(found, sides, subset=options.subset)
-        comparison = _accept_conversions(comparison, sides, options.cast, files)
+        comparison = accept_conversions(comparison, [_adapted(side) for side in sides], options.cast, files)
         comparison = _add_relations(comparison, sides, options, files)
     if histograms:
         evidence = replace(comparison.evidence, stored=_describe_stored(comparison, sides))
@@ -273,6 +269,35 @@ def compare_sides(
     return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
+def _merge_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:
+    """Return two sides with the values of quantized weights, and with merged adapters."""
+    stored = [normalize_keys(side.model.tensors) for side in sides]
+    models = [dequantize(own, other, files) for own, other in (stored, stored[::-1])]
+    merged = merge_adapters(models, [side.model.format == "memory" for side in sides], files)
+    results = []
+    for side, own, before in zip(sides, merged, stored, strict=True):
+        # Without a change, the names keep their prefixes, which are reported.
+        if own.tensors is not before:
+            side = replace(side, model=replace(side.model, tensors=own.tensors), adapter=own.adapter)
+        results.append(side)
+    return tuple(results)
+
+
+def _finish_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:
+    """Merge the parts whose modules have mapped names, and add all other parts to both sides, refused."""
+    finished = finish_adapters([_adapted(side) for side in sides], files)
+    if not any(own.adapter for own in finished):
+        return tuple(sides)
+    return tuple(
+        replace(side, model=replace(side.model, tensors=own.tensors)) for side, own in zip(sides, finished, strict=True)
+    )
+
+
+def _adapted(side: Side) -> AdaptedModel:
+    stored = {name: tensor.name for name, tensor in side.stored.items()}
+    return AdaptedModel(normalize_keys(side.model.tensors), side.adapter, stored)
+
+
 @dataclass(frozen=True, slots=True)
 class MappedSides:
     """Two sides after a map of their names.
@@ -286,13 +311,8 @@ class MappedSides:
 
 
 def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> MappedSides:
-    """Return two sides with merged adapters and, if a map is given or found, equal names."""
-    stored = [normalize_keys(side.model.tensors) for side in sides]
-    models = [dequantize(own, other, files) for own, other in (stored, stored[::-1])]
-    models = [
-        merge_adapters(own, other, side.folders, files)
-        for own, other, side in zip(models, models[::-1], sides, strict=True)
-    ]
+    """Return two sides with equal names if a map is given or found."""
+    models: list[Mapping[str, Tensor]] = [normalize_keys(side.model.tensors) for side in sides]
     variables = {**sides[1].variables, **sides[0].variables}
     # A padded model may state its own size of the vocabulary; no stated token may be cut.
     if stated := [side.variables["vocabulary"] for side in sides if "vocabulary" in side.variables]:
@@ -313,13 +333,13 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Map
         write_map(options.write_map, written, () if inferred is None else inferred.guessed)
     elif options.write_map is not None:
         notes.append(Note.NO_MAP(file=options.write_map))
-    if names is None:  # without a change, the names keep their prefixes, which are reported
-        rows = zip(sides, models, stored, strict=True)
-        unmapped = tuple(
-            side if own is old else replace(side, model=replace(side.model, tensors=own)) for side, own, old in rows
-        )
-        return MappedSides(unmapped, tuple(notes))
-    mapped, more = apply_map(names, models, variables)
+    if names is None:
+        return MappedSides(tuple(sides), tuple(notes))
+    divided: set[str] = set()
+    for side, own_model in zip(sides, models, strict=True):
+        if side.adapter is not None:
+            divided |= side.adapter.find_divided(names, own_model, variables)
+    mapped, more = apply_map(names, models, variables, frozenset(divided))
     check_ignored(names, models, mapped, files)
     counts = [len(model.keys() - own.tensors.keys()) for model, own in zip(models, mapped, strict=True)]
     first = Note.MAP(map=names.title, count=counts[0], others=counts[1])
@@ -338,16 +358,18 @@ def _allowed(options: DiffOptions) -> frozenset[str]:
 def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bool) -> Comparison:
     """Name the sides instead of ranks, and add the location of the worst element of each tensor.
 
-    subset: whether B may lack tensors. Raises UsageError if the models have no name in common.
+    subset: whether B may lack tensors that do not belong to the model. Raises UsageError if the models have no name in
+    common.
     """
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
     if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
         raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model, or --map FILE")
     models = [normalize_keys(side.model.tensors) for side in sides]
+    accepted = find_outside_model(replace(sides[0].model, tensors=models[0])) if subset else frozenset()
     tensors = []
     for diff in comparison.tensors:
-        if subset and diff.reason is Reason.MISSING and diff.clusters == ((0,),):
+        if diff.reason is Reason.MISSING and diff.clusters == ((0,),) and diff.name in accepted:
             diff = replace(diff, reason=Reason.SUBSET, minority=())
         if diff.index is not None:
             places = {i: side.locate(models[i][diff.name], diff.index) for i, side in enumerate(sides)}
@@ -407,11 +429,11 @@ def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffO
     else:
         models.base = {} if options.base is None else models.base
     diffs = add_relations(comparison.tensors, models)
-    differing = {diff.name for diff in diffs}
+    differing = {diff.name for diff in diffs if diff.out_of_sync}
     stale = any(relation_of(diff) is RelationKind.BASE for diff in diffs)
     kept = [n for n in models.base if stale and n not in differing and n in a and n in b]
     updated = sum(models.equals(models.base[n], a[n]) is None for n in kept)
-    adapted = sum(isinstance(tensor.data, Merged) for tensor in a.values())
+    adapted = sum(find_adapted(tensor) is not None for tensor in a.values())
     evidence = replace(comparison.evidence, base=title, updated=updated, adapted=adapted)
     return replace(comparison, tensors=diffs, evidence=evidence)
 
@@ -452,38 +474,3 @@ def list_earlier(side: Side) -> Iterator[Side]:
 def _find_home(path: str) -> str:
     """Return a path without the names of the file and of its folder."""
     return os.path.dirname(os.path.dirname(path))
-
-
-def _accept_conversions(comparison: Comparison, sides: Sequence[Side], dtype: str | None, files: Files) -> Comparison:
-    """Count tensors as close if they are merges of an adapter, or converted to `dtype` and to the dtype of B."""
-    models = [normalize_keys(side.model.tensors) for side in sides]
-    kinds, tensors = dict(comparison.kinds), []
-    for diff in comparison.tensors:
-        a, b = (model.get(diff.name) for model in models)
-        tolerance = None
-        if diff.out_of_sync and a is not None and b is not None:
-            tolerance = _find_tolerance(a, b, dtype, files)
-        if tolerance is None:
-            tensors.append(diff)
-            continue
-        old = kinds[diff.kind]
-        kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
-        accepted = replace(diff, status="close", tolerance=tolerance, detail=None, facts=(), minority=())
-        measured = diff.mismatched if diff.reason is None else None  # unknown if the dtypes differ
-        tensors.append(replace(accepted, reason=None, mismatched=measured))
-    counts = sum(kinds.values(), Counts())
-    return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
-
-
-def _find_tolerance(a: Tensor, b: Tensor, dtype: str | None, files: Files) -> str | None:
-    """Return the conversion that explains a difference; None for a difference that is not accepted."""
-    merged = [data for tensor in (a, b) if (data := get_computed(tensor, Merged)) is not None]
-    if len(merged) == 1 and a.dtype == b.dtype and a.shape == b.shape and is_readable(a) and is_readable(b):
-        return "rounding of a merge" if compare_merge(merged[0], b if a.data is merged[0] else a, files)[0] else None
-    return f"cast {dtype}" if dtype is not None and _is_cast(a, b, dtype, files) else None
-
-
-def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
-    if not (is_readable(a) and is_readable(b)) or a.shape != b.shape:
-        return False
-    return len(cluster_replicas([convert(a, (dtype, b.dtype), files), b], files)) == 1

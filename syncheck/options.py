@@ -284,7 +284,11 @@ class DiffOptions(Options):
     """
 
     subset: bool = option(
-        False, FLAG, "B may lack tensors of A, such as the optimizer state", ACCEPTANCE, surfaces=_DIFF_SURFACES
+        False,
+        FLAG,
+        "B may lack tensors of A that do not belong to the model, such as the optimizer state",
+        ACCEPTANCE,
+        surfaces=_DIFF_SURFACES,
     )
     cast: str | None = option(
         None,

@@ -79,7 +79,18 @@ ALLOWED = {
     "conversion.recognition": BYTES
     | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
     | {"differences"},
-    "conversion.adapters": BYTES | {"conversion.name_maps", "conversion.recognition", "differences"},
+    "conversion.patterns": set(),
+    "conversion.adapter_settings": BASE | {"conversion.patterns"},
+    "conversion.merges": BYTES | {"conversion.casts", "conversion.recognition", "logical.views", "differences"},
+    "conversion.adapter_parts": BASE,
+    "conversion.replacements": BYTES
+    | {"logical.views", "conversion.casts", "conversion.merges", "conversion.recognition"},
+    "conversion.adapters": BYTES
+    | {
+        f"conversion.{part}"
+        for part in ("adapter_parts", "adapter_settings", "merges", "name_maps", "recognition", "replacements")
+    },
+    "conversion.acceptance": BYTES | {f"conversion.{part}" for part in ("adapters", "casts", "merges", "recognition")},
     "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
     "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
     "conversion.layer_rules": BYTES
@@ -88,7 +99,7 @@ ALLOWED = {
     | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
     "conversion.causes": BYTES
     | {"logical.views"}
-    | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
+    | {f"conversion.{part}" for part in ("merges", "casts", "name_maps", "quantized", "recognition", "rows")},
     "conversion.inference": BYTES
     | {
         f"conversion.{part}"
@@ -109,18 +120,19 @@ ALLOWED = {
     | {
         f"conversion.{part}"
         for part in (
+            "acceptance",
             "adapters",
-            "casts",
             "causes",
             "inference",
             "map_files",
             "mapped_models",
+            "merges",
             "name_maps",
             "quantized",
             "recognition",
         )
     }
-    | {"baseline", "kernel.blocks", "kernel.clustering"}
+    | {"baseline", "kernel.blocks", "kinds"}
     | {"names", "outputs", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
     | {"layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},

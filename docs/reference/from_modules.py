@@ -29,8 +29,10 @@ SYNCHECK = {
     ),
     "Conversions of a model": (
         "conversion conversion.templates conversion.name_maps conversion.map_files conversion.mapped_models "
-        "conversion.recognition conversion.pairings conversion.numbering conversion.layer_rules conversion.inference "
-        "conversion.adapters "
+        "conversion.recognition conversion.pairings conversion.numbering conversion.layer_rules "
+        "conversion.general_rules conversion.inference conversion.adapters "
+        "conversion.adapter_parts conversion.adapter_settings conversion.replacements "
+        "conversion.patterns conversion.merges conversion.acceptance "
         "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (

@@ -14,8 +14,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.adapters import Merged, compare_merge, unit_roundoff
 from syncheck.conversion.casts import convert
+from syncheck.conversion.merges import Replaced, find_adapted, fit_factor, unit_roundoff, view_base
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
@@ -145,10 +145,14 @@ def _relate_operation(name: str, models: Models) -> dict[str, Relation]:
 def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, dict[str, Any], Tensor, Tensor]]:
     """Yield common operations of conversions: kind, parameters, and two tensors to compare after the operation."""
     a, b = models.a[name], models.b[name]
+    adapted = find_adapted(a)
+    base = None if adapted is None else view_base(a, adapted)
+    # Before the model before the update, which explains less.
+    if base is not None:
+        parameters = {"pattern": "replaced"} if isinstance(adapted, Replaced) else {}
+        yield RelationKind.ADAPTER, parameters, base, b
     if name in models.base:
         yield RelationKind.BASE, {}, models.base[name], b
-    if (merged := get_computed(a, Merged)) is not None:
-        yield RelationKind.ADAPTER, {}, merged.base, b
     same = a.shape == b.shape
     if same and is_readable(a) and is_readable(b):
         for side, source, copy in (("B", a, b), ("A", b, a)):
@@ -312,21 +316,27 @@ def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
 def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     """Compute a constant factor from all elements, or the correlation."""
     a, b = models.a[name], models.b[name]
-    merged = get_computed(a, Merged)
-    if merged is not None and a.shape == b.shape and is_readable(b):
-        _, factor = compare_merge(merged, b, models.files)
-        if _within_scaled(merged, factor, b, models.files):
-            return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
+    multiple = fit_factor(a, b, models.files)
+    if multiple is not None:
+        return {name: Relation(RelationKind.ADAPTER, {"factor": multiple})}
     if a.shape == b.shape and (quantized := _relate_quantized(a, b, models.files)):
         return {name: quantized}
     if a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
         return {}
+    return _relate_scaled(name, a, b, models.files)
+
+
+def _relate_scaled(name: str, a: Tensor, b: Tensor, files: Files) -> dict[str, Relation]:
+    """Find a constant factor between two tensors, or the absence of a correlation."""
     import numpy as np
 
     step = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
     sums, factor, fits, nonzero, count = np.zeros(5), 0.0, True, 0, 0
-    for x, y in read_pairs(a, b, models.files):
-        sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
+    for x, y in read_pairs(a, b, files):
+        with np.errstate(all="ignore"):
+            sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
+        if not np.isfinite(sums).all():
+            return {}  # NaN and infinity have no factor and no correlation
         if not factor and x.any():
             top = int(np.argmax(np.abs(x)))
             factor = float(y[top] / x[top])
@@ -357,10 +367,3 @@ def _relate_quantized(a: Tensor, b: Tensor, files: Files) -> Relation | None:
         if quantized is not None and (ratio := measure_steps(quantized, other, files)) <= _BOUND:
             return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": ratio / 2})
     return None
-
-
-def _within_scaled(merged: Merged, factor: float, b: Tensor, files: Files) -> bool:
-    """Whether B contains the product of the adapter times another factor."""
-    if not math.isfinite(factor):
-        return False
-    return compare_merge(replace(merged, scale=merged.scale * factor), b, files)[0]

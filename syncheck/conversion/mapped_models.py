@@ -45,17 +45,21 @@ class Mapped:
 
 
 def apply_map(
-    names: NameMap, models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]
+    names: NameMap,
+    models: Sequence[Mapping[str, Tensor]],
+    variables: Mapping[str, int],
+    divided: frozenset[str] = frozenset(),
 ) -> tuple[list[Mapped], list[Message]]:
     """Return two models with equal names, as far as the map goes, and notes.
 
     models: tensors by name. A tensor of both models keeps its name if its shapes are equal.
+    divided: names of tensors that are divided although both models have them.
     Raises UsageError if two rules of a file give one part.
     """
     turned = _find_turned(names, models)
     mapped = [
-        _map_model(names, models[0], models[1], variables, turned=turned, side="A"),
-        _map_model(names, models[1], models[0], variables, turned=turned, side="B"),
+        _map_model(names, models[0], models[1], variables, divided, turned=turned, side="A"),
+        _map_model(names, models[1], models[0], variables, divided, turned=turned, side="B"),
     ]
     for one, other in (mapped, mapped[::-1]):
         for first, second in names.tied:
@@ -99,11 +103,12 @@ def _map_model(
     own: Mapping[str, Tensor],
     other: Mapping[str, Tensor],
     variables: Mapping[str, int],
+    divided: frozenset[str],
     *,
     turned: bool,
     side: str,
 ) -> Mapped:
-    """Return a model after a map. turned: whether B has the other orientation. side: A or B."""
+    """Return a model after a map. divided: see `apply_map`. turned: whether B has the other orientation."""
     mapped, names = Mapped(), names.select_rules(own)
     claims: dict[str, Mapping[str, Tensor]] = {}
     padded: dict[str, bool | int] = {}
@@ -114,7 +119,8 @@ def _map_model(
             continue
         rule, values = found
         padded[name] = rule.pad
-        if _keeps_name(rule, tensor, other.get(name), built_in=names.built_in, turned=turned and side == "B"):
+        partner = None if name in divided else other.get(name)
+        if _keeps_name(rule, tensor, partner, built_in=names.built_in, turned=turned and side == "B"):
             continue
         if not rule.parts:
             del claims[name]

@@ -108,14 +108,21 @@ def _count_heads(
 
 
 def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
-    """Return the cosine between two tensors of equal shape; None for unreadable data, and for zeros."""
+    """Return the cosine between two tensors of equal shape.
+
+    None for unreadable data, for zeros, and if an element is not finite.
+    """
+    import numpy as np
+
     if not all(is_readable(tensor) for tensor in (a, b)):
         return None
-    products = [0.0, 0.0, 0.0]
-    for x, y in read_pairs(a, b, files):
-        products = [p + float(u @ v) for p, u, v in zip(products, (x, x, y), (y, x, y), strict=True)]
-    scale = math.sqrt(products[1] * products[2])
-    return products[0] / scale if 0 < scale < math.inf else None
+    products = np.zeros(3)
+    with np.errstate(all="ignore"):
+        for x, y in read_pairs(a, b, files):
+            products += (x @ y, x @ x, y @ y)
+    if not np.isfinite(products).all() or not products[1:].all():
+        return None
+    return float(products[0] / math.sqrt(products[1]) / math.sqrt(products[2]))
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -131,11 +138,8 @@ def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy
-    """Yield the elements of two tensors of equal shape as float64, in blocks."""
-    import numpy as np
-
+    """Yield the elements of two tensors of equal shape as float64, in blocks. Infinities and NaNs stay as they are."""
     from syncheck.differences import read_float64
 
     for start, count in ranges([max(a, b, key=lambda tensor: DTYPES[tensor.dtype].size)]):
-        pair = [read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate((a, b))]
-        yield tuple(np.nan_to_num(array, copy=False, nan=0.0, posinf=0.0, neginf=0.0) for array in pair)
+        yield tuple(read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate((a, b)))
