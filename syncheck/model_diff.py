@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api, paths
+from syncheck.comparison.copies import accept_parts, list_ties
 from syncheck.comparison.group import compare_group
 from syncheck.conversion.adapters import Merged, compare_merge, merge_adapters
 from syncheck.conversion.casts import convert
@@ -190,12 +191,11 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
 
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
-    """Compare the copies of tensors in the files of a side; None if each tensor is in one file."""
-    names = [name for _, snapshot in side.group.ranks for name in normalize_keys(snapshot.tensors)]
-    if len(set(names)) == len(names):
+    """Compare the copies of tensors and values in the files of a side; None for a side in one file."""
+    if len(side.group.ranks) == 1:
         return None
     own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
-    return judge_group(own, (), _allowed(options))
+    return judge_group(accept_parts(own), (), _allowed(options))
 
 
 def compare_sides(
@@ -212,11 +212,13 @@ def compare_sides(
             sentence = Note.COPIES if compared else Note.NO_COPIES
             unit = "ranks" if side.model.format == "memory" else "files"
             notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
-    completed = add_tied_names([side.model for side in sides])
+    listed = list_ties(snapshot for side in sides for _, snapshot in side.group.ranks)
+    completed = add_tied_names([side.model for side in sides], listed.items())
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
     with Files(jobs=options.jobs) as files:
         sides, mapping = _map_sides(sides, options, files)
+        files.close_all()  # the comparison of the pair opens as many files
         pair = ReplicaGroup(
             " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
         )
