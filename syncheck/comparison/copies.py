@@ -86,15 +86,17 @@ def rename_copies(aligned: dict[str, dict[int, Tensor]], snapshots: Mapping[int,
     ties = list_ties(snapshots.values()) if copies else {}
     for name in [*aligned]:
         source = name_of_copied(name, ties)
-        if name != source and source in tied:
+        # Ranks exchange the bytes of a tensor under one name only, if they compare digests first.
+        by_digest = any(tensor.same for tensor in aligned[name].values())
+        if name != source and source in tied and not by_digest:
             elsewhere = {rank: tensor for rank, tensor in aligned[source].items() if rank not in aligned[name]}
             aligned[name] = aligned[name] | elsewhere
             tied.add(name)
-    tied.update(name for name, tensors in aligned.items() if _is_embedding_in_stages(name, tensors, snapshots))
+    tied.update(name for name, tensors in aligned.items() if is_embedding_in_stages(name, tensors, snapshots))
     return frozenset(tied)
 
 
-def _is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
+def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether several pipeline stages hold an embedding: the last stage needs it only for a tied output layer."""
     parameter = name.removeprefix("optimizer.").rpartition(".")[0] if name.startswith("optimizer.") else name
     if not _EMBEDDING.fullmatch(parameter) or len({tensor.full_shape for tensor in tensors.values()}) > 1:

@@ -117,7 +117,6 @@ class OpenFiles:
         self._maps.move_to_end(path)
         return self._maps[path]
 
-
     def _map_file(self, tensor: Tensor) -> mmap.mmap:
         """Return a new mapping. Raises as `descriptor` does."""
         while True:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, build_selection, judge
 from syncheck.comparison import reference
+from syncheck.comparison.copies import is_embedding_in_stages
 from syncheck.comparison.group import hyperparameters, selected_kinds
 from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.dtypes import DTYPES
@@ -187,8 +188,10 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
         for name, tensor in contents.of_rank(rank).tensors.items():
             if (common := names[info.key][name]) in by_name:
                 by_name[common][rank] = tensor
-    positions = find_positions(contents.snapshots())
+    snapshots = contents.snapshots()
+    positions = find_positions(snapshots)
     whole, tied = find_replicated(by_name) if positions.plain else frozenset(), set(contents.copies.values())
+    tied.update(name for name, tensors in by_name.items() if is_embedding_in_stages(name, tensors, snapshots))
     wanted: dict[str, dict[bytes, RemoteTensor]] = {}
     for name, tensors in by_name.items():
         ranks = tuple(contents.rank_infos)
