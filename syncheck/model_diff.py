@@ -27,6 +27,7 @@ from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical import views
 from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
+from syncheck.logical.progress import is_adapter
 from syncheck.messages import Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
@@ -192,9 +193,13 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     """Compare the copies of tensors and values in the files of a side; None for a side in one file."""
-    if len(side.group.ranks) == 1:
+    # The adapter of a model has other tensors, and its own run.
+    ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if not is_adapter(snapshot))
+    if len(ranks) < 2:
         return None
-    own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
+    own = replace(
+        compare_group(replace(side.group, ranks=ranks), api.build_selection(options)), name=side.title, run=side.title
+    )
     return judge_group(accept_parts(own), (), _allowed(options))
 
 

@@ -63,8 +63,10 @@ ALLOWED = {
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.megatron": BASE | {"names", "logical.boxes", "logical.views", "tensor_parallel"},
+    "logical.progress": BASE | {"names", "value_kinds", "layout.names", "kernel.blocks"},
     "logical.model": BASE
-    | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
+    | {"names", "tensor_parallel", "logical.progress"}
+    | {"logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
     "conversion": set(),
     "conversion.casts": BYTES,
@@ -86,8 +88,8 @@ ALLOWED = {
         for part in ("adapters", "casts", "causes", "inference", "name_maps", "quantized", "recognition")
     }
     | {"baseline", "kernel.blocks", "kernel.clustering"}
-    | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
-    | {"layout.groups", "layout.grouping"},
+    | {"names", "paths", "verdicts", "options", "api", "comparison.group", "comparison.copies"}
+    | {"logical.model", "logical.progress", "layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
     "kernel.open_files": BASE,
@@ -107,8 +109,9 @@ ALLOWED = {
     "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests", "comparison.copies"},
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
     "comparison.ties": BASE,
-    "comparison.copies": BASE | {"comparison.replica_groups"},
-    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
+    "comparison.copies": BASE | {"comparison.replica_groups", "comparison.values"},
+    "comparison.owners": BASE | {"names"},
+    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.owners", "comparison.ties"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},

@@ -11,10 +11,11 @@ from syncheck.comparison.optimizer_parts import detect_partitioning
 from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.comparison.ties import find_shared_tensors
 from syncheck.comparison.values import is_membership
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.logical import deepspeed, megatron
 from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
+from syncheck.logical.progress import check_progress
 from syncheck.messages import Refusal
 from syncheck.names import normalize_keys
 from syncheck.snapshots import Shard
@@ -37,7 +38,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     `compare` finds differences between copies. A tensor whose parts have no known position is refused. Raises
     MalformedFile for a tensor with a hole, and for files of different steps or runs.
     """
-    _check_run(snapshots)
+    check_progress([*snapshots.values()])
     snapshots = {rank: _join_folder(snapshot) for rank, snapshot in snapshots.items()}
     first = next(iter(snapshots.values()))
     metadata = first.metadata and replace(
@@ -112,20 +113,6 @@ def add_tied_names(
         }
         completed.append((replace(model, tensors=tensors | added) if added else model, tuple(added)))
     return completed
-
-
-def _check_run(snapshots: Mapping[int, Snapshot]) -> None:
-    """Raise MalformedFile if the metadata of two files shows different runs, steps or numbers of ranks."""
-    first: dict[str, tuple[Any, str]] = {}
-    for snapshot in snapshots.values():
-        for field in ("run_id", "step", "world_size"):
-            found = getattr(snapshot.metadata, field, None)
-            known, path = first.setdefault(field, (found, snapshot.path)) if found is not None else (None, "")
-            if found != known:
-                raise MalformedFile(
-                    snapshot.path, place=f"metadata, {field}", found=brief(found),
-                    needed=f"{brief(known)}, as in {path}", next_step="pass the files of one step of one run",
-                )  # fmt: skip
 
 
 def _join_tensor(name: str, held: Mapping[int, Tensor], division: Division, path: str, *, unclear: bool) -> Tensor:
