@@ -26,6 +26,7 @@ from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical import views
+from syncheck.logical.labels import check_layouts
 from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
 from syncheck.logical.progress import is_adapter
 from syncheck.messages import Note, names_text, relabel
@@ -217,6 +218,7 @@ def compare_sides(
             sentence = Note.COPIES if compared else Note.NO_COPIES
             unit = "ranks" if side.model.format == "memory" else "files"
             notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
+    check_layouts([side.model for side in sides], LABELS)
     listed = list_ties(snapshot for side in sides for _, snapshot in side.group.ranks)
     completed = add_tied_names([side.model for side in sides], listed.items())
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))

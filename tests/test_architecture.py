@@ -63,6 +63,7 @@ ALLOWED = {
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.megatron": BASE | {"names", "logical.boxes", "logical.views", "tensor_parallel"},
+    "logical.labels": BASE,
     "logical.progress": BASE | {"names", "value_kinds", "layout.names", "kernel.blocks"},
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.progress"}
@@ -89,7 +90,7 @@ ALLOWED = {
     }
     | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "comparison.copies"}
-    | {"logical.model", "logical.progress", "layout.groups", "layout.grouping"},
+    | {"logical.labels", "logical.model", "logical.progress", "layout.groups", "layout.grouping"},
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
     "kernel.open_files": BASE,
