@@ -29,7 +29,8 @@ from syncheck.logical import views
 from syncheck.logical.labels import check_layouts
 from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
 from syncheck.logical.progress import is_adapter
-from syncheck.messages import Note, names_text, relabel
+from syncheck.logical.second_weights import drop_unmatched_copies, separate_copies
+from syncheck.messages import Grouping, Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Alias, Counts, Place, Reason, Report
@@ -125,7 +126,7 @@ def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
     opened = paths.open_checkpoints(given)
     if broken := opened.unreadable:
         raise UsageError(f"{broken[0].path}: {broken[0].reason}")
-    groups = group_replicas(opened.snapshots, roots=opened.roots)
+    groups = group_replicas(separate_copies(opened.snapshots), roots=opened.roots)
     title = ", ".join(given)
     group = groups[0] if len(groups) == 1 else _merge_parts(title, groups)
     if len(group.ranks) == 1:
@@ -167,7 +168,9 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
     names = [name for snapshot in snapshots for name in snapshot.tensors]
-    if len(groups) == len(snapshots) and len(set(names)) == len(names):
+    # Numbered parts of one checkpoint may hold a tensor twice, and these copies are compared.
+    are_parts = all(Grouping.PARTS_ALONE in [reason.code for reason in group.grouping] for group in groups)
+    if len(groups) == len(snapshots) and (are_parts or len(set(names)) == len(names)):
         return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
     found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
     raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
@@ -218,6 +221,8 @@ def compare_sides(
             sentence = Note.COPIES if compared else Note.NO_COPIES
             unit = "ranks" if side.model.format == "memory" else "files"
             notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
+    reduced = drop_unmatched_copies([side.model for side in sides])
+    sides = [replace(side, model=model) for side, model in zip(sides, reduced, strict=True)]
     check_layouts([side.model for side in sides], LABELS)
     listed = list_ties(snapshot for side in sides for _, snapshot in side.group.ranks)
     completed = add_tied_names([side.model for side in sides], listed.items())

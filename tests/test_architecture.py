@@ -55,7 +55,8 @@ ALLOWED = {
     "layout.names": set(),
     "layout.groups": BASE | {"layout.names"},
     "layout.joining": BASE | {"layout.names", "layout.groups"},
-    "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining"},
+    "layout.refining": BASE | {"names", "value_kinds", "layout.names", "layout.groups"},
+    "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining", "layout.refining"},
     "layout": set(),
     "logical": set(),
     "logical.boxes": BASE | {"kernel.pieces"},
@@ -64,6 +65,7 @@ ALLOWED = {
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.megatron": BASE | {"names", "logical.boxes", "logical.views", "tensor_parallel"},
     "logical.labels": BASE,
+    "logical.second_weights": BASE,
     "logical.progress": BASE | {"names", "value_kinds", "layout.names", "kernel.blocks"},
     "logical.model": BASE
     | {"names", "tensor_parallel", "logical.progress"}
@@ -90,7 +92,14 @@ ALLOWED = {
     }
     | {"baseline", "kernel.blocks", "kernel.clustering"}
     | {"names", "paths", "verdicts", "options", "api", "comparison.group", "comparison.copies"}
-    | {"logical.labels", "logical.model", "logical.progress", "layout.groups", "layout.grouping"},
+    | {
+        "logical.labels",
+        "logical.model",
+        "logical.progress",
+        "logical.second_weights",
+        "layout.groups",
+        "layout.grouping",
+    },
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
     "kernel.open_files": BASE,
@@ -132,7 +141,7 @@ ALLOWED = {
     "baseline": BASE | {"atomic", "verdicts"},
     "series": BASE | {"kinds"},
     "report": BASE | {"kinds", "series", "atomic", "evidence.suspects", "options", "report"},
-    "omissions": BASE | {"layout.groups"},
+    "omissions": BASE | {"layout.groups", "readers"},
     "paths": BASE | {"readers", "omissions", "syncheck"},
     "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
     "fingerprint": BASE
