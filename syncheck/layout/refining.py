@@ -65,7 +65,7 @@ def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
     """
     roles = list(numbers.roles)
     for position in range(shared):
-        is_rank = roles[position] in ("rank", "local", "mesh")
+        is_rank = roles[position] in ("rank", "local", "mesh", "part")
         is_named = "rank" in numbers.texts[position].lower()
         if is_rank and (numbers.folders[position] or not is_named):
             roles[position] = "plain"
