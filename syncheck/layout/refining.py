@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import partition_by
@@ -11,10 +10,13 @@ from syncheck.names import normalize
 from syncheck.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.layout.names import PathNumbers
     from syncheck.snapshots import Snapshot
+
+# Roles of numbers that differ between replicas, or between adapters.
+_OF_ONE_RANK = ("rank", "local", "mesh", "part")
 
 
 def refine_paths(snapshots: Sequence[Snapshot]) -> dict[str, PathNumbers]:
@@ -24,38 +26,56 @@ def refine_paths(snapshots: Sequence[Snapshot]) -> dict[str, PathNumbers]:
       the files. If the files have no tensor in common, they may be parts of this rank.
     - An unnamed number that equals the step in each file is the step, as in `s100_rank0.pt`.
     """
-    paths = {snapshot.path: split_path(snapshot.path) for snapshot in snapshots}
+    paths: dict[str, PathNumbers] = {}
+    for snapshot in snapshots:
+        paths[snapshot.path] = split_path(snapshot.path)
+
     shared = _count_shared_numbers([*paths.values()])
-    if shared and _have_common_tensor(snapshots):
-        paths = {path: _forget_ranks(numbers, shared) for path, numbers in paths.items()}
-    for members in partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts).values():
-        steps = _find_saved_steps(members, [paths[snapshot.path] for snapshot in members])
-        for snapshot in members if steps else ():
-            numbers = paths[snapshot.path]
-            roles = list(numbers.roles)
-            for position in steps:
-                roles[position] = "step"
-            paths[snapshot.path] = replace(numbers, roles=tuple(roles))
+    if shared > 0 and _have_common_tensor(snapshots):
+        for path, numbers in paths.items():
+            paths[path] = _forget_ranks(numbers, shared)
+
+    templates = partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts)
+    for members in templates.values():
+        for position in _find_saved_steps(members, paths):
+            # All files of a template have the same roles.
+            for snapshot in members:
+                numbers = paths[snapshot.path]
+                paths[snapshot.path] = numbers.with_role(position, "step")
+
     return paths
 
 
 def _count_shared_numbers(paths: Sequence[PathNumbers]) -> int:
     """Return how many numbers at the start are equal in all paths; 0 if the paths differ in numbers only."""
     # Files of one rank whose names differ in numbers are its steps.
-    if len({numbers.texts for numbers in paths}) < 2:
+    templates = {numbers.texts for numbers in paths}
+    if len(templates) < 2:
         return 0
+
     shared = 0
-    for position in range(min(len(numbers.numbers) for numbers in paths)):
-        starts = {(numbers.texts[position], numbers.numbers[position]) for numbers in paths}
-        if len(starts) > 1:
+    columns = zip(*map(_list_starts, paths), strict=False)
+    for starts in columns:
+        if len(set(starts)) > 1:
             break
-        shared = position + 1
+        shared += 1
+
     return shared
 
 
+def _list_starts(numbers: PathNumbers) -> list[tuple[str, int]]:
+    """Return each number of a path with the text before it."""
+    return list(zip(numbers.texts, numbers.numbers, strict=False))
+
+
 def _have_common_tensor(snapshots: Sequence[Snapshot]) -> bool:
-    names = [set(normalize(snapshot.tensors).values()) for snapshot in snapshots]
-    return bool(set.intersection(*names))
+    """Whether one tensor is in all files. Parts of one rank, such as model and optimizer, have no common tensor."""
+    first, *later = snapshots
+    common = set(normalize(first.tensors).values())
+    for snapshot in later:
+        common &= set(normalize(snapshot.tensors).values())
+
+    return len(common) > 0
 
 
 def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
@@ -63,30 +83,36 @@ def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
 
     In the name of a file, `rank` is a rank: `rank0_a.pt` and `rank0_b.pt` have no replica.
     """
-    roles = list(numbers.roles)
     for position in range(shared):
-        is_rank = roles[position] in ("rank", "local", "mesh", "part")
+        is_rank = numbers.roles[position] in _OF_ONE_RANK
         is_named = "rank" in numbers.texts[position].lower()
         if is_rank and (numbers.folders[position] or not is_named):
-            roles[position] = "plain"
-    return replace(numbers, roles=tuple(roles))
+            numbers = numbers.with_role(position, "plain")
+
+    return numbers
 
 
-def _find_saved_steps(members: Sequence[Snapshot], paths: Sequence[PathNumbers]) -> list[int]:
+def _find_saved_steps(members: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> list[int]:
     """Return the positions of unnamed numbers that differ between files and equal the step of each file."""
-    steps = []
-    for position in paths[0].all_of("plain"):
-        by_file = [numbers.numbers[position] for numbers in paths]
-        # The values of many files are read only if the number may be a step.
-        if len(set(by_file)) > 1 and all(map(_stores_step, members, by_file)):
+    steps: list[int] = []
+    for position in paths[members[0].path].all_of("plain"):
+        by_file = [paths[snapshot.path].numbers[position] for snapshot in members]
+        is_varying = len(set(by_file)) > 1
+        # The values of many files are searched only if the number may be a step.
+        if is_varying and all(map(_stores_step, members, by_file)):
             steps.append(position)
+
     return steps
 
 
 def _stores_step(snapshot: Snapshot, number: int) -> bool:
     """Whether a checkpoint stores this number as its step or epoch, at the top level."""
-    names = [
-        name for name, value in snapshot.values.items() if type(value) is int and value == number and "." not in name
-    ]
+    names: list[str] = []
+    for name, value in snapshot.values.items():
+        is_nested = "." in name
+        # True equals 1, and is no step.
+        if type(value) is int and value == number and not is_nested:
+            names.append(name)
+
     kind_of = make_value_classifier(names)
     return "progress" in map(kind_of, names)

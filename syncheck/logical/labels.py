@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Snapshot
 
-# The group is the model-parallel rank, or the rank with a copy of the model states.
-_LABELS = (
-    re.compile(r"layer_\d+-model_(\d+)\."),
-    re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)(?:_\d+)*\."),
-    re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+(?:_\d+)*)\."),
+# Labels of the parts of one checkpoint. The group is the model-parallel rank.
+_LABEL = re.compile(
+    r"(?:layer_\d+-model_|layer_\d+_expert_\d+_mp_rank_|(?:zero_pp_rank_\d+_)?mp_rank_)(\d+(?:_\d+)*)\."
 )
+# Other formats have no labels, and a module of a model may have any name.
+_FORMATS = ("deepspeed", "megatron")
 
 
 def check_layouts(models: Sequence[Snapshot], labels: Sequence[str]) -> None:
@@ -31,28 +31,34 @@ def check_layouts(models: Sequence[Snapshot], labels: Sequence[str]) -> None:
 
     labels: of the sides. Folders of one layout have equal names, so their parts can be compared.
     """
-    parts = [_list_parts(model) for model in models]
-    if parts[0].keys() == parts[1].keys():
+    first, second = _list_parts(models[0]), _list_parts(models[1])
+    if first.keys() == second.keys():
         return
-    for model, label, of_model in zip(models, labels, parts, strict=True):
-        ranks = set(of_model.values())
-        if len(ranks) > 1:
-            example = next(iter(of_model))
+
+    for model, label, parts in zip(models, labels, (first, second), strict=True):
+        ranks = len(set(parts.values()))
+        # Parts of one model-parallel rank are whole tensors, such as the layers of a pipeline.
+        if ranks > 1:
+            example = next(iter(parts))
+            problem = f"the files hold slices or partial sums of {ranks} model-parallel ranks (such as {example})"
             raise UsageError(
-                f"{label}: {model.path}: the files hold slices or partial sums of {len(ranks)} model-parallel ranks, "
-                f"which syncheck does not join (such as {example}); convert the model to one file per tensor, or pass "
-                "two folders of this layout"
+                f"{label}: {model.path}: {problem}, which syncheck does not join; convert the model to one file per "
+                "tensor, or pass two folders of this layout"
             )
 
 
 def _list_parts(model: Snapshot) -> dict[str, str]:
-    """Return the model-parallel rank by the label at the start of the names. States of the optimizer do not count."""
+    """Return the model-parallel rank by the label at the start of the names.
+
+    States of the optimizer do not count: `--only-params` skips them, and they keep their labels in joined folders.
+    """
     parts: dict[str, str] = {}
-    if model.format not in ("deepspeed", "megatron"):
+    if model.format not in _FORMATS:
         return parts
-    for name in model.tensors:
-        for pattern in _LABELS:
-            if match := pattern.match(name):
-                parts[match[0].rstrip(".")] = match[1]
-                break
+
+    matches = [match for name in model.tensors if (match := _LABEL.match(name))]
+    for match in matches:
+        label = match[0].removesuffix(".")
+        parts[label] = match[1]
+
     return parts

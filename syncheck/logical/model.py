@@ -38,7 +38,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     `compare` finds differences between copies. A tensor whose parts have no known position is refused. Raises
     MalformedFile for a tensor with a hole, and for files of different steps or runs.
     """
-    check_progress([*snapshots.values()])
+    check_progress(snapshots.values())
     snapshots = {rank: _join_folder(snapshot) for rank, snapshot in snapshots.items()}
     first = next(iter(snapshots.values()))
     metadata = first.metadata and replace(
