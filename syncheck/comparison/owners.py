@@ -12,19 +12,23 @@ The parameter groups of all ranks list all parameters there, and most ranks lack
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from syncheck.names import normalize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.snapshots import Snapshot
 
     Ranks = frozenset[int]
     States = frozenset[str]
+
+_MEMBERS = re.compile(r"optimizer\.param_groups\.\d+\.(?:params|\(positions\))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,17 @@ class Owners:
     """Parameters whose state is on some ranks by design."""
     lost: list[LostState] = field(default_factory=list)
 
+    def add(self, parameter: str, expected: Ranks, ranks: Ranks) -> None:
+        """Add a parameter whose state some ranks must hold. ranks: all ranks."""
+        for rank in expected:
+            self.by_rank[rank].add(parameter)
+        if expected != ranks:
+            self.owned.add(parameter)
+
+    def has_state(self, parameter: str) -> bool:
+        """Whether any rank holds state of a parameter."""
+        return any(parameter in parameters for parameters in self.by_rank.values())
+
 
 @dataclass(slots=True)
 class _Class:
@@ -56,39 +71,45 @@ class _Class:
 
 def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
     """Return the owners of optimizer state; None if each state is on all ranks, or lost."""
+    states = _list_states(snapshots)
     ranks = frozenset(snapshots)
-    holders, states = _list_states(snapshots)
-    if all(holder == ranks for holder in holders.values()):
+    # The common case: replicas have the same states.
+    if not any(state.ranks < ranks for state in states.values()):
         return None
-    members = _list_groups(snapshots)
-    group_of: dict[str, str] = {}
+
+    groups = _list_groups(snapshots)
     # Layers with a learning rate of their own have a group each, so groups matter only if classes are mixed.
-    for groups in ({}, members):
-        for group, parameters in groups.items():
-            group_of |= dict.fromkeys(parameters, group)
-        classes: dict[tuple[str, States], _Class] = {}
-        for parameter, holder in holders.items():
-            key = group_of.get(parameter, ""), states[parameter]
-            classes.setdefault(key, _Class(states[parameter])).holders[parameter] = holder
-        owners = _assign_owners([*classes.values()], ranks)
+    for by_group in ({}, groups):
+        classes = _sort_into_classes(states, by_group)
+        owners = _assign_owners(classes, ranks)
         if owners.owned:
-            for of_class in classes.values():
-                owners.lost += _find_lost_turns(of_class, [*members.values()], owners, sorted(ranks))
+            for of_class in classes:
+                owners.lost += _find_lost_turns(of_class, groups.values(), owners, sorted(ranks))
             return owners
+
     return None
 
 
-def _list_states(snapshots: Mapping[int, Snapshot]) -> tuple[dict[str, Ranks], dict[str, States]]:
-    """Return the ranks with state, and the names of the states, by parameter. Shards have no owner."""
-    holders: dict[str, set[int]] = defaultdict(set)
-    states: dict[str, set[str]] = defaultdict(set)
+@dataclass(slots=True)
+class _State:
+    """The ranks with the state of a parameter, and the names of the state's tensors."""
+
+    ranks: Ranks = frozenset()
+    names: States = frozenset()
+
+
+def _list_states(snapshots: Mapping[int, Snapshot]) -> dict[str, _State]:
+    """Return the state of each parameter. Shards have no owner."""
+    states: dict[str, _State] = defaultdict(_State)
     for rank, snapshot in snapshots.items():
         for name, plain in normalize(snapshot.tensors).items():
             parameter, _, state = plain.rpartition(".")
-            if parameter.startswith("optimizer.") and snapshot.tensors[name].sharding is None:
-                holders[parameter].add(rank)
-                states[parameter].add(state)
-    return {name: frozenset(holders[name]) for name in holders}, {name: frozenset(states[name]) for name in states}
+            is_whole = snapshot.tensors[name].sharding is None
+            if is_whole and parameter.startswith("optimizer."):
+                states[parameter].ranks |= {rank}
+                states[parameter].names |= {state}
+
+    return states
 
 
 def _list_groups(snapshots: Mapping[int, Snapshot]) -> dict[str, list[str]]:
@@ -96,13 +117,31 @@ def _list_groups(snapshots: Mapping[int, Snapshot]) -> dict[str, list[str]]:
     texts: dict[str, set[str]] = defaultdict(set)
     for snapshot in snapshots.values():
         for name, value in snapshot.values.items():
-            if name.startswith("optimizer.param_groups.") and name.endswith((".params", ".(positions)")):
+            if _MEMBERS.fullmatch(name):
                 texts[name].add(str(value))
-    groups = {}
+
+    groups: dict[str, list[str]] = {}
     for name, distinct in texts.items():
+        # Ranks with other groups may number other parameters.
         if len(distinct) == 1:
-            groups[name] = [f"optimizer.{member.strip()}" for member in distinct.pop().split(",")]
+            (members,) = distinct
+            groups[name] = [f"optimizer.{member}" for member in members.split(", ")]
+
     return groups
+
+
+def _sort_into_classes(states: Mapping[str, _State], groups: Mapping[str, Sequence[str]]) -> list[_Class]:
+    group_of: dict[str, str] = {}
+    for group, parameters in groups.items():
+        group_of |= dict.fromkeys(parameters, group)
+
+    classes: dict[tuple[str, States], _Class] = {}
+    for parameter, state in states.items():
+        key = group_of.get(parameter, ""), state.names
+        of_class = classes.setdefault(key, _Class(state.names))
+        of_class.holders[parameter] = state.ranks
+
+    return list(classes.values())
 
 
 def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
@@ -110,6 +149,7 @@ def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
     confirmed: set[Ranks] = set()
     for of_class in classes:
         confirmed |= _find_owner_sets(of_class, ranks)
+
     owners = Owners()
     for of_class in classes:
         owner_sets = _find_owner_sets(of_class, ranks)
@@ -117,11 +157,9 @@ def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
         if len(of_class.holders) == 1:
             owner_sets = confirmed
         for parameter, holder in of_class.holders.items():
-            expected = next((owner_set for owner_set in owner_sets if holder <= owner_set), ranks)
-            for rank in expected:
-                owners.by_rank[rank].add(parameter)
-            if expected != ranks:
-                owners.owned.add(parameter)
+            expected = next(filter(holder.issubset, owner_sets), ranks)
+            owners.add(parameter, expected, ranks)
+
     return owners
 
 
@@ -130,38 +168,46 @@ def _find_owner_sets(of_class: _Class, ranks: Ranks) -> set[Ranks]:
     holders = set(of_class.holders.values())
     if ranks in holders:
         return set()
-    largest: set[Ranks] = set()
-    for holder in holders:
-        # A smaller set within another set: some of these owners lost the state.
-        if not any(map(holder.__lt__, holders)):
-            largest.add(holder)
-    sizes = [len(owner_set) for owner_set in largest]
-    are_disjoint = sum(sizes) == len(frozenset[int]().union(*largest))
-    are_owners = len(sizes) > 1 and len(set(sizes)) == 1
-    return largest if are_owners and are_disjoint else set()
+
+    # A smaller set within another set: some of these owners lost the state.
+    largest = {holder for holder in holders if not any(map(holder.__lt__, holders))}
+    all_owners = frozenset[int]().union(*largest)
+    sizes = list(map(len, largest))
+    are_disjoint = sum(sizes) == len(all_owners)
+    are_equally_large = min(sizes) == max(sizes)
+    # With a single set, the other ranks may have lost their states.
+    if len(largest) < 2 or not are_disjoint or not are_equally_large:
+        return set()
+
+    return largest
 
 
 def _find_lost_turns(
-    of_class: _Class, groups: Sequence[Sequence[str]], owners: Owners, ranks: Sequence[int]
+    of_class: _Class, groups: Iterable[Sequence[str]], owners: Owners, ranks: Sequence[int]
 ) -> list[LostState]:
     """Return the states of a class that a rank without any of them lost.
 
     Only the order proves it: parameter i of the group belongs to rank i modulo the number of ranks. Otherwise, the
     parameters may have no state because they never had a gradient, and the rank may own nothing.
     """
-    if not owners.owned.issuperset(of_class.holders):
-        return []
-    with_state = set[str]().union(*owners.by_rank.values())
-    active_ranks = frozenset[int]().union(*of_class.holders.values())
     lost: list[LostState] = []
+    if not owners.owned.issuperset(of_class.holders):
+        return lost
+
+    active_ranks = frozenset[int]().union(*of_class.holders.values())
     for parameters in groups:
-        turns = {parameter: ranks[i % len(ranks)] for i, parameter in enumerate(parameters)}
-        in_class = of_class.holders.keys() & turns.keys()
-        # Each rank of a larger set of owners holds a copy, so an owner without state shows in the comparison.
-        in_turn = all(of_class.holders[parameter] == {turns[parameter]} for parameter in in_class)
-        if not in_class or not in_turn:
-            continue
-        stateless = [parameter for parameter in parameters if parameter not in with_state]
-        if active_ranks.isdisjoint(turns[parameter] for parameter in stateless):
-            lost += [LostState(turns[parameter], parameter, of_class.states) for parameter in stateless]
+        turns = dict(zip(parameters, cycle(ranks), strict=False))
+        missing: list[LostState] = []
+        in_turn = 0
+        for parameter, rank in turns.items():
+            if of_class.holders.get(parameter) == frozenset({rank}):
+                in_turn += 1
+            # A parameter with another state is of another class.
+            elif not owners.has_state(parameter) and rank not in active_ranks:
+                missing.append(LostState(rank, parameter, of_class.states))
+
+        # One parameter with an owner out of turn, or with an active owner and no state, disproves the order.
+        if in_turn > 0 and in_turn + len(missing) == len(turns):
+            lost += missing
+
     return lost
