@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Ranks = frozenset[int]
     States = frozenset[str]
 
-_MEMBERS = re.compile(r"optimizer\.param_groups\.\d+\.(?:params|\(positions\))")
+_MEMBERS = re.compile(r"(optimizer(?:\.\w+)*)\.param_groups\.\d+\.(?:params|\(positions\))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,17 @@ def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
         return None
 
     groups = _list_groups(snapshots)
+    group_of: dict[str, str] = {}
+    for group, parameters in groups.items():
+        group_of |= dict.fromkeys(parameters, group)
+    # Without groups on all ranks, a state may belong to an optimizer in another part of a checkpoint.
+    optimizers = tuple({group.partition("param_groups.")[0] for group in groups})
+    if not all(f"{parameter}.".startswith(optimizers) for parameter in states):
+        return None
+
     # Layers with a learning rate of their own have a group each, so groups matter only if classes are mixed.
-    for by_group in ({}, groups):
-        classes = _sort_into_classes(states, by_group)
+    for group_names in ({}, group_of):
+        classes = _sort_into_classes(states, group_names)
         owners = _assign_owners(classes, ranks)
         if owners.owned:
             for of_class in classes:
@@ -114,29 +122,26 @@ def _list_states(snapshots: Mapping[int, Snapshot]) -> dict[str, _State]:
 
 def _list_groups(snapshots: Mapping[int, Snapshot]) -> dict[str, list[str]]:
     """Return the parameters of each parameter group in their order, if all ranks list the same parameters."""
-    texts: dict[str, set[str]] = defaultdict(set)
-    for snapshot in snapshots.values():
-        for name, value in snapshot.values.items():
+    lists: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, snapshot in snapshots.items():
+        for name, members in snapshot.values.items():
             if _MEMBERS.fullmatch(name):
-                texts[name].add(str(value))
+                lists[name, str(members)].append(rank)
 
     groups: dict[str, list[str]] = {}
-    for name, distinct in texts.items():
+    for (name, members), ranks in lists.items():
         # Ranks with other groups may number other parameters.
-        if len(distinct) == 1:
-            (members,) = distinct
-            groups[name] = [f"optimizer.{member}" for member in members.split(", ")]
+        if len(ranks) == len(snapshots):
+            optimizer, _, _ = name.partition(".param_groups.")
+            groups[name] = [f"{optimizer}.{member}" for member in members.split(", ")]
 
     return groups
 
 
-def _sort_into_classes(states: Mapping[str, _State], groups: Mapping[str, Sequence[str]]) -> list[_Class]:
-    group_of: dict[str, str] = {}
-    for group, parameters in groups.items():
-        group_of |= dict.fromkeys(parameters, group)
-
+def _sort_into_classes(states: Mapping[str, _State], group_of: Mapping[str, str]) -> list[_Class]:
     classes: dict[tuple[str, States], _Class] = {}
     for parameter, state in states.items():
+        # A parameter that has the name of a tensor is not in the lists of numbers.
         key = group_of.get(parameter, ""), state.names
         of_class = classes.setdefault(key, _Class(state.names))
         of_class.holders[parameter] = state.ranks

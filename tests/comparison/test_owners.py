@@ -142,3 +142,26 @@ def test_owners_differ_in_a_bit_of_the_model(tmp_path: Path) -> None:
     report = syncheck.diff(tmp_path / "lost", whole)
     assert report.verdict == "out_of_sync"
     assert [finding.code for finding in report.groups[-1].findings] == ["SYN101"]
+
+
+def test_muon_beside_another_optimizer(tmp_path: Path) -> None:
+    """With two optimizers, the owned states of one and the states of the other keep their meaning."""
+    for rank in range(2):
+        model = {name: value_of(name) for name in (*MATRICES, *BIASES)}
+        momentum = {i: {"momentum_buffer": value_of(name)} for i, name in enumerate(MATRICES) if i % 2 == rank}
+        moments = {i: {state: value_of(name, state) for state in ADAM} for i, name in enumerate(BIASES)}
+        muon = {"state": momentum, "param_groups": [{"lr": 0.1, "params": [*range(5)]}]}
+        adam = {"state": moments, "param_groups": [{"lr": 0.1, "params": [*range(5)]}]}
+        save_pth(tmp_path / f"rank{rank}.pth", {"model": model, "muon": muon, "adam": adam})
+    group = compare(tmp_path)
+    assert (group.verdict, group.kinds["optimizer"].identical) == ("in_sync", 2 * len(BIASES))
+
+
+def test_optimizers_of_other_parts_are_not_owners(tmp_path: Path) -> None:
+    """If only one rank lists a parameter group, its states are missing on the other rank."""
+    for rank, key in enumerate(("muon", "adam")):
+        states = {i: {"momentum_buffer": value_of(name)} for i, name in enumerate(MATRICES)}
+        optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [*range(5)]}]}
+        model = {name: value_of(name) for name in MATRICES}
+        save_pth(tmp_path / f"rank{rank}.pth", {"model": model, "optimizer": {key: optimizer, "other": {"state": {}}}})
+    assert compare(tmp_path).verdict == "out_of_sync"

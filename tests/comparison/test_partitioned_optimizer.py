@@ -270,7 +270,7 @@ def test_state_on_no_rank_is_not_missing(tmp_path: Path) -> None:
 
 def test_a_partition_flag_on_one_rank_only_is_ignored(tmp_path: Path) -> None:
     """If the metadata of only one file marks the optimizer as sharded, state in the other file is missing: SYN101."""
-    files = [rank_file(tmp_path, rank, moments(OWN[0][0]) if rank == 0 else {}, sharded=rank == 0) for rank in range(2)]
+    files = [rank_file(tmp_path, rank, moments(OWN[rank][0]), sharded=rank == 0) for rank in range(2)]
     report = syncheck.compare(*files)
     assert report.verdict == "out_of_sync"
     assert [finding.code for finding in report.groups[0].findings] == ["SYN101"]
