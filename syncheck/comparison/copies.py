@@ -83,17 +83,29 @@ def rename_copies(aligned: dict[str, dict[int, Tensor]], snapshots: Mapping[int,
     for name, new in copies.items():
         aligned[new] |= aligned.pop(name)
     tied = {*copies.values()}
-    ties = list_ties(snapshots.values()) if copies else {}
-    for name in [*aligned]:
-        source = name_of_copied(name, ties)
-        # Ranks exchange the bytes of a tensor under one name only, if they compare digests first.
-        by_digest = any(tensor.same for tensor in aligned[name].values())
-        if name != source and source in tied and not by_digest:
-            elsewhere = {rank: tensor for rank, tensor in aligned[source].items() if rank not in aligned[name]}
-            aligned[name] = aligned[name] | elsewhere
-            tied.add(name)
+    for name, source in find_second_copies(aligned, copies, snapshots).items():
+        elsewhere = {rank: tensor for rank, tensor in aligned[source].items() if rank not in aligned[name]}
+        aligned[name] = aligned[name] | elsewhere
+        tied.add(name)
     tied.update(name for name, tensors in aligned.items() if is_embedding_in_stages(name, tensors, snapshots))
     return frozenset(tied)
+
+
+def find_second_copies(
+    names: Iterable[str], copies: Mapping[str, str], snapshots: Mapping[int, Snapshot]
+) -> dict[str, str]:
+    """Return the name of the tensor by the name of each second copy of it in a stage.
+
+    names: of all tensors, without the first copies. copies: the first copies in other stages, from `find_copies`.
+    """
+    ties = list_ties(snapshots.values()) if copies else {}
+    sources = {*copies.values()}
+    second: dict[str, str] = {}
+    for name in names:
+        source = name_of_copied(name, ties)
+        if name != source and source in sources and name not in copies:
+            second[name] = source
+    return second
 
 
 def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
