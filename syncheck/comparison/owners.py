@@ -71,9 +71,13 @@ class _Class:
 
 def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
     """Return the owners of optimizer state; None if each state is on all ranks, or lost."""
-    states = _list_states(snapshots)
+    # The common case, also for a thousand ranks: replicas have the same tensors.
+    contents = {frozenset(snapshot.tensors) for snapshot in snapshots.values()}
+    if len(contents) < 2:
+        return None
+
     ranks = frozenset(snapshots)
-    # The common case: replicas have the same states.
+    states = _list_states(snapshots)
     if not any(state.ranks < ranks for state in states.values()):
         return None
 
@@ -102,8 +106,8 @@ def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
 class _State:
     """The ranks with the state of a parameter, and the names of the state's tensors."""
 
-    ranks: Ranks = frozenset()
-    names: States = frozenset()
+    ranks: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
 
 
 def _list_states(snapshots: Mapping[int, Snapshot]) -> dict[str, _State]:
@@ -114,8 +118,8 @@ def _list_states(snapshots: Mapping[int, Snapshot]) -> dict[str, _State]:
             parameter, _, state = plain.rpartition(".")
             is_whole = snapshot.tensors[name].sharding is None
             if is_whole and parameter.startswith("optimizer."):
-                states[parameter].ranks |= {rank}
-                states[parameter].names |= {state}
+                states[parameter].ranks.add(rank)
+                states[parameter].names.add(state)
 
     return states
 
@@ -142,9 +146,10 @@ def _sort_into_classes(states: Mapping[str, _State], group_of: Mapping[str, str]
     classes: dict[tuple[str, States], _Class] = {}
     for parameter, state in states.items():
         # A parameter that has the name of a tensor is not in the lists of numbers.
-        key = group_of.get(parameter, ""), state.names
-        of_class = classes.setdefault(key, _Class(state.names))
-        of_class.holders[parameter] = state.ranks
+        names = frozenset(state.names)
+        key = group_of.get(parameter, ""), names
+        of_class = classes.setdefault(key, _Class(names))
+        of_class.holders[parameter] = frozenset(state.ranks)
 
     return list(classes.values())
 
