@@ -1,9 +1,9 @@
 """Some tensors are sharded, so not all ranks should hold the same bytes.
 
 Signature: a checkpoint holds DTensors (FSDP, HSDP, tensor parallel), or its metadata records that each rank holds a
-part of the optimizer state (ZeRO) or belongs to a tensor, pipeline or expert parallel mesh. The states of Muon and other
-layer-wise optimizers show their owners: disjoint, equally large sets of ranks hold them. This is information and never
-fails a run.
+part of the optimizer state (ZeRO) or belongs to a tensor, pipeline or expert parallel mesh. The states of Muon and
+other layer-wise optimizers show their owners: disjoint, equally large sets of ranks hold them. This is information and
+never fails a run.
 
 Cause: the training method shards the model or its optimizer. Ranks with the same coordinate in every dimension that
 shards a tensor are replicas of each other: HSDP shards are compared with their copies. A shard on a single rank has no
