@@ -299,6 +299,10 @@ class Note(Sentence):
         "take precedence"
     )
     OTHER_WEIGHTS = "{file} is compared as a separate model, beside {others}"
+    SECOND_WEIGHTS = "{file} is compared as a separate model: a second copy of the weights, beside {others}"
+    UNUSED_WEIGHTS = (
+        "not compared: {files:names}, a second copy of the weights in {folder}; pass the file itself to compare it"
+    )
 
 
 class Refusal(Sentence):

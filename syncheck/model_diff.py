@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api, outputs, paths
+from syncheck.comparison.copies import accept_parts, list_ties
 from syncheck.comparison.group import compare_group
 from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, Adapter, finish_adapters, merge_adapters
@@ -28,8 +29,11 @@ from syncheck.kinds import find_outside_model
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical import views
+from syncheck.logical.labels import check_layouts
 from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
-from syncheck.messages import Note, names_text, relabel
+from syncheck.logical.progress import is_adapter
+from syncheck.logical.second_weights import drop_unmatched_copies, separate_copies
+from syncheck.messages import Grouping, Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Alias, Place, Reason, Report
@@ -121,7 +125,7 @@ def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
     opened = paths.open_checkpoints(given)
     if broken := opened.unreadable:
         raise UsageError(f"{broken[0].path}: {broken[0].reason}")
-    groups = group_replicas(opened.snapshots, roots=opened.roots)
+    groups = group_replicas(separate_copies(opened.snapshots), roots=opened.roots)
     title = ", ".join(given)
     group = groups[0] if len(groups) == 1 else _merge_parts(title, groups)
     if len(group.ranks) == 1:
@@ -173,7 +177,9 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
     names = [name for snapshot in snapshots for name in snapshot.tensors]
-    if len(groups) == len(snapshots) and len(set(names)) == len(names):
+    # Numbered parts of one checkpoint may hold a tensor twice, and these copies are compared.
+    are_parts = all(Grouping.PARTS_ALONE in [reason.code for reason in group.grouping] for group in groups)
+    if len(groups) == len(snapshots) and (are_parts or len(set(names)) == len(names)):
         return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
     found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
     raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
@@ -201,12 +207,15 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
 
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
-    """Compare the copies of tensors in the files of a side; None if each tensor is in one file."""
-    names = [name for _, snapshot in side.group.ranks for name in normalize_keys(snapshot.tensors)]
-    if len(set(names)) == len(names):
+    """Compare the copies of tensors and values in the files of a side; None for a side in one file."""
+    # The adapter of a model has other tensors, and its own run.
+    ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if not is_adapter(snapshot))
+    if len(ranks) < 2:
         return None
-    own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
-    return judge_group(own, (), _allowed(options))
+    own = replace(
+        compare_group(replace(side.group, ranks=ranks), api.build_selection(options)), name=side.title, run=side.title
+    )
+    return judge_group(accept_parts(own), (), _allowed(options))
 
 
 def compare_sides(
@@ -223,12 +232,17 @@ def compare_sides(
             sentence = Note.COPIES if compared else Note.NO_COPIES
             unit = "ranks" if side.model.format == "memory" else "files"
             notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
-    completed = add_tied_names([side.model for side in sides])
+    reduced = drop_unmatched_copies([side.model for side in sides])
+    sides = [replace(side, model=model) for side, model in zip(sides, reduced, strict=True)]
+    check_layouts([side.model for side in sides], LABELS)
+    listed = list_ties(snapshot for side in sides for _, snapshot in side.group.ranks)
+    completed = add_tied_names([side.model for side in sides], listed.items())
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
     with Files(jobs=options.jobs) as files:
         mapped = _map_sides(_merge_adapters(sides, files), options, files)
         sides = _finish_adapters(mapped.sides, files)
+        files.close_all()  # the comparison of the pair opens as many files
         pair = ReplicaGroup(
             " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
         )

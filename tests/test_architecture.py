@@ -57,7 +57,8 @@ ALLOWED = {
     "layout.names": set(),
     "layout.groups": BASE | {"layout.names"},
     "layout.joining": BASE | {"layout.names", "layout.groups"},
-    "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining"},
+    "layout.refining": BASE | {"names", "value_kinds", "layout.names", "layout.groups"},
+    "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining", "layout.refining"},
     "layout": set(),
     "logical": set(),
     "logical.boxes": BASE | {"kernel.pieces"},
@@ -65,8 +66,12 @@ ALLOWED = {
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.megatron": BASE | {"names", "logical.boxes", "logical.views", "tensor_parallel"},
+    "logical.labels": BASE,
+    "logical.second_weights": BASE,
+    "logical.progress": BASE | {"names", "value_kinds", "layout.names", "kernel.blocks"},
     "logical.model": BASE
-    | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
+    | {"names", "tensor_parallel", "logical.progress"}
+    | {"logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
     "conversion": set(),
     "conversion.casts": BYTES,
@@ -132,9 +137,16 @@ ALLOWED = {
             "recognition",
         )
     }
-    | {"baseline", "kernel.blocks", "kinds"}
-    | {"names", "outputs", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
-    | {"layout.groups", "layout.grouping"},
+    | {"baseline", "kernel.blocks", "kinds", "comparison.group", "comparison.copies"}
+    | {"names", "outputs", "paths", "verdicts", "options", "api"}
+    | {
+        "logical.labels",
+        "logical.model",
+        "logical.progress",
+        "logical.second_weights",
+        "layout.groups",
+        "layout.grouping",
+    },
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
     "kernel.open_files": BASE,
@@ -154,8 +166,9 @@ ALLOWED = {
     "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests", "comparison.copies"},
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
     "comparison.ties": BASE,
-    "comparison.copies": BASE | {"comparison.replica_groups"},
-    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
+    "comparison.copies": BASE | {"comparison.replica_groups", "comparison.values"},
+    "comparison.owners": BASE | {"names"},
+    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.owners", "comparison.ties"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
@@ -175,7 +188,7 @@ ALLOWED = {
     "baseline": BASE | {"outputs", "verdicts"},
     "series": BASE | {"kinds"},
     "report": BASE | {"kinds", "series", "outputs", "evidence.suspects", "options", "report"},
-    "omissions": BASE | {"layout.groups"},
+    "omissions": BASE | {"layout.groups", "readers"},
     "paths": BASE | {"readers", "omissions", "syncheck"},
     "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
     "fingerprint": BASE

@@ -17,7 +17,7 @@ SYNCHECK = {
         "metadata_block"
     ),
     "Paths, readers and replica groups": (
-        "paths omissions readers layout layout.grouping layout.names layout.joining layout.groups"
+        "paths omissions readers layout layout.grouping layout.names layout.refining layout.joining layout.groups"
     ),
     "Comparing bytes": (
         "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares "
@@ -25,7 +25,8 @@ SYNCHECK = {
     ),
     "Measuring differences": "differences",
     "Logical tensors": (
-        "logical logical.boxes logical.views logical.dtensors logical.deepspeed logical.megatron logical.model"
+        "logical logical.boxes logical.views logical.dtensors logical.deepspeed logical.megatron logical.labels "
+        "logical.progress logical.second_weights logical.model"
     ),
     "Conversions of a model": (
         "conversion conversion.templates conversion.name_maps conversion.map_files conversion.mapped_models "
@@ -37,7 +38,7 @@ SYNCHECK = {
     ),
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
-        "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
+        "comparison.owners comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
     ),
     "Evidence, and several steps of a run": (
         "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "

@@ -145,6 +145,8 @@ def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable
     def is_partial(name: str) -> bool:
         if parts.labels and parts.holds(name, of_optimizer=False):
             return True
+        if name.rpartition(".")[0] in parts.owned:  # a step counter that is no tensor
+            return True
         if not is_membership(name):
             return False
         uniform = all(s.values.get(name) == ranks[0].values.get(name) for ranks in stages.values() for s in ranks)
@@ -261,7 +263,7 @@ def _compare_tensors(
                 return tolerance.exact or selection.reference is not None
 
             tally.diffs = _inspect(tally.diffs, lambda diffs: histograms.add_histograms(diffs, aligned, files, exact))
-    for diff in find_lost_state(parts.own, aligned):
+    for diff in find_lost_state(parts, aligned):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
 

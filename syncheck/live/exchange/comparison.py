@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, build_selection, judge
 from syncheck.comparison import reference
+from syncheck.comparison.copies import is_embedding_in_stages
 from syncheck.comparison.group import hyperparameters, selected_kinds
 from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.dtypes import DTYPES
@@ -117,7 +118,7 @@ def compare_snapshots(
     if not wanted:
         return _judge_replicas(contents, options, name, grouping)
     content = contents.of_rank(channel.rank)
-    names = contents.common_names(content)
+    names = contents.fetched_names(content)
     own: dict[Key, Sliced] = {
         (names[name], content.tensors[name].same): tensor.data
         for name, tensor in local.tensors.items()
@@ -176,19 +177,27 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
     for key, content in contents.by_key.items():
         for name, tensor in content.tensors.items():
             digests.setdefault(names[key][name], set()).add(tensor.same)
+    for name, source in contents.second_copies.items():
+        digests[name] |= digests[source]
     selection = build_selection(options)
     # By default all tensors are selected, and classifying every name of every rank would take long.
     filtered = selection.only or selection.include or selection.exclude
     selected = selected_kinds(contents.snapshots(), selection) if filtered else digests
-    by_name: dict[str, dict[int, Tensor]] = {
-        name: {} for name, distinct in digests.items() if len(distinct) > 1 and name in selected
-    }
+    differing = [name for name, distinct in digests.items() if len(distinct) > 1 and name in selected]
+    sources = [contents.second_copies[name] for name in differing if name in contents.second_copies]
+    by_name: dict[str, dict[int, Tensor]] = {name: {} for name in (*differing, *sources)}
     for rank, info in contents.rank_infos.items():
         for name, tensor in contents.of_rank(rank).tensors.items():
             if (common := names[info.key][name]) in by_name:
                 by_name[common][rank] = tensor
-    positions = find_positions(contents.snapshots())
-    whole, tied = find_replicated(by_name) if positions.plain else frozenset(), set(contents.copies.values())
+    for name in differing:
+        if name in contents.second_copies:
+            by_name[name] = {**by_name[contents.second_copies[name]], **by_name[name]}
+    snapshots = contents.snapshots()
+    positions = find_positions(snapshots)
+    whole, tied = find_replicated(by_name) if positions.plain else frozenset(), {*contents.copies.values()}
+    tied |= contents.second_copies.keys()
+    tied.update(name for name, tensors in by_name.items() if is_embedding_in_stages(name, tensors, snapshots))
     wanted: dict[str, dict[bytes, RemoteTensor]] = {}
     for name, tensors in by_name.items():
         ranks = tuple(contents.rank_infos)
@@ -199,11 +208,12 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
             for rank in reversed(members):  # the first of several equal ranks remains
                 tensor = tensors[rank]
                 if tensor.same:
-                    remote = RemoteTensor(name, tensor.same, rank, tensor.numel * DTYPES[tensor.dtype].size)
+                    fetched = contents.second_copies.get(name, name)
+                    remote = RemoteTensor(fetched, tensor.same, rank, tensor.numel * DTYPES[tensor.dtype].size)
                     by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = remote
             for by_digest in by_form.values():
                 if len(by_digest) > 1:
-                    wanted.setdefault(name, {}).update(by_digest)
+                    wanted.setdefault(contents.second_copies.get(name, name), {}).update(by_digest)
     return wanted
 
 
@@ -239,7 +249,7 @@ def _attach_bytes(
 
     by_key = {
         key: content.with_tensors(
-            {name: attach(common, content.tensors[name]) for name, common in contents.common_names(content).items()}
+            {name: attach(common, content.tensors[name]) for name, common in contents.fetched_names(content).items()}
         )
         for key, content in contents.by_key.items()
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.comparison.copies import find_copies, name_of_copied
+from syncheck.comparison.copies import find_copies, find_second_copies, name_of_copied
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError, one_line
 from syncheck.kernel.blocks import ranges
@@ -202,6 +202,17 @@ class GroupContents:
                 for name in self.of_rank(rank).normalized_names.values():
                     holders.setdefault(name, []).append(rank)
         return find_copies(holders, self.snapshots()) if holders else {}
+
+    @cached_property
+    def second_copies(self) -> Mapping[str, str]:
+        """The name of the tensor by the name of each second copy of it in a pipeline stage."""
+        names = (name for content in self.by_key.values() for name in content.normalized_names.values())
+        return find_second_copies(dict.fromkeys(names), self.copies, self.snapshots()) if self.copies else {}
+
+    def fetched_names(self, content: Content) -> Mapping[str, str]:
+        """Return the names under which ranks exchange bytes: one name for all copies of a tensor."""
+        names = self.common_names(content)
+        return {name: self.second_copies.get(common, common) for name, common in names.items()}
 
     def common_names(self, content: Content) -> Mapping[str, str]:
         """Return the names under which tensors are compared, by name in one of the contents."""
