@@ -34,8 +34,8 @@ RARELY_NEEDED = tuple(
 # Layers and their allowed imports; `TYPE_CHECKING` imports count too. A package is either one layer, or each of its
 # modules is a layer and the package's own name stands for its `__init__`.
 LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets"}
-BYTES = BASE | {"kernel.clustering", "kernel.blocks"}
+BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets", "steps"}
+BYTES = BASE | {"kernel.clustering", "kernel.blocks", "kernel.finiteness"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
     "options": LEAVES | {"tolerance", "diagnose"},  # both imported when an option needs them
@@ -43,8 +43,9 @@ ALLOWED = {
     "dtypes": set(),
     "messages": {"errors"},
     "snapshots": {"messages"},
-    "records": {"messages", "snapshots", "relations"},
+    "records": {"messages", "snapshots", "relations", "steps"},
     "relations": set(),
+    "steps": set(),
     "rank_sets": set(),
     "names": LEAVES,
     "tensor_parallel": set(),
@@ -96,7 +97,8 @@ ALLOWED = {
     "kernel.shares": BASE | {"kernel.blocks"},
     "kernel.moments": BASE | {"kernel.blocks"},
     "kernel": set(),
-    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares"},
+    "kernel.finiteness": set(),
+    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares", "kernel.finiteness"},
     "kernel.digests": BYTES | {"kernel.moments"},
     "differences": BASE | {"tolerance", "kernel.blocks", "kernel.shares"},
     "evidence.suspects": BASE | {"kinds"},
@@ -118,7 +120,7 @@ ALLOWED = {
     "comparison": set(),
     "comparison.group": BASE
     | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
-    | {"evidence.tensors", "evidence.histograms", "logical.dtensors"}
+    | {"kernel.finiteness", "evidence.tensors", "evidence.histograms", "logical.dtensors"}
     | {
         f"comparison.{part}"
         for part in ("ties", "copies", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
@@ -140,7 +142,8 @@ ALLOWED = {
     | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
     | {"logical.dtensors", "logical.model", "model_diff", "options", "events"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
-    "events": BASE | {"evidence.history", "report", "verdicts"},
+    "event_consistency": BASE | {"diagnose"},
+    "events": BASE | {"evidence.history", "event_consistency", "report", "series", "verdicts"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE
     | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin", "model_diff"},
