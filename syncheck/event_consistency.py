@@ -77,4 +77,4 @@ def _must_fail(finding: Finding) -> bool:
     """Whether a finding with this code is never mere information. Codes of later versions are unknown here."""
     from syncheck.diagnose import RULES  # 30 modules, only needed for events with findings of severity info
 
-    return any(rule.CODE == finding.code and rule.SEVERITY != "info" for rule in RULES)
+    return any(finding.code == rule.CODE and rule.SEVERITY != "info" for rule in RULES)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import UsageError
 from syncheck.event_consistency import find_contradicted_check, find_contradiction
 from syncheck.evidence.history import trend_of
-from syncheck.messages import Fact
+from syncheck.messages import Fact, Note
 from syncheck.records import (
     Counts,
     Finding,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 ENDING = ".jsonl"
 # Tensors of an event, and names of a finding: about 10 kB in a check that fails, nothing in one that does not.
 _MOST_TENSORS, _MOST_NAMES = 40, 8
+_MOST_NOTE = 1000  # characters
 _MOST_LINE = 1 << 22  # characters
 _VERDICTS = ("in_sync", "out_of_sync", "undecided", "alone")
 _TEXTS = ("name", "kind", "dtype", "status")
@@ -88,6 +89,7 @@ def describe_check(report: Report) -> dict[str, Any]:
     return {
         "kinds": {kind: _list_counts(counts) for kind, counts in kinds.items()},
         "worst": rows,
+        "notes": [str(note)[:_MOST_NOTE] for group in report.groups for note in group.notes],
         "not_finite": {
             "count": sum(own.count for own in found),
             "names": [name for own in found for name in own.names][:_MOST_TENSORS],
@@ -197,6 +199,7 @@ def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path
         verdict=verdict,
         findings=findings,
         not_finite=_make_not_finite(event.get("not_finite")),
+        notes=tuple(Note.STORED(text=str(note)) for note in event.get("notes", ())),
     )
 
 

@@ -229,9 +229,7 @@ class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
-    NOT_FINITE = (
-        "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
-    )
+    NOT_FINITE = "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
     NOT_FINITE_SINCE = "{fact}; finite at step {finite}, not finite since step {since}, first in {first:names}"
     NOT_FINITE_FROM_START = "{fact}; since the first step compared ({since}), first in {first:names}"
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
@@ -278,6 +276,10 @@ class Note(Sentence):
         "buffers: {facts:list}"
     )
     ATTRIBUTE = "{name} is {values:by_rank}"
+    ATTRIBUTE_NAMES = (
+        "{count:count plain attribute} of modules {count:verb differs|differ} between ranks and "
+        "{count:verb does|do} not count: {names:names 5}"
+    )
     MORE_ATTRIBUTES = "{count} more"
     METRICS = "states of metrics differ between ranks by design, until compute() reduces them: {names:names 5}"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"

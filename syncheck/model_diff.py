@@ -189,10 +189,15 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
     return compare_sides(sides, [compare_copies(side, options) for side in sides], options, histograms=histograms)
 
 
+def have_copies(snapshots: Sequence[Snapshot]) -> bool:
+    """Whether several files or ranks hold a tensor of the same name; otherwise each holds its own part of a model."""
+    names = [name for snapshot in snapshots for name in normalize_keys(snapshot.tensors)]
+    return len(set(names)) < len(names)
+
+
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     """Compare the copies of tensors in the files of a side; None if each tensor is in one file."""
-    names = [name for _, snapshot in side.group.ranks for name in normalize_keys(snapshot.tensors)]
-    if len(set(names)) == len(names):
+    if not have_copies([snapshot for _, snapshot in side.group.ranks]):
         return None
     own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
     return judge_group(own, (), _allowed(options))
@@ -218,7 +223,11 @@ def compare_sides(
     with Files(jobs=options.jobs) as files:
         sides, mapping = _map_sides(sides, options, files)
         pair = ReplicaGroup(
-            " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
+            " and ".join(side.model.path for side in sides),
+            None,
+            tuple(enumerate(side.model for side in sides)),
+            (),
+            two_models=True,
         )
         found = compare_group(pair, replace(api.build_selection(options), histograms=histograms))
         comparison = _describe_sides(found, sides, subset=options.subset)

@@ -262,8 +262,8 @@ class ValueDiff:
     counts: bool
     """Whether it makes the group out of sync, as progress, settings and scaler state do."""
     kind: ValueKind = "other"
-    """`setting`: of optimizer, scheduler or modules; `counter`: optimizer steps; `average`: updates of averaged weights;
-    `attribute`: a plain attribute of a module in memory."""
+    """`setting`: of optimizer, scheduler or modules; `counter`: optimizer steps; `average`: updates of averaged
+    weights; `attribute`: a plain attribute of a module in memory."""
     lost: tuple[int, ...] = ()
     """Ranks without the whole container of the value, for example the optimizer or the scaler."""
 

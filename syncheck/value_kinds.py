@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from syncheck.names import is_rng_state
@@ -64,6 +65,7 @@ def differs_by_design(name: str) -> bool:
     return parts[-1].lower() in _OWN or is_rng_state(parts)
 
 
+@lru_cache(maxsize=4096)  # live checks ask for the same names again and again
 def is_own_name(key: str) -> bool:
     """Whether an attribute or key is named after something of the rank itself, such as `_local_rank`."""
     plain = key.lower().strip("_")

@@ -95,7 +95,7 @@ def _list_registered(snapshot: Snapshot) -> tuple[list[str], list[str]]:
 
 
 def _find_moved(orders: Mapping[int, list[str]]) -> frozenset[str]:
-    """Return the names at other positions on some rank; none if ranks have different names, which is reported as such."""
+    """Return the names at other positions on some rank; none if ranks have different names, a finding of its own."""
     listed = list(orders.values())
     if any(sorted(order) != sorted(listed[0]) for order in listed[1:]):
         return frozenset()

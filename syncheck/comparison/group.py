@@ -84,7 +84,8 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     }
     metadata = _merge_metadata(snapshots)
     kept = make_selector(frozenset(), (), selection.exclude)
-    values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
+    strict = in_memory(snapshots) and not replicas.two_models
+    values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts), strict=strict)
     values += compare_registration(snapshots, wanted) if replicas.paired else []
     values += compare_attributes(snapshots, wanted)
     return Comparison(

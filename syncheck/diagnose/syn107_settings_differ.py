@@ -3,23 +3,25 @@
 Signature: a value of the optimizer's parameter groups (learning rate, weight decay, betas, momentum, members of the
 groups) or of a scheduler's state differs. In a running job also: `requires_grad` of a parameter, or the order in which
 modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions.
-Modules that are in training mode on some ranks only are a warning that does not fail. The finding also covers parameters and optimizer state if ranks with equal
-settings hold equal bytes, and the first moments still have the same direction (median cosine of 0.9 or more): averaged
-gradients, but unequal steps. It covers only the values in two cases: only a scheduler's state differs and has not
-changed a learning rate yet, or gradients are evidently not averaged (SYN211, SYN212).
+Modules in training mode on some ranks only are a warning that does not fail. The finding also covers parameters and
+optimizer state if ranks with equal settings hold equal bytes, and the first moments still have the same direction
+(median cosine of 0.9 or more): averaged gradients, but unequal steps. It covers only the values in two cases: only a
+scheduler's state differs and has not changed a learning rate yet, or gradients are evidently not averaged (SYN211,
+SYN212).
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not
 restore the scheduler's state. DDP averages gradients and never compares settings. It pairs parameters and buffers by
-their position and not by their name: after registration in another order, for example over a `set`, each rank receives
-the values of other tensors.
+position, not by name: after registration in another order, for example over a set, a rank receives the values of other
+tensors.
 
 Fix: build the optimizer and the scheduler from one configuration on every rank, and step the scheduler with a number
-equal on all ranks: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Then resume from a checkpoint
-in which the ranks agree. Register parameters and buffers in one order: iterate over a list or sorted names.
+equal on all ranks: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Register parameters and
+buffers in one order. Then resume from a checkpoint in which the ranks agree.
 
-Incidents: huggingface/transformers#48162 (buffers registered in the order of a set), lucidrains/DALLE-pytorch#268 and PaddlePaddle/Paddle#50589 (ReduceLROnPlateau on a rank's own loss),
-karpathy/nanochat#857 (the schedule follows each rank's own progress through the data), rwth-i6/returnn#1493.
+Incidents: lucidrains/DALLE-pytorch#268 and PaddlePaddle/Paddle#50589 (ReduceLROnPlateau on a rank's own loss),
+karpathy/nanochat#857 (the schedule follows each rank's own progress through the data), rwth-i6/returnn#1493,
+huggingface/transformers#48162 (buffers registered in the order of a set).
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class Text(Sentence):
         "so a rank receives the values of other tensors."
     )
     FIX_ORDER = (
-        "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not over "
-        "a set. Then create the model again, or load a checkpoint."
+        "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
+        "over a set. Then create the model again, or load a checkpoint."
     )
     CAUSE_GRADIENTS = (
         "A parameter requires a gradient on some ranks only, so the ranks reduce gradients of different parameters."
@@ -117,9 +119,7 @@ def apply(case: Case) -> Match | None:
     return Match(covered, _find_odd(case, [*orders, *others]), facts, names, cause, fix)
 
 
-def _choose_cause(
-    orders: Sequence[ValueDiff], others: Sequence[ValueDiff]
-) -> tuple[Sentence | None, Sentence | None]:
+def _choose_cause(orders: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> tuple[Sentence | None, Sentence | None]:
     """Return cause and fix; None for those of an optimizer or a scheduler."""
     if orders:
         return Text.CAUSE_ORDER, Text.FIX_ORDER

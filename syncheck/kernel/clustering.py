@@ -29,7 +29,8 @@ def cluster_replicas(
     """Return clusters of replicas with equal bytes, as positions in `tensors`.
 
     The largest cluster comes first; ties are broken by the first position. All tensors must have the same dtype and
-    shape. scan: searches the first of equal blocks, if bytes are read. Raises MalformedFile if a file has been truncated.
+    shape. scan: searches the first of equal blocks, if bytes are read. Raises MalformedFile if a file has been
+    truncated.
     """
     if all(tensor.same for tensor in tensors):
         return cluster_by_key([tensor.same for tensor in tensors])
@@ -43,7 +44,9 @@ def cluster_replicas(
                 break
             split: Groups = []
             for members in groups:
-                split += [members] if len(members) == 1 else _split(members, tensors, files, (start, count), 2 * job, scan)
+                split += (
+                    [members] if len(members) == 1 else _split(members, tensors, files, (start, count), 2 * job, scan)
+                )
             groups = split
             if len(groups) == len(tensors):
                 all_differ.set()

@@ -1,8 +1,8 @@
 """Find NaN and infinity in blocks of bytes that are read anyway, because equal replicas are not measured.
 
-The first test looks at one byte of each element, without numpy: sign and high bits of the exponent. Only values of a few
-high bytes can be NaN or infinity, and these bytes do not occur in usual weights. A block with such a byte is then tested
-exactly, with numpy. On large models numpy is imported at once, because its first test is five times as fast.
+The first test looks at one byte of each element, without numpy: sign and high bits of the exponent. Only elements with
+few values of this byte can be NaN or infinity, and these values do not occur in usual weights. A block with such a byte
+is then tested exactly, with numpy. For large models numpy is imported at once: its first test is five times as fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LARGE = 512 << 20
 class _Layout(NamedTuple):
     """Where the exponent of an element is. Elements of complex dtypes are pairs of floats.
 
-    size: bytes of a float. high: highest bytes of NaN and infinity. exponent: bits that are all set in NaN and infinity.
+    size: bytes of a float. high: highest bytes of NaN and infinity. exponent: bits that are all set in both of them.
     mantissa: bits of which some are set in NaN only; 0 if the dtype has no infinity.
     """
 

@@ -298,7 +298,8 @@ def values_text(values: Sequence[ValueDiff], labels: Sequence[str] = ()) -> str:
 
     labels: of two models, instead of ranks.
     """
-    shown = [value for value in values if None not in value.by_rank.values()]
+    # A note names the attributes that differ.
+    shown = [value for value in values if None not in value.by_rank.values() and value.kind != "attribute"]
     texts = []
     for value in shown[:_MOST_VALUES]:
         owners = (f"in {labels[rank]}" if labels else f"on rank {rank}" for rank in value.by_rank)

@@ -1,4 +1,8 @@
-"""Find tensors in memory that hold NaN or infinity, on the device of each tensor."""
+"""Find tensors in memory that hold NaN or infinity.
+
+The sum of a tensor is not finite if one of its elements is not, and a sum is the fastest pass over a tensor. The few
+tensors whose sum is not finite, which may also have overflowed, are then searched byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.kernel.blocks import BLOCK
 from syncheck.kernel.finiteness import FiniteScan
-from syncheck.live.digest.parts import as_plain_tensors, is_torch, iterate_parts
+from syncheck.live.digest.parts import as_plain_tensors, is_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from syncheck.snapshots import Tensor
 
@@ -21,51 +25,42 @@ def find_not_finite(tensors: Mapping[int, Tensor]) -> list[int]:
 
     Buffers count with NaN only, because masks hold infinity. Tensors without bytes are skipped.
     """
-    positions: list[int] = []
-    norms: list[tuple[int, Any, bool]] = []
+    suspects: list[int] = []
+    sums: dict[Any, dict[int, Any]] = {}
     with as_plain_tensors():
-        for position, tensor in tensors.items():
-            scan = FiniteScan(tensor.dtype, nan_only=_is_buffer(tensor))
+        for key, tensor in tensors.items():
             source = getattr(tensor.data, "source", None)
-            if source is None or not scan.is_float or not tensor.numel:
+            if source is None or not tensor.numel or not FiniteScan(tensor.dtype).is_float:
                 continue
-            if is_torch(source) and source.device.type != "cpu":
-                norms.append((position, _start_norm(source), _is_buffer(tensor)))
+            if not is_torch(source) or source.element_size() == 1:  # torch has no sums of 8-bit floats
+                suspects.append(key)
                 continue
-            for start in range(0, source.nbytes, BLOCK):
-                scan.look(tensor.data[start : start + BLOCK])  # type: ignore[index]  # has a source, so it has bytes
-            if scan.found:
-                positions.append(position)
-        positions += _read_norms(norms)
-    return sorted(positions)
+            sums.setdefault(source.device, {})[key] = _start_sum(source)
+        for by_key in sums.values():
+            suspects += _list_suspects(by_key)
+    return sorted(key for key in suspects if _holds_nonfinite(tensors[key]))
 
 
-def _is_buffer(tensor: Tensor) -> bool:
-    return not tensor.parameter and not tensor.name.startswith("optimizer.")
-
-
-def _start_norm(source: Any) -> Any:
-    """Return the largest absolute value on the device of a tensor, without waiting for it. NaN is larger than all."""
+def _start_sum(source: Any) -> Any:
+    """Return the sum of a tensor on its device, without waiting for it."""
     torch: Any = sys.modules["torch"]
-    largest = []
-    for _, part in iterate_parts(source):
-        values = part.view(source.dtype) if part.dtype != source.dtype else part
-        values = torch.view_as_real(values) if values.is_complex() else values
-        values = values.float() if values.element_size() == 1 else values  # torch has no norms of 8-bit floats
-        largest.append(torch.linalg.vector_norm(values, math.inf).float())
-    return largest[0] if len(largest) == 1 else torch.stack(largest).amax()
+    if source.is_complex():
+        source = torch.view_as_real(source.resolve_conj())
+    # Sums of 16-bit floats would overflow.
+    return source.sum(dtype=torch.float64 if source.dtype == torch.float64 else torch.float32)
 
 
-def _read_norms(norms: Sequence[tuple[int, Any, bool]]) -> list[int]:
-    """Return the positions of norms that are not finite. Each device returns all of its norms at once."""
+def _list_suspects(sums: Mapping[int, Any]) -> list[int]:
+    """Return the keys of the sums that are not finite. sums: of one device, which returns all of them at once."""
     torch: Any = sys.modules["torch"]
-    by_device: dict[Any, list[tuple[int, Any, bool]]] = {}
-    for entry in norms:
-        by_device.setdefault(entry[1].device, []).append(entry)
-    positions = []
-    for entries in by_device.values():
-        values = torch.stack([norm for _, norm, _ in entries]).tolist()
-        for (position, _, nan_only), value in zip(entries, values, strict=True):
-            if math.isnan(value) or (math.isinf(value) and not nan_only):
-                positions.append(position)
-    return positions
+    values = torch.stack([value.double() for value in sums.values()]).tolist()
+    return [key for key, value in zip(sums, values, strict=True) if not math.isfinite(value)]
+
+
+def _holds_nonfinite(tensor: Tensor) -> bool:
+    is_buffer = not tensor.parameter and not tensor.name.startswith("optimizer.")
+    scan = FiniteScan(tensor.dtype, nan_only=is_buffer)
+    data: Any = tensor.data
+    for start in range(0, data.source.nbytes, BLOCK):
+        scan.look(data[start : start + BLOCK])
+    return scan.found

@@ -140,7 +140,9 @@ def _compare_contents(
     if slow:
         grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(slow), reason=next(iter(slow.values()))),)
     has_attributes = any(contents.attributes.values())
-    if contents.are_equal and not has_attributes and options.reference is None:  # with a reference, the report also has its rank
+    if (
+        contents.are_equal and not has_attributes and options.reference is None
+    ):  # with a reference, the report also has its rank
         return _report_in_sync(contents, options, name, grouping, {} if cache is None else cache)
     wanted = _find_differing(contents, options)
     if not wanted:

@@ -317,13 +317,14 @@ def _find_not_finite(channel: Channel, local: Snapshot) -> tuple[str, ...]:
     """
     position = sorted(channel.ranks).index(channel.rank)
     tensors = list(local.tensors.values())
-    share: dict[int, Tensor] = {}
+    share = set(range(position, len(tensors), len(channel.ranks)))
+    # Ranks hold different shards.
+    share |= {number for number, tensor in enumerate(tensors) if tensor.sharding is not None}
+    numbers = set(find_not_finite({number: tensors[number] for number in share}))
     for number, tensor in enumerate(tensors):
-        if tensor.sharding is not None or number % len(channel.ranks) == position:
-            share[number] = tensor
-    positions = find_not_finite(share)
-    in_files = [number for number, t in enumerate(tensors) if isinstance(t.data, FileBytes) and t.data.not_finite]
-    return tuple(tensors[number].name for number in sorted({*positions, *in_files}))
+        if isinstance(tensor.data, FileBytes) and tensor.data.not_finite:
+            numbers.add(number)
+    return tuple(tensors[number].name for number in sorted(numbers))
 
 
 class FileBytes:

@@ -1,8 +1,8 @@
 """Read the plain attributes of modules: tensors, numbers and texts that are neither parameters nor buffers.
 
-Attributes are read as data: from `__dict__` and slots, never through properties, `__getattr__` or methods of a class, so
-that no code of the user runs. Numbers and texts are values; a tensor becomes a text of its dtype, shape and digest. An
-object that cannot be read is listed with its class.
+Attributes are read as data: from `__dict__` and slots, never through properties, `__getattr__` or methods of a class,
+so that no code of the user runs. Numbers and texts are values; a tensor becomes a text of its dtype, shape and digest.
+An object that cannot be read is listed with its class.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import hashlib
 import re
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.digest import digest_all
 from syncheck.live.memory.objects import get_referents
-from syncheck.live.memory.origins import is_read, is_unread_class, list_internal_names, reads_only_values
+from syncheck.live.memory.origins import is_unread_class, list_internal_names, list_packages, reads_only_values
 from syncheck.live.memory.tensor_bytes import describe_tensor
 from syncheck.value_kinds import METRIC, is_own_name
 
@@ -38,6 +40,7 @@ _MOST_SEARCHED = 1_000  # objects behind a function or an iterator
 
 _NUMBERS = (bool, int, float, complex)
 _PLAIN = (*_NUMBERS, str, bytes, bytearray)
+_PLAIN_BASES = (*_PLAIN, enum.Enum)
 _LISTS = (list, tuple, deque)
 _SETS = (set, frozenset)
 # The number of a device is that of the rank.
@@ -81,13 +84,13 @@ class AttributeReader:
 
     def read_module(self, path: str, module: Any) -> None:
         """Read the attributes of a module. path: of the module, empty for a root."""
-        prefix = f"{path}." if path else ""
-        metric_states = _list_metric_states(module)
+        prefix, internal = f"{path}." if path else "", list_internal_names()
+        metric_states, is_layer = _list_metric_states(module), reads_only_values(module)
         for name, value in vars(module).items():
-            if name in list_internal_names() or name.startswith("__") or is_own_name(name):
+            if name in internal or name.startswith("__") or is_own_name(name):
                 continue
             if metric_states is None:
-                if not reads_only_values(module) or _is_plain(value) or _is_tensor(value):
+                if not is_layer or _is_plain(value) or _is_tensor(value):
                     self._walk(Part(f"{prefix}{name}", value, 0))
             elif name in metric_states:  # other attributes of a metric are its counters and caches
                 self._walk(Part(f"{METRIC}{prefix}{name}", value, 0))
@@ -152,17 +155,19 @@ class AttributeReader:
 
     def _search(self, part: Part) -> None:
         """List a value without attributes if a tensor is behind it, or if its class is unknown."""
-        self._seen[id(part.value)] = part.value
         is_python = type(part.value).__module__ in ("builtins", "functools", "weakref", "collections")
         if not is_python or self._hides_tensor(part.value):
             self._list_unread(part)
+        self._seen[id(part.value)] = part.value
 
     def _hides_tensor(self, value: Any) -> bool:
         """Whether a function, an iterator or the like refers to a tensor or module that is not compared."""
-        pending, seen = [value], set()
+        pending: list[Any] = [value]
+        seen: set[int] = set()
         while pending:
             node = pending.pop()
-            if id(node) in self._known or id(node) in seen or isinstance(node, (type, ModuleType)):
+            is_known = id(node) in self._known or id(node) in self._seen or id(node) in seen
+            if is_known or issubclass(type(node), (type, ModuleType)):
                 continue
             if _is_tensor(node) or _is_module(node) or len(seen) > _MOST_SEARCHED:
                 return True
@@ -188,7 +193,7 @@ class AttributeReader:
         """Add the digests of tensors, up to the limit of bytes."""
         room, hashed = _MOST_BYTES, []
         for name, tensor in self._tensors:
-            source = tensor.content.source if tensor.content is not None else None
+            source: Any = getattr(tensor.content, "source", None)
             room -= source.nbytes
             if room < 0:
                 self.attributes.unread.append(f"{name} (a tensor of {source.nbytes} bytes)")
@@ -208,21 +213,29 @@ class AttributeReader:
 
 def read_fields(value: Any) -> dict[str, Any]:
     """Return the attributes of an object from its `__dict__` and slots, without properties and special names."""
-    if type(value) is FunctionType:
+    if type(value) in (FunctionType, dict, *_LISTS, *_SETS):
         return {}
     fields: dict[str, Any] = {}
-    for kind in type(value).__mro__:
-        for name, descriptor in vars(kind).items():
-            if type(descriptor) is MemberDescriptorType and name not in fields:
-                try:
-                    fields[name] = descriptor.__get__(value, type(value))
-                except AttributeError:  # a slot without a value
-                    continue
+    kind: Any = type(value)
+    for name, descriptor in _list_slots(kind).items():
+        with suppress(AttributeError):  # a slot without a value
+            fields[name] = descriptor.__get__(value, kind)
     try:
         fields |= object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):  # no dictionary, or one of another kind
-        pass
-    return {name: held for name, held in fields.items() if isinstance(name, str) and not name.startswith("__")}
+        return fields
+    return {name: item for name, item in fields.items() if isinstance(name, str) and not name.startswith("__")}
+
+
+@lru_cache(maxsize=1024)
+def _list_slots(kind: type) -> Mapping[str, Any]:
+    """Return the descriptors of the slots of a class, which read memory and run no code of the class."""
+    slots: dict[str, Any] = {}
+    for base in kind.__mro__:
+        for name, descriptor in vars(base).items():
+            if type(descriptor) is MemberDescriptorType and not name.startswith("__"):
+                slots.setdefault(name, descriptor)
+    return slots
 
 
 def describe_modes(modules: Mapping[str, Any]) -> str:
@@ -235,17 +248,17 @@ def describe_modes(modules: Mapping[str, Any]) -> str:
 
 def _list_metric_states(module: Any) -> Container[str] | None:
     """Return the names of the states of a metric of torchmetrics; None for other modules."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    kind: Any = type(module)
     states = vars(module).get("_defaults")
-    return states if "torchmetrics" in packages and isinstance(states, dict) else None
+    return states if isinstance(states, dict) and "torchmetrics" in list_packages(kind) else None
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, None or a member of an enumeration, without running its code."""
     kind = type(value)
-    numpy = sys.modules.get("numpy")
-    if value is None or issubclass(kind, (*_PLAIN, enum.Enum)):
+    if value is None or kind in _PLAIN or issubclass(kind, _PLAIN_BASES):
         return True
+    numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, numpy.generic)
 
 
@@ -277,7 +290,7 @@ def _list_items(value: Any) -> Iterable[tuple[str, Any]]:
         return items
     if isinstance(value, _SETS):
         # Tensors of a set have no order, so all of them have one name.
-        base = frozenset if isinstance(value, frozenset) else set
+        base: Any = frozenset if isinstance(value, frozenset) else set
         return [("{}", item) for item in base.__iter__(value)]
     kind: Any = next(kind for kind in _LISTS if isinstance(value, kind))
     return [(str(number), item) for number, item in enumerate(kind.__iter__(value))]
@@ -304,7 +317,7 @@ def _make_plain(value: Any) -> Any:
     """Return a number as it is, and a text or bytes in bounded length."""
     kind = type(value)
     if issubclass(kind, enum.Enum):
-        return _shorten(f"{kind.__name__}.{value._name_}")  # noqa: SLF001 - the name without a property
+        return _shorten(f"{kind.__name__}.{value._name_}")
     if issubclass(kind, str):
         return _shorten(_DEVICE.sub(r"\1", str.__str__(value)))
     if issubclass(kind, (bytes, bytearray)):

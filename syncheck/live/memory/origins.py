@@ -28,7 +28,7 @@ _READ_OF_LIBRARY = frozenset("argparse builtins collections fractions functools 
 
 
 @lru_cache(maxsize=1024)
-def _list_packages(kind: type) -> frozenset[str]:
+def list_packages(kind: type) -> frozenset[str]:
     """Return the packages of the classes that a class is derived from, without Python's own."""
     packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
     return frozenset(packages - {"abc", "builtins", "typing", "collections"})
@@ -39,13 +39,14 @@ def is_read(module: Any) -> bool:
 
     Frameworks derive classes from the user's, as FSDP2 does, so any class outside of frameworks is sufficient.
     """
-    kind = type(module)
-    return bool(_list_packages(kind) - _FRAMEWORKS) or kind.__module__.startswith(_LAYERS)
+    kind: Any = type(module)
+    return bool(list_packages(kind) - _FRAMEWORKS) or kind.__module__.startswith(_LAYERS)
 
 
 def reads_only_values(module: Any) -> bool:
     """Whether only numbers, texts and tensors are read, as for torch's layers."""
-    return not _list_packages(type(module)) - _FRAMEWORKS
+    kind: Any = type(module)
+    return not list_packages(kind) - _FRAMEWORKS
 
 
 def is_unread_class(kind: type) -> bool:

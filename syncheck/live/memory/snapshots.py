@@ -32,8 +32,9 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False, attributes: 
 
     parts: modules, optimizers, other objects with a `state_dict()`, state dicts, nested checkpoints, tensors and arrays
     that form the replica. path: its name in reports, by default the class names. persistent: skip non-persistent
-    buffers, to compare a module with a file. attributes: read the plain attributes of modules. Optimizer states are named by the parameters of the given modules, or by
-    position without modules. Raises UsageError for a part whose class holds no tensors.
+    buffers, to compare a module with a file. attributes: read the plain attributes of modules. Optimizer states are
+    named by the parameters of the given modules, or by position without modules. Raises UsageError for a part whose
+    class holds no tensors.
     """
     for part in parts:
         if not is_readable(part):

@@ -90,9 +90,9 @@ class Tree:
     module. buffers_synced: as in `snapshots.Metadata`; None if no module defines it. stubs: unknown classes whose
     tensors are all compared. unread: classes and module attributes that may have more tensors. hidden: the same with
     names, if tensors were found. attributes: reads the plain attributes of the modules. modes: whether modules are in
-    training mode, by the name of the root. names: of the modules' parameters, by `id`. partitioned: an optimizer holds the states
-    of some parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for objects
-    that cannot be read.
+    training mode, by the name of the root. names: of the modules' parameters, by `id`. partitioned: an optimizer holds
+    the states of some parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for
+    objects that cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
