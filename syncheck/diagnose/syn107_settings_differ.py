@@ -110,7 +110,8 @@ def apply(case: Case) -> Match | None:
     if others:
         explained = _explained_tensors(case, acting) if acting else ()
         facts += [*_settings_facts(others), *_parameter_facts(case, explained), *follower_facts(explained)]
-        covered = tuple(dict.fromkeys((*covered, *explained)))
+        exchanged = {diff.name for diff in covered}
+        covered = (*covered, *(diff for diff in explained if diff.name not in exchanged))
     facts += _mode_facts(modes)
     if covered:
         facts += case.agreement_facts(covered)
