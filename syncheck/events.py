@@ -264,7 +264,7 @@ def _follow(finding: Finding, steps: Sequence[Group]) -> History:
         listed = [diff for diff in group.tensors if diff.name in names and diff.out_of_sync]
         differing = _count_differing(finding, listed, group)
         largest = _find_largest(listed) if differing else 0.0
-        points.append(HistoryPoint(group.step or 0, differing, largest, group.verdict == "in_sync"))
+        points.append(HistoryPoint(group.step or 0, differing, largest, group.verdict != "in_sync"))
         diffs.append(listed)
     first = next(i for i, point in enumerate(points) if point.differing)
     agreed = points[first - 1].step if first else None

@@ -17,8 +17,8 @@ class HistoryPoint:
     """Number of tensors out of sync."""
     max_abs: float | None
     """Their largest difference, 0.0 if all agree; None if it is unknown."""
-    in_sync: bool = False
-    """Whether all tensors and values of this step agreed, apart from allowed findings."""
+    others_differ: bool = False
+    """Whether tensors or values of other findings were out of sync at this step."""
 
 
 @dataclass(frozen=True, slots=True)

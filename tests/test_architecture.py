@@ -111,6 +111,7 @@ ALLOWED = {
     "comparison.ties": BASE,
     "comparison.copies": BASE | {"comparison.replica_groups"},
     "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
+    "comparison.attributes": BASE | {"names", "value_kinds", "comparison.replica_groups"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
@@ -123,7 +124,16 @@ ALLOWED = {
     | {"kernel.finiteness", "evidence.tensors", "evidence.histograms", "logical.dtensors"}
     | {
         f"comparison.{part}"
-        for part in ("ties", "copies", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
+        for part in (
+            "attributes",
+            "ties",
+            "copies",
+            "optimizer_parts",
+            "values",
+            "replica_groups",
+            "reference",
+            "tensors",
+        )
     },
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
@@ -139,7 +149,16 @@ ALLOWED = {
     "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
-    | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
+    | {
+        "kernel.blocks",
+        "kernel.finiteness",
+        "kernel.pieces",
+        "kernel.shares",
+        "value_kinds",
+        "comparison.group",
+        "comparison.copies",
+        "live",
+    }
     | {"logical.dtensors", "logical.model", "model_diff", "options", "events"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "event_consistency": BASE | {"diagnose"},

@@ -35,7 +35,7 @@ def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History 
         return None
     measured = _select_measured([differing for _, differing, _ in steps])
     points = tuple(
-        HistoryPoint(step, len(differing), _find_largest(diffs), _is_in_sync(group))
+        HistoryPoint(step, len(differing), _find_largest(diffs), _have_others(names, group))
         for (step, differing, group), diffs in zip(steps, measured, strict=True)
     )
     first = next(i for i, (_, differing, _) in enumerate(steps) if differing)
@@ -80,9 +80,10 @@ def _find_differing(names: Collection[str], group: Comparison) -> list[TensorDif
     return [diff for diff in group.tensors if diff.out_of_sync and diff.name in names]
 
 
-def _is_in_sync(group: Comparison) -> bool:
-    """Whether no tensor and no value of a step is out of sync."""
-    return not any(diff.out_of_sync for diff in group.tensors) and not any(value.counts for value in group.values)
+def _have_others(names: Collection[str], group: Comparison) -> bool:
+    """Whether other tensors, or any values, are out of sync at a step."""
+    others = [diff.name for diff in group.tensors if diff.out_of_sync and diff.name not in names]
+    return bool(others) or any(value.counts for value in group.values)
 
 
 def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:

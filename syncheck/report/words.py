@@ -411,7 +411,7 @@ def difference_text(difference: float | None) -> str:
 def _since(history: History) -> str:
     if history.agreed is None:
         return f"out of sync since the first step compared ({history.since})"
-    if any(point.step == history.agreed and not point.in_sync for point in history.points):
+    if any(point.step == history.agreed and point.others_differ for point in history.points):
         # Other tensors differed before, so the run was not in sync.
         return f"equal until step {history.agreed}, different from step {history.since}"
     return f"in sync until step {history.agreed}, out of sync from step {history.since}"
@@ -429,8 +429,8 @@ def _first_difference(history: History) -> str:
 def _steps_in_sync(history: History) -> str:
     """Return later steps in sync: an intermittent difference has other causes than a permanent one."""
     later = [point for point in history.points if point.step > history.since and not point.differing]
-    in_sync = [str(point.step) for point in later if point.in_sync]
-    equal = [str(point.step) for point in later if not point.in_sync]
+    in_sync = [str(point.step) for point in later if not point.others_differ]
+    equal = [str(point.step) for point in later if point.others_differ]
     parts = []
     for sentence, steps in (("in sync again", in_sync), ("equal again, while other tensors differ,", equal)):
         if steps:
