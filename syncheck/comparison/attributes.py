@@ -33,9 +33,11 @@ def compare_attributes(snapshots: Snapshots, wanted: Callable[[str, str], bool])
     """
     diffs = []
     for members in _group_by_position(snapshots):
-        attributes = {rank: dict(snapshots[rank].attributes or {}) for rank in members}
-        for name in dict.fromkeys(name for own in attributes.values() for name in own):
-            by_rank = {rank: own.get(name) for rank, own in attributes.items()}
+        names: dict[str, None] = {}  # in the order of the model
+        for rank in members:
+            names |= dict.fromkeys(snapshots[rank].attributes or ())
+        for name in names:
+            by_rank = {rank: (snapshots[rank].attributes or {}).get(name) for rank in members}
             # repr, because NaN equals NaN here, and True is not 1.
             if len({repr(value) for value in by_rank.values()}) > 1 and wanted(name.removeprefix(METRIC), "value"):
                 kind = "setting" if name.rpartition(".")[2] == TRAINING else "attribute"
@@ -55,7 +57,7 @@ def compare_registration(snapshots: Snapshots, wanted: Callable[[str, str], bool
             orders = {rank: registered[number] for rank, registered in modules.items()}
             moved = _find_moved(orders)
             if moved and wanted(name, ("parameter", "buffer")[number]):
-                by_rank = {rank: tuple(n for n in order if n in moved) for rank, order in orders.items()}
+                by_rank = {rank: tuple(filter(moved.__contains__, order)) for rank, order in orders.items()}
                 diffs.append(ValueDiff(name, by_rank, counts=True, kind="setting"))
         diffs += _compare_gradients(snapshots, modules, wanted)
     return diffs
@@ -65,12 +67,12 @@ def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes that name the attributes that differ, and the states of metrics."""
     attributes = [diff for diff in diffs if diff.kind == "attribute"]
     metrics = [diff.name.removeprefix(METRIC) for diff in attributes if diff.name.startswith(METRIC)]
-    others = [diff for diff in attributes if not diff.name.startswith(METRIC)]
+    plain = [diff for diff in attributes if not diff.name.startswith(METRIC)]
     notes: list[Message] = []
-    if others:
-        facts = [Note.ATTRIBUTE(name=diff.name, values=dict(diff.by_rank)) for diff in others[:_MOST_NAMED]]
-        if len(others) > _MOST_NAMED:
-            facts.append(Note.MORE_ATTRIBUTES(count=len(others) - _MOST_NAMED))
+    if plain:
+        facts = [Note.ATTRIBUTE(name=diff.name, values=dict(diff.by_rank)) for diff in plain[:_MOST_NAMED]]
+        if len(plain) > _MOST_NAMED:
+            facts.append(Note.MORE_ATTRIBUTES(count=len(plain) - _MOST_NAMED))
         notes.append(Note.ATTRIBUTES(facts=tuple(facts)))
     if metrics:
         notes.append(Note.METRICS(names=tuple(metrics)))
@@ -96,12 +98,14 @@ def _list_registered(snapshot: Snapshot) -> tuple[list[str], list[str]]:
 
 def _find_moved(orders: Mapping[int, list[str]]) -> frozenset[str]:
     """Return the names at other positions on some rank; none if ranks have different names, a finding of its own."""
-    listed = list(orders.values())
-    if any(sorted(order) != sorted(listed[0]) for order in listed[1:]):
-        return frozenset()
+    first, *further = orders.values()
     moved: set[str] = set()
-    for order in listed[1:]:
-        moved.update(name for name, other in zip(listed[0], order, strict=True) if name != other)
+    for order in further:
+        if sorted(order) != sorted(first):
+            return frozenset()
+        for name, name_here in zip(first, order, strict=True):
+            if name != name_here:
+                moved.add(name)
     return frozenset(moved)
 
 

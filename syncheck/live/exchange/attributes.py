@@ -29,38 +29,42 @@ def hash_attributes(attributes: Attributes | None) -> bytes:
 
 
 def exchange_attributes(
-    channel: Channel, own: Attributes | None, hashes: Mapping[int, bytes]
+    channel: Channel, attributes: Attributes | None, hashes: Mapping[int, bytes]
 ) -> dict[int, Attributes | None]:
     """Return the attributes of each rank that differ between ranks.
 
-    A collective call if the hashes differ. own: of this rank. hashes: of all ranks, by rank; empty for a rank without
-    modules, which has no attributes.
+    A collective call if the hashes differ. attributes: of this rank. hashes: of all ranks, by rank; empty for a rank
+    without modules, which has no attributes.
     """
+    with_modules = [rank for rank, attribute_hash in hashes.items() if attribute_hash]
+    differing: dict[int, Attributes | None] = dict.fromkeys(hashes)
+    differing |= {rank: {} for rank in with_modules}
     if len(set(hashes.values())) == 1:
-        return {rank: {} if own_hash else None for rank, own_hash in hashes.items()}
-    first = min(rank for rank, own_hash in hashes.items() if own_hash)
-    reference: Attributes = channel.share(lambda: dict(own or {}), [first], "attributes")[first]
-    changes: dict[str, Any] = {}
-    if own is not None:
-        changes = _find_changes(own, reference)
-    by_rank: dict[int, dict[str, Any]] = channel.gather(changes, "attributes that differ")
-    differing = {name for sent in by_rank.values() for name in sent}
+        return differing
+    first = min(with_modules)
+    reference: Attributes = channel.share(lambda: dict(attributes or {}), [first], "attributes")[first]
+    changes: dict[int, dict[str, Any]] = channel.gather(
+        _find_changes(reference if attributes is None else attributes, reference), "attributes that differ"
+    )
+    names: set[str] = set()
+    for changed in changes.values():
+        names.update(changed)
     # In the same order on all ranks: the order of a set of texts depends on the process.
-    names = [name for name in reference if name in differing]
-    names += sorted(differing.difference(reference))
-    attributes: dict[int, Attributes | None] = {}
-    for rank, own_hash in hashes.items():
-        merged = {name: reference[name] for name in names if name in reference} | by_rank[rank]
+    common = {name: value for name, value in reference.items() if name in names}
+    for rank in with_modules:
+        merged = common | changes[rank]
         # None stands for an attribute that the rank does not have.
-        attributes[rank] = {name: value for name, value in merged.items() if value is not None} if own_hash else None
-    return attributes
+        differing[rank] = {name: value for name, value in merged.items() if value is not None}
+    return differing
 
 
-def _find_changes(own: Attributes, reference: Attributes) -> dict[str, Any]:
+def _find_changes(attributes: Attributes, reference: Attributes) -> dict[str, Any]:
     """Return the attributes that differ from those of the first rank, None for absent ones, up to a limit."""
     changes: dict[str, Any] = {}
-    for name in dict.fromkeys((*reference, *own)):
+    for name in dict.fromkeys((*reference, *attributes)):
         # repr, because NaN equals NaN here, and True is not 1.
-        if repr(own.get(name)) != repr(reference.get(name)) and len(changes) < _MOST_SENT:
-            changes[name] = own.get(name)
+        if repr(attributes.get(name)) != repr(reference.get(name)):
+            changes[name] = attributes.get(name)
+        if len(changes) >= _MOST_SENT:
+            break
     return changes
