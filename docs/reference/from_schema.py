@@ -104,7 +104,8 @@ WORDS = {
 
 # Objects on a page of their own: what is known about a difference.
 EVIDENCE = tuple(
-    "evidence histogram history points not_finite free_running unreadable aliases drift closures place relation fixed".split()
+    "evidence histogram history points not_finite free_running unreadable aliases drift closures place relation "
+    "fixed".split()
 )
 
 
