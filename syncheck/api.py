@@ -133,6 +133,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 
         groups = add_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
+    groups = series.follow_not_finite(groups)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
     judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)

@@ -229,6 +229,9 @@ class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
+    NOT_FINITE = "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
+    NOT_FINITE_SINCE = "{fact}; finite at step {finite}, not finite since step {since}, first in {first:names}"
+    NOT_FINITE_FROM_START = "{fact}; since the first step compared ({since}), first in {first:names}"
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
@@ -277,6 +280,17 @@ class Note(Sentence):
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
     DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
     MORE_VALUES_ABSENT = "not compared: {count} more values that some ranks lack"
+    ATTRIBUTES = (
+        "plain attributes of modules differ between ranks; they do not count, because they are neither parameters nor "
+        "buffers: {facts:list}"
+    )
+    ATTRIBUTE = "{name} is {values:by_rank}"
+    ATTRIBUTE_NAMES = (
+        "{count:count plain attribute} of modules {count:verb differs|differ} between ranks and "
+        "{count:verb does|do} not count: {names:names 5}"
+    )
+    MORE_ATTRIBUTES = "{count} more"
+    METRICS = "states of metrics differ between ranks by design, until compute() reduces them: {names:names 5}"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
     FINGERPRINT = (
         "a fingerprint shows which tensors differ, but not which elements; tolerances do not apply, and -0.0 and 0.0 "

@@ -244,7 +244,11 @@ def compare_sides(
         sides = _finish_adapters(mapped.sides, files)
         files.close_all()  # the comparison of the pair opens as many files
         pair = ReplicaGroup(
-            " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
+            " and ".join(side.model.path for side in sides),
+            None,
+            tuple(enumerate(side.model for side in sides)),
+            (),
+            two_models=True,
         )
         found = compare_group(pair, replace(api.build_selection(options), histograms=histograms))
         comparison = _describe_sides(found, sides, subset=options.subset)

@@ -35,8 +35,8 @@ RARELY_NEEDED = tuple(
 # Layers and their allowed imports; `TYPE_CHECKING` imports count too. A package is either one layer, or each of its
 # modules is a layer and the package's own name stands for its `__init__`.
 LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets"}
-BYTES = BASE | {"kernel.clustering", "kernel.blocks"}
+BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets", "steps"}
+BYTES = BASE | {"kernel.clustering", "kernel.blocks", "kernel.finiteness"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
     "options": LEAVES | {"tolerance", "diagnose"},  # both imported when an option needs them
@@ -45,8 +45,9 @@ ALLOWED = {
     "dtypes": set(),
     "messages": {"errors"},
     "snapshots": {"messages"},
-    "records": {"messages", "snapshots", "relations"},
+    "records": {"messages", "snapshots", "relations", "steps"},
     "relations": set(),
+    "steps": set(),
     "rank_sets": set(),
     "names": LEAVES,
     "tensor_parallel": set(),
@@ -155,7 +156,8 @@ ALLOWED = {
     "kernel.shares": BASE | {"kernel.blocks"},
     "kernel.moments": BASE | {"kernel.blocks"},
     "kernel": set(),
-    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares"},
+    "kernel.finiteness": set(),
+    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares", "kernel.finiteness"},
     "kernel.digests": BYTES | {"kernel.moments"},
     "differences": BASE | {"tolerance", "kernel.blocks", "kernel.shares"},
     "evidence.suspects": BASE | {"kinds"},
@@ -169,6 +171,7 @@ ALLOWED = {
     "comparison.copies": BASE | {"comparison.replica_groups", "comparison.values"},
     "comparison.owners": BASE | {"names"},
     "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.owners", "comparison.ties"},
+    "comparison.attributes": BASE | {"names", "value_kinds", "comparison.replica_groups"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
@@ -178,10 +181,19 @@ ALLOWED = {
     "comparison": set(),
     "comparison.group": BASE
     | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
-    | {"evidence.tensors", "evidence.histograms", "logical.dtensors"}
+    | {"kernel.finiteness", "evidence.tensors", "evidence.histograms", "logical.dtensors"}
     | {
         f"comparison.{part}"
-        for part in ("ties", "copies", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
+        for part in (
+            "attributes",
+            "ties",
+            "copies",
+            "optimizer_parts",
+            "values",
+            "replica_groups",
+            "reference",
+            "tensors",
+        )
     },
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
@@ -197,10 +209,20 @@ ALLOWED = {
     "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
-    | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
+    | {
+        "kernel.blocks",
+        "kernel.finiteness",
+        "kernel.pieces",
+        "kernel.shares",
+        "value_kinds",
+        "comparison.group",
+        "comparison.copies",
+        "live",
+    }
     | {"logical.dtensors", "logical.model", "model_diff", "options", "outputs", "events"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
-    "events": BASE | {"evidence.history", "report", "verdicts"},
+    "event_consistency": BASE | {"diagnose"},
+    "events": BASE | {"evidence.history", "event_consistency", "report", "series", "verdicts"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE
     | {

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # Modules by purpose, in the order of a comparison. A package stands for its modules, unless they follow it.
 SYNCHECK = {
     "Shared records and tables": (
-        "errors messages dtypes snapshots records rank_sets names kinds value_kinds tensor_parallel tolerance "
+        "errors messages dtypes snapshots records steps rank_sets names kinds value_kinds tensor_parallel tolerance "
         "metadata_block"
     ),
     "Paths, readers and replica groups": (
@@ -21,7 +21,7 @@ SYNCHECK = {
     ),
     "Comparing bytes": (
         "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares "
-        "kernel.digests kernel.moments"
+        "kernel.digests kernel.moments kernel.finiteness"
     ),
     "Measuring differences": "differences",
     "Logical tensors": (
@@ -38,14 +38,15 @@ SYNCHECK = {
     ),
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
-        "comparison.owners comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
+        "comparison.owners comparison.optimizer_parts comparison.ties comparison.copies comparison.reference "
+        "comparison.attributes"
     ),
     "Evidence, and several steps of a run": (
         "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "
         "evidence.free_running series"
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
-    "Reports and files": "report events contents fingerprint outputs atomic",
+    "Reports and files": "report events event_consistency contents fingerprint outputs atomic",
     "Entry points": "api model_diff options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {

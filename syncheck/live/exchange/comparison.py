@@ -27,6 +27,7 @@ from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
 from syncheck.live.local_compare import NO_OBJECTS
 from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
+from syncheck.records import NotFinite
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import find_replicated
 
@@ -81,7 +82,7 @@ def compare_across_ranks(
             )
         if not things:
             raise UsageError(NO_OBJECTS)
-        local = snapshot(*things)
+        local = snapshot(*things, attributes=True)
         if coordinates:
             local = replace(local, metadata=replace(local.metadata or Metadata(), mesh=dict(coordinates)))
         return compare_snapshots(channel, local, chosen, budget, cache=cache)
@@ -108,11 +109,41 @@ def compare_snapshots(
     default of objects in memory. histograms: as in `api.judge`.
     """
     contents = exchange_manifests(channel, local, options)
+    report = _compare_contents(channel, local, contents, options, budget, name, how, histograms, cache)
+    return _add_not_finite(report, contents)
+
+
+def _add_not_finite(report: Report, contents: GroupContents) -> Report:
+    """Add the equal tensors that hold NaN or infinity; the comparison has read none of them."""
+    (group,) = report.groups
+    differing = {diff.name for diff in group.tensors if diff.out_of_sync}
+    measured = () if group.not_finite is None else group.not_finite.names
+    names = [name for name in contents.not_finite if name in group.evidence.names and name not in differing]
+    names += measured
+    found = NotFinite(tuple(names), len(names)) if names else None
+    return replace(report, groups=(replace(group, not_finite=found),))
+
+
+def _compare_contents(
+    channel: Channel,
+    local: Snapshot,
+    contents: GroupContents,
+    options: Options,
+    budget: int,
+    name: str,
+    how: Message | None,
+    histograms: bool,
+    cache: dict[Any, Report] | None,
+) -> Report:
+    """Return the report about the contents of all ranks. Parameters as in `compare_snapshots`."""
     grouping: tuple[Message, ...] = (how or Grouping.LIVE(),)
     slow = {rank: info.fallback for rank, info in contents.rank_infos.items() if info.fallback}
     if slow:
         grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(slow), reason=next(iter(slow.values()))),)
-    if contents.are_equal and options.reference is None:  # with a reference, the report also has its rank
+    has_attributes = any(contents.attributes.values())
+    if (
+        contents.are_equal and not has_attributes and options.reference is None
+    ):  # with a reference, the report also has its rank
         return _report_in_sync(contents, options, name, grouping, {} if cache is None else cache)
     wanted = _find_differing(contents, options)
     if not wanted:
@@ -165,7 +196,7 @@ def _judge_replicas(
     *,
     histograms: bool = False,
 ) -> Report:
-    replicas = ReplicaGroup(name, contents.step, tuple(contents.snapshots(ranks).items()), grouping)
+    replicas = ReplicaGroup(name, contents.step, tuple(contents.snapshots(ranks).items()), grouping, paired=True)
     reference.check_reference(options.reference, (replicas,))
     return judge(Found((replicas,)), options, histograms=histograms)
 
