@@ -13,6 +13,7 @@ import pickle
 import shutil
 import tempfile
 import warnings
+import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,41 @@ def torch_legacy(content: dict[str, Any]) -> Files:
     return {"file.pth": head + pickle.dumps(list(names.values()), protocol=2) + tail}
 
 
+class _Plain(pickle.Pickler):
+    """Writes storages as pickle.dump does, with numbers in place of memory addresses, so the file is reproducible."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=4)
+        self._files: dict[str, bytes] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.storage.TypedStorage):
+            return NotImplemented
+        key = str(obj._cdata)  # noqa: SLF001 - the key in the file of a storage
+        if key not in self._files:
+            number = f"{len(self._files):0{len(key)}}".encode()
+            self._files[key] = _save(obj, _use_new_zipfile_serialization=False).replace(key.encode(), number)
+        return torch.storage._load_from_bytes, (self._files[key],)  # noqa: SLF001 - of TypedStorage.__reduce__
+
+
+def plain_pickle(content: dict[str, Any]) -> Files:
+    """pickle.dump, with each storage as a torch.save file from before 1.6 within the pickle."""
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these storages are deprecated
+        _Plain(buffer).dump(content)
+    return {"file.pkl": buffer.getvalue()}
+
+
+def zip_of_files(content: dict[str, Any]) -> bytes:
+    """Return a zip of torch.save files, like a model of stable-baselines3."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in (("data", b"{}"), ("policy.pth", content["model"]), ("optimizer.pth", content["optimizer"])):
+            archive.writestr(zipfile.ZipInfo(name), data if isinstance(data, bytes) else _save(data))
+    return buffer.getvalue()
+
+
 def one_safetensors(content: dict[str, Any]) -> Files:
     """One safetensors file with string metadata."""
     strings = {"syncheck": json.dumps(content["syncheck"]), "epoch": "2", "note": content["note"]}
@@ -249,6 +285,7 @@ def megatron(content: dict[str, Any]) -> Files:
 MAKERS = {
     "torch-zip": torch_zip,
     "torch-legacy": torch_legacy,
+    "pickle": plain_pickle,
     "safetensors": one_safetensors,
     "fingerprint": one_fingerprint,
     "dcp": dcp_folder,
@@ -294,6 +331,8 @@ def make_seeds() -> Files:
         seeds[f"zip/{name}"] = _save(content)
         seeds[f"legacy/{name}"] = _save(content, _use_new_zipfile_serialization=False)
         seeds[f"pickle/{name}"] = dict(read_records(_save(content)))["archive/data.pkl"]
+        seeds[f"plain/{name}"] = plain_pickle(content)["file.pkl"]
+    seeds["zip/files"] = zip_of_files(small)
     seeds["zip/small"] = _save({"w": torch.ones(2)})
     seeds["pickle/protocol_4"] = dict(read_records(_save(small, pickle_protocol=4)))["archive/data.pkl"]
     tensors = {"w": torch.ones(2, 3), "b": torch.zeros(2, dtype=torch.bfloat16), "n": torch.tensor(3)}

@@ -6,8 +6,10 @@ A tensor is described by its dtype, its shape and digests, under the name that s
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,27 @@ def _torch(path: Path) -> Any:
 
 def _load_torch(path: Path, result: Content) -> None:
     for key, value in _torch(path).items():
+        result.add("" if key == "model" else key, value, PARAMETERS)
+
+
+class _Plain(pickle.Unpickler):
+    """Loads plain pickles of `checkpoints` only, because a damaged pickle could name any function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if (module, name) not in (("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2")):
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _load_plain_pickle(path: Path, result: Content) -> None:
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # typed storages are deprecated
+        content = _Plain(file).load()
+        if file.read(1):
+            raise pickle.UnpicklingError("more than one pickle")
+    for key, value in content.items():
         result.add("" if key == "model" else key, value, PARAMETERS)
 
 
@@ -161,6 +184,7 @@ def _load_megatron(path: Path, result: Content) -> None:
 LOADERS = {
     "torch-zip": _load_torch,
     "torch-legacy": _load_torch,
+    "pickle": _load_plain_pickle,
     "safetensors": _load_safetensors,
     "fingerprint": _load_fingerprint,
     "dcp": _load_dcp,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fuzz import mutations
 from fuzz.judge import RANKS, check_copies
 from syncheck import readers
-from syncheck.readers import fingerprint_file, safetensors_file, torch_legacy, torch_zip
+from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.files import READERS
 from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
@@ -122,6 +122,7 @@ _ALL = (
         mutate=mutations.mutate_safetensors,
     ),
     Target("dcp", _write_dcp, _index_seeds, ("dcp", "pickle")),
+    Target("plain", _write_file, _format_seeds("plain", plain_pickle.FORMAT), ("pickle",)),
     Target("legacy", _write_file, _format_seeds("legacy", torch_legacy.FORMAT), ("pickle",)),
     Target(
         "fingerprint", _write_file, _format_seeds("fingerprint", fingerprint_file.FORMAT), ("json", "fingerprint")

@@ -57,13 +57,22 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
             if not _open_folder(path.rstrip("/") or path, opened, seen):
                 skipped = opened.skipped - before
                 raise UsageError(
-                    f"{path}: no checkpoint in this folder ({skipped} other files); pass a folder with torch.save or "
-                    "safetensors files, or train with --save-per-rank"
+                    f"{path}: no checkpoint in this folder ({skipped} other files){_describe_unread(path)}; pass a "
+                    "folder with torch.save or safetensors files, or train with --save-per-rank"
                 )
         elif _absolute_path(path) not in seen:
             _open_checkpoint(path, opened)
             seen[_absolute_path(path)] = True
     return opened
+
+
+def _describe_unread(folder: str) -> str:
+    """Return the format of a folder or of one of its files, which syncheck does not read, and the next step."""
+    try:
+        unread = readers.describe_unread(folder)
+    except (OSError, UnreadableFile):
+        return ""
+    return "" if unread is None else f": {unread.title}. To compare it, {unread.next_step}"
 
 
 def _open_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
@@ -155,7 +164,7 @@ def _is_checkpoint(path: str) -> bool:
     if os.path.basename(path) in readers.SETTINGS:
         return False
     try:
-        return path.lower().endswith(readers.EXTENSIONS) or readers.sniff(path) is not None
+        return path.lower().endswith(readers.EXTENSIONS) or readers.is_recognizable(path)
     except UnreadableFile:
         return False
 
@@ -229,7 +238,7 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
         _open_checkpoint(path, opened)
         return True
     try:
-        if readers.sniff(path) is not None:
+        if readers.is_recognizable(path):
             opened.snapshots.append(readers.read(path))
             return True
     except (NotACheckpoint, UnreadableFile):

@@ -23,7 +23,7 @@ from syncheck.readers.folders import FOLDERS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-DAMAGES = 324  # three of each kind to each format
+DAMAGES = 360  # three of each kind to each format
 TENSOR = ["torch.float32", [2], "bits", "numbers"]
 INTACT = {"tensors": {"w": TENSOR, "v": TENSOR}, "values": {"epoch": "2", "note": "'a'"}}
 

@@ -7,13 +7,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile
-from syncheck.readers import fingerprint_file, safetensors_file, torch_legacy, torch_zip
+from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.untrusted import open_regular_file
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from syncheck.readers.unread import Unread
     from syncheck.snapshots import Snapshot
 
 READERS: dict[str, ModuleType] = {
@@ -21,6 +22,7 @@ READERS: dict[str, ModuleType] = {
     torch_legacy.FORMAT: torch_legacy,
     safetensors_file.FORMAT: safetensors_file,
     fingerprint_file.FORMAT: fingerprint_file,
+    plain_pickle.FORMAT: plain_pickle,
 }
 
 # File extensions of checkpoints. In a folder, an unreadable file with a listed extension is reported; other files are
@@ -53,8 +55,20 @@ def read_file(path: str) -> Snapshot:
         return _read_with(reader, path)
     if not head:
         raise MalformedFile(path, found="the file is empty", next_step="save or copy it again")
-    needed = "a torch.save or safetensors file, or a fingerprint"
-    raise NotACheckpoint(path, place="first bytes", found=repr(head[:12]), needed=needed)
+    raise _describe_unread(path, head)
+
+
+def _describe_unread(path: str, head: bytes) -> NotACheckpoint:
+    """Return the error for a file that no reader matches."""
+    from syncheck.readers.unread import NEEDED, describe_file  # for errors only, to start faster
+
+    try:
+        unread = describe_file(path, head)
+    except OSError as error:
+        raise UnreadableFile.because(path, error) from None
+    if unread is None:
+        return NotACheckpoint(path, place="first bytes", found=repr(head[:12]), needed=NEEDED)
+    return NotACheckpoint(path, found=unread.title, needed=NEEDED, next_step=unread.next_step)
 
 
 def _read_with(reader: ModuleType, path: str) -> Snapshot:
@@ -70,6 +84,29 @@ def sniff(path: str) -> ModuleType | None:
     Raises UnreadableFile if they cannot be read. Only regular files are opened, because a FIFO would block.
     """
     return find_reader(read_head(path))
+
+
+def is_recognizable(path: str) -> bool:
+    """Whether the first bytes of a file show that it is a checkpoint. Raises as `sniff`."""
+    reader = sniff(path)
+    return reader is not None and not getattr(reader, "NEEDS_EXTENSION", False)
+
+
+def describe_unread(folder: str) -> Unread | None:
+    """Return the format of a folder without checkpoints, or of its first file in such a format. Raises OSError."""
+    from syncheck.readers.unread import describe_file, describe_folder  # for errors only, to start faster
+
+    if unread := describe_folder(folder):
+        return unread
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
+        head = read_head(path)
+        unread = describe_file(path, head) if head else None
+        if unread is not None:
+            return unread._replace(title=f"{name} is {unread.title}")
+    return None
 
 
 def sniff_folder(folder: str) -> ModuleType | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile, UnsupportedFormat, brief
 from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
-from syncheck.readers.pickles.unpickle import Stream, unpickle
+from syncheck.readers.pickles.unpickle import Pickled, Stream, unpickle
 from syncheck.readers.untrusted import open_regular_file
 from syncheck.snapshots import Snapshot
 
@@ -43,16 +43,8 @@ def read(path: str) -> Snapshot:
     """
     with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         opened = os.fstat(file.fileno())
-        stream = Stream(whole, len(MAGIC))
-        version = unpickle(stream, path, "protocol version").tree
-        if version != _VERSION:
-            raise UnsupportedFormat(path, place="protocol version", found=brief(version), needed=str(_VERSION))
-        unpickle(stream, path, "system information")
-        storages: dict[str, Storage] = {}
-        pickled = unpickle(stream, path, "object", storages)
+        pickled, records = read_stream(Stream(whole), path)
         flat = flatten(pickled.tree, path, pickled.size, pickled.made)
-        keys = unpickle(stream, path, "storage keys").tree
-        records = _locate_records(stream, keys, storages, path)
     tensors = {
         name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened)
         for name, location in flat.tensors.items()
@@ -60,6 +52,19 @@ def read(path: str) -> Snapshot:
     return Snapshot(
         path, FORMAT, opened.st_size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
     )
+
+
+def read_stream(stream: Stream, path: str) -> tuple[Pickled, dict[str, Record]]:
+    """Read the pickles of a file, and return the object and the bytes of each storage. stream: at the magic number."""
+    stream.at += len(MAGIC)
+    version = unpickle(stream, path, "protocol version").tree
+    if version != _VERSION:
+        raise UnsupportedFormat(path, place="protocol version", found=brief(version), needed=str(_VERSION))
+    unpickle(stream, path, "system information")
+    storages: dict[str, Storage] = {}
+    pickled = unpickle(stream, path, "object", storages)
+    keys = unpickle(stream, path, "storage keys").tree
+    return pickled, _locate_records(stream, keys, storages, path)
 
 
 def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:

@@ -62,14 +62,24 @@ def read(path: str) -> Snapshot:
     code, NotACheckpoint for another kind of zip.
     """
     with open_regular_file(path) as file:
-        archive = Archive(file, path)
+        directory = Directory(file, path)
+        if not any(is_pickle(name) for name in directory.records):
+            return _read_several(directory)
+        archive = Archive(directory)
         pickled = archive.unpickle()
         flat = flatten(pickled.tree, path, pickled.size, pickled.made)
         tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
-        archive.check_overlaps()
+        directory.check_overlaps()
     return Snapshot(
-        path, FORMAT, archive.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
+        path, FORMAT, directory.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
     )
+
+
+def _read_several(directory: Directory) -> Snapshot:
+    """Open a zip of torch.save files, or raise the error of another kind of zip."""
+    from syncheck.readers import zip_of_files  # a rare format
+
+    return zip_of_files.read(directory, FORMAT)
 
 
 class _Bounded:
@@ -84,8 +94,8 @@ class _Bounded:
         return self._file.read(size)
 
 
-class Archive:
-    """An opened torch.save zip, of which only the directory has been read.
+class Directory:
+    """The records of a zip, of which only the directory has been read.
 
     path: for error messages. start: where `file` begins in the file at `path`.
     """
@@ -95,22 +105,7 @@ class Archive:
         self.file, self.path = file, path
         self.size = file.seek(0, os.SEEK_END)
         self.locations: dict[str, tuple[int, int]] = {}
-        self.stem = ""  # of all records' names, once it is known
-        self.big_endian = False
         self.records = self._read_directory()
-        pickles = [name for name in self.records if name == "data.pkl" or name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            what = "a TorchScript archive" if any("/code/" in name for name in self.records) else "a zip"
-            raise NotACheckpoint(
-                path, found=f"{what} with {len(pickles)} records data.pkl", needed="one, as torch.save writes"
-            )
-        self.stem = pickles[0].removesuffix("data.pkl")
-        for name in _NUMBERS:
-            if self.stem + name in self.records and not (number := self.read_record(name)).strip().isdigit():
-                raise self._malformed(name, repr(number[:20]), "a whole number", _AGAIN)
-        for name in _BESIDE:
-            if self.stem + name in self.records:
-                self.locate(name)
 
     def _read_directory(self) -> dict[str, zipfile.ZipInfo]:
         """Return the records by name. Raises MalformedFile for a directory that torch.save would not write."""
@@ -120,51 +115,51 @@ class Archive:
             wrong = _find_fault(self.file, infos)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
             needed = "a directory at the end of the file"
-            raise self._malformed(place, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
+            raise self.malformed(place, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
         if any(info.filename != info.orig_filename for info in infos):  # a NUL, which ends the name for other readers
-            raise self._malformed(place, "a record with two names", "one", _STRANGE)
+            raise self.malformed(place, "a record with two names", "one", _STRANGE)
         records = {info.filename: info for info in infos}
         if len(records) != len(infos):
-            raise self._malformed(place, "two records with the same name", "", _AGAIN)
+            raise self.malformed(place, "two records with the same name", "", _AGAIN)
         first = min((info.header_offset for info in infos), default=0)
         if first:  # several concatenated zips: the directory at the end belongs to the last zip
             folder = "if it belongs to a torch.distributed.checkpoint folder, pass the folder"
-            raise self._malformed(place, f"the records begin at byte {first}", "byte 0", folder)
+            raise self.malformed(place, f"the records begin at byte {first}", "byte 0", folder)
         if wrong:
-            raise self._malformed(place, *wrong, _AGAIN)
+            raise self.malformed(place, *wrong, _AGAIN)
         return records
 
     def locate(self, name: str) -> tuple[int, int]:
         """Return (offset, size) in bytes of a record's data."""
         if name in self.locations:
             return self.locations[name]
-        info = self.records.get(self.stem + name)
+        info = self.records.get(name)
         if info is None:
-            raise self._malformed(name, "no such record", "", _AGAIN)
+            raise self.malformed(name, "no such record", "", _AGAIN)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _NOT_STORED:
             raise self._unsupported(name)
         if info.external_attr & _IS_FOLDER:
-            raise self._malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
+            raise self.malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
         if info.compress_size != info.file_size:
             found = f"{info.compress_size} bytes stored of {info.file_size}"
-            raise self._malformed(name, found, "equal sizes, because records are not compressed", _AGAIN)
+            raise self.malformed(name, found, "equal sizes, because records are not compressed", _AGAIN)
         if info.header_offset > self.size:  # the offset may exceed the range of seek()
-            raise self._malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
+            raise self.malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
         self.file.seek(info.header_offset)
         head = self.file.read(_LOCAL_HEADER.size)
         if len(head) < _LOCAL_HEADER.size or not head.startswith(MAGIC):
-            raise self._malformed(name, "no record at the offset in the directory", "a local header", _AGAIN)
+            raise self.malformed(name, "no record at the offset in the directory", "a local header", _AGAIN)
         _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(head)
         if method != zipfile.ZIP_STORED or flags & _NOT_STORED:
             raise self._unsupported(name)
         if not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:  # 0 if the sizes follow the data
             found = f"{info.file_size} bytes in the directory, {size} before the record"
-            raise self._malformed(name, found, "one size", _AGAIN)
+            raise self.malformed(name, found, "one size", _AGAIN)
         offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if self.file.read(name_length) != info.orig_filename.encode("utf-8"):
-            raise self._malformed(name, "its local header has another name than the directory", "the same name", _AGAIN)
+            raise self.malformed(name, "its local header has another name than the directory", "the same name", _AGAIN)
         if offset + info.file_size > self.size:
-            raise self._malformed(
+            raise self.malformed(
                 name,
                 f"ends at byte {offset + info.file_size}",
                 f"at most {self.size}, the file's size",
@@ -181,51 +176,91 @@ class Archive:
         offset, size = self.locate(name)
         self.file.seek(offset)
         data = self.file.read(size)
-        stored = self.records[self.stem + name].CRC
+        stored = self.records[name].CRC
         if stored and stored != zlib.crc32(data):  # 0 if checksums were disabled when saving
-            raise self._malformed(name, "the bytes do not match the CRC-32 stored for them", "what was saved", _AGAIN)
+            raise self.malformed(name, "the bytes do not match the CRC-32 stored for them", "what was saved", _AGAIN)
         return data
-
-    def unpickle(self) -> Pickled:
-        """Read the pickle and the byte order. Raises as `pickles.unpickle`, and MalformedFile."""
-        found = unpickle(self.read_record("data.pkl"), self.path, f"{self.stem}data.pkl")
-        self.big_endian = self._is_big_endian()
-        return found
-
-    def _is_big_endian(self) -> bool:
-        """Whether tensors are stored big-endian; files before torch 2.1 lack the record and are little-endian."""
-        if self.stem + "byteorder" not in self.records:
-            return False
-        order = self.read_record("byteorder")
-        if order not in (b"little", b"big"):
-            raise self._malformed("byteorder", repr(order[:20]), "little or big", _AGAIN)
-        return order == b"big"
-
-    def tensor(self, name: str, location: TensorLocation) -> Tensor:
-        """Check that a tensor is within its record, and return it with its offset in the file."""
-        return locate_tensor(name, location, self.path, self._locate_record, self.opened, big_endian=self.big_endian)
 
     def check_overlaps(self) -> None:
         """Raise MalformedFile if two records overlap, because a small file could then claim a huge amount of data."""
         end, before = 0, ""
         for (start, size), name in sorted((location, name) for name, location in self.locations.items()):
             if start < end and size:
-                raise self._malformed(name, f"it begins at byte {start}, within {before}", "separate records", _STRANGE)
+                raise self.malformed(name, f"it begins at byte {start}, within {before}", "separate records", _STRANGE)
             end, before = max(end, start + size), name
 
     def _unsupported(self, name: str) -> UnsupportedFormat:
         return UnsupportedFormat(
-            self.path, place=self.stem + name, found="a compressed or encrypted record",
+            self.path, place=name, found="a compressed or encrypted record",
             needed="an uncompressed record, as torch.save writes", next_step="unpack it, or save again with torch.save",
         )  # fmt: skip
 
-    def _locate_record(self, storage: Storage) -> Record:
-        record = f"data/{storage.key}"
-        start, size = self.locate(record)
-        return Record(self.stem + record, self.start + start, size, self.records[self.stem + record].CRC)
+    def malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:
+        """Return the error of a record."""
+        return MalformedFile(self.path, place=record, found=found, needed=needed, next_step=next_step)
 
-    def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:
-        return MalformedFile(self.path, place=self.stem + record, found=found, needed=needed, next_step=next_step)
+
+class Archive:
+    """A torch.save zip, of which only the directory has been read. Raises NotACheckpoint for another kind of zip."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory, self.path = directory, directory.path
+        self.big_endian = False
+        self._key_prefix = ""
+        pickles = [name for name in directory.records if is_pickle(name)]
+        if len(pickles) != 1:
+            found = f"a zip with {len(pickles)} records data.pkl"
+            raise NotACheckpoint(self.path, found=found, needed="one, as torch.save writes")
+        self.stem = pickles[0].removesuffix("data.pkl")
+        for name in _NUMBERS:
+            self._check_number(name)
+        for name in _BESIDE:
+            if self.stem + name in directory.records:
+                directory.locate(self.stem + name)
+
+    def _check_number(self, name: str) -> None:
+        """Check a record that torch.load reads as a number, if it is present."""
+        name = self.stem + name
+        if name in self.directory.records:
+            number = self.directory.read_record(name)
+            if not number.strip().isdigit():
+                raise self.directory.malformed(name, repr(number[:20]), "a whole number", _AGAIN)
+
+    def unpickle(self, key_prefix: str = "") -> Pickled:
+        """Read the pickle and the byte order. Raises as `pickles.unpickle`, and MalformedFile.
+
+        key_prefix: distinguishes the storages of several archives.
+        """
+        name = f"{self.stem}data.pkl"
+        pickled = unpickle(self.directory.read_record(name), self.path, name, key_prefix=key_prefix)
+        self._key_prefix = key_prefix
+        self.big_endian = self._is_big_endian()
+        return pickled
+
+    def _is_big_endian(self) -> bool:
+        """Whether tensors are stored big-endian; files before torch 2.1 lack the record and are little-endian."""
+        name = self.stem + "byteorder"
+        if name not in self.directory.records:
+            return False
+        order = self.directory.read_record(name)
+        if order not in (b"little", b"big"):
+            raise self.directory.malformed(name, repr(order[:20]), "little or big", _AGAIN)
+        return order == b"big"
+
+    def tensor(self, name: str, location: TensorLocation) -> Tensor:
+        """Check that a tensor is within its record, and return it with its offset in the file."""
+        opened = self.directory.opened
+        return locate_tensor(name, location, self.path, self._locate_record, opened, big_endian=self.big_endian)
+
+    def _locate_record(self, storage: Storage) -> Record:
+        name = f"{self.stem}data/{storage.key.removeprefix(self._key_prefix)}"
+        start, size = self.directory.locate(name)
+        return Record(name, self.directory.start + start, size, self.directory.records[name].CRC)
+
+
+def is_pickle(name: str) -> bool:
+    """Whether a record is the pickle of a torch.save zip."""
+    return name == "data.pkl" or name.endswith("/data.pkl")
 
 
 def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> tuple[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -83,3 +84,41 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"the constant {constant}")
+
+
+class FileRange(io.RawIOBase):
+    """A range of a file as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor of the whole file."""
+        return self._file.fileno()
+
+    def tell(self) -> int:
+        """Return the position in the range."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Change the position in the range. Raises ValueError for a position before its start."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError("an offset before the start of the record")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, at most up to the end of the range."""
+        room = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        got = os.preadv(self.fileno(), [room], self._start + self._at) if len(room) else 0
+        self._at += got
+        return got

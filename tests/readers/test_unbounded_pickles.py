@@ -171,7 +171,7 @@ def test_overlapping_zip_records(tmp_path: Path) -> None:
         (tmp_path / "a.pth").write_bytes(zipped(first, order, outer, replace(inner, offset=offset), version))
         if offset is None:
             assert len(syncheck.read(str(tmp_path / "a.pth")).tensors) == 2
-    with pytest.raises(MalformedFile, match="within data/0; needed separate records"):
+    with pytest.raises(MalformedFile, match="within archive/data/0; needed separate records"):
         syncheck.read(str(tmp_path / "a.pth"))
 
 

@@ -23,7 +23,7 @@ from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.files import read_file
 from syncheck.readers.pickles.stand_ins import TensorLocation, refused_tensor
 from syncheck.readers.pickles.tree import MAX_DEPTH, flatten
-from syncheck.readers.untrusted import open_regular_file
+from syncheck.readers.untrusted import FileRange, open_regular_file
 from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
 
 if TYPE_CHECKING:
@@ -154,8 +154,9 @@ class _Records:
             self.objects[name] = location = refused_tensor(Refusal.UNKNOWN_RECORD())
             self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
             return
-        view = io.BufferedReader(_FileRange(file, chunk.offset, chunk.length))
-        archive = torch_zip.Archive(view, os.path.join(self.folder, chunk.file), chunk.offset)
+        view = io.BufferedReader(FileRange(file, chunk.offset, chunk.length))
+        path = os.path.join(self.folder, chunk.file)
+        archive = torch_zip.Archive(torch_zip.Directory(view, path, chunk.offset))
         pickled = archive.unpickle()
         if entry.shape is None:
             self.tensors |= {id(part): archive.tensor(name, part) for part in pickled.made}
@@ -217,38 +218,6 @@ def _is_zip(file: BinaryIO, chunk: Chunk) -> bool:
         return True
     end = chunk.offset + max(0, chunk.length - _ZIP_END_SIZE)
     return os.pread(file.fileno(), len(_ZIP_END), end) == _ZIP_END
-
-
-class _FileRange(io.RawIOBase):
-    """A range of a file as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("an offset before the start of the record")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        got = os.preadv(self.fileno(), [room], self._start + self._at) if len(room) else 0
-        self._at += got
-        return got
 
 
 class _Branch(dict[Any, Any]):

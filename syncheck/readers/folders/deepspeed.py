@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from syncheck.errors import UnsupportedFormat
 from syncheck.messages import Note
 from syncheck.readers.assembly import choose_label, match_in_order, note_missing_parts, read_parts
 
@@ -23,6 +24,9 @@ _MODEL = re.compile(
     rf"(?P<label>(?:layer_\d+_expert_\d+_|zero_pp_rank_\d+_)?{_MP}|layer_\d+-model_\d+)[-_]model_states\.pt"
 )
 _OPTIMIZER = re.compile(rf"(?:bf16_)?(?P<label>(?:zero_pp_rank|expp_rank)_\d+_{_MP})_optim_states\.pt")
+# The subfolder of a universal checkpoint (deepspeed/checkpoint/ds_to_universal.py), which is not read.
+_UNIVERSAL = "zero"
+_UNIVERSAL_PART = re.compile(rf"{_UNIVERSAL}/[^/]+/\w+\.pt")
 
 # Files that are numbered from 0 without gaps.
 _MODEL_PART = re.compile(r"mp_rank_(\d+)")
@@ -31,12 +35,23 @@ _ZERO_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 
 def matches_folder(folder: str) -> bool:
     """Whether a folder contains files that DeepSpeed writes for a tag."""
-    return any(map(_MODEL.fullmatch, os.listdir(folder)))
+    names = os.listdir(folder)
+    return any(map(_MODEL.fullmatch, names)) or (_UNIVERSAL in names and _is_universal(folder))
 
 
 def holds(relative: str) -> bool:
     """Whether a file belongs to this format. relative: its path below the folder."""
+    if relative.startswith(f"{_UNIVERSAL}/"):
+        return _UNIVERSAL_PART.fullmatch(relative) is not None
     return any(pattern.fullmatch(relative) for pattern in (_MODEL, _OPTIMIZER))
+
+
+def _is_universal(folder: str) -> bool:
+    """Whether a folder has a subfolder for each parameter, as ds_to_universal.py writes."""
+    parameters = os.path.join(folder, _UNIVERSAL)
+    if not os.path.isdir(parameters):
+        return False
+    return any(os.path.isfile(os.path.join(parameters, name, "fp32.pt")) for name in os.listdir(parameters))
 
 
 def _is_zero_partition(match: re.Match[str]) -> bool:
@@ -45,6 +60,11 @@ def _is_zero_partition(match: re.Match[str]) -> bool:
 
 def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for an unreadable file."""
+    if _is_universal(folder):
+        raise UnsupportedFormat(
+            folder, found="a universal checkpoint of DeepSpeed", needed="a checkpoint as DeepSpeed saves it",
+            next_step="pass the folder that it was converted from, such as global_step500/",
+        )  # fmt: skip
     names = os.listdir(folder)
     models, optimizers = match_in_order(_MODEL, names), match_in_order(_OPTIMIZER, names)
     parts = [

@@ -27,6 +27,11 @@ _CODES = {
 }
 
 
+def restore_bytes(data: Any) -> Any:
+    """Return the bytes of a byte string of Python 2, which the unpickler reads as text; other data as it is."""
+    return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+
+
 class _NumpyDType:
     """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD. ml_dtypes passes a class.
 
@@ -63,7 +68,8 @@ class _NumpyArray(Compound):
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
             raise pickle.UnpicklingError("invalid state of a numpy array")
-        _, shape, kind, fortran, data = state
+        _, shape, kind, fortran, stored = state
+        data = restore_bytes(stored)
         shape = check_sizes(shape)
         dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
@@ -91,6 +97,7 @@ def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) 
 
 def _read_scalar(kind: Any, data: Any = None) -> Any:
     """Return a numpy scalar as a Python number, or its bytes if it has no Python equivalent."""
+    data = restore_bytes(data)
     if not isinstance(kind, _NumpyDType) or not isinstance(data, bytes):
         return None
     dtype = kind.dtype

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from syncheck.messages import Message
 
 
+# Names of the encodings in which pickles of protocol 2 write bytes.
+_ENCODINGS = ("latin1", "latin-1", "latin_1", "iso-8859-1", "utf-8", "utf8", "ascii")
+
+
 def _tensor_in_storage(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any
 ) -> TensorLocation:
@@ -90,7 +94,8 @@ def _make_ordered(_factory: Any = None, *items: Any) -> Ordered:
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """Stand in for _codecs.encode, with which protocol 2 writes bytes."""
-    if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
+    # Other encodings, like zlib, could expand a few bytes without bound.
+    if not isinstance(text, str) or not isinstance(encoding, str) or encoding.lower() not in _ENCODINGS:
         raise pickle.UnpicklingError("bytes in an unknown encoding")
     return text.encode(encoding)
 
@@ -103,8 +108,15 @@ def _make_bytes(*given: Any) -> bytes:
 
 
 def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
-    """Stand in for copyreg._reconstructor, with which protocols 0 and 1 write plain objects."""
-    return kind(state) if isinstance(kind, type) and issubclass(kind, Inert) else None
+    """Stand in for copyreg._reconstructor, with which protocols 0 and 1 write plain objects.
+
+    state: the content, if the class derives from a plain class such as dict.
+    """
+    if not isinstance(kind, type):
+        return state
+    if issubclass(kind, Inert):
+        return kind(state)
+    return kind(state) if issubclass(kind, Ordered) and isinstance(state, dict) else state
 
 
 def _refuse(reason: Message) -> StandIn:

@@ -91,6 +91,10 @@ class TensorLocation(_Immutable):
         """Return the same location as a rank's shard of a DTensor."""
         return TensorLocation(**(_fields(self) | {"sharding": sharding}))
 
+    def without_attributes(self) -> TensorLocation:
+        """Return the same location without further content."""
+        return TensorLocation(**_fields(self))
+
 
 def _fields(location: TensorLocation) -> dict[str, Any]:
     return {field.name: getattr(location, field.name) for field in fields(TensorLocation)}
@@ -234,6 +238,15 @@ class Inert:
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
+
+
+def name_class(value: Any) -> str:
+    """Return the full name of a class that a pickle names, or of the class of an object."""
+    if isinstance(value, TensorLocation):
+        return "torch.Tensor"
+    kind = value if isinstance(value, type) else type(value)
+    # Other stand-ins and plain values have no name of their own.
+    return str(getattr(kind, "name", "")) if issubclass(kind, Inert) else kind.__name__
 
 
 class Ordered(dict[Any, Any]):

@@ -24,12 +24,16 @@ _MOST_SHOWN = 1 << 36
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The bytes of a storage in a file. label: for errors. crc32: 0 if unknown."""
+    """The bytes of a storage in a file.
+
+    label: for errors. crc32: 0 if unknown. data: the bytes, if the file contains them in another encoding.
+    """
 
     label: str
     start: int
     size: int
     crc32: int = 0
+    data: bytes | None = None
 
 
 def locate_tensor(
@@ -78,6 +82,11 @@ def locate_tensor(
     if shown > max(record.size, _MOST_SHOWN):
         refused = Refusal.HUGE_VIEW(stored=record.size, shown=shown)
         return Tensor(name, dtype.name, shape, location.strides, path, 0, refused=refused)
+    if record.data is not None:
+        return Tensor(
+            name, dtype.name, shape, location.strides, path, location.offset * dtype.size, big_endian, location.lazy,
+            data=record.data,
+        )  # fmt: skip
     return Tensor(
         name, dtype.name, shape, location.strides, path, record.start + location.offset * dtype.size,
         big_endian, location.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,

@@ -12,6 +12,7 @@ from syncheck.metadata_block import KEY, parse_metadata
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import limits
 from syncheck.readers.pickles import keys
+from syncheck.readers.pickles.cycles import ContainsItself, Owners, find_owners
 from syncheck.readers.pickles.optimizer_names import (
     list_ids,
     list_members,
@@ -33,7 +34,8 @@ MAX_NODES = 200_000
 NODES_PER_BYTE = 4
 # Limit of characters in all names, because a long key is repeated in the names of everything below it.
 MAX_LETTERS = 1 << 28
-MAX_DEPTH = 200
+# Python's pickle fails at about 500 levels, unless the program raises its limit.
+MAX_DEPTH = 1_000
 LOST = "unnamed tensor"
 # Tables of shapes in DeepSpeed's files: an empty shape is a parameter, too.
 _SHAPES = ("param_shapes.", "frozen_param_shapes.")
@@ -49,6 +51,8 @@ class Flat:
     """In the order of the containers, and thus of the parameters."""
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
+    block: Any = None
+    """The metadata block, whose parts have no names."""
     numbered: tuple[str, ...] = ()
     """Parameters of the only optimizer, if the file does not name them."""
     nodes: int = 0
@@ -58,6 +62,8 @@ class Flat:
     """Whether names include the keys of model containers, because two tensors would otherwise have the same name."""
     repeated: dict[str, int] = field(default_factory=dict)
     """The last suffix number of each repeated name."""
+    owners: Owners = field(default_factory=Owners)
+    """Where containers that contain themselves are entered."""
 
     def count(self, path: str, name: str, parts: int) -> None:
         """Count parts below a name before naming them. Raises MalformedFile above the limit."""
@@ -92,14 +98,41 @@ def flatten(tree: Any, path: str, size: int = MAX_NODES, made: Sequence[TensorLo
     """
     flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, limits.MOST_ENTRIES))
     try:
-        _flatten(tree, path, flat)
-        if not flat.repeated.keys().isdisjoint(flat.tensors):
-            flat = Flat(most=flat.most, whole_names=True)
-            _flatten(tree, path, flat)
-        _add_lost(made, flat, path)
+        try:
+            return _flatten_with_lost(tree, path, flat, made)
+        except ContainsItself:
+            flat = Flat(most=flat.most, owners=_find_owners(tree, path, flat.most, made))
+            return _flatten_with_lost(tree, path, flat, made)
     except keys.UnboundedKey:
         raise _endless_error(path, "a key", "it has parts without end", "a string or a number") from None
+
+
+def _flatten_with_lost(tree: Any, path: str, flat: Flat, made: Sequence[TensorLocation]) -> Flat:
+    _flatten(tree, path, flat)
+    if not flat.repeated.keys().isdisjoint(flat.tensors):
+        flat = Flat(most=flat.most, whole_names=True, owners=flat.owners)
+        _flatten(tree, path, flat)
+    _add_lost(made, flat, path)
     return flat
+
+
+def _find_owners(tree: Any, path: str, most: int, made: Sequence[TensorLocation]) -> Owners:
+    """Find the containers that contain themselves. Raises MalformedFile for more than `most` parts."""
+    counter = Flat(most=most)
+
+    def list_containers(node: Any) -> list[tuple[int, Any]]:
+        parts = children(node) or []
+        counter.count(path, "", len(parts))
+        return [(position, part) for position, (_, part) in enumerate(parts) if _has_parts(part)]
+
+    roots = [tree, *[location for location in made if _has_parts(location)]]
+    return find_owners(roots, list_containers)
+
+
+def _has_parts(node: Any) -> bool:
+    if isinstance(node, Compound):
+        return bool(node.inner)
+    return isinstance(node, (*_CONTAINERS, Inert))
 
 
 def _endless_error(path: str, place: str, found: str, needed: str) -> MalformedFile:
@@ -119,8 +152,8 @@ def _flat_parameter_error(path: str, name: str) -> UnsupportedFormat:
 
 def _flatten(tree: Any, path: str, flat: Flat) -> None:
     if isinstance(tree, dict) and isinstance(tree.get(KEY), dict):
-        flat.metadata = parse_metadata(tree[KEY], path)
-        tree = {key: value for key, value in tree.items() if key != KEY}
+        flat.block = tree[KEY]
+        flat.metadata = parse_metadata(flat.block, path)
     optimizers: list[Any] = []
     _walk([("", tree)], flat, path, optimizers)
     models = {name: location.full_shape for name, location in flat.tensors.items()}
@@ -167,6 +200,8 @@ def is_optimizer(value: Any) -> bool:
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """Return the named parts of a container, or None for a leaf."""
+    if isinstance(node, Compound):
+        return children(node.inner) if node.inner else None
     if isinstance(node, dict):
         parts = [(keys.to_text(key), value) for key, value in node.items()]
         for state in getattr(node, "attributes", ()):
@@ -199,43 +234,69 @@ def _sort_set(parts: AbstractSet[Any]) -> list[Any]:
 def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: list[Any] | None = None) -> None:
     """Name all leaves depth first in insertion order, without recursion because the file controls the depth.
 
+    trees: (name, tree) pairs.
     optimizers: collects optimizer state dicts instead of entering them. None within an optimizer, which may contain
-    similar dictionaries. trees: (name, tree) pairs.
+    similar dictionaries.
+    Raises ContainsItself for a container within itself, unless its owner is known.
     """
     stack: list[tuple[str, Any, tuple[int, ...]]] = [(name, tree, ()) for name, tree in reversed(trees)]
     while stack:
         name, node, above = stack.pop()
-        if len(above) > MAX_DEPTH or id(node) in above:
-            limit = "a container contains itself" if id(node) in above else "containers are nested without end"
-            raise _endless_error(path, name, limit, f"at most {MAX_DEPTH} levels")
-        if isinstance(node, TensorLocation):
-            if name.endswith("_flat_param") and (node.sharding or node.refused):
-                raise _flat_parameter_error(path, name)
-            flat.tensors[flat.unique_name(name, flat.tensors)] = node
-            if isinstance(node, Compound) and node.inner:
-                inside = children(node.inner) or []
-                flat.count(path, name, len(inside))
-                stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(inside)]
-        elif isinstance(node, Storage):
+        if id(node) in above:
+            raise ContainsItself
+        if len(above) > MAX_DEPTH:
+            raise _endless_error(path, name, "containers are nested without end", f"at most {MAX_DEPTH} levels")
+        if isinstance(node, Storage):
             flat.tensors[flat.unique_name(name, flat.tensors)] = node.as_tensor()
         elif optimizers is not None and is_optimizer(node):
             optimizers.append(node)
         elif isinstance(node, _PLAIN):
             flat.values[flat.unique_name(name, flat.values)] = keys.to_plain(node)
         else:
-            if isinstance(node, _CONTAINERS) and flat.nodes + len(node) > flat.most:
-                flat.count(path, name, len(node))  # and end, before they have names
-            parts = children(node)
-            if parts is None:  # a dtype, or a rebuild function that nothing used
-                continue
-            if node == () and name.startswith(_SHAPES):  # of a scalar
-                flat.values[flat.unique_name(name, flat.values)] = "()"
-            flat.count(path, name, len(parts))
+            if isinstance(node, TensorLocation):
+                _add_tensor(node, name, flat, path)
+            parts = _list_named_parts(node, name, flat, path)
             nested = (*above, id(node))
-            models = [key for key, value in parts if key in MODEL_CONTAINERS and _is_model(value)]
-            only = models[0] if len(models) == 1 and not flat.whole_names else None
-            start = f"{name}." if name else ""
-            stack += [(name if key == only else start + key, value, nested) for key, value in reversed(parts)]
+            stack += [(part_name, part, nested) for part_name, part in reversed(parts)]
+
+
+def _add_tensor(tensor: TensorLocation, name: str, flat: Flat, path: str) -> None:
+    if name.endswith("_flat_param") and (tensor.sharding or tensor.refused):
+        raise _flat_parameter_error(path, name)
+    flat.tensors[flat.unique_name(name, flat.tensors)] = tensor
+
+
+def _list_named_parts(node: Any, name: str, flat: Flat, path: str) -> list[tuple[str, Any]]:
+    """Return the parts of a container to enter, with their full names."""
+    if isinstance(node, _CONTAINERS) and flat.nodes + len(node) > flat.most:
+        flat.count(path, name, len(node))  # and end, before they have names
+    parts = children(node)
+    if parts is None:  # a tensor, a dtype, or a rebuild function that nothing used
+        return []
+    if node == () and name.startswith(_SHAPES):  # of a scalar
+        flat.values[flat.unique_name(name, flat.values)] = "()"
+    flat.count(path, name, len(parts))
+    if isinstance(node, TensorLocation):
+        start, omitted = f"{name or 'tensor'}.", None
+    else:
+        start, omitted = f"{name}." if name else "", _find_model_key(parts, flat)
+    named = []
+    for position, (key, part) in enumerate(parts):
+        if flat.block is not None and part is flat.block and not name:
+            continue
+        if not flat.owners.allows(node, position, part):
+            if not isinstance(part, TensorLocation):  # a reference back to an object that has a name
+                continue
+            # Its attributes have names, and the tensor itself gets a further one.
+            part = part.without_attributes()
+        named.append((name if key == omitted else start + key, part))
+    return named
+
+
+def _find_model_key(parts: Sequence[tuple[str, Any]], flat: Flat) -> str | None:
+    """Return the key of the only state dict among parts, which names do not include."""
+    models = [key for key, value in parts if key in MODEL_CONTAINERS and _is_model(value)]
+    return models[0] if len(models) == 1 and not flat.whole_names else None
 
 
 def _is_model(value: Any) -> bool:

@@ -5,9 +5,9 @@ imported:
 
 - `TABLE`, from `rebuild`, `numpy_stand_ins` and `dtensor`: stand-ins for the names that torch.save writes for tensors,
   arrays and plain containers.
-- `REFUSED_*`: names whose only use is to execute code. The whole file is refused. `_find_nested_class` allows one use
-  of getattr.
-- All other names become inert classes that keep their arguments, so that tensors among them are found.
+- `refusals`: names whose only use is to execute code. The whole file is refused.
+- All other names become inert classes that keep their arguments, so that tensors among them are found. An attribute of
+  such a class or object, which protocol 2 looks up with getattr, is inert too.
 """
 
 from __future__ import annotations
@@ -16,54 +16,32 @@ import pickle
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from syncheck.errors import MalformedFile, RefusedFile, brief
+from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat, brief
 from syncheck.readers import limits
-from syncheck.readers.pickles.dtensor import SHARDED_TENSOR, SUBCLASSES
+from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.limits import Keys, check_nesting, scan
 from syncheck.readers.pickles.numpy_stand_ins import NUMPY
 from syncheck.readers.pickles.rebuild import REBUILT
-from syncheck.readers.pickles.stand_ins import Inert, StandIn, Storage, StorageType, TensorLocation
+from syncheck.readers.pickles.refusals import is_refused, is_refused_attribute, rename_module
+from syncheck.readers.pickles.stand_ins import Inert, StandIn, Storage, StorageType, TensorLocation, name_class
 from syncheck.snapshots import MOST_ELEMENTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from mmap import mmap
 
 
 TABLE = REBUILT | NUMPY | SUBCLASSES
 
-# Top-level modules without classes of tensors, numbers or configurations.
-REFUSED_MODULES = frozenset(
-    "_ctypes _frozen_importlib _imp _pickle _posixsubprocess _socket _thread _winapi asyncio bdb cPickle "
-    "cloudpickle code codeop commands ctypes dill ftplib http imp importlib joblib marshal mmap msvcrt multiprocessing "
-    "nt os pdb pickle pickletools pip pkgutil platform posix profile pty pydoc requests runpy shelve shutil signal "
-    "smtplib socket ssl subprocess sys tempfile threading timeit trace urllib venv webbrowser winreg".split()
-)
-REFUSED_PREFIXES = (
-    "torch.hub.",
-    "torch.utils.cpp_extension.",
-    "torch.utils.bottleneck.",
-    "numpy.testing.",
-    "numpy.f2py.",
-)
-REFUSED_BUILTINS = frozenset(
-    "__build_class__ __import__ apply breakpoint classmethod compile delattr eval exec execfile exit file getattr "
-    "globals help input locals memoryview open print quit raw_input reload setattr staticmethod super vars".split()
-)
-REFUSED_NAMES = frozenset({"types.CodeType", "types.FunctionType", "operator.attrgetter", "operator.methodcaller"})
-
+# Classes of libraries whose arrays follow outside the pickle: the contents and the next step.
+UNREAD_CLASSES = {
+    "joblib.numpy_pickle.NumpyArrayWrapper": (
+        "an array of joblib.dump, whose bytes are not part of the pickle",
+        "load the file with joblib, and save its arrays with torch.save or pickle.dump",
+    ),
+}
 # Limit of characters in a name, which is kept and printed.
 _LONGEST = 1_000
-# Names in pickles of Python 2 protocols.
-ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg", "__builtins__": "builtins"}
-
-
-def is_refused(module: str, name: str) -> bool:
-    """Whether the only use of a global in a checkpoint is to execute code."""
-    root = module.partition(".")[0]
-    if root == "builtins":
-        return name.partition(".")[0] in REFUSED_BUILTINS
-    full = f"{module}.{name}"
-    return root in REFUSED_MODULES or full in REFUSED_NAMES or f"{full}.".startswith(REFUSED_PREFIXES)
 
 
 class Stream:
@@ -97,39 +75,68 @@ class Stream:
         return self.read((self.data.find(b"\n", self.at) + 1 or len(self.data)) - self.at)
 
 
+class _Options(NamedTuple):
+    """Optional arguments of `unpickle`."""
+
+    key_prefix: str
+    load_storage: Callable[[bytes], Storage] | None
+
+
 class _Rules:
     """Handling of globals and storages, shared by both unpicklers."""
 
-    def __init__(self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None) -> None:
-        super().__init__(source)  # type: ignore[call-arg]  # the constructor of the unpickler in the subclass
+    def __init__(
+        self, source: Stream, path: str, place: str, storages: dict[str, Storage] | None, options: _Options
+    ) -> None:
+        # Byte strings of Python 2 become text, as in torch.load. Other bytes survive the conversion back.
+        super().__init__(source, encoding="utf-8", errors="surrogateescape")  # type: ignore[call-arg]  # of the subclass
         self.made: list[TensorLocation] = []
         self.path, self.place, self.storages = path, place, storages
+        self.key_prefix, self.load_storage = options
         self.views: dict[str, Storage] = {}
         self.stubs: dict[str, type[Inert]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        module = ALIASES.get(module, module)
+        module = rename_module(module)
         full = f"{module}.{name}"
         if full in TABLE:
             known = TABLE[full]
             return StandIn(known.call, self.made) if type(known) is StandIn else known
         if len(full) > _LONGEST:
             raise pickle.UnpicklingError(f"a name of {len(full)} characters")
-        if full == "builtins.getattr" and SHARDED_TENSOR in self.stubs:
-            return StandIn(self._find_nested_class)
+        if full == "builtins.getattr":
+            return StandIn(self._get_attribute)
+        if full == "torch.storage._load_from_bytes" and self.load_storage is not None:
+            return StandIn(self.load_storage)
+        if full in UNREAD_CLASSES:
+            found, next_step = UNREAD_CLASSES[full]
+            raise UnsupportedFormat(self.path, place=self.place, found=found, next_step=next_step)
         if is_refused(module, name):
             raise self._refuse(full)
+        return self._make_stub(full)
+
+    def _make_stub(self, full: str) -> type[Inert]:
+        """Return the inert class of a name, always the same class for the same name."""
         if full not in self.stubs:
             if len(self.stubs) == limits.MOST_CLASSES:
                 raise pickle.UnpicklingError(f"more than {limits.MOST_CLASSES} unknown classes")
             self.stubs[full] = type("Inert", (Inert,), {"name": full})
         return self.stubs[full]
 
-    def _find_nested_class(self, outer: Any = None, name: Any = None, *_: Any) -> type[Inert]:
-        """Stand in for getattr, with which protocol 2 writes the class of a ShardedTensor's process group."""
-        if outer is not self.stubs[SHARDED_TENSOR] or name != "ProcessGroupState":
+    def _get_attribute(self, *arguments: Any) -> type[Inert] | Inert:
+        """Stand in for getattr, with which pickle writes nested classes, methods, and enum members of Python 3.11.
+
+        An attribute of a class is a class like any other. An attribute of an object, a bound method, keeps the object,
+        so that its tensors are found.
+        """
+        if len(arguments) != 2 or not _is_attribute_name(arguments[1]):
             raise self._refuse("builtins.getattr")
-        return self.find_class(SHARDED_TENSOR, name)  # type: ignore[no-any-return]  # unknown names become classes
+        owner, name = arguments
+        owner_name = name_class(owner)
+        if is_refused_attribute(owner_name, name):
+            raise self._refuse(f"builtins.getattr(..., {name!r})")
+        stub = self._make_stub(f"{owner_name}.{name}")
+        return stub if isinstance(owner, type) else stub(owner)
 
     def _refuse(self, name: str) -> RefusedFile:
         return RefusedFile(
@@ -155,7 +162,7 @@ class _Rules:
             raise pickle.UnpicklingError(f"invalid storage class or location in {brief(pid)}")
         # Tensors in an unknown storage class, like quantized storages, are counted but not read.
         row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
-        storage = Storage(row[0], key, numel, row[1], 0, numel)
+        storage = Storage(row[0], self.key_prefix + key, numel, row[1], 0, numel)
         if self.storages is None:
             return storage
         self.storages.setdefault(key, storage)
@@ -206,6 +213,10 @@ class _CheckedUnpickler(_Rules, _Slow):  # type: ignore[misc]  # the base has ty
         dispatch[_opcode[0]] = partial(_check, opcode=_opcode)
 
 
+def _is_attribute_name(name: Any) -> bool:
+    return isinstance(name, str) and len(name) <= _LONGEST and name.isidentifier()
+
+
 class Pickled(NamedTuple):
     """The content of a pickle. stubs: names of globals that became inert classes. size: in bytes."""
 
@@ -216,12 +227,24 @@ class Pickled(NamedTuple):
     size: int
 
 
-def unpickle(data: bytes | Stream, path: str, place: str, storages: dict[str, Storage] | None = None) -> Pickled:
+def unpickle(
+    data: bytes | Stream,
+    path: str,
+    place: str,
+    storages: dict[str, Storage] | None = None,
+    *,
+    key_prefix: str = "",
+    load_storage: Callable[[bytes], Storage] | None = None,
+) -> Pickled:
     """Read a torch.save pickle.
 
-    data: the pickle, or a stream at its first byte. path, place: for error messages. storages: collects storages by
-    key, only for the format before torch 1.6. Raises RefusedFile for a global that executes code, and MalformedFile for
-    all other faults.
+    data: the pickle, or a stream at its first byte.
+    path, place: for error messages.
+    storages: collects storages by key, only for the format before torch 1.6.
+    key_prefix: the start of the keys of all storages, to distinguish several pickles.
+    load_storage: reads the bytes of a storage within a plain pickle, which is a torch.save file.
+    Raises RefusedFile for a global that executes code, UnsupportedFormat for arrays that are not in the pickle, and
+    MalformedFile for all other faults.
     """
     source = Stream(data) if isinstance(data, bytes) else data
     start = source.at
@@ -231,12 +254,14 @@ def unpickle(data: bytes | Stream, path: str, place: str, storages: dict[str, St
             path, place=place, found=f"the pickle would take all memory or time: {found.fault}",
             next_step="no library writes this; check the origin of the file",
         )  # fmt: skip
-    unpickler = (_CheckedUnpickler if found.slow else _Unpickler)(source, path, place, storages)
+    unpickler = (_CheckedUnpickler if found.slow else _Unpickler)(
+        source, path, place, storages, _Options(key_prefix, load_storage)
+    )  # fmt: skip
     if isinstance(unpickler, _CheckedUnpickler):
         unpickler.keys = Keys(found.size)
     try:
         tree = unpickler.load()
-    except (RefusedFile, MemoryError):  # the scan has already limited what the file can request
+    except (CheckpointError, MemoryError):  # the scan has already limited what the file can request
         raise
     # A damaged stream can raise any exception of the C unpickler and of the stand-ins.
     except Exception as error:  # noqa: BLE001
