@@ -323,7 +323,7 @@ def _find_orientation(base: Tensor, parts: Mapping[str, Tensor]) -> bool | None:
 
 
 def _find_ties(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Return the names of the same bytes in a file, for each name of several."""
+    """Return all names of the same bytes in a file by each of these names."""
     names_by_place: dict[object, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.data is None and not tensor.shards:

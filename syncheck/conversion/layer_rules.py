@@ -87,7 +87,7 @@ def assign_parts(candidates: Candidates) -> Assignment:
     names = LayerNames(candidates.tensors)
     pairings = _unify_sides(_unify_heads(candidates.pairings))
     rules = _list_rules(pairings, names)
-    # The rule of most layers, for each tensor that has such a rule.
+    # The rule of most layers for each tensor.
     usual: dict[tuple[int, str], LayerRule] = {}
     for rule in rules:
         for stored in rule.expected:

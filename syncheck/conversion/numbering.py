@@ -112,7 +112,7 @@ def _find_constants(rows: Sequence[Numbers]) -> dict[int, int]:
 
 
 def _remove_constants(rows: Collection[Numbers], constants: Mapping[int, int]) -> dict[Numbers, Numbers]:
-    """Return the numbers without the constants, for the names that have them."""
+    """Return the numbers of the names with these constants, but without the constants."""
     shortened = {}
     for row in rows:
         if all(row[place] == number for place, number in constants.items()):

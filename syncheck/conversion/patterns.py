@@ -143,7 +143,7 @@ class _Text:
 
 
 def _advance(node: _Node, text: _Text, positions: int) -> int:
-    """Return the positions after a node, for all positions before it."""
+    """Return the positions after a node from all positions before it."""
     text.budget.spend()
     if isinstance(node, _Chars):
         return (positions & text.find(node)) << 1
