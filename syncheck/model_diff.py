@@ -225,13 +225,7 @@ def compare_sides(
 
     copies: the results by side; None for a side in one file. histograms: see `diff`. Raises as `diff` does.
     """
-    notes = []
-    for side, own in zip(sides, copies, strict=True):
-        if len(side.group.ranks) > 1:
-            compared = own.counts.compared if own is not None else 0
-            sentence = Note.COPIES if compared else Note.NO_COPIES
-            unit = "ranks" if side.model.format == "memory" else "files"
-            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
+    notes = _note_copies(sides, copies)
     reduced = drop_unmatched_copies([side.model for side in sides])
     sides = [replace(side, model=model) for side, model in zip(sides, reduced, strict=True)]
     check_layouts([side.model for side in sides], LABELS)
@@ -285,6 +279,18 @@ def compare_sides(
     from syncheck import baseline
 
     return baseline.apply_baseline(report, baseline.read(options.baseline))
+
+
+def _note_copies(sides: Sequence[Side], copies: Sequence[Group | None]) -> list[Message]:
+    """Return how many tensors of each side in several files were compared with their copies."""
+    notes = []
+    for side, own in zip(sides, copies, strict=True):
+        if len(side.group.ranks) > 1:
+            compared = own.counts.compared if own is not None else 0
+            sentence = Note.COPIES if compared else Note.NO_COPIES
+            unit = "ranks" if side.model.format == "memory" else "files"
+            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
+    return notes
 
 
 def _merge_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:

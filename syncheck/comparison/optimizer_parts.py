@@ -85,7 +85,10 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int,
         if parts != Parts():
             return renamed, parts
         if len(lists) > 1 and len({*map(len, lists)}) == 1:
-            snapshots = _share_names(snapshots, numbered)
+            shared = _share_names(snapshots, numbered)
+            owned = _detect_by_owner(shared)
+            # Without owners, the names of each rank remain, as in the comparison of a running job.
+            return (snapshots, Parts()) if owned is None else (shared, owned)
     return snapshots, _detect_by_owner(snapshots) or Parts()
 
 
