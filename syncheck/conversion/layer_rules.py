@@ -87,16 +87,23 @@ def assign_parts(candidates: Candidates) -> Assignment:
     names = LayerNames(candidates.tensors)
     pairings = _unify_sides(_unify_heads(candidates.pairings))
     rules = _list_rules(pairings, names)
-    # The rule of most layers for each tensor.
+    # The rule of most layers for each tensor, as a whole and as a part.
     usual: dict[tuple[int, str], LayerRule] = {}
     for rule in rules:
-        for stored in rule.expected:
+        for stored, parts in rule.expected.items():
             usual.setdefault((rule.side, stored), rule)
+            for part in parts:
+                usual.setdefault((1 - rule.side, part), rule)
     assignment = Assignment()
     deviating: list[Pairing] = []
     for rule in rules:
+        # Not all layers show this rule, so the tensors of its layers may belong to a rule of more layers.
+        is_disputed = len(rule.pairings) < len(rule.expected)
         for pairing in rule.pairings:
-            has_other_rule = usual.get((pairing.side, pairing.stored), rule) is not rule
+            tensors = [(rule.side, pairing.stored)]
+            if is_disputed:
+                tensors += [(1 - rule.side, part) for part in pairing.parts]
+            has_other_rule = any(usual.get(tensor, rule) is not rule for tensor in tensors)
             if has_other_rule or pairing.parts != rule.expected.get(pairing.stored, pairing.parts):
                 deviating.append(pairing)
             else:
