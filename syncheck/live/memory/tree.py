@@ -76,7 +76,7 @@ def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str
     return state_dict
 
 
-# The limit of `readers.pickles.tree`.
+# Below the limit of `readers.pickles.tree`, because this module uses recursion.
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes, bytearray)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)

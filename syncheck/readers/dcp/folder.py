@@ -22,7 +22,7 @@ from syncheck.readers.assembly import Assembly
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
 from syncheck.readers.files import read_file
 from syncheck.readers.pickles.stand_ins import TensorLocation, refused_tensor
-from syncheck.readers.pickles.tree import MAX_DEPTH, flatten
+from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.untrusted import FileRange, open_regular_file
 from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
 
@@ -37,6 +37,8 @@ CHUNKS = ".distcp"
 EXTRAS = ("meta.pt", "common.pt")
 _ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22  # a zip's last record, to which torch.save adds no comment
 _STATE, _GROUPS = "state.", "param_groups."
+# Limit of nested keys, which are converted with recursion.
+_MAX_DEPTH = 200
 _AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
 
 
@@ -237,7 +239,7 @@ def _rebuild(leaves: Iterable[tuple[tuple[str | int, ...], Any]], folder: str) -
             node = node.setdefault(key, _Branch())
             if not isinstance(node, _Branch):
                 break
-        if len(path) > MAX_DEPTH or not isinstance(node, _Branch) or path[-1] in node:
+        if len(path) > _MAX_DEPTH or not isinstance(node, _Branch) or path[-1] in node:
             raise MalformedFile(folder, place=METADATA, found=f"keys {brief(path)}", needed="unique keys")
         node[path[-1]] = leaf
     return _convert(root)

@@ -32,7 +32,7 @@ def _either(names: str) -> str:
     return names.replace(".", r"\.").replace(" ", "|")
 
 
-_CODE = rf"(?:{_either(_MODULES)})\.\w|builtins\.(?:{_either(_BUILTINS)})\.|(?:{_either(_NAMES)})\."
+_CODE = rf"(?:{_either(_MODULES)})\.[^.]|builtins\.(?:{_either(_BUILTINS)})\.|(?:{_either(_NAMES)})\."
 # The patterns match names with a dot at the end.
 _GLOBAL = re.compile(rf"{_CODE}|(?:{_either(_PREFIXES)})\.")
 # A module for code execution can also be reached as an attribute of another module: torch.serialization.os.
