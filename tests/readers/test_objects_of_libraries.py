@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import io
-import os
 import pickle
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any, ClassVar
