@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
 from checkpoints import Call, Global, save_pth, save_records
-from torch import nn
 
 import syncheck
 from syncheck.errors import RefusedFile
 from syncheck.readers.pickles.tree import LOST
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
