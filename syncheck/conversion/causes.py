@@ -21,6 +21,7 @@ from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
 from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
 from syncheck.dtypes import DTYPES
+from syncheck.kernel.blocks import has_elements
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical import views
 from syncheck.records import Evidence
@@ -73,7 +74,7 @@ class Models:
 
     def equals(self, view: Tensor, b: Tensor) -> dict[str, Any] | None:
         """Return the parameters of an additional conversion if a view has the bytes of a tensor of B, else None."""
-        if view.shape != b.shape or not is_comparable(view):
+        if view.shape != b.shape or not has_elements(view):
             return None
         converted = view.dtype != b.dtype
         if converted:
@@ -97,7 +98,7 @@ class Models:
         if key not in self._probes:
             self._probes[key] = defaultdict(list)
             for other, tensor in self.a.items():
-                same = tensor.shape == b.shape and is_comparable(tensor)
+                same = tensor.shape == b.shape and has_elements(tensor)
                 if same and (tensor.dtype == b.dtype or (is_readable(tensor) and is_readable(b))):
                     view = tensor if tensor.dtype == b.dtype else convert(tensor, (b.dtype,), self.files)
                     self._probes[key][self.probe(view)].append(other)
@@ -110,11 +111,6 @@ class Models:
         return None
 
 
-def is_comparable(tensor: Tensor) -> bool:
-    """Whether the bytes of the tensor can be read."""
-    return not tensor.refused and tensor.digest is None and tensor.sharding is None
-
-
 def _is_constant(data: bytes, tensor: Tensor) -> bool:
     size = DTYPES[tensor.dtype].size
     return data == data[:size] * (len(data) // size)
@@ -123,7 +119,7 @@ def _is_constant(data: bytes, tensor: Tensor) -> bool:
 def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDiff, ...]:
     """Return the diffs with the relations found between their tensors."""
     names = [diff.name for diff in diffs if diff.out_of_sync]
-    left = [n for n in names if all(n in own and is_comparable(own[n]) for own in (models.a, models.b))]
+    left = [n for n in names if all(n in own and has_elements(own[n]) for own in (models.a, models.b))]
     found: dict[str, Relation] = {}
     for relate in (_relate_operation, _relate_stored, _relate_elsewhere, _relate_boxes, _relate_rows, _relate_numbers):
         for name in left:

@@ -13,11 +13,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.causes import is_comparable
 from syncheck.conversion.name_maps import NameMap, Rule
 from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.conversion.rows import MOST_ROWS, digest_rows
 from syncheck.errors import UsageError
+from syncheck.kernel.blocks import has_elements
 from syncheck.logical import views
 from syncheck.messages import Note, Refusal
 
@@ -57,7 +57,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
         {
             name: tensor
             for name, tensor in own.items()
-            if name not in other and is_comparable(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,)
+            if name not in other and has_elements(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,)
         }
         for own, other in (models, models[::-1])
     ]

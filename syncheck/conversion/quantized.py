@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.recognition import is_readable
 from syncheck.dtypes import DTYPES
+from syncheck.kernel.blocks import has_elements
 from syncheck.snapshots import Tensor, contiguous_strides
 
 if TYPE_CHECKING:
@@ -106,12 +107,12 @@ def _open(tensor: Tensor, scale: Tensor, shape: Tensor | None, packed: bool, fil
 
     from syncheck.differences import read_float64
 
-    known = tensor.dtype in (*_INTEGERS, *_FLOATS) and len(tensor.shape) == 2 and not tensor.refused
+    known = tensor.dtype in (*_INTEGERS, *_FLOATS) and len(tensor.shape) == 2 and has_elements(tensor)
     if not known or not is_readable(scale) or not 0 < scale.numel <= 1 << 22 or not tensor.numel:
         return None
     full, bits = (tensor.shape[0], tensor.shape[1]), 8
     if packed:
-        if tensor.dtype != "int32" or shape is None or shape.numel != 2 or shape.dtype not in ("int64", "int32"):
+        if tensor.dtype != "int32" or shape is None or not has_elements(shape) or shape.numel != 2 or shape.dtype not in ("int64", "int32"):
             return None
         kind = np.int64 if shape.dtype == "int64" else np.int32
         rows, columns = np.frombuffer(bytes(files.read(shape, 0, 2, 0)), kind).tolist()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from syncheck.conversion.name_maps import apply_map, list_built_in, read_map, split_tensor
 from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import Files, is_contiguous, ranges
+from syncheck.kernel.blocks import Files, has_elements, is_contiguous, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -112,15 +112,16 @@ def _cosine(a: Tensor, b: Tensor, files: Files) -> float:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether the tensor has floating-point data, and not only a digest."""
-    return not tensor.refused and tensor.digest is None and DTYPES[tensor.dtype].family == "float"
+    """Whether the tensor has floating-point numbers that can be read."""
+    return has_elements(tensor) and DTYPES[tensor.dtype].family == "float"
 
 
 def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
     """Return the computed data of a tensor; None for other data, and for a view of a part of it."""
     data = tensor.data
-    whole = not tensor.offset and is_contiguous(tensor.shape, tensor.strides)
-    return data if whole and isinstance(data, kind) and tensor.shape == data.shape else None
+    if not isinstance(data, kind) or not has_elements(tensor) or tensor.offset or tensor.shape != data.shape:
+        return None
+    return data if is_contiguous(tensor.shape, tensor.strides) else None
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy
