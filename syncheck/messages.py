@@ -267,6 +267,10 @@ class Note(Sentence):
     UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
     DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
+    MODEL_VALUES_ABSENT = (
+        "{count:count value} of the model {count:verb is|are} not compared, because {ranks:ranks} "
+        "{ranks:verb lacks|lack} {count:verb it|them}: {names:names 5}; skip with {exclude:option GLOB}"
+    )
     MORE_VALUES_ABSENT = "not compared: {count} more values that some ranks lack"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
     FINGERPRINT = (
@@ -324,6 +328,7 @@ class Refusal(Sentence):
     ADAPTER = "a weight with an adapter of another kind than LoRA, or without adapter_config.json"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
     STORED = "{text}"
+    IN_PARTS = "{refusal}; its parts are compared"
 
 
 # Refusals of shards without replicas, and of adapters: a property of the layout, not a problem of the file.

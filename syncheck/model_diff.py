@@ -314,7 +314,10 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
         if diff.detail is not None:
             diff = replace(diff, detail=relabel(diff.detail, LABELS))
         tensors.append(diff)
-    values = tuple(replace(v, counts=v.counts and not (subset and v.by_rank.get(1) is None)) for v in comparison.values)
+    values = []
+    for value in comparison.values:
+        accepted = subset and value.by_rank.get(1) is None
+        values.append(replace(value, counts=False, unknown=False) if accepted else value)
     notes = [relabel(note, LABELS) for note in comparison.notes]
     if absent := tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET):
         notes.append(Note.SUBSET(count=len(absent), names=absent))
@@ -322,7 +325,7 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
         replace(replica, label=side.label, files=len(side.group.ranks))
         for replica, side in zip(comparison.replicas, sides, strict=True)
     )
-    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))
+    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=tuple(values), notes=tuple(notes))
 
 
 def _describe_stored(comparison: Comparison, sides: Sequence[Side]) -> dict[str, tuple[Stored | None, Stored | None]]:

@@ -71,6 +71,11 @@ def is_rng_state(parts: Iterable[str]) -> bool:
     return any(part in _RNG or part.endswith("_rng_state") for part in parts)
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether a name ends with the key of `nn.Module.get_extra_state()` in a state dict."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def sibling_name(name: str, of: str) -> str:
     """Return the name of a tensor of the same module: ('bn.running_var', 'weight') gives 'bn.weight'."""
     prefix, dot, _ = name.rpartition(".")

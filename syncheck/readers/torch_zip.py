@@ -68,7 +68,15 @@ def read(path: str) -> Snapshot:
         tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
         archive.check_overlaps()
     return Snapshot(
-        path, FORMAT, archive.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
+        path,
+        FORMAT,
+        archive.size,
+        tensors,
+        flat.values,
+        pickled.stubs,
+        flat.metadata,
+        numbered=flat.numbered,
+        model_values=flat.model_values,
     )
 
 

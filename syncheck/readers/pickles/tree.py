@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Refusal
@@ -12,6 +12,13 @@ from syncheck.metadata_block import KEY, parse_metadata
 from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import limits
 from syncheck.readers.pickles import keys
+from syncheck.readers.pickles.membership import (
+    Membership,
+    find_membership,
+    find_membership_of_part,
+    holds_tensors,
+    name_of_object,
+)
 from syncheck.readers.pickles.optimizer_names import (
     list_ids,
     list_members,
@@ -20,6 +27,7 @@ from syncheck.readers.pickles.optimizer_names import (
     stored_names,
 )
 from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
+from syncheck.value_kinds import is_aside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +57,8 @@ class Flat:
     """In the order of the containers, and thus of the parameters."""
     values: dict[str, Any] = field(default_factory=dict)
     metadata: Metadata | None = None
+    model_values: dict[str, bool] = field(default_factory=dict)
+    """Values that belong to the model; see `Snapshot.model_values`."""
     numbered: tuple[str, ...] = ()
     """Parameters of the only optimizer, if the file does not name them."""
     nodes: int = 0
@@ -68,6 +78,13 @@ class Flat:
             many = self.most == limits.MOST_ENTRIES and self.letters <= MAX_LETTERS
             found = f"more than {self.most} parts" if many else "containers unfold without end"
             raise _endless_error(path, name, found, f"at most {self.most} parts")
+
+    def add_value(self, name: str, value: Any, membership: Membership) -> None:
+        """Add a plain value, and note whether it belongs to the model."""
+        unique_name = self.unique_name(name, self.values)
+        self.values[unique_name] = value
+        if membership is Membership.MODEL or (membership is Membership.BESIDE and not is_aside(name)):
+            self.model_values[unique_name] = membership is Membership.MODEL
 
     def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
         """Return the name, or `name#2` if it is taken: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
@@ -202,45 +219,80 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
     optimizers: collects optimizer state dicts instead of entering them. None within an optimizer, which may contain
     similar dictionaries. trees: (name, tree) pairs.
     """
-    stack: list[tuple[str, Any, tuple[int, ...]]] = [(name, tree, ()) for name, tree in reversed(trees)]
+    stack = [_Node(name, tree, (), Membership.NONE) for name, tree in reversed(trees)]
     while stack:
-        name, node, above = stack.pop()
-        if len(above) > MAX_DEPTH or id(node) in above:
-            limit = "a container contains itself" if id(node) in above else "containers are nested without end"
+        node = stack.pop()
+        name, content = node.name, node.content
+        if len(node.above) > MAX_DEPTH or id(content) in node.above:
+            limit = "a container contains itself" if id(content) in node.above else "containers are nested without end"
             raise _endless_error(path, name, limit, f"at most {MAX_DEPTH} levels")
-        if isinstance(node, TensorLocation):
-            if name.endswith("_flat_param") and (node.sharding or node.refused):
-                raise _flat_parameter_error(path, name)
-            flat.tensors[flat.unique_name(name, flat.tensors)] = node
-            if isinstance(node, Compound) and node.inner:
-                inside = children(node.inner) or []
-                flat.count(path, name, len(inside))
-                stack += [(f"{name or 'tensor'}.{key}", value, (*above, id(node))) for key, value in reversed(inside)]
-        elif isinstance(node, Storage):
-            flat.tensors[flat.unique_name(name, flat.tensors)] = node.as_tensor()
-        elif optimizers is not None and is_optimizer(node):
-            optimizers.append(node)
-        elif isinstance(node, _PLAIN):
-            flat.values[flat.unique_name(name, flat.values)] = keys.to_plain(node)
+        if isinstance(content, TensorLocation):
+            stack += _add_tensor(node, flat, path)
+        elif isinstance(content, Storage):
+            flat.tensors[flat.unique_name(name, flat.tensors)] = content.as_tensor()
+        elif optimizers is not None and is_optimizer(content):
+            optimizers.append(content)
+        elif isinstance(content, _PLAIN):
+            flat.add_value(name, keys.to_plain(content), node.membership)
+        elif (text := name_of_object(content)) is not None:
+            flat.add_value(name, text, node.membership)
         else:
-            if isinstance(node, _CONTAINERS) and flat.nodes + len(node) > flat.most:
-                flat.count(path, name, len(node))  # and end, before they have names
-            parts = children(node)
-            if parts is None:  # a dtype, or a rebuild function that nothing used
-                continue
-            if node == () and name.startswith(_SHAPES):  # of a scalar
-                flat.values[flat.unique_name(name, flat.values)] = "()"
-            flat.count(path, name, len(parts))
-            nested = (*above, id(node))
-            models = [key for key, value in parts if key in MODEL_CONTAINERS and _is_model(value)]
-            only = models[0] if len(models) == 1 and not flat.whole_names else None
-            start = f"{name}." if name else ""
-            stack += [(name if key == only else start + key, value, nested) for key, value in reversed(parts)]
+            stack += _enter_container(node, flat, path)
 
 
-def _is_model(value: Any) -> bool:
-    """Whether a value is a state dict, whose key `model` (or similar) is omitted from names."""
-    return isinstance(value, dict) and any(isinstance(part, TensorLocation) for part in value.values())
+class _Node(NamedTuple):
+    """A part of the tree that is not named yet. above: the ids of the containers around it."""
+
+    name: str
+    content: Any
+    above: tuple[int, ...]
+    membership: Membership
+
+
+def _add_tensor(node: _Node, flat: Flat, path: str) -> list[_Node]:
+    """Name a tensor. Return its further parts, the last one first."""
+    name, location = node.name, node.content
+    if name.endswith("_flat_param") and (location.sharding or location.refused):
+        raise _flat_parameter_error(path, name)
+    flat.tensors[flat.unique_name(name, flat.tensors)] = location
+    if not isinstance(location, Compound) or not location.inner:
+        return []
+    inside = children(location.inner) or []
+    flat.count(path, name, len(inside))
+    start, above = f"{name or 'tensor'}.", (*node.above, id(location))
+    # The parts of a tensor determine its values, wherever it is; libraries also set attributes for their own use.
+    in_parts = location.refused is not None and location.refused.code is Refusal.IN_PARTS
+    own = Membership.MODEL if in_parts else Membership.BESIDE
+    nodes = []
+    for key, value in reversed(inside):
+        nodes.append(_Node(start + key, value, above, find_membership_of_part(key, value, own)))
+    return nodes
+
+
+def _enter_container(node: _Node, flat: Flat, path: str) -> list[_Node]:
+    """Return the parts of a container with their names, the last one first."""
+    name, content = node.name, node.content
+    if isinstance(content, _CONTAINERS) and flat.nodes + len(content) > flat.most:
+        flat.count(path, name, len(content))  # and end, before they have names
+    parts = children(content)
+    if parts is None:  # a rebuild function that nothing used
+        return []
+    if content == () and name.startswith(_SHAPES):  # of a scalar
+        flat.values[flat.unique_name(name, flat.values)] = "()"
+    flat.count(path, name, len(parts))
+    models = [key for key, value in parts if key in MODEL_CONTAINERS and holds_tensors(value)]
+    only = models[0] if len(models) == 1 and not flat.whole_names else None
+    start = f"{name}." if name else ""
+    own = find_membership(content, parts, node.membership)
+    if isinstance(content, Inert) and own is Membership.MODEL:
+        # The class of an object in the model determines what its attributes mean.
+        flat.add_value(f"{start}(class)", content.name, own)
+    above = (*node.above, id(content))
+    nodes = []
+    for key, value in reversed(parts):
+        membership = find_membership_of_part(key, value, own)
+        nodes.append(_Node(name if key == only else start + key, value, above, membership))
+    return nodes
 
 
 def _name_optimizer_parts(
