@@ -15,6 +15,8 @@ _Value = TypeVar("_Value")
 MODEL_CONTAINERS = frozenset(
     "model state_dict model_state_dict model_state module net network weights params app module_state_dict".split()
 )
+# The name of the value with the digest of the code in a TorchScript archive.
+CODE = "(code)"
 _RNG = ("rng", "random_state", "random_states", "rng_state")
 # torch.compile and FSDP insert these at any level of a name.
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")

@@ -277,7 +277,7 @@ class TensorDiff:
 
     @property
     def unknown(self) -> bool:
-        """Whether it may differ: the reader refuses it, checksums are unusable (`--quick`), or its replicas are unknown."""
+        """Whether it may differ: the reader refuses it, `--quick` finds no checksum, or its replicas are unknown."""
         reasons = (Reason.REFUSED, Reason.CHECKSUM, Reason.AMBIGUOUS)
         return self.status == "not_compared" and self.reason in reasons
 
@@ -292,11 +292,11 @@ class ValueDiff:
     counts: bool
     """Whether it makes the group out of sync, as progress, settings and scaler state do."""
     kind: ValueKind = "other"
-    """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights; `model`:
-    scales, numbers in a state dict, and extra states."""
+    """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights;
+    `model`: scales, numbers in a state dict, and extra states."""
     lost: tuple[int, ...] = ()
-    """Ranks without the whole container of the value, for example the optimizer or the scaler; or without a value of the
-    model."""
+    """Ranks without the whole container of the value, for example the optimizer or the scaler; for a value of the
+    model, ranks without the value."""
     unknown: bool = False
     """Whether it may differ: a value of the model that the other format does not store."""
 

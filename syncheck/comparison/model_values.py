@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.messages import Note
-from syncheck.names import is_extra_state
+from syncheck.names import CODE, is_extra_state
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Tensor
 
@@ -60,6 +60,8 @@ class ModelValues:
         absent = tuple(rank for rank in division.expected if rank not in held)
         if not differs and not absent:
             return None
+        if name == CODE:  # the same code may have another text
+            return ValueDiff(name, {r: held.get(r) for r in self._snapshots}, False, "model", (), selected and differs)
         missing = bool(absent) and self._certain[name]
         shown = {rank: held.get(rank) for rank in self._snapshots}
         return ValueDiff(
@@ -93,11 +95,13 @@ def are_equal(one: Any, other: Any) -> bool:
 def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes about values of the model that some ranks lack and that were not compared."""
     names: dict[tuple[int, ...], list[str]] = {}
+    notes: list[Message] = []
     for diff in diffs:
-        if diff.kind == "model" and not diff.counts:
+        if diff.name == CODE and diff.unknown:
+            notes.append(Note.CODE_DIFFERS(ranks=tuple(diff.by_rank)))
+        elif diff.kind == "model" and not diff.counts:
             absent = tuple(rank for rank, value in diff.by_rank.items() if value is None)
             names.setdefault(absent, []).append(diff.name)
-    notes: list[Message] = []
     for ranks, found in names.items():
         if ranks:
             notes.append(Note.MODEL_VALUES_ABSENT(ranks=ranks, count=len(found), names=tuple(found)))

@@ -112,13 +112,9 @@ def _open(tensor: Tensor, scale: Tensor, shape: Tensor | None, packed: bool, fil
         return None
     full, bits = (tensor.shape[0], tensor.shape[1]), 8
     if packed:
-        if (
-            tensor.dtype != "int32"
-            or shape is None
-            or not has_elements(shape)
-            or shape.numel != 2
-            or shape.dtype not in ("int64", "int32")
-        ):
+        if tensor.dtype != "int32" or shape is None or not has_elements(shape):
+            return None
+        if shape.numel != 2 or shape.dtype not in ("int64", "int32"):
             return None
         kind = np.int64 if shape.dtype == "int64" else np.int32
         rows, columns = np.frombuffer(bytes(files.read(shape, 0, 2, 0)), kind).tolist()

@@ -66,9 +66,9 @@ def read(path: str) -> Snapshot:
     for name, entry in header.items():
         tensors[name] = _check_tensor(path, name, entry, 8 + length, opened)
     for name in [name for name, tensor in tensors.items() if tensor.refused]:
-        raw = _list_bytes(tensors[name], header[name]["data_offsets"], opened)
-        free = make_unique_name(raw.name, tensors)
-        tensors[free] = replace(raw, name=free)
+        part = _list_bytes(tensors[name], header[name]["data_offsets"], opened)
+        free = make_unique_name(part.name, tensors)
+        tensors[free] = replace(part, name=free)
     _check_cover(path, header, size - 8 - length)
     values = {name: _to_number(text) for name, text in strings.items() if name != KEY}
     return Snapshot(path, FORMAT, size, tensors, values, (), _read_metadata(path, strings))

@@ -14,6 +14,7 @@ import zlib
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
+from syncheck.readers import torchscript
 from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Pickled, unpickle
@@ -66,18 +67,14 @@ def read(path: str) -> Snapshot:
         pickled = archive.unpickle()
         flat = flatten(pickled.tree, path, pickled.size, pickled.made)
         tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
+        snapshot = Snapshot(
+            path, FORMAT, archive.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered,
+            model_values=flat.model_values,
+        )  # fmt: skip
+        if torchscript.is_script(archive):
+            snapshot = torchscript.add_script(archive, snapshot)
         archive.check_overlaps()
-    return Snapshot(
-        path,
-        FORMAT,
-        archive.size,
-        tensors,
-        flat.values,
-        pickled.stubs,
-        flat.metadata,
-        numbered=flat.numbered,
-        model_values=flat.model_values,
-    )
+    return snapshot
 
 
 class _Bounded:
@@ -196,9 +193,18 @@ class Archive:
 
     def unpickle(self) -> Pickled:
         """Read the pickle and the byte order. Raises as `pickles.unpickle`, and MalformedFile."""
-        found = unpickle(self.read_record("data.pkl"), self.path, f"{self.stem}data.pkl")
+        found = self.unpickle_record("data.pkl")
         self.big_endian = self._is_big_endian()
         return found
+
+    def unpickle_record(self, name: str) -> Pickled:
+        """Read the pickle in a record. Raises as `pickles.unpickle`, and MalformedFile."""
+        return unpickle(self.read_record(name), self.path, f"{self.stem}{name}")
+
+    def read_text(self, name: str) -> str:
+        """Return the text in a record, which may be compressed. name: with the stem. Raises as `zipfile` does."""
+        with zipfile.ZipFile(self.file) as archive:  # whose directory has been checked
+            return archive.read(self.records[name]).decode("utf-8", "replace")
 
     def _is_big_endian(self) -> bool:
         """Whether tensors are stored big-endian; files before torch 2.1 lack the record and are little-endian."""
@@ -209,9 +215,18 @@ class Archive:
             raise self._malformed("byteorder", repr(order[:20]), "little or big", _AGAIN)
         return order == b"big"
 
-    def tensor(self, name: str, location: TensorLocation) -> Tensor:
-        """Check that a tensor is within its record, and return it with its offset in the file."""
-        return locate_tensor(name, location, self.path, self._locate_record, self.opened, big_endian=self.big_endian)
+    def tensor(self, name: str, location: TensorLocation, folder: str = "data") -> Tensor:
+        """Check that a tensor is within its record, and return it with its offset in the file.
+
+        folder: of the records; TorchScript has another one for the constants of its code.
+        """
+
+        def record_of(storage: Storage) -> Record:
+            record = f"{folder}/{storage.key}"
+            start, size = self.locate(record)
+            return Record(self.stem + record, self.start + start, size, self.records[self.stem + record].CRC)
+
+        return locate_tensor(name, location, self.path, record_of, self.opened, big_endian=self.big_endian)
 
     def check_overlaps(self) -> None:
         """Raise MalformedFile if two records overlap, because a small file could then claim a huge amount of data."""
@@ -226,11 +241,6 @@ class Archive:
             self.path, place=self.stem + name, found="a compressed or encrypted record",
             needed="an uncompressed record, as torch.save writes", next_step="unpack it, or save again with torch.save",
         )  # fmt: skip
-
-    def _locate_record(self, storage: Storage) -> Record:
-        record = f"data/{storage.key}"
-        start, size = self.locate(record)
-        return Record(self.stem + record, self.start + start, size, self.records[self.stem + record].CRC)
 
     def _malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:
         return MalformedFile(self.path, place=self.stem + record, found=found, needed=needed, next_step=next_step)

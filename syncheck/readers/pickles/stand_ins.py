@@ -149,7 +149,7 @@ class StandIn(_Immutable):
 class StorageType(_Immutable):
     """A storage class like torch.FloatStorage, as named by the persistent id of a storage.
 
-    dtype: None for bytes and quantized elements. itemsize: bytes per element. quantized: the dtype of quantized numbers.
+    dtype: None for bytes and quantized elements. itemsize: bytes per element. quantized: dtype of quantized numbers.
     """
 
     dtype: DType | None

@@ -17,6 +17,7 @@ from syncheck.readers.pickles.membership import (
     find_membership,
     find_membership_of_part,
     holds_tensors,
+    name_of_class,
     name_of_object,
 )
 from syncheck.readers.pickles.optimizer_names import (
@@ -83,7 +84,8 @@ class Flat:
         """Add a plain value, and note whether it belongs to the model."""
         unique_name = self.unique_name(name, self.values)
         self.values[unique_name] = value
-        if membership is Membership.MODEL or (membership is Membership.BESIDE and not is_aside(name)):
+        certain = membership in (Membership.MODULE, Membership.MODEL)
+        if certain or (membership is Membership.BESIDE and not is_aside(name)):
             self.model_values[unique_name] = membership is Membership.MODEL
 
     def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
@@ -262,7 +264,7 @@ def _add_tensor(node: _Node, flat: Flat, path: str) -> list[_Node]:
     start, above = f"{name or 'tensor'}.", (*node.above, id(location))
     # The parts of a tensor determine its values, wherever it is; libraries also set attributes for their own use.
     in_parts = location.refused is not None and location.refused.code is Refusal.IN_PARTS
-    own = Membership.MODEL if in_parts else Membership.BESIDE
+    own = Membership.MODEL if in_parts else Membership.MODULE
     nodes = []
     for key, value in reversed(inside):
         nodes.append(_Node(start + key, value, above, find_membership_of_part(key, value, own)))
@@ -284,9 +286,9 @@ def _enter_container(node: _Node, flat: Flat, path: str) -> list[_Node]:
     only = models[0] if len(models) == 1 and not flat.whole_names else None
     start = f"{name}." if name else ""
     own = find_membership(content, parts, node.membership)
-    if isinstance(content, Inert) and own is Membership.MODEL:
+    if isinstance(content, Inert) and own in (Membership.MODULE, Membership.MODEL):
         # The class of an object in the model determines what its attributes mean.
-        flat.add_value(f"{start}(class)", content.name, own)
+        flat.add_value(f"{start}(class)", name_of_class(content), own)
     above = (*node.above, id(content))
     nodes = []
     for key, value in reversed(parts):
