@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from syncheck.conversion.adapters import Merged, compare_merge, unit_roundoff
 from syncheck.conversion.casts import convert
 from syncheck.conversion.name_maps import split_tensor
-from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
+from syncheck.conversion.quantized import Quantized, fit_scales, has_scales
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
 from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
+from syncheck.conversion.scales import measure_rounding
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.blocks import has_elements
 from syncheck.kernel.clustering import cluster_replicas
@@ -300,7 +301,7 @@ def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
         _, factor = compare_merge(merged, b, models.files)
         if _within_scaled(merged, factor, b, models.files):
             return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
-    if a.shape == b.shape and (quantized := _relate_quantized(a, b, models.files)):
+    if a.shape == b.shape and (quantized := _relate_quantized(name, models)):
         return {name: quantized}
     if a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
         return {}
@@ -331,14 +332,20 @@ def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     return {}
 
 
-def _relate_quantized(a: Tensor, b: Tensor, files: Files) -> Relation | None:
-    """Compare quantized values with the original values, within half a step."""
-    for own, other in ((b, a), (a, b)):
+def _relate_quantized(name: str, models: Models) -> Relation | None:
+    """Compare quantized values with the original values, within half a step of plausible scales."""
+    for tensors, others in ((models.b, models.a), (models.a, models.b)):
+        own, other = tensors[name], others[name]
         if not is_readable(other) or isinstance(other.data, Quantized):
             continue
-        quantized = get_computed(own, Quantized) or fit_scales(own, other, files)
-        if quantized is not None and (ratio := measure_steps(quantized, other, files)) <= _BOUND:
-            return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": ratio / 2})
+        quantized = get_computed(own, Quantized)
+        if quantized is None and not has_scales(name, tensors):
+            quantized = fit_scales(own, other, models.files)
+        if quantized is None:
+            continue
+        rounding = measure_rounding(quantized, other, models.files)
+        if rounding.plausible and rounding.largest <= _BOUND:
+            return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": rounding.largest / 2})
     return None
 
 
