@@ -32,6 +32,8 @@ _PLACEHOLDER = re.compile(r"\\\{(\w+)\\\}")
 # Limits of the parts of one stored tensor, and of its groups of heads: more than any model has.
 _MOST_PARTS, _MOST_GROUPS = 1 << 14, 1 << 12
 _MOST_JSON = 1 << 20  # bytes
+# Limit of heads and sizes in a configuration, more than any model has: JSON integers have no upper limit.
+_MOST_SETTING = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,15 +384,20 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
         "head_dim": ("head_dim", "kv_channels"),
     }
     for variable, names in keys.items():
-        numbers = [settings[name] for name in names if _is_size(settings.get(name))]
+        numbers = [settings[name] for name in names if _is_setting(settings.get(name))]
         if numbers:
             found[variable] = numbers[0]
-    width = next((settings[name] for name in ("hidden_size", "n_embd") if _is_size(settings.get(name))), 0)
+    width = next((settings[name] for name in ("hidden_size", "n_embd") if _is_setting(settings.get(name))), 0)
     if "heads" in found:
         if width and width % found["heads"] == 0:
             found.setdefault("head_dim", width // found["heads"])
         found.setdefault("kv_heads", found["heads"])
     return found
+
+
+def _is_setting(value: object) -> bool:
+    """Whether a value of a configuration is a number of heads, or a size, that a model can have."""
+    return _is_size(value) and isinstance(value, int) and value <= _MOST_SETTING
 
 
 def read_json(path: str) -> dict[str, Any]:
