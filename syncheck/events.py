@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import UsageError, brief
 from syncheck.evidence.history import trend_of
 from syncheck.messages import Fact
-from syncheck.metadata_block import MOST_STEPS
 from syncheck.records import Counts, Finding, Group, History, HistoryPoint, Reason, Replica, Report, TensorDiff
 from syncheck.report.words import sort_worst_first
+from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.verdicts import overall
 
 if TYPE_CHECKING:
@@ -188,13 +188,13 @@ def _read_integers(value: Any) -> Any:
 
 def _read_natural(value: Any) -> int:
     """Return a step, rank or count. Raises ValueError for numbers that are infinite, negative, or above any run."""
-    if type(value) is not int or not 0 <= value <= MOST_STEPS:
-        raise ValueError(f"{brief(value)} is not a number from 0 to {MOST_STEPS}")
-    return value
+    if not are_naturals([value]):
+        raise ValueError(f"{brief(value)} is not a number from 0 to {MOST_ELEMENTS}")
+    return int(value)
 
 
 def _read_size(value: Any) -> Any:
-    """Return the size of a difference, None if it is unknown. Raises ValueError for other values than finite numbers."""
+    """Return the size of a difference, None if it is unknown. Raises ValueError unless it is a finite number."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:

@@ -72,7 +72,8 @@ ALLOWED = {
     "conversion.name_maps": BASE | {"logical.views"},
     "conversion.recognition": BYTES | {"conversion.name_maps", "differences"},
     "conversion.adapters": BYTES | {"conversion.name_maps", "conversion.recognition", "differences"},
-    "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
+    "conversion.scales": set(),
+    "conversion.quantized": BYTES | {"conversion.recognition", "conversion.scales", "differences"},
     "conversion.causes": BYTES
     | {"logical.views"}
     | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
@@ -109,7 +110,8 @@ ALLOWED = {
     "comparison.ties": BASE,
     "comparison.copies": BASE | {"comparison.replica_groups"},
     "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
-    "comparison.values": BASE | {"names", "value_kinds"},
+    "comparison.model_values": BASE | {"names", "comparison.replica_groups"},
+    "comparison.values": BASE | {"names", "value_kinds", "comparison.model_values"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
     "comparison.tensors": BYTES
@@ -122,7 +124,8 @@ ALLOWED = {
     | {
         f"comparison.{part}"
         for part in ("ties", "copies", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
-    },
+    }
+    | {"comparison.model_values"},
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
     "baseline": BASE | {"atomic", "verdicts"},

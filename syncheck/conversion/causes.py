@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.conversion.adapters import Merged, compare_merge, unit_roundoff
 from syncheck.conversion.casts import convert
 from syncheck.conversion.name_maps import split_tensor
-from syncheck.conversion.quantized import Quantized, fit_scales, has_scales
+from syncheck.conversion.quantized import Quantized, fit_scales, has_scales, measure_rounding
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
 from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
-from syncheck.conversion.scales import measure_rounding
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.blocks import has_elements
 from syncheck.kernel.clustering import cluster_replicas

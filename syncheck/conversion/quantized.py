@@ -11,10 +11,10 @@ import math
 import re
 from dataclasses import dataclass, replace
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.recognition import is_readable
-from syncheck.conversion.scales import SHARES
+from syncheck.conversion.scales import SHARES, are_plausible
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.blocks import has_elements
 from syncheck.snapshots import Tensor, contiguous_strides
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _STORED = re.compile(r"(.*\.|)weight(_packed)?")
 _SCALES = ("weight_scale", "weight_scale_inv")
+_ROWS = 1 << 18  # elements of the rows that are read at once
 _INTEGERS = ("int8", "uint8", "int32")
 _FLOATS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # bits of the mantissa, smallest normal exponent
 
@@ -196,3 +197,38 @@ def fit_scales(tensor: Tensor, other: Tensor, files: Files) -> Quantized | None:
     scheme = f"{named}, with scales fitted to A by row, because the file has no scales"
     unit = 2.0**-6 if tensor.dtype in _FLOATS else 2.0**-9
     return replace(plain, scales=scales, unit=unit, scheme=scheme, fitted=True)
+
+
+class Rounding(NamedTuple):
+    """The difference between a quantized matrix and the original.
+
+    largest: in units of the bound of rounding, which is half a step. plausible: whether the scales are plausible.
+    """
+
+    largest: float
+    plausible: bool
+
+
+def measure_rounding(quantized: Quantized, other: Tensor, files: Files) -> Rounding:
+    """Compare a quantized matrix with the original, a tensor of equal shape."""
+    import numpy as np
+
+    from syncheck.differences import read_float64
+
+    rows, columns = quantized.shape
+    block_rows, block_columns = quantized.blocks
+    starts = np.arange(0, columns, block_columns)
+    peaks = np.zeros(quantized.scales.shape)
+    step, largest = max(1, _ROWS // columns), 0.0
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(other.dtype, 2.0**-24)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        values, bound = quantized.read(first * columns, count * columns)
+        original = read_float64(other, files, first * columns, count * columns, 0).reshape(count, columns)
+        sizes = np.abs(original)
+        with np.errstate(all="ignore"):
+            ratios = np.abs(values - original) / (bound + unit * sizes + 1e-30)
+        # A NaN or an infinity is not within half a step of anything.
+        largest = max(largest, float(np.nan_to_num(ratios, nan=np.inf).max()))
+        np.maximum.at(peaks, np.arange(first, first + count) // block_rows, np.maximum.reduceat(sizes, starts, axis=1))
+    return Rounding(largest, are_plausible(peaks, quantized.scales, quantized.least_peak, fitted=quantized.fitted))

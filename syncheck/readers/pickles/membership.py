@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 # Attributes of every pickled nn.Module.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
-# The prefix of notes that torch.compile leaves on tensors: which sizes were constant.
-_OF_COMPILER = "_dynamo_"
 # The prefix of all classes in a TorchScript archive.
 _SCRIPTED = "__torch__."
 _MANGLED = re.compile(r"\.___torch_mangle_\d+")
+# Attributes that do not belong to the weights: the same model is saved in both modes, and torch.compile leaves notes on
+# tensors about the sizes that were constant.
+_NOT_OF_MODEL = re.compile(r"training|_dynamo_.*")
 
 
 class Membership(Enum):
@@ -38,37 +39,49 @@ class Membership(Enum):
     """They are as much a part of the model as its tensors."""
 
 
+CERTAIN = (Membership.MODULE, Membership.MODEL)
+
+
 def holds_tensors(value: Any) -> bool:
     """Whether a value is a state dict: a dictionary with tensors."""
-    return isinstance(value, dict) and any(isinstance(part, TensorLocation) for part in value.values())
+    return isinstance(value, dict) and _has_tensor(value.values())
+
+
+def _has_tensor(values: Iterable[Any]) -> bool:
+    for value in values:  # noqa: SIM110 - faster than any(), and called for each container
+        if isinstance(value, TensorLocation):
+            return True
+    return False
 
 
 def find_membership(container: Any, parts: Iterable[tuple[str, Any]], inherited: Membership) -> Membership:
     """Return the membership of the direct values of a container. parts: by name. inherited: from its own container."""
-    if inherited in (Membership.MODEL, Membership.MODULE):
+    if inherited is not Membership.NONE:
         return inherited
     if _is_module(container, parts):
         return Membership.MODULE
-    if inherited is Membership.BESIDE or any(isinstance(value, TensorLocation) for _, value in parts):
+    if _has_tensor(value for _, value in parts):
         return Membership.BESIDE
     return Membership.NONE
 
 
-def find_membership_of_part(key: str, value: Any, own: Membership) -> Membership:
-    """Return the membership of a part of a container. own: the membership of the container's direct values."""
+def find_membership_of_part(key: str, value: Any, container: Membership) -> Membership:
+    """Return the membership of a part of a container. container: the membership of the container's direct values."""
     if is_extra_state(key):
         return Membership.MODEL
-    if key.startswith(_OF_COMPILER):
-        return Membership.NONE
-    if own in (Membership.MODEL, Membership.MODULE):
-        # The training flag does not belong to the weights: the same model is saved in both modes.
-        return Membership.NONE if key == "training" else own
+    if container in CERTAIN:
+        return Membership.NONE if _NOT_OF_MODEL.fullmatch(key) else container
     if not isinstance(value, (dict, Inert)):
-        return own
-    if key in MODEL_CONTAINERS and holds_tensors(value):
+        return container
+    return _find_membership_of_model(value) if key in MODEL_CONTAINERS else Membership.NONE
+
+
+def _find_membership_of_model(value: Any) -> Membership:
+    """Return the membership of the values below a key such as `model`."""
+    if holds_tensors(value):
         return Membership.MODEL
     # A model of several state dicts, such as {"encoder": {...}, "decoder": {...}, "temperature": 0.5}.
-    if key in MODEL_CONTAINERS and isinstance(value, dict) and any(holds_tensors(part) for part in value.values()):
+    if isinstance(value, dict) and any(map(holds_tensors, value.values())):
         return Membership.BESIDE
     return Membership.NONE
 
@@ -77,7 +90,9 @@ def _is_module(container: Any, parts: Iterable[tuple[str, Any]]) -> bool:
     """Whether an object is a pickled nn.Module, or a module or another object of a TorchScript archive."""
     if not isinstance(container, Inert):
         return False
-    return container.name.startswith(_SCRIPTED) or {key for key, _ in parts} >= _OF_MODULES
+    if container.name.startswith(_SCRIPTED):
+        return True
+    return {key for key, _ in parts} >= _OF_MODULES
 
 
 def name_of_class(kind: Inert | type[Inert]) -> str:
@@ -88,5 +103,7 @@ def name_of_class(kind: Inert | type[Inert]) -> str:
 def name_of_object(value: Any) -> str | None:
     """Return the name of a dtype, class or function, which is a plain value; None for other objects."""
     if isinstance(value, TypeName):
-        return value.name if "." in value.name else f"torch.{value.name}"
-    return name_of_class(value) if isinstance(value, type) and issubclass(value, Inert) else None
+        return value.full_name
+    if isinstance(value, type) and issubclass(value, Inert):
+        return name_of_class(value)
+    return None

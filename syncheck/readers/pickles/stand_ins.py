@@ -163,6 +163,11 @@ class TypeName(_Immutable):
 
     name: str
 
+    @property
+    def full_name(self) -> str:
+        """The name with its module."""
+        return self.name if "." in self.name else f"torch.{self.name}"
+
 
 class DTypeName(TypeName):
     """A dtype like torch.float8_e4m3fn, an argument of _rebuild_tensor_v3."""

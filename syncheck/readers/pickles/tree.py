@@ -13,6 +13,7 @@ from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import limits
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.membership import (
+    CERTAIN,
     Membership,
     find_membership,
     find_membership_of_part,
@@ -84,8 +85,8 @@ class Flat:
         """Add a plain value, and note whether it belongs to the model."""
         unique_name = self.unique_name(name, self.values)
         self.values[unique_name] = value
-        certain = membership in (Membership.MODULE, Membership.MODEL)
-        if certain or (membership is Membership.BESIDE and not is_aside(name)):
+        described = membership is Membership.BESIDE and not is_aside(name)
+        if membership in CERTAIN or described:
             self.model_values[unique_name] = membership is Membership.MODEL
 
     def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
@@ -286,7 +287,7 @@ def _enter_container(node: _Node, flat: Flat, path: str) -> list[_Node]:
     only = models[0] if len(models) == 1 and not flat.whole_names else None
     start = f"{name}." if name else ""
     own = find_membership(content, parts, node.membership)
-    if isinstance(content, Inert) and own in (Membership.MODULE, Membership.MODEL):
+    if isinstance(content, Inert) and own in CERTAIN:
         # The class of an object in the model determines what its attributes mean.
         flat.add_value(f"{start}(class)", name_of_class(content), own)
     above = (*node.above, id(content))
