@@ -412,6 +412,10 @@ class Undecided(Sentence):
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"
     REFUSED = "{count} of the tensors could not be compared: {tensors}; skip them with {exclude:option GLOB}"
     NOT_COMPARED = "{count:count tensor} could not be compared: {name}: {detail}"
+    VALUES = (
+        "{count:count value} of the model could not be compared: {name}; see the notes, or skip with "
+        "{exclude:option GLOB}"
+    )
     ALL_EXCLUDED = "no tensor was compared; the options exclude {count} tensors"
     NOTHING = "no tensor was compared"
 
