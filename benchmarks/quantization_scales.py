@@ -42,8 +42,9 @@ def list_scales(peaks: Any, top: float, rng: np.random.Generator) -> dict[str, A
     of one layer, whose sizes have a ratio of exp(0.6 z), share a scale of 8 bits if a server fuses them.
     """
     exact = np.where(peaks, peaks, top) / top
-    ratio = np.exp(np.abs(rng.standard_normal()) * 0.6) if top > 7 else 1.0
-    fused = np.where(peaks, exact * ratio, 1.0)
+    # Scales of 4 and 2 bits belong to groups of one matrix.
+    spread = 0.6 * (top > 7)
+    fused = np.where(peaks, exact * np.exp(np.abs(rng.standard_normal()) * spread), 1.0)
     return {
         "largest value": exact,
         "powers of two": 2.0 ** np.ceil(np.log2(exact)),
@@ -59,14 +60,15 @@ def list_wrong_scales(peaks: Any, top: float, bottom: float, rng: np.random.Gene
     bottom: the smallest number above 0.
     """
     exact = np.where(peaks, peaks, top) / top
-    one = exact.copy()
+    # The block with the largest value, so that its error is no rounding of small values.
     index = np.unravel_index(int(np.argmax(peaks)), peaks.shape)
-    one[index] = 2.5 * peaks[index] / bottom
+    single = exact.copy()
+    single[index] = 2.5 * peaks[index] / bottom
     memory = rng.integers(0, 2**32, exact.shape, np.uint32).view(np.float32).astype(np.float64)
     return {
         "too large": 2.5 * exact * top / bottom,
         "huge": np.full_like(exact, 1e30),
-        "one block": one,
+        "one block": single,
         "infinite": np.full_like(exact, np.inf),
         "not a number": np.full_like(exact, np.nan),
         "negative": -exact,
@@ -78,7 +80,9 @@ def list_wrong_scales(peaks: Any, top: float, bottom: float, rng: np.random.Gene
 def count(bits: int, share: float, seeds: range) -> dict[str, tuple[int, int]]:
     """Return how many matrices are plausible, and how many there are, by quantizer."""
     top = 2 ** (bits - 1) - 1
-    return count_numbers(float(top), 1.0, share * top, seeds, list(BLOCKS) if bits == 8 else ["row", "group"])
+    # Formats with fewer bits have a scale for each row or group of 32 columns.
+    blocks = {8: list(BLOCKS)}.get(bits, ["row", "group"])
+    return count_numbers(float(top), 1.0, share * top, seeds, blocks)
 
 
 def count_numbers(
@@ -103,10 +107,16 @@ def count_numbers(
 def print_counts(title: str, counts: dict[str, tuple[int, int]]) -> None:
     """Print one line for each kind, with the schemes that are not all right."""
     for kind in ("right", "wrong"):
-        rows = {name: row for name, row in counts.items() if name.startswith(kind)}
-        accepted, total = (sum(column) for column in zip(*rows.values(), strict=True))
-        odd = {name: row for name, row in rows.items() if row[0] not in ((row[1],) if kind == "right" else (0,))}
-        print(f"{title:24} {kind}: {accepted:6} of {total:6} plausible {odd or ''}")
+        accepted, total, exceptions = 0, 0, []
+        for name, (plausible, matrices) in counts.items():
+            if not name.startswith(kind):
+                continue
+            accepted, total = accepted + plausible, total + matrices
+            # Correct scales should all be plausible, and wrong scales never.
+            expected = {"right": matrices, "wrong": 0}[kind]
+            if plausible != expected:
+                exceptions.append(f"{name}: {plausible} of {matrices}")
+        print(f"{title:24} {kind}: {accepted:6} of {total:6} plausible {'; '.join(exceptions)}")
 
 
 def main() -> None:

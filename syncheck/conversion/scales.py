@@ -32,22 +32,23 @@ def are_plausible(peaks: Any, scales: Any, least_peak: float, *, fitted: bool = 
     """
     import numpy as np
 
-    if not np.isfinite(peaks).all() or not np.isfinite(scales).all():
+    finite = np.isfinite(peaks).all() & np.isfinite(scales).all()
+    if not finite:
         return False
     zeros = peaks == 0
     # Only a block of zeros has no need of a scale.
     useless = (scales < 0) | ((scales == 0) & ~zeros)
     if useless.any():
         return False
+    # A new matrix of zeros has no values that a scale must fit.
     if zeros.all():
         return bool((scales <= _SCALE_OF_ZEROS).all())
     reached = (peaks >= least_peak * scales) & ~zeros
     if not reached.any():
         return False
-    if fitted:
-        return True
     # The other blocks are rounded to zeros, which is right with any step that is usual in this matrix.
     usual_step = np.median(scales[reached])
-    largest = np.where(zeros, max(_SCALE_OF_ZEROS, scales[reached].max()), scales[reached].max())
-    small = (peaks < usual_step / 2) & (scales <= largest)
-    return bool((reached | small).all())
+    largest = scales[reached].max()
+    most = np.where(zeros, max(_SCALE_OF_ZEROS, largest), largest)
+    small = (peaks < usual_step / 2) & (scales <= most)
+    return bool((reached | small | fitted).all())

@@ -13,11 +13,11 @@ import zipfile
 import zlib
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
 from syncheck.names import CODE
-from syncheck.readers.pickles.tree import Flat, flatten
+from syncheck.readers.pickles.tree import flatten
 
 if TYPE_CHECKING:
     from syncheck.readers.torch_zip import Archive
@@ -26,41 +26,56 @@ if TYPE_CHECKING:
 # The name of the constants in the code.
 _CONSTANTS = "CONSTANTS"
 _RECORD = "constants.pkl"
+_AGAIN = "it is damaged: save or copy the file again"
 # Limit of all code together in bytes, far above any model.
 _MOST_CODE = 1 << 26
 _ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError, ValueError)
 _MANGLED = re.compile(r"[./]___torch_mangle_\d+")
+_CODE_FILE = re.compile(r"code/.*\.py$")
 _DEFINITION = re.compile(r"(?m)^(?=class |def )")
 
 
 def is_script(archive: Archive) -> bool:
     """Whether an archive was written by torch.jit.save."""
-    return any(name.startswith(f"{archive.stem}code/") for name in archive.records)
+    return any(_is_code(name, archive) for name in archive.records)
+
+
+def _is_code(name: str, archive: Archive) -> bool:
+    """Whether a record is a file of code."""
+    return _CODE_FILE.match(name.removeprefix(archive.stem)) is not None
 
 
 def add_script(archive: Archive, snapshot: Snapshot) -> Snapshot:
     """Return the checkpoint in an archive of torch.jit.save with its constants and the digest of its code."""
-    tensors, flat = _read_constants(archive)
-    values = {**flat.values, CODE: _digest_code(archive)}
+    tensors, values = _read_constants(archive)
+    values[CODE] = _digest_code(archive)
+    # A state dict of the same model has neither code nor constants.
+    may_be_missing = dict.fromkeys(values, False)
     return replace(
-        snapshot, tensors={**snapshot.tensors, **tensors}, values={**snapshot.values, **values},
-        # A state dict of the same model has neither code nor constants.
-        model_values={**snapshot.model_values, **dict.fromkeys(values, False)},
-    )  # fmt: skip
+        snapshot,
+        tensors={**snapshot.tensors, **tensors},
+        values={**snapshot.values, **values},
+        model_values={**snapshot.model_values, **may_be_missing},
+    )
 
 
-def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], Flat]:
-    """Return the tensors among the constants of the code, and all constants by name."""
+def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the constants of the code by name: tensors, and plain values. Raises MalformedFile."""
     if archive.stem + _RECORD not in archive.records:
-        return {}, Flat()
+        return {}, {}
     pickled = archive.unpickle_record(_RECORD)
-    constants = pickled.tree if isinstance(pickled.tree, (tuple, list)) else [pickled.tree]
-    tree = {_CONSTANTS: {f"c{i}": part for i, part in enumerate(constants)}}
-    flat = flatten(tree, archive.path, pickled.size, pickled.made)
+    if not isinstance(pickled.tree, tuple):
+        kind = type(pickled.tree).__name__
+        raise MalformedFile(archive.path, place=_RECORD, found=kind, needed="a tuple", next_step=_AGAIN)
+    # Their names in the code.
+    constants = {}
+    for number, constant in enumerate(pickled.tree):
+        constants[f"c{number}"] = constant
+    flat = flatten({_CONSTANTS: constants}, archive.path, pickled.size, pickled.made)
     tensors = {}
     for name, location in flat.tensors.items():
         tensors[name] = archive.tensor(name, location, "constants")
-    return tensors, flat
+    return tensors, flat.values
 
 
 def _digest_code(archive: Archive) -> str:
@@ -68,20 +83,29 @@ def _digest_code(archive: Archive) -> str:
 
     torch.jit numbers the classes of a process that have the same name; these numbers are removed.
     """
-    names = [name for name in archive.records if name.startswith(f"{archive.stem}code/") and name.endswith(".py")]
-    size = sum(archive.records[name].file_size for name in names)
-    if size > _MOST_CODE:
-        raise MalformedFile(archive.path, place="code", found=f"{size} bytes of code", needed=f"at most {_MOST_CODE}")
     definitions: list[str] = []
-    for name in names:
-        try:
-            text = archive.read_text(name)
-        except _ERRORS as error:
-            raise MalformedFile(archive.path, place=name, found=f"{error!s:.100}", next_step="save it again") from None
+    size = 0
+    for name, info in archive.records.items():
+        if not _is_code(name, archive):
+            continue
+        # The sizes in the directory limit how much is unpacked.
+        size += info.file_size
+        if size > _MOST_CODE:
+            problem = f"more than {_MOST_CODE} bytes of code"
+            raise MalformedFile(archive.path, place=name, found=problem, needed="less", next_step=_AGAIN)
+        text = _MANGLED.sub("", _read_code(archive, name))
         label = _MANGLED.sub("", name.removeprefix(archive.stem))
-        parts = _DEFINITION.split(_MANGLED.sub("", text))
-        definitions += [f"{label}\n{part.strip()}" for part in parts]
-    digest = blake2b(digest_size=16)
-    for definition in sorted(definitions):
-        digest.update(definition.encode("utf-8", "replace") + b"\0")
-    return f"{len(definitions)} definitions, blake2b-128 {digest.hexdigest()}"
+        # Classes with one name are in several files, or in one file if they are new in the process.
+        definitions += [f"{label}\n{definition.strip()}" for definition in _DEFINITION.split(text)]
+    text = "\0".join(sorted(definitions))
+    digest = blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+    return f"{len(definitions)} definitions, blake2b-128 {digest}"
+
+
+def _read_code(archive: Archive, name: str) -> str:
+    """Return the text of a file of code. Raises MalformedFile for a damaged record."""
+    try:
+        return archive.read_text(name)
+    except _ERRORS as error:
+        problem = f"{error!s:.100}"
+        raise MalformedFile(archive.path, place=name, found=problem, next_step=_AGAIN) from None

@@ -117,6 +117,12 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any, int]] = {
     "attribute of a library": (lambda x: {"model": {"w": parameter(**x)}}, {}, {"_has_been_cloned": True}, 0),
     "attribute of a module": (Attributed, 0.1, 0.2, 1),
     "training flag": (lambda x: Attributed(1.0).train(x), True, False, 0),
+    "run beside a model and a tensor": (
+        lambda x: {"model": {"w": W}, "rng_state": W, "mask": W, "temperature": x, "note": str(x)}, 0.5, 0.6, 0,
+    ),
+    "run beside an optimizer": (
+        lambda x: {"rng_state": W, "w": W, "opt": {"state": {}, "param_groups": []}, "best": x}, 0.5, 0.6, 0,
+    ),
     "loss": (lambda x: {"model": {"w": W}, "loss": x, "best": x, "time": x}, 0.5, 0.6, 0),
     "loss beside tensors": (lambda x: {"w": W, "val_loss": x, "best_acc": x, "time": x, "note": str(x)}, 0.5, 0.6, 0),
     "arguments": (lambda x: {"model": {"w": W}, "args": {"output": x}}, "a", "b", 0),

@@ -11,11 +11,11 @@ import re
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from syncheck.names import MODEL_CONTAINERS, is_extra_state
+from syncheck.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
 from syncheck.readers.pickles.stand_ins import Inert, TensorLocation, TypeName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
 # Attributes of every pickled nn.Module.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -44,25 +44,29 @@ CERTAIN = (Membership.MODULE, Membership.MODEL)
 
 def holds_tensors(value: Any) -> bool:
     """Whether a value is a state dict: a dictionary with tensors."""
-    return isinstance(value, dict) and _has_tensor(value.values())
+    return isinstance(value, dict) and any(isinstance(part, TensorLocation) for part in value.values())
 
 
-def _has_tensor(values: Iterable[Any]) -> bool:
-    for value in values:  # noqa: SIM110 - faster than any(), and called for each container
-        if isinstance(value, TensorLocation):
-            return True
-    return False
-
-
-def find_membership(container: Any, parts: Iterable[tuple[str, Any]], inherited: Membership) -> Membership:
+def find_membership(container: Any, parts: Mapping[str, Any], inherited: Membership) -> Membership:
     """Return the membership of the direct values of a container. parts: by name. inherited: from its own container."""
     if inherited is not Membership.NONE:
         return inherited
-    if _is_module(container, parts):
+    if isinstance(container, Inert) and _is_module(container, parts):
         return Membership.MODULE
-    if _has_tensor(value for _, value in parts):
-        return Membership.BESIDE
-    return Membership.NONE
+    # Numbers beside tensors often belong to them: the position in a queue, the temperature of a head.
+    return Membership.BESIDE if _is_state_dict(parts) else Membership.NONE
+
+
+def _is_state_dict(parts: Mapping[str, Any]) -> bool:
+    """Whether a container has tensors, and no models or optimizers, beside which a checkpoint has the run's values."""
+    has_tensors = False
+    for key, value in parts.items():
+        if isinstance(value, TensorLocation):
+            # A checkpoint has the states of random number generators beside its model.
+            has_tensors |= not is_rng_state([key])
+        elif holds_tensors(value) & (not is_extra_state(key)) or (isinstance(value, dict) and "param_groups" in value):
+            return False
+    return has_tensors
 
 
 def find_membership_of_part(key: str, value: Any, container: Membership) -> Membership:
@@ -70,29 +74,30 @@ def find_membership_of_part(key: str, value: Any, container: Membership) -> Memb
     if is_extra_state(key):
         return Membership.MODEL
     if container in CERTAIN:
-        return Membership.NONE if _NOT_OF_MODEL.fullmatch(key) else container
+        # All parts of a model belong to it, whatever their names are.
+        described = _NOT_OF_MODEL.fullmatch(key) is not None
+        return Membership.NONE if described else container
     if not isinstance(value, (dict, Inert)):
         return container
+    # A dictionary beside tensors is part of the model only if its key or its own content shows this.
     return _find_membership_of_model(value) if key in MODEL_CONTAINERS else Membership.NONE
 
 
 def _find_membership_of_model(value: Any) -> Membership:
     """Return the membership of the values below a key such as `model`."""
+    if not isinstance(value, dict):
+        return Membership.NONE
     if holds_tensors(value):
         return Membership.MODEL
     # A model of several state dicts, such as {"encoder": {...}, "decoder": {...}, "temperature": 0.5}.
-    if isinstance(value, dict) and any(map(holds_tensors, value.values())):
-        return Membership.BESIDE
-    return Membership.NONE
+    has_parts = any(map(holds_tensors, value.values()))
+    return Membership.BESIDE if has_parts else Membership.NONE
 
 
-def _is_module(container: Any, parts: Iterable[tuple[str, Any]]) -> bool:
+def _is_module(container: Inert, parts: Mapping[str, Any]) -> bool:
     """Whether an object is a pickled nn.Module, or a module or another object of a TorchScript archive."""
-    if not isinstance(container, Inert):
-        return False
-    if container.name.startswith(_SCRIPTED):
-        return True
-    return {key for key, _ in parts} >= _OF_MODULES
+    is_scripted = container.name.startswith(_SCRIPTED)
+    return is_scripted | (parts.keys() >= _OF_MODULES)
 
 
 def name_of_class(kind: Inert | type[Inert]) -> str:
@@ -104,6 +109,7 @@ def name_of_object(value: Any) -> str | None:
     """Return the name of a dtype, class or function, which is a plain value; None for other objects."""
     if isinstance(value, TypeName):
         return value.full_name
+    # Unknown classes and functions are subclasses of Inert, and objects are instances.
     if isinstance(value, type) and issubclass(value, Inert):
         return name_of_class(value)
     return None

@@ -286,7 +286,7 @@ def _enter_container(node: _Node, flat: Flat, path: str) -> list[_Node]:
     models = [key for key, value in parts if key in MODEL_CONTAINERS and holds_tensors(value)]
     only = models[0] if len(models) == 1 and not flat.whole_names else None
     start = f"{name}." if name else ""
-    own = find_membership(content, parts, node.membership)
+    own = find_membership(content, dict(parts), node.membership)
     if isinstance(content, Inert) and own in CERTAIN:
         # The class of an object in the model determines what its attributes mean.
         flat.add_value(f"{start}(class)", name_of_class(content), own)
