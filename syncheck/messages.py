@@ -268,12 +268,8 @@ class Note(Sentence):
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
     DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
     CODE_DIFFERS = (
-        "the code of the TorchScript archives on {ranks:ranks} differs, and syncheck does not interpret it: compare it "
-        "with torch.jit.load(FILE).code, or skip it with {exclude:option='*(code)'}"
-    )
-    DIFF_CODE_DIFFERS = (
-        "the code of the TorchScript archives of {ranks:ranks} differs, and syncheck does not interpret it: compare it "
-        "with torch.jit.load(FILE).code, or skip it with {exclude:option='*(code)'}"
+        "the code of the TorchScript archives differs ({ranks:ranks}), and syncheck does not interpret it: compare "
+        "torch.jit.load(FILE).code, or skip it with {exclude:option=*(code)}"
     )
     MODEL_VALUES_ABSENT = (
         "{count:count value} of the model {count:verb is|are} not compared, because {ranks:ranks} "

@@ -29,11 +29,11 @@ SYNCHECK = {
     ),
     "Conversions of a model": (
         "conversion conversion.name_maps conversion.recognition conversion.inference conversion.adapters "
-        "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
+        "conversion.quantized conversion.scales conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (
-        "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
-        "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
+        "comparison comparison.group comparison.tensors comparison.values comparison.model_values "
+        "comparison.replica_groups comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
     ),
     "Evidence, and several steps of a run": (
         "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "
