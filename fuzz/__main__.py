@@ -1,4 +1,7 @@
-"""Search each target with atheris in its own process, and print a table of the results."""
+"""Search each target with atheris in its own process, and print a table of the results.
+
+`python -m fuzz diff` compares random pairs of models instead (fuzz/diff.py).
+"""
 
 from __future__ import annotations
 
@@ -111,4 +114,8 @@ def fuzz(target: Target, seconds: int, runs: int, seed: int, findings: Path, cor
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["diff"]:
+        from fuzz import diff
+
+        sys.exit(diff.main(sys.argv[2:]))
     sys.exit(main())

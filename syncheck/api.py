@@ -16,6 +16,7 @@ from syncheck.evidence.stale import add_stale_ranks
 from syncheck.kernel.blocks import broken_files
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
+from syncheck.logical.second_weights import separate_copies
 from syncheck.messages import Note
 from syncheck.names import normalize
 from syncheck.omissions import find_shared_files, remove_aliases
@@ -96,7 +97,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     if not paths:
         raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = files.open_checkpoints([str(path) for path in paths])
-    snapshots, linked = remove_aliases(opened.snapshots)
+    snapshots, linked = remove_aliases(separate_copies(opened.snapshots))
     spelled = files.unify_paths([s.path for s in snapshots] + list(opened.roots.values()))
     groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
     unreadable = (*opened.unreadable, *(found for replicas in groups for found in find_shared_files(replicas.ranks)))
@@ -132,6 +133,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
 
         groups = add_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
+    groups = series.follow_not_finite(groups)
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
     judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)

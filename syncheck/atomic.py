@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def convert_errors(path: str, option: str = "-o") -> Iterator[None]:
     """Convert errors of writing into OptionError.
 
-    option: the spelling of the path's option, or `{baseline}`, which each surface spells.
+    option: the spelling of the path's option, or a field such as `{baseline}`, which each surface spells.
     """
     try:
         yield
@@ -28,7 +28,7 @@ def convert_errors(path: str, option: str = "-o") -> Iterator[None]:
         folder = os.path.dirname(path)
         if folder and isinstance(error, FileNotFoundError) and not os.path.lexists(folder):
             reason = f"the folder {folder} does not exist; create it first"
-        raise OptionError(f"{option} {path}: cannot be written: {reason}", "baseline") from None
+        raise OptionError(f"{option} {path}: cannot be written: {reason}", "baseline", "write_map") from None
 
 
 def check_writable(path: str) -> None:
@@ -68,6 +68,41 @@ def replace_file(path: str, content: str) -> None:
         raise
 
 
+def is_stream(path: str) -> bool:
+    """Whether a path is a pipe, a character device, or stdout or stderr, also if these are redirected to a file."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return False
+    is_device = stat.S_ISFIFO(status.st_mode) or stat.S_ISCHR(status.st_mode)
+    return is_device or _find_standard_stream(status) is not None
+
+
+def write_stream(path: str, content: str) -> None:
+    """Write to a pipe, a device or a standard stream, without truncating a file. Raises OSError."""
+    descriptor = _find_standard_stream(os.stat(path))
+    # If a redirected stream were opened again, it would have its own position, and the output that follows would
+    # overwrite the content.
+    copy = os.open(path, os.O_WRONLY | os.O_CLOEXEC) if descriptor is None else os.dup(descriptor)
+    with os.fdopen(copy, "w", encoding="utf-8") as file:
+        file.write(content)
+
+
+def _find_standard_stream(status: os.stat_result) -> int | None:
+    """Return the descriptor of stdout or stderr if it is this file, otherwise None."""
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it may be closed
+            if os.path.samestat(os.fstat(descriptor), status):
+                return descriptor
+    return None
+
+
+def append(path: str, content: str) -> None:
+    """Append to a file. Raises OSError."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(content)
+
+
 def _write_unnamed(path: str, content: str, initial_mode: int, mode: int | None) -> bool:
     """Write an unnamed file (O_TMPFILE), then link it to `path`. Return False if this is not supported."""
     try:
@@ -95,6 +130,8 @@ def _write(file: TextIO, content: str, mode: int | None) -> None:
 
 def _resolve(path: str) -> tuple[str, int | None]:
     """Return the target of a path and its permissions, or None if it does not exist."""
+    if path.endswith(os.sep):  # realpath would remove the slash
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:  # or a dangling link

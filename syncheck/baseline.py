@@ -24,7 +24,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck import atomic
+from syncheck import outputs
 from syncheck.errors import UsageError, brief
 from syncheck.messages import Fact
 from syncheck.records import Fixed
@@ -92,8 +92,7 @@ def read_for_update(path: str) -> Known:
     Raises UsageError as `read` does, and if the file is obviously not writable.
     """
     known = read(path, may_be_missing=True)
-    with atomic.convert_errors(path, _OPTION):
-        atomic.check_writable(path)
+    outputs.check(path, _OPTION)
     return known
 
 
@@ -125,8 +124,7 @@ def serialize(known: Known) -> str:
 
 def write(path: str, known: Known) -> None:
     """Write a baseline atomically. Raises UsageError if it cannot be written."""
-    with atomic.convert_errors(path, _OPTION):
-        atomic.replace_file(path, serialize(known))
+    outputs.write(path, serialize(known), _OPTION)
 
 
 def apply_baseline(report: Report, known: Known) -> Report:

@@ -12,10 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
+from syncheck.event_consistency import find_contradicted_check, find_contradiction
 from syncheck.evidence.history import trend_of
-from syncheck.messages import Fact
-from syncheck.records import Counts, Finding, Group, History, HistoryPoint, Reason, Replica, Report, TensorDiff
+from syncheck.messages import Fact, Note
+from syncheck.records import (
+    Counts,
+    Finding,
+    Group,
+    History,
+    HistoryPoint,
+    NotFinite,
+    Reason,
+    Replica,
+    Report,
+    TensorDiff,
+)
 from syncheck.report.words import sort_worst_first
+from syncheck.series import follow_not_finite
 from syncheck.verdicts import overall
 
 if TYPE_CHECKING:
@@ -24,6 +37,7 @@ if TYPE_CHECKING:
 ENDING = ".jsonl"
 # Tensors of an event, and names of a finding: about 10 kB in a check that fails, nothing in one that does not.
 _MOST_TENSORS, _MOST_NAMES = 40, 8
+_MOST_NOTE = 1000  # characters
 _MOST_LINE = 1 << 22  # characters
 _VERDICTS = ("in_sync", "out_of_sync", "undecided", "alone")
 _TEXTS = ("name", "kind", "dtype", "status")
@@ -44,6 +58,7 @@ def describe_findings(findings: Iterable[Finding], report: Report) -> list[dict[
                 "slug": finding.slug,
                 "severity": finding.severity,
                 "allowed": finding.allowed,
+                "counts": finding.counts,
                 "ranks": list(finding.ranks),
                 "tensors": len(finding.tensors),
                 "names": list(finding.tensors[:_MOST_NAMES]),
@@ -70,7 +85,16 @@ def describe_check(report: Report) -> dict[str, Any]:
             row = {name: getattr(diff, name) for name in (*_TEXTS, *_NUMBERS, *_INTEGERS)}
             detail = None if diff.detail is None else str(diff.detail)
             rows.append(row | {"reason": diff.reason, "detail": detail, "nonfinite": list(diff.nonfinite.items())})
-    return {"kinds": {kind: _list_counts(counts) for kind, counts in kinds.items()}, "worst": rows}
+    found = [group.not_finite for group in report.groups if group.not_finite is not None]
+    return {
+        "kinds": {kind: _list_counts(counts) for kind, counts in kinds.items()},
+        "worst": rows,
+        "notes": [str(note)[:_MOST_NOTE] for group in report.groups for note in group.notes],
+        "not_finite": {
+            "count": sum(own.count for own in found),
+            "names": [name for own in found for name in own.names][:_MOST_TENSORS],
+        },
+    }
 
 
 def _list_counts(counts: Counts) -> dict[str, int]:
@@ -86,32 +110,46 @@ def read_events(paths: Sequence[Any]) -> Report:
     """Return the checks of event files as the steps of runs, each with the name of its file.
 
     Files of version 0.1 have no tensors, causes and fixes. Raises UsageError for a file that cannot be read, is not an
-    event file, or has no check.
+    event file, has no check, or contradicts itself: a verdict always follows from its findings and counts.
     """
-    groups: list[Group] = []
-    for path in paths:
-        found: list[Group] = []
-        name = Path(path).stem
-        ranks: tuple[int, ...] = ()
-        for number, event in _read_lines(path):
-            try:
-                if event["event"] == "start":
-                    ranks = tuple(sorted(int(rank) for rank in event["ranks"]))
-                    if any(group.step >= event["step"] for group in found if group.run == name and group.step):
-                        name = f"{Path(path).stem} from line {number}"  # another run appended to the file
-                elif event["event"] == "check":
-                    found.append(_make_group(event, name, ranks, str(path)))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                problem = f"{type(error).__name__}: {error}"[:80]
-                raise UsageError(f"{path}, line {number}: not an event of SyncMonitor ({problem})") from None
-        if not found:
-            raise UsageError(f"{path}: no check in it; pass the file that SyncMonitor(events=...) has written")
-        groups += found
+    groups = [group for path in paths for group in _read_file(path)]
     runs: dict[str, list[Group]] = {}
     for group in groups:
         runs.setdefault(group.run, []).append(group)
     groups = [_add_history(group, steps) if group is steps[-1] else group for steps in runs.values() for group in steps]
-    return Report(overall(groups, ()), tuple(groups))
+    followed = follow_not_finite(groups)
+    return Report(overall(followed, ()), tuple(followed))
+
+
+def _read_file(path: Any) -> list[Group]:
+    """Return the checks of one event file."""
+    checks: list[Group] = []
+    name = Path(path).stem
+    ranks: tuple[int, ...] = ()
+    for number, event in _read_lines(path):
+        contradiction = ""
+        try:
+            if event["event"] == "start":
+                ranks = tuple(sorted(int(rank) for rank in event["ranks"]))
+                if any(group.step >= event["step"] for group in checks if group.run == name and group.step):
+                    name = f"{Path(path).stem} from line {number}"  # another run appended to the file
+            elif event["event"] == "check":
+                checks.append(_make_group(event, name, ranks, str(path)))
+                contradiction = find_contradiction(checks[-1], event)
+            elif event["event"] in ("desync", "end"):
+                own = [group for group in checks if group.run == name]
+                contradiction = find_contradicted_check(event, own[-1] if own else None)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"[:80]
+            raise UsageError(f"{path}, line {number}: not an event of SyncMonitor ({problem})") from None
+        if contradiction:
+            raise UsageError(
+                f"{path}, line {number}: {contradiction}; the file was edited or damaged, so it has no verdict. Pass "
+                "the file as SyncMonitor wrote it"
+            )
+    if not checks:
+        raise UsageError(f"{path}: no check in it; pass the file that SyncMonitor(events=...) has written")
+    return checks
 
 
 def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -160,7 +198,16 @@ def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path
         kinds=kinds,
         verdict=verdict,
         findings=findings,
+        not_finite=_make_not_finite(event.get("not_finite")),
+        notes=tuple(Note.STORED(text=str(note)) for note in event.get("notes", ())),
     )
+
+
+def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
+    """Return the tensors that are not finite; None if there are none, or if an older version wrote the event."""
+    if row is None or not int(row["count"]):
+        return None
+    return NotFinite(tuple(str(name) for name in row["names"]), int(row["count"]))
 
 
 def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
@@ -197,6 +244,7 @@ def _make_finding(row: Mapping[str, Any]) -> Finding:
         cause=Fact.TEXT(text=str(row.get("cause", f"see: syncheck explain {code}"))),
         fix=Fact.TEXT(text=str(row.get("fix", f"see: syncheck explain {code}"))),
         allowed=bool(row["allowed"]),
+        counts=bool(row.get("counts", True)),
     )
 
 
@@ -204,21 +252,39 @@ def _add_history(last: Group, steps: Sequence[Group]) -> Group:
     """Add to the findings of the last check when they began."""
     if len(steps) < 2:
         return last
-    findings = []
-    for finding in last.findings:
-        having = [finding.code in [other.code for other in group.findings] for group in steps]
-        names = set(finding.tensors)
-        diffs = [[diff for diff in group.tensors if diff.name in names] for group in steps]
-        first = having.index(True)
-        points = tuple(
-            HistoryPoint(group.step or 0, int(has), _find_largest(own) if has else 0.0)
-            for group, has, own in zip(steps, having, diffs, strict=True)
-        )
-        since, agreed = steps[first].step or 0, steps[first - 1].step if first else None
-        ranks = next(other.ranks for other in steps[first].findings if other.code == finding.code)
-        history = History(points, since, agreed, (), ranks, trend_of(diffs[first:]))
-        findings.append(replace(finding, history=history))
+    findings = [replace(finding, history=_follow(finding, steps)) for finding in last.findings]
     return replace(last, findings=tuple(findings))
+
+
+def _follow(finding: Finding, steps: Sequence[Group]) -> History:
+    """Return the history of a finding of the last step. steps: the checks of a run."""
+    names = set(finding.tensors)
+    points, diffs = [], []
+    for group in steps:
+        listed = [diff for diff in group.tensors if diff.name in names and diff.out_of_sync]
+        differing = _count_differing(finding, listed, group)
+        largest = _find_largest(listed) if differing else 0.0
+        points.append(HistoryPoint(group.step or 0, differing, largest, group.verdict != "in_sync"))
+        diffs.append(listed)
+    first = next(i for i, point in enumerate(points) if point.differing)
+    agreed = points[first - 1].step if first else None
+    ranks = [other.ranks for other in steps[first].findings if other.code == finding.code]
+    suspects = ranks[0] if ranks else finding.ranks
+    return History(tuple(points), points[first].step, agreed, (), suspects, trend_of(diffs[first:]))
+
+
+def _count_differing(finding: Finding, listed: Sequence[TensorDiff], group: Group) -> int:
+    """Return the number of tensors of a finding that differed at a check, as far as known.
+
+    listed: those among the worst tensors of the check. A check has another code for the same tensors if its evidence
+    was different, and an event does not list all tensors, so only a check in sync shows that they agreed.
+    """
+    if listed or finding.code in [other.code for other in group.findings]:
+        return max(1, len(listed))
+    if group.verdict == "in_sync":
+        return 0
+    complete = group.verdict == "out_of_sync" and group.counts.different <= len(group.tensors)
+    return 0 if complete else 1
 
 
 def _find_largest(diffs: Sequence[TensorDiff]) -> float | None:

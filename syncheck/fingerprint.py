@@ -12,7 +12,8 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.atomic import check_writable, convert_errors, replace_file
+from syncheck import outputs
+from syncheck.atomic import convert_errors
 from syncheck.comparison.values import select_counted_values
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, ranges
@@ -20,7 +21,7 @@ from syncheck.kernel.digests import ALGORITHM, new_hasher
 from syncheck.kernel.moments import Moments
 from syncheck.kinds import classify_snapshot
 from syncheck.metadata_block import SCHEMA
-from syncheck.readers import EXTENSIONS, fingerprint_file, refuse_overwrite
+from syncheck.readers import EXTENSIONS, fingerprint_file
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
 
 if TYPE_CHECKING:
@@ -79,21 +80,19 @@ def choose_output_paths(snapshots: Sequence[Snapshot], output: str) -> list[tupl
         raise UsageError(f"{snapshots[0].path}: is a fingerprint already; pass the checkpoint")
     paths = [snapshot.path for snapshot in wanted]
     if len(paths) == 1 and not os.path.isdir(output) and not output.endswith(os.sep):
-        outputs = {paths[0]: output}
+        targets = {paths[0]: output}
     elif os.path.isfile(output):
         raise UsageError(f"-o {output}: is a file; pass a folder for the fingerprints of {len(paths)} checkpoints")
     else:
-        outputs = {path: os.path.join(output, name) for path, name in _relative_names(paths).items()}
+        targets = {path: os.path.join(output, name) for path, name in _relative_names(paths).items()}
     sources: dict[str, str] = {}
-    for path, target in outputs.items():
+    for path, target in targets.items():
         other = sources.setdefault(target, path)
         if other != path:
             raise UsageError(f"{other} and {path}: both would be written to {target}; pass them one at a time")
         if os.path.exists(target):
-            refuse_overwrite(target, replaceable=fingerprint_file)
-            with convert_errors(target):
-                check_writable(target)
-    return [(snapshot, outputs[snapshot.path]) for snapshot in wanted]
+            outputs.check(target, inputs=paths, replaceable=fingerprint_file)
+    return [(snapshot, targets[snapshot.path]) for snapshot in wanted]
 
 
 def write(path: str, text: str) -> None:
@@ -102,7 +101,7 @@ def write(path: str, text: str) -> None:
         folder = os.path.dirname(path) or "."
         if not os.path.exists(folder):
             os.makedirs(folder, exist_ok=True)
-        replace_file(path, text)
+    outputs.write(path, text, replaceable=fingerprint_file)
 
 
 def _relative_names(paths: Sequence[str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ KINDS = (
 PARAMETERS = frozenset({"parameter"})
 BUFFERS = frozenset({"buffer", "bn_mean", "bn_var", "bn_count"})
 OPTIMIZER = frozenset({"optimizer", "optimizer_step"})
+MODEL = PARAMETERS | BUFFERS
 BN_STATISTICS = frozenset({"bn_mean", "bn_var"})
 
 _BN = {"running_mean": "bn_mean", "running_var": "bn_var", "num_batches_tracked": "bn_count"}
@@ -236,6 +237,30 @@ def _find_copies(averaged: Iterable[str], found: Mapping[str, tuple[str, bool]],
                 copies.update(names)
                 break
     return frozenset(copies)
+
+
+def find_outside_model(snapshot: Snapshot) -> frozenset[str]:
+    """Return the tensors that certainly do not belong to the model, such as optimizer state and averaged copies."""
+    kinds = classify_snapshot(snapshot)
+    names = snapshot.tensors.keys()
+    states = [name for name in names if name.startswith("optimizer.")]
+    # States belong to a parameter or to its number. Otherwise, a module of the model is called `optimizer`.
+    is_module = not any(_has_owner(name, names) for name in states)
+    outside = set()
+    for name, kind in kinds.by_name.items():
+        # No optimizer has a state called `weight` or `bias`.
+        layer = name.startswith("optimizer.") and (is_module or name.rpartition(".")[2] in ("weight", "bias"))
+        if kind not in MODEL and name not in kinds.unsure and not layer:
+            outside.add(name)
+    return frozenset(outside)
+
+
+def _has_owner(name: str, names: Collection[str]) -> bool:
+    """Whether a name contains that of another tensor, or the number of a parameter, after `optimizer.`."""
+    segments = name.split(".")[1:-1]
+    if segments and segments[0].isdecimal():
+        return True
+    return any(".".join(segments[:count]) in names for count in range(1, len(segments) + 1))
 
 
 def classify_snapshot(snapshot: Snapshot) -> Kinds:

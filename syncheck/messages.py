@@ -229,6 +229,9 @@ class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
+    NOT_FINITE = "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
+    NOT_FINITE_SINCE = "{fact}; finite at step {finite}, not finite since step {since}, first in {first:names}"
+    NOT_FINITE_FROM_START = "{fact}; since the first step compared ({since}), first in {first:names}"
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
@@ -240,6 +243,12 @@ class Note(Sentence):
         "{write_map:option FILE} saves the map:"
     )
     RULE = "  {name} = {parts}"
+    COPY_RULE = "  {name} = {copied}, of which it is a copy in one model"
+    MORE_RULES = "  {count:count more rule}"
+    GUESSED_RULES = (
+        "equal data does not show the pairs of {count:count rule}, which follow from the order of names: {names:names}"
+    )
+    ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
     NO_MAP = "{file} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (
         "the inferred map is ambiguous: {count:count tensor} of A {count:verb equals|equal} several tensors of B: "
@@ -251,7 +260,10 @@ class Note(Sentence):
         "{side}: {count:count tensor} {count:verb is|are} not mapped, because {names:list} {names:verb is|are} "
         "unknown; put config.json beside the files"
     )
-    UNFIT = "{side}: the map {map} does not fit the shapes of {names:names}"
+    UNFIT = (
+        "{side}: the map {map} does not fit {names:names}: their shapes are others, or a part has the name of another "
+        "tensor"
+    )
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     KINDS_GUESSED = (
@@ -268,6 +280,17 @@ class Note(Sentence):
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
     DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
     MORE_VALUES_ABSENT = "not compared: {count} more values that some ranks lack"
+    ATTRIBUTES = (
+        "plain attributes of modules differ between ranks; they do not count, because they are neither parameters nor "
+        "buffers: {facts:list}"
+    )
+    ATTRIBUTE = "{name} is {values:by_rank}"
+    ATTRIBUTE_NAMES = (
+        "{count:count plain attribute} of modules {count:verb differs|differ} between ranks and "
+        "{count:verb does|do} not count: {names:names 5}"
+    )
+    MORE_ATTRIBUTES = "{count} more"
+    METRICS = "states of metrics differ between ranks by design, until compute() reduces them: {names:names 5}"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
     FINGERPRINT = (
         "a fingerprint shows which tensors differ, but not which elements; tolerances do not apply, and -0.0 and 0.0 "
@@ -290,6 +313,10 @@ class Note(Sentence):
         "take precedence"
     )
     OTHER_WEIGHTS = "{file} is compared as a separate model, beside {others}"
+    SECOND_WEIGHTS = "{file} is compared as a separate model: a second copy of the weights, beside {others}"
+    UNUSED_WEIGHTS = (
+        "not compared: {files:names}, a second copy of the weights in {folder}; pass the file itself to compare it"
+    )
 
 
 class Refusal(Sentence):
@@ -321,19 +348,37 @@ class Refusal(Sentence):
     HUGE_VIEW = "a view that shows {stored} stored bytes as {shown:.3g}"
     FLAT_PARAMETER = "sharded by FSDP: a flat parameter holds only this rank's shard"
     AMBIGUOUS_NAME = "several tensors of the other model have the same data"
-    ADAPTER = "a weight with an adapter of another kind than LoRA, or without adapter_config.json"
+    ADAPTER_PART = "a part of an adapter that was not merged: {problem}"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
     STORED = "{text}"
 
 
-# Refusals of shards without replicas, and of adapters: a property of the layout, not a problem of the file.
+# Refusals of shards without replicas: a property of the layout, not a problem of the file.
 SHARD_REFUSALS = (
     Refusal.SHARDED_TENSOR,
     Refusal.SHARDED_DTENSOR,
     Refusal.FLAT_PARAMETER,
     Refusal.UNPLACED_PARTS,
-    Refusal.ADAPTER,
 )
+
+
+class AdapterProblem(Sentence):
+    """Why a part of an adapter was not merged."""
+
+    NO_CONFIG = "adapter_config.json beside it is missing or cannot be read"
+    KIND = "adapters of type {kind} are not merged, only LoRA"
+    SETTING = "the setting {name} in adapter_config.json is not supported: {value}"
+    PATTERN = "a pattern of modules in adapter_config.json is not supported ({problem}), so its scale is unknown"
+    SCALE = "its scale is unknown (lora_alpha: {alpha}, r: {rank}, rows of lora_A: {shape})"
+    TOKENS = "adapter_config.json does not list the rows that it replaces"
+    SEVERAL = "the files have several adapters ({names:list}); pass the merged one only"
+    NO_MODULE = "the base model has no module of this name"
+    INCOMPLETE = "the module has only one of two factors"
+    SHAPES = "the shapes of the module's factors and weight do not fit, or they cannot be read"
+    ORIENTATION = "the shapes of other modules contradict fan_in_fan_out, and a square weight does not show it"
+    SETTINGS_DIFFER = "the setting {name} is {a} in A and {b} in B, which are compared as they are stored"
+    TAKEN = "another part of the adapter changes the same weight"
+    UNKNOWN = "its kind is unknown"
 
 
 class Detail(Sentence):
@@ -363,6 +408,9 @@ class Detail(Sentence):
     STORED_DIFFERENTLY = "the files store the tensor with different strides, byte order or pending operations"
     VIEW = "the tensor is a view of a storage that differs; only its bytes show whether the view differs"
     NO_CHECKSUM = "some files store no checksum of the tensor"
+    ADAPTER_PARTS = "{names:names} of the adapter may change it, and {names:verb was|were} not merged: {problem}"
+    UNTIED = "the adapter replaces another name of this tied weight, and may have replaced this name or not"
+    HIDDEN_ADAPTER = "the rounding of the adapter's product is as large as the product"
 
 
 class Fact(Sentence):
@@ -376,6 +424,9 @@ class Undecided(Sentence):
     """Why a comparison has no verdict."""
 
     UNREADABLE = "{count} of the files given could not be read"
+    INFERRED_MAP = (
+        "equal under an inferred map: review it, write it with {write_map:option FILE}, then pass {map:option FILE}"
+    )
     ALL_LINKS = "all files given are links to one file; compare copies"
     ONE_FILE = (
         "one file has no replica to compare with; save the model on every rank and pass all files (syncheck show lists "

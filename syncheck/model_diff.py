@@ -9,33 +9,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import api, paths
+from syncheck import api, outputs, paths
+from syncheck.comparison.copies import accept_parts, list_ties
 from syncheck.comparison.group import compare_group
-from syncheck.conversion.adapters import Merged, compare_merge, merge_adapters
-from syncheck.conversion.casts import convert
+from syncheck.conversion.acceptance import accept_conversions
+from syncheck.conversion.adapters import AdaptedModel, Adapter, finish_adapters, merge_adapters
 from syncheck.conversion.causes import Models, add_relations
-from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous, write_map
-from syncheck.conversion.name_maps import apply_map, find_variables, read_map
+from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous
+from syncheck.conversion.map_files import read_map, write_map
+from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
+from syncheck.conversion.merges import find_adapted
+from syncheck.conversion.name_maps import find_variables
 from syncheck.conversion.quantized import dequantize
-from syncheck.conversion.recognition import complete_variables, get_computed, is_readable, recognize_map
+from syncheck.conversion.recognition import complete_variables, recognize_map
 from syncheck.diagnose.case import relation_of
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
-from syncheck.kernel.clustering import cluster_replicas
+from syncheck.kinds import find_outside_model
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical import views
+from syncheck.logical.labels import check_layouts
 from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
-from syncheck.messages import Note, names_text, relabel
+from syncheck.logical.progress import is_adapter
+from syncheck.logical.second_weights import drop_unmatched_copies, separate_copies
+from syncheck.messages import Grouping, Note, names_text, relabel
 from syncheck.names import normalize_keys
 from syncheck.options import DiffOptions
-from syncheck.records import Alias, Counts, Place, Reason, Report
+from syncheck.records import Alias, Place, Reason, Report
 from syncheck.relations import RelationKind, Stored
 from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from syncheck.conversion.inference import Inferred
     from syncheck.conversion.name_maps import NameMap
     from syncheck.messages import Message
     from syncheck.records import Comparison, Group
@@ -59,7 +67,7 @@ class Side:
     """One side of a difference.
 
     label: A or B. group: its files by rank. model: its whole tensors. variables: its numbers of heads, as far as known.
-    map, stored: the map of its names, and the stored tensor of each tensor of the model.
+    map, stored: the map of its names, and the stored tensor of each tensor of the model. adapter: beside the model.
     """
 
     label: str
@@ -70,12 +78,7 @@ class Side:
     variables: Mapping[str, int] = field(default_factory=dict)
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     map: NameMap | None = None
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders of the files."""
-        paths = [snapshot.path for _, snapshot in self.group.ranks]
-        return tuple(dict.fromkeys(path if os.path.isdir(path) else os.path.dirname(path) for path in paths))
+    adapter: Adapter | None = None
 
     @property
     def title(self) -> str:
@@ -122,7 +125,7 @@ def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
     opened = paths.open_checkpoints(given)
     if broken := opened.unreadable:
         raise UsageError(f"{broken[0].path}: {broken[0].reason}")
-    groups = group_replicas(opened.snapshots, roots=opened.roots)
+    groups = group_replicas(separate_copies(opened.snapshots), roots=opened.roots)
     title = ", ".join(given)
     group = groups[0] if len(groups) == 1 else _merge_parts(title, groups)
     if len(group.ranks) == 1:
@@ -153,6 +156,16 @@ def list_shards(source: Source) -> dict[str, Any]:
     return {"path": title, "files": len(group.ranks), "tensors": list(rows.values())}
 
 
+def list_inputs(sources: Sequence[Source], options: DiffOptions) -> list[str]:
+    """Return the files, folders and globs that a comparison of two models reads, without the baseline."""
+    inputs = [path for path in (options.map, options.base) if path is not None]
+    for source in sources:
+        for path in _split(source):
+            # `find_variables` reads the settings beside a file.
+            inputs += [path, os.path.join(os.path.dirname(path), "config.json")]
+    return inputs
+
+
 def _split(source: Source) -> list[str]:
     if not isinstance(source, (str, os.PathLike)):
         return [os.fspath(path) for path in source]
@@ -164,7 +177,9 @@ def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
     """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
     names = [name for snapshot in snapshots for name in snapshot.tensors]
-    if len(groups) == len(snapshots) and len(set(names)) == len(names):
+    # Numbered parts of one checkpoint may hold a tensor twice, and these copies are compared.
+    are_parts = all(Grouping.PARTS_ALONE in [reason.code for reason in group.grouping] for group in groups)
+    if len(groups) == len(snapshots) and (are_parts or len(set(names)) == len(names)):
         return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
     found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
     raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
@@ -185,17 +200,22 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
     tensor in common, and CheckpointError if parts are missing or a file cannot be read.
     """
     options = options or DiffOptions()
+    if options.write_map is not None:
+        outputs.check(options.write_map, outputs.MAP, inputs=list_inputs((a, b), options))
     sides = tuple(open_side(label, source) for label, source in zip(LABELS, (a, b), strict=True))
     return compare_sides(sides, [compare_copies(side, options) for side in sides], options, histograms=histograms)
 
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
-    """Compare the copies of tensors in the files of a side; None if each tensor is in one file."""
-    names = [name for _, snapshot in side.group.ranks for name in normalize_keys(snapshot.tensors)]
-    if len(set(names)) == len(names):
+    """Compare the copies of tensors and values in the files of a side; None for a side in one file."""
+    # The adapter of a model has other tensors, and its own run.
+    ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if not is_adapter(snapshot))
+    if len(ranks) < 2:
         return None
-    own = replace(compare_group(side.group, api.build_selection(options)), name=side.title, run=side.title)
-    return judge_group(own, (), _allowed(options))
+    own = replace(
+        compare_group(replace(side.group, ranks=ranks), api.build_selection(options)), name=side.title, run=side.title
+    )
+    return judge_group(accept_parts(own), (), _allowed(options))
 
 
 def compare_sides(
@@ -205,30 +225,41 @@ def compare_sides(
 
     copies: the results by side; None for a side in one file. histograms: see `diff`. Raises as `diff` does.
     """
-    notes = []
-    for side, own in zip(sides, copies, strict=True):
-        if len(side.group.ranks) > 1:
-            compared = own.counts.compared if own is not None else 0
-            sentence = Note.COPIES if compared else Note.NO_COPIES
-            unit = "ranks" if side.model.format == "memory" else "files"
-            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
-    completed = add_tied_names([side.model for side in sides])
+    notes = _note_copies(sides, copies)
+    reduced = drop_unmatched_copies([side.model for side in sides])
+    sides = [replace(side, model=model) for side, model in zip(sides, reduced, strict=True)]
+    check_layouts([side.model for side in sides], LABELS)
+    listed = list_ties(snapshot for side in sides for _, snapshot in side.group.ranks)
+    completed = add_tied_names([side.model for side in sides], listed.items())
     sides = tuple(replace(side, model=model) for side, (model, _) in zip(sides, completed, strict=True))
     notes += [Note.TIED(side=s.label, names=names) for s, (_, names) in zip(sides, completed, strict=True) if names]
     with Files(jobs=options.jobs) as files:
-        sides, mapping = _map_sides(sides, options, files)
+        mapped = _map_sides(_merge_adapters(sides, files), options, files)
+        sides = _finish_adapters(mapped.sides, files)
+        files.close_all()  # the comparison of the pair opens as many files
         pair = ReplicaGroup(
-            " and ".join(side.model.path for side in sides), None, tuple(enumerate(side.model for side in sides)), ()
+            " and ".join(side.model.path for side in sides),
+            None,
+            tuple(enumerate(side.model for side in sides)),
+            (),
+            two_models=True,
         )
         found = compare_group(pair, replace(api.build_selection(options), histograms=histograms))
         comparison = _describe_sides(found, sides, subset=options.subset)
-        comparison = _accept_conversions(comparison, sides, options.cast, files)
+        comparison = accept_conversions(comparison, [_adapted(side) for side in sides], options.cast, files)
         comparison = _add_relations(comparison, sides, options, files)
     if histograms:
         evidence = replace(comparison.evidence, stored=_describe_stored(comparison, sides))
         comparison = replace(comparison, evidence=evidence)
-    notes += mapping
-    comparison = replace(comparison, notes=(*notes, *comparison.notes))
+    notes += mapped.notes
+    if mapped.inferred and options.accept_inferred:
+        notes.append(Note.ACCEPTED_MAP())
+    is_proposal = mapped.inferred and not options.accept_inferred
+    comparison = replace(
+        comparison,
+        notes=(*notes, *comparison.notes),
+        evidence=replace(comparison.evidence, inferred=is_proposal),
+    )
     # Shards of a side are no reason for doubt, but copies that could not be compared are.
     doubtful = [
         own
@@ -250,44 +281,98 @@ def compare_sides(
     return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
-def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> tuple[tuple[Side, ...], list[Message]]:
-    """Return two sides with merged adapters and, if a map is given or found, equal names; and notes about the map."""
+def _note_copies(sides: Sequence[Side], copies: Sequence[Group | None]) -> list[Message]:
+    """Return how many tensors of each side in several files were compared with their copies."""
+    notes = []
+    for side, own in zip(sides, copies, strict=True):
+        if len(side.group.ranks) > 1:
+            compared = own.counts.compared if own is not None else 0
+            sentence = Note.COPIES if compared else Note.NO_COPIES
+            unit = "ranks" if side.model.format == "memory" else "files"
+            notes.append(sentence(side=side.label, files=len(side.group.ranks), unit=unit, tensors=compared))
+    return notes
+
+
+def _merge_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:
+    """Return two sides with the values of quantized weights, and with merged adapters."""
     stored = [normalize_keys(side.model.tensors) for side in sides]
     models = [dequantize(own, other, files) for own, other in (stored, stored[::-1])]
-    models = [
-        merge_adapters(own, other, side.folders, files)
-        for own, other, side in zip(models, models[::-1], sides, strict=True)
-    ]
+    merged = merge_adapters(models, [side.model.format == "memory" for side in sides], files)
+    results = []
+    for side, own, before in zip(sides, merged, stored, strict=True):
+        # Without a change, the names keep their prefixes, which are reported.
+        if own.tensors is not before:
+            side = replace(side, model=replace(side.model, tensors=own.tensors), adapter=own.adapter)
+        results.append(side)
+    return tuple(results)
+
+
+def _finish_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:
+    """Merge the parts whose modules have mapped names, and add all other parts to both sides, refused."""
+    finished = finish_adapters([_adapted(side) for side in sides], files)
+    if not any(own.adapter for own in finished):
+        return tuple(sides)
+    return tuple(
+        replace(side, model=replace(side.model, tensors=own.tensors)) for side, own in zip(sides, finished, strict=True)
+    )
+
+
+def _adapted(side: Side) -> AdaptedModel:
+    stored = {name: tensor.name for name, tensor in side.stored.items()}
+    return AdaptedModel(normalize_keys(side.model.tensors), side.adapter, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedSides:
+    """Two sides after a map of their names.
+
+    notes: about the map. inferred: whether the names of some tensors follow from an inferred map.
+    """
+
+    sides: tuple[Side, ...]
+    notes: tuple[Message, ...]
+    inferred: bool = False
+
+
+def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> MappedSides:
+    """Return two sides with equal names if a map is given or found."""
+    models: list[Mapping[str, Tensor]] = [normalize_keys(side.model.tensors) for side in sides]
     variables = {**sides[1].variables, **sides[0].variables}
+    # A padded model may state its own size of the vocabulary; no stated token may be cut.
+    if stated := [side.variables["vocabulary"] for side in sides if "vocabulary" in side.variables]:
+        variables["vocabulary"] = max(stated)
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)
     if names is not None:
         variables = complete_variables(names, models, variables, files)
-    notes: list[Message] = []
-    written = names
+    inferred: Inferred | None = None
     if options.map is None:
         known = models if names is None else [own.tensors for own in apply_map(names, models, variables)[0]]
         inferred = infer_map(known, files)
-        if inferred is not None:
-            notes, written = describe_inferred(inferred), extend_map(names, inferred)
-        if inferred is not None and inferred.applies:
-            names, variables = written, {**variables, **inferred.variables}
-            models = mark_ambiguous(models, inferred)
+    notes: list[Message] = [] if inferred is None else describe_inferred(inferred)
+    written = names if inferred is None else extend_map(names, inferred)
+    if inferred is not None and inferred.applies:
+        names, variables = written, {**variables, **inferred.variables}
+        models = mark_ambiguous(models, inferred)
     if options.write_map is not None and written is not None:
-        write_map(options.write_map, written)
+        write_map(options.write_map, written, () if inferred is None else inferred.guessed)
     elif options.write_map is not None:
         notes.append(Note.NO_MAP(file=options.write_map))
-    if names is None:  # without a change, the names keep their prefixes, which are reported
-        rows = zip(sides, models, stored, strict=True)
-        return tuple(
-            side if own is old else replace(side, model=replace(side.model, tensors=own)) for side, own, old in rows
-        ), notes
-    mapped, more = apply_map(names, models, variables)
+    if names is None:
+        return MappedSides(tuple(sides), tuple(notes))
+    divided: set[str] = set()
+    for side, own_model in zip(sides, models, strict=True):
+        if side.adapter is not None:
+            divided |= side.adapter.find_divided(names, own_model, variables)
+    mapped, more = apply_map(names, models, variables, frozenset(divided))
+    check_ignored(names, models, mapped, files)
     counts = [len(model.keys() - own.tensors.keys()) for model, own in zip(models, mapped, strict=True)]
-    notes = [Note.MAP(map=names.title, count=counts[0], others=counts[1]), *notes, *more]
-    return tuple(
-        replace(side, model=replace(side.model, tensors=own.tensors), stored=own.stored, map=names, variables=variables)
-        for side, own in zip(sides, mapped, strict=True)
-    ), notes
+    first = Note.MAP(map=names.title, count=counts[0], others=counts[1])
+    notes = [first, *notes, *remove_padding(mapped, variables, files), *more]
+    renamed = []
+    for side, own in zip(sides, mapped, strict=True):
+        model = replace(side.model, tensors=own.tensors)
+        renamed.append(replace(side, model=model, stored=own.stored, map=names, variables=variables))
+    return MappedSides(tuple(renamed), tuple(notes), inferred=inferred is not None and inferred.applies)
 
 
 def _allowed(options: DiffOptions) -> frozenset[str]:
@@ -297,16 +382,18 @@ def _allowed(options: DiffOptions) -> frozenset[str]:
 def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bool) -> Comparison:
     """Name the sides instead of ranks, and add the location of the worst element of each tensor.
 
-    subset: whether B may lack tensors. Raises UsageError if the models have no name in common.
+    subset: whether B may lack tensors that do not belong to the model. Raises UsageError if the models have no name in
+    common.
     """
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING]
     if missing and len(missing) == comparison.counts.tensors:
         examples = "; ".join(f"{side.label} has {names_text([*side.model.tensors], 2) or 'none'}" for side in sides)
-        raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model")
+        raise UsageError(f"A and B have no tensor in common: {examples}; pass two copies of one model, or --map FILE")
     models = [normalize_keys(side.model.tensors) for side in sides]
+    accepted = find_outside_model(replace(sides[0].model, tensors=models[0])) if subset else frozenset()
     tensors = []
     for diff in comparison.tensors:
-        if subset and diff.reason is Reason.MISSING and diff.clusters == ((0,),):
+        if diff.reason is Reason.MISSING and diff.clusters == ((0,),) and diff.name in accepted:
             diff = replace(diff, reason=Reason.SUBSET, minority=())
         if diff.index is not None:
             places = {i: side.locate(models[i][diff.name], diff.index) for i, side in enumerate(sides)}
@@ -366,11 +453,11 @@ def _add_relations(comparison: Comparison, sides: Sequence[Side], options: DiffO
     else:
         models.base = {} if options.base is None else models.base
     diffs = add_relations(comparison.tensors, models)
-    differing = {diff.name for diff in diffs}
+    differing = {diff.name for diff in diffs if diff.out_of_sync}
     stale = any(relation_of(diff) is RelationKind.BASE for diff in diffs)
     kept = [n for n in models.base if stale and n not in differing and n in a and n in b]
     updated = sum(models.equals(models.base[n], a[n]) is None for n in kept)
-    adapted = sum(isinstance(tensor.data, Merged) for tensor in a.values())
+    adapted = sum(find_adapted(tensor) is not None for tensor in a.values())
     evidence = replace(comparison.evidence, base=title, updated=updated, adapted=adapted)
     return replace(comparison, tensors=diffs, evidence=evidence)
 
@@ -411,38 +498,3 @@ def list_earlier(side: Side) -> Iterator[Side]:
 def _find_home(path: str) -> str:
     """Return a path without the names of the file and of its folder."""
     return os.path.dirname(os.path.dirname(path))
-
-
-def _accept_conversions(comparison: Comparison, sides: Sequence[Side], dtype: str | None, files: Files) -> Comparison:
-    """Count tensors as close if they are merges of an adapter, or converted to `dtype` and to the dtype of B."""
-    models = [normalize_keys(side.model.tensors) for side in sides]
-    kinds, tensors = dict(comparison.kinds), []
-    for diff in comparison.tensors:
-        a, b = (model.get(diff.name) for model in models)
-        tolerance = None
-        if diff.out_of_sync and a is not None and b is not None:
-            tolerance = _find_tolerance(a, b, dtype, files)
-        if tolerance is None:
-            tensors.append(diff)
-            continue
-        old = kinds[diff.kind]
-        kinds[diff.kind] = replace(old, close=old.close + 1, **{diff.status: getattr(old, diff.status) - 1})
-        accepted = replace(diff, status="close", tolerance=tolerance, detail=None, facts=(), minority=())
-        measured = diff.mismatched if diff.reason is None else None  # unknown if the dtypes differ
-        tensors.append(replace(accepted, reason=None, mismatched=measured))
-    counts = sum(kinds.values(), Counts())
-    return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
-
-
-def _find_tolerance(a: Tensor, b: Tensor, dtype: str | None, files: Files) -> str | None:
-    """Return the conversion that explains a difference; None for a difference that is not accepted."""
-    merged = [data for tensor in (a, b) if (data := get_computed(tensor, Merged)) is not None]
-    if len(merged) == 1 and a.dtype == b.dtype and a.shape == b.shape and is_readable(a) and is_readable(b):
-        return "rounding of a merge" if compare_merge(merged[0], b if a.data is merged[0] else a, files)[0] else None
-    return f"cast {dtype}" if dtype is not None and _is_cast(a, b, dtype, files) else None
-
-
-def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
-    if not (is_readable(a) and is_readable(b)) or a.shape != b.shape:
-        return False
-    return len(cluster_replicas([convert(a, (dtype, b.dtype), files), b], files)) == 1

@@ -7,6 +7,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from syncheck.errors import UnreadableFile
+from syncheck.readers.untrusted import open_regular_file
 from syncheck.records import Alias, Unreadable
 
 if TYPE_CHECKING:
@@ -19,6 +21,10 @@ _DIGITS = re.compile(r"\d+")
 _SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECASE)
 # Extensions of files beside checkpoints: notes and pictures.
 _NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
+
+# Lines of small text files: a number, a comment, or a setting in YAML, with its list items below.
+_TEXT_LINE = re.compile(r"\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*", re.IGNORECASE)
+_MOST_TEXT = 1 << 16
 
 
 def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
@@ -58,6 +64,25 @@ def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str
                 like = os.path.relpath(next(iter(alike.values())), folder)
                 yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or remove it")
                 break
+
+
+def is_text_state(path: str) -> bool:
+    """Whether a file holds numbers or settings as text, as SpeechBrain's counter.ckpt and brain.ckpt do.
+
+    Other texts stand in for a checkpoint that is absent, such as a pointer of Git LFS or an error page.
+    """
+    try:
+        with open_regular_file(path) as file:
+            data = file.read(_MOST_TEXT + 1)
+    except (OSError, ValueError, UnreadableFile):
+        return False
+    if not data.strip() or len(data) > _MOST_TEXT:
+        return False
+    try:
+        lines = data.decode("ascii").splitlines()
+    except UnicodeDecodeError:
+        return False
+    return all(_TEXT_LINE.fullmatch(line) for line in lines)
 
 
 def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:

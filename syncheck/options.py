@@ -284,7 +284,11 @@ class DiffOptions(Options):
     """
 
     subset: bool = option(
-        False, FLAG, "B may lack tensors of A, such as the optimizer state", ACCEPTANCE, surfaces=_DIFF_SURFACES
+        False,
+        FLAG,
+        "B may lack tensors of A that do not belong to the model, such as the optimizer state",
+        ACCEPTANCE,
+        surfaces=_DIFF_SURFACES,
     )
     cast: str | None = option(
         None,
@@ -310,6 +314,13 @@ class DiffOptions(Options):
         metavar="FILE",
         surfaces=frozenset({COMMAND_LINE, PYTHON}),
         in_summary=False,
+    )
+    accept_inferred: bool = option(
+        False,
+        FLAG,
+        "count two models as in sync if they are equal under a map that was inferred from the data",
+        ACCEPTANCE,
+        surfaces=_DIFF_SURFACES,
     )
     base: str | None = option(
         None,

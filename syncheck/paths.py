@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
 from syncheck.messages import names_text
-from syncheck.omissions import find_unread_siblings
+from syncheck.omissions import find_unread_siblings, is_text_state
 from syncheck.records import Alias, Unreadable
 
 if TYPE_CHECKING:
@@ -232,6 +232,9 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
         opened.skipped += 1
         return False
     if path.lower().endswith(readers.EXTENSIONS):
+        if is_text_state(path):
+            opened.skipped += 1
+            return False
         _open_checkpoint(path, opened)
         return True
     try:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.snapshots import Metadata
+from syncheck.steps import History, HistoryPoint, NotFinite, Trend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
     "Extent", "Finding", "Fixed", "FreeRunning", "Group", "GroupEvidence", "Histogram", "History", "HistoryPoint",
-    "Place", "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend", "Unreadable",
-    "ValueDiff", "ValueKind", "Verdict",
+    "NotFinite", "Place", "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend",
+    "Unreadable", "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
 
 # Norms and cosines are computed over the first elements of a tensor, up to this number.
@@ -52,8 +53,7 @@ Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
 Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
-Trend = Literal["constant", "shrinking", "growing", "varying"]
-ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "other"]
+ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "attribute", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +79,6 @@ class Evidence:
     """Smallest cosine between a replica of the majority (without a majority, the first replica) and another replica."""
     relation: Relation | None = None
     """For two models: how B follows from A, if a relation was found."""
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryPoint:
-    """The tensors of a finding at one step."""
-
-    step: int
-    differing: int
-    """Number of tensors out of sync."""
-    max_abs: float | None
-    """Their largest difference, 0.0 if all agree; None if it is unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The history of a finding over the compared steps of its run.
-
-    since: the first step with a tensor out of sync. agreed: the compared step before it, None if `since` is the first
-    compared step. tensors, ranks: the tensors out of sync and the suspects at step `since`.
-    """
-
-    points: tuple[HistoryPoint, ...]
-    since: int
-    agreed: int | None
-    tensors: tuple[str, ...]
-    ranks: tuple[int, ...]
-    trend: Trend | None = None
-    """The trend from the first to the last step with differences; None with only one of these steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +262,8 @@ class ValueDiff:
     counts: bool
     """Whether it makes the group out of sync, as progress, settings and scaler state do."""
     kind: ValueKind = "other"
-    """`setting`: of optimizer or scheduler; `counter`: optimizer steps; `average`: updates of averaged weights."""
+    """`setting`: of optimizer, scheduler or modules; `counter`: optimizer steps; `average`: updates of averaged
+    weights; `attribute`: a plain attribute of a module in memory."""
     lost: tuple[int, ...] = ()
     """Ranks without the whole container of the value, for example the optimizer or the scaler."""
 
@@ -338,6 +311,8 @@ class Finding:
     """Whether the baseline contains all of its tensors and values."""
     new: tuple[str, ...] = ()
     """Tensors and values missing in the baseline under this code; empty without a baseline."""
+    counts: bool = True
+    """Whether it makes the group out of sync; False for a warning that is only reported."""
 
     @property
     def evidence(self) -> str:
@@ -347,7 +322,7 @@ class Finding:
     @property
     def fails(self) -> bool:
         """Whether the finding makes the group out of sync."""
-        return self.severity != "info" and not (self.allowed or self.accepted)
+        return self.counts and self.severity != "info" and not (self.allowed or self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +349,8 @@ class GroupEvidence:
     """Number of tensors of A with an adapter."""
     stored: Mapping[str, tuple[Stored | None, Stored | None]] = field(default_factory=dict)
     """For two models on a report page: how A and B store each tensor."""
+    inferred: bool = False
+    """For two models: whether the pairs of their names were inferred from the data, and not accepted by the user."""
     free_running: FreeRunning | None = None
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 
@@ -406,6 +383,8 @@ class Comparison:
     label: str = ""
     """The name of the run in a baseline; empty if it equals `run`."""
     evidence: GroupEvidence = field(default_factory=GroupEvidence)
+    not_finite: NotFinite | None = None
+    """The tensors that are not finite on all replicas; None if there are none, or if no tensor was read."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ class RelationKind(StrEnum):
     BASE = "base"
     """B equals the model before the update."""
     ADAPTER = "adapter"
-    """B equals A without the product of the adapter."""
+    """B equals A without the adapter. pattern: replaced, if the adapter stores the tensor. factor: of its product."""
     TRANSPOSED = "transposed"
     """B is A with two dimensions exchanged. dims."""
     FUSED_ORDER = "fused-order"

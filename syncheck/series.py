@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.kinds import BN_STATISTICS
-from syncheck.records import Closure, Comparison, DriftPoint
+from syncheck.records import Closure, Comparison, DriftPoint, NotFinite
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +49,31 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
             seen |= {(finding.code, finding.fails) for finding in own}
             undecided_shown = undecided_shown or undecided
     return tuple(reversed(shown))
+
+
+def follow_not_finite(groups: Sequence[Compared]) -> list[Compared]:
+    """Return the groups; those that are not finite also have the first such step of their run, and its tensors."""
+    runs = by_run(groups)
+    followed = []
+    for group in groups:
+        steps = [step for step in runs.get(group.run, ()) if step.step is not None]
+        # Steps after this one do not matter: a report of an earlier step never refers to the future.
+        until = [step for step in steps if step_order(step) <= step_order(group)]
+        if group.not_finite is not None and len(steps) > 1 and until:
+            group = replace(group, not_finite=_since(group.not_finite, until))
+        followed.append(group)
+    return followed
+
+
+def _since(last: NotFinite, steps: Sequence[Comparison]) -> NotFinite:
+    """Add the first step that is not finite. steps: of one run, at least one of which is not finite."""
+    before: Comparison | None = None
+    for step in steps:
+        if step.not_finite is not None:
+            finite = None if before is None else before.step
+            return replace(last, since=step.step, finite=finite, first=step.not_finite.names)
+        before = step
+    return last
 
 
 def drift_of(group: Comparison) -> DriftPoint | None:

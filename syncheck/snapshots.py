@@ -201,5 +201,8 @@ class Snapshot:
     numbered: tuple[str, ...] = ()
     """Parameters of an optimizer that numbers its parameters: names if tensor shapes determine them, else numbers.
     Empty if the file names the parameters."""
+    attributes: Mapping[str, Any] | None = None
+    """Of modules in memory: plain attributes by path, and whether modules are in training mode. None without modules,
+    or if they were not read."""
     shard_labels: frozenset[str] = frozenset()
     """Labels (within tensor names) of the shards in a folder, if other folders can contain other shards."""

@@ -120,10 +120,11 @@ def assert_same_model(
         assert_same_model(model, "full.pth", subset=True)
 
     In a process group of several ranks, every rank calls this function with its own object, which may hold shards
-    (DTensors) of the model. Files are read by the first rank. All ranks raise the same error or return. Non-persistent
-    buffers are skipped, because files lack them. group: a torch.distributed process group, all ranks by default.
-    options, comparing: as in `compare`, and the fields of `syncheck.DiffOptions`. limit: rows of tensors in the error
-    message, 0 for all. Raises UsageError for invalid calls, and CheckpointError for files that cannot be read.
+    (DTensors) or a pipeline stage of the model; the verdict is that of the same states saved as files. Files are read
+    by the first rank. All ranks raise the same error or return. Non-persistent buffers are skipped, because files lack
+    them. group: a torch.distributed process group, all ranks by default. options, comparing: as in `compare`, and the
+    fields of `syncheck.DiffOptions`. limit: rows of tensors in the error message, 0 for all. Raises UsageError for
+    invalid calls, and CheckpointError for files that cannot be read.
     """
     __tracebackhide__ = True
     from syncheck.live.models import compare_models

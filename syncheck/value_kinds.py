@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from syncheck.names import is_rng_state
@@ -20,6 +21,14 @@ _OWN = frozenset(
     "local_process_index ip ip_address time timestamp wall_time elapsed_time "
     "prev_loss".split()  # LBFGS stores the loss of the rank's own batch
 )
+# The same in attributes of modules, which often say whose rank or device it is.
+_OWN_ATTRIBUTE = re.compile(r"(?:\w+_)?(?:rank|device|device_id|device_index|hostname|pid)")
+# Names of the values about the order of registration. Their values are the names that are not at the same positions.
+ORDERS = ("(order of parameters)", "(order of buffers)")
+# The last part of the names of the values about modes of modules and `requires_grad`.
+TRAINING, REQUIRES_GRAD = "training", "requires_grad"
+# Marks the states of metrics, which are sums of one rank until `compute()`.
+METRIC = "(metric) "
 # Keys of loss-scaler states in torch, apex, DeepSpeed and Megatron; SCALES are the names of the scale itself.
 _SCALER_KEYS = frozenset(
     "growth_factor backoff_factor growth_interval _growth_tracker growth_tracker hysteresis_tracker unskipped "
@@ -54,6 +63,13 @@ def differs_by_design(name: str) -> bool:
     """Whether a value differs between ranks by design: a rank, host, device, time, or RNG state."""
     parts = name.split(".")
     return parts[-1].lower() in _OWN or is_rng_state(parts)
+
+
+@lru_cache(maxsize=4096)  # live checks ask for the same names again and again
+def is_own_name(key: str) -> bool:
+    """Whether an attribute or key is named after something of the rank itself, such as `_local_rank`."""
+    plain = key.lower().strip("_")
+    return plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain) is not None or is_rng_state((plain,))
 
 
 def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:

@@ -35,14 +35,15 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
     """Diagnose the comparison of two models and add the verdict.
 
     Unlike replicas, two models are in sync only if every tensor could be compared, apart from RNG states and, if B may
-    lack tensors, tensors of A alone.
+    lack tensors, tensors of A alone. Equal data shows that a map is possible, not that it is right, so a verdict that
+    rests on an inferred map is undecided.
     """
     from syncheck.diagnose import diagnose_difference
 
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     judged = with_findings(group, diagnose_difference(comparison, allow))
-    undecided = judged.verdict == "in_sync" and any(diff.uncompared for diff in judged.tensors)
-    return replace(judged, verdict="undecided") if undecided else judged
+    doubtful = comparison.evidence.inferred or any(diff.uncompared for diff in judged.tensors)
+    return replace(judged, verdict="undecided") if doubtful and judged.verdict == "in_sync" else judged
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:

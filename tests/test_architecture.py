@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -34,17 +35,19 @@ RARELY_NEEDED = tuple(
 # Layers and their allowed imports; `TYPE_CHECKING` imports count too. A package is either one layer, or each of its
 # modules is a layer and the package's own name stands for its `__init__`.
 LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets"}
-BYTES = BASE | {"kernel.clustering", "kernel.blocks"}
+BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets", "steps"}
+BYTES = BASE | {"kernel.clustering", "kernel.blocks", "kernel.finiteness"}
 ALLOWED = {
     "errors": {"records"},  # the type of OutOfSync's report
     "options": LEAVES | {"tolerance", "diagnose"},  # both imported when an option needs them
     "atomic": LEAVES,
+    "outputs": LEAVES | {"atomic", "readers", "syncheck"},
     "dtypes": set(),
     "messages": {"errors"},
     "snapshots": {"messages"},
-    "records": {"messages", "snapshots", "relations"},
+    "records": {"messages", "snapshots", "relations", "steps"},
     "relations": set(),
+    "steps": set(),
     "rank_sets": set(),
     "names": LEAVES,
     "tensor_parallel": set(),
@@ -55,7 +58,8 @@ ALLOWED = {
     "layout.names": set(),
     "layout.groups": BASE | {"layout.names"},
     "layout.joining": BASE | {"layout.names", "layout.groups"},
-    "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining"},
+    "layout.refining": BASE | {"names", "value_kinds", "layout.names", "layout.groups"},
+    "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining", "layout.refining"},
     "layout": set(),
     "logical": set(),
     "logical.boxes": BASE | {"kernel.pieces"},
@@ -63,31 +67,87 @@ ALLOWED = {
     "logical.dtensors": BASE | {"logical.boxes"},
     "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
     "logical.megatron": BASE | {"names", "logical.boxes", "logical.views", "tensor_parallel"},
+    "logical.labels": BASE,
+    "logical.second_weights": BASE,
+    "logical.progress": BASE | {"names", "value_kinds", "layout.names", "kernel.blocks"},
     "logical.model": BASE
-    | {"names", "tensor_parallel", "logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
+    | {"names", "tensor_parallel", "logical.progress"}
+    | {"logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
     | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
     "conversion": set(),
     "conversion.casts": BYTES,
     "conversion.rows": BYTES,
-    "conversion.name_maps": BASE | {"logical.views"},
-    "conversion.recognition": BYTES | {"conversion.name_maps", "differences"},
-    "conversion.adapters": BYTES | {"conversion.name_maps", "conversion.recognition", "differences"},
+    "conversion.templates": set(),
+    "conversion.numbering": set(),
+    "conversion.name_maps": BASE | {"logical.views", "conversion.templates"},
+    "conversion.map_files": BASE | {"conversion.name_maps", "conversion.templates", "outputs", "syncheck"},
+    "conversion.mapped_models": BYTES | {"logical.views", "conversion.name_maps", "conversion.rows"},
+    "conversion.recognition": BYTES
+    | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
+    | {"differences"},
+    "conversion.patterns": set(),
+    "conversion.adapter_settings": BASE | {"conversion.patterns"},
+    "conversion.merges": BYTES | {"conversion.casts", "conversion.recognition", "logical.views", "differences"},
+    "conversion.adapter_parts": BASE,
+    "conversion.replacements": BYTES
+    | {"logical.views", "conversion.casts", "conversion.merges", "conversion.recognition"},
+    "conversion.adapters": BYTES
+    | {
+        f"conversion.{part}"
+        for part in ("adapter_parts", "adapter_settings", "merges", "name_maps", "recognition", "replacements")
+    },
+    "conversion.acceptance": BYTES | {f"conversion.{part}" for part in ("adapters", "casts", "merges", "recognition")},
     "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
+    "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
+    "conversion.layer_rules": BYTES
+    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
+    "conversion.general_rules": BYTES
+    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
     "conversion.causes": BYTES
     | {"logical.views"}
-    | {f"conversion.{part}" for part in ("adapters", "casts", "name_maps", "quantized", "recognition", "rows")},
+    | {f"conversion.{part}" for part in ("merges", "casts", "name_maps", "quantized", "recognition", "rows")},
     "conversion.inference": BYTES
-    | {"logical.views"}
-    | {f"conversion.{part}" for part in ("causes", "name_maps", "recognition", "rows")},
+    | {
+        f"conversion.{part}"
+        for part in (
+            "casts",
+            "general_rules",
+            "layer_rules",
+            "map_files",
+            "name_maps",
+            "numbering",
+            "pairings",
+            "recognition",
+            "rows",
+        )
+    },
     "model_diff": BASE
     | {"logical.views", "diagnose"}
     | {
         f"conversion.{part}"
-        for part in ("adapters", "casts", "causes", "inference", "name_maps", "quantized", "recognition")
+        for part in (
+            "acceptance",
+            "adapters",
+            "causes",
+            "inference",
+            "map_files",
+            "mapped_models",
+            "merges",
+            "name_maps",
+            "quantized",
+            "recognition",
+        )
     }
-    | {"baseline", "kernel.blocks", "kernel.clustering"}
-    | {"names", "paths", "verdicts", "options", "api", "comparison.group", "logical.model"}
-    | {"layout.groups", "layout.grouping"},
+    | {"baseline", "kernel.blocks", "kinds", "comparison.group", "comparison.copies"}
+    | {"names", "outputs", "paths", "verdicts", "options", "api"}
+    | {
+        "logical.labels",
+        "logical.model",
+        "logical.progress",
+        "logical.second_weights",
+        "layout.groups",
+        "layout.grouping",
+    },
     "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
     "kernel.pieces": BASE,
     "kernel.open_files": BASE,
@@ -96,7 +156,8 @@ ALLOWED = {
     "kernel.shares": BASE | {"kernel.blocks"},
     "kernel.moments": BASE | {"kernel.blocks"},
     "kernel": set(),
-    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares"},
+    "kernel.finiteness": set(),
+    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares", "kernel.finiteness"},
     "kernel.digests": BYTES | {"kernel.moments"},
     "differences": BASE | {"tolerance", "kernel.blocks", "kernel.shares"},
     "evidence.suspects": BASE | {"kinds"},
@@ -107,8 +168,10 @@ ALLOWED = {
     "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests", "comparison.copies"},
     "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
     "comparison.ties": BASE,
-    "comparison.copies": BASE | {"comparison.replica_groups"},
-    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.ties"},
+    "comparison.copies": BASE | {"comparison.replica_groups", "comparison.values"},
+    "comparison.owners": BASE | {"names"},
+    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.owners", "comparison.ties"},
+    "comparison.attributes": BASE | {"names", "value_kinds", "comparison.replica_groups"},
     "comparison.values": BASE | {"names", "value_kinds"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
@@ -118,32 +181,63 @@ ALLOWED = {
     "comparison": set(),
     "comparison.group": BASE
     | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
-    | {"evidence.tensors", "evidence.histograms", "logical.dtensors"}
+    | {"kernel.finiteness", "evidence.tensors", "evidence.histograms", "logical.dtensors"}
     | {
         f"comparison.{part}"
-        for part in ("ties", "copies", "optimizer_parts", "values", "replica_groups", "reference", "tensors")
+        for part in (
+            "attributes",
+            "ties",
+            "copies",
+            "optimizer_parts",
+            "values",
+            "replica_groups",
+            "reference",
+            "tensors",
+        )
     },
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
-    "baseline": BASE | {"atomic", "verdicts"},
+    "baseline": BASE | {"outputs", "verdicts"},
     "series": BASE | {"kinds"},
-    "report": BASE | {"kinds", "series", "atomic", "evidence.suspects", "options", "report"},
-    "omissions": BASE | {"layout.groups"},
+    "report": BASE | {"kinds", "series", "outputs", "evidence.suspects", "options", "report"},
+    "omissions": BASE | {"layout.groups", "readers"},
     "paths": BASE | {"readers", "omissions", "syncheck"},
     "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
     "fingerprint": BASE
     | {"readers", "kinds", "metadata_block", "kernel.blocks", "kernel.moments", "kernel.digests", "comparison.values"}
-    | {"atomic"},
+    | {"atomic", "outputs"},
     "config": LEAVES | {"options"},
     "live": BASE
     | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
-    | {"kernel.blocks", "kernel.pieces", "kernel.shares", "comparison.group", "comparison.copies", "live"}
-    | {"logical.dtensors", "logical.model", "model_diff", "options", "events"}
+    | {
+        "kernel.blocks",
+        "kernel.finiteness",
+        "kernel.pieces",
+        "kernel.shares",
+        "value_kinds",
+        "comparison.group",
+        "comparison.copies",
+        "live",
+    }
+    | {"logical.dtensors", "logical.model", "model_diff", "options", "outputs", "events"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
-    "events": BASE | {"evidence.history", "report", "verdicts"},
+    "event_consistency": BASE | {"diagnose"},
+    "events": BASE | {"evidence.history", "event_consistency", "report", "series", "verdicts"},
     "testing": BASE | {"api", "options", "live", "report"},
     "pytest_plugin": BASE
-    | {"api", "baseline", "readers", "options", "config", "live", "testing", "report", "pytest_plugin", "model_diff"},
+    | {
+        "api",
+        "baseline",
+        "readers",
+        "options",
+        "config",
+        "live",
+        "testing",
+        "report",
+        "pytest_plugin",
+        "model_diff",
+        "outputs",
+    },
     "integrations": {"live", "integrations"},
 }
 
@@ -243,6 +337,85 @@ def test_only_the_command_line_prints_and_exits() -> None:
             continue
         calls = [node.func for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.Call)]
         assert not [call for call in calls if ast.unparse(call) in ("print", "sys.exit", "exit")], source
+
+
+# Modules that open files for writing, and the reason for those that write no output of a user.
+WRITERS = {
+    "syncheck/atomic.py": "the only module that opens outputs; only outputs.py and its errors are used elsewhere",
+    "syncheck/cli/streams.py": "/dev/null in place of a closed stream",
+    "syncheck/pytest_plugin/ranks/session.py": "streams and stacks of a rank, in a new folder of this pytest run",
+    "syncheck/pytest_plugin/ranks/process.py": "streams of a rank, in a new folder of this pytest run",
+    "syncheck/live/repair/state.py": "torch.save to a buffer in memory",
+}
+# Names of functions that create, write, move or remove a file. `open` counts if its mode is for writing.
+WRITING = frozenset(
+    "write_text write_bytes touch mkstemp NamedTemporaryFile TemporaryFile mkfifo mknod symlink symlink_to hardlink_to "
+    "rename renames unlink truncate ftruncate copyfile copy copy2 copytree move save save_file savez tofile "
+    "O_WRONLY O_RDWR O_CREAT O_APPEND O_TRUNC".split()
+)
+WRITING_MODULES = frozenset({"os", "shutil", "tempfile", "Path", "file", "path", "torch", "numpy", "np"})
+
+
+def opens_for_writing(call: ast.Call) -> bool:
+    """Whether a call is `open`, `path.open` or `os.fdopen` with a mode for writing."""
+    name = ast.unparse(call.func).rpartition(".")[2]
+    if name not in ("open", "fdopen"):
+        return False
+    strings = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    strings += [word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)]
+    return any(
+        isinstance(text, str) and re.fullmatch("[rwaxbt+]+", text) and set(text) & set("wax+") for text in strings
+    )
+
+
+def find_writing(source: Path) -> list[str]:
+    """Return the expressions of a module that write files."""
+    found = []
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and opens_for_writing(node):
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.Attribute) and node.attr in WRITING:
+            owner = ast.unparse(node.value)
+            # Names such as `copy` and `rename` are also methods of other objects.
+            if owner in WRITING_MODULES or node.attr.startswith(("write_", "O_", "touch")) or "Path(" in owner:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_one_module_opens_outputs() -> None:
+    """Only atomic.py writes files, called by outputs.py, which refuses inputs and checkpoints."""
+    modules = sorted((ROOT / "syncheck").rglob("*.py"))
+    writing = {str(source.relative_to(ROOT)): find_writing(source) for source in modules}
+    writing = {module: calls for module, calls in writing.items() if calls}
+    assert {module: calls for module, calls in writing.items() if module not in WRITERS} == {}
+    assert WRITERS.keys() - {"syncheck/live/repair/state.py"} <= writing.keys()
+    for source in modules:
+        if source.name not in ("outputs.py", "atomic.py"):
+            used = {name.rpartition(".")[2] for name in imported(source) if name.startswith("syncheck.atomic")}
+            assert used <= {"convert_errors"}, source
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open(p, 'w')",
+        "open(p, mode='ab')",
+        "Path(p).open('x')",
+        "p.write_text(t)",
+        "os.open(p, os.O_WRONLY)",
+        "Path(p).touch()",
+        "os.rename(a, b)",
+        "shutil.copy(a, b)",
+        "tempfile.mkstemp()",
+        "os.fdopen(1, 'r+b')",
+    ],
+)
+def test_every_way_to_write_is_found(line: str, tmp_path: Path) -> None:
+    """The search for modules that write files finds each of these lines, and no line that reads."""
+    (tmp_path / "writes.py").write_text(line)
+    (tmp_path / "reads.py").write_text("open(p, 'rb'); Path(p).open(); os.open(p, os.O_RDONLY); a.copy()")
+    assert find_writing(tmp_path / "writes.py")
+    assert not find_writing(tmp_path / "reads.py")
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))

@@ -13,34 +13,40 @@ if TYPE_CHECKING:
 # Modules by purpose, in the order of a comparison. A package stands for its modules, unless they follow it.
 SYNCHECK = {
     "Shared records and tables": (
-        "errors messages dtypes snapshots records rank_sets names kinds value_kinds tensor_parallel tolerance "
+        "errors messages dtypes snapshots records steps rank_sets names kinds value_kinds tensor_parallel tolerance "
         "metadata_block"
     ),
     "Paths, readers and replica groups": (
-        "paths omissions readers layout layout.grouping layout.names layout.joining layout.groups"
+        "paths omissions readers layout layout.grouping layout.names layout.refining layout.joining layout.groups"
     ),
     "Comparing bytes": (
         "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares "
-        "kernel.digests kernel.moments"
+        "kernel.digests kernel.moments kernel.finiteness"
     ),
     "Measuring differences": "differences",
     "Logical tensors": (
-        "logical logical.boxes logical.views logical.dtensors logical.deepspeed logical.megatron logical.model"
+        "logical logical.boxes logical.views logical.dtensors logical.deepspeed logical.megatron logical.labels "
+        "logical.progress logical.second_weights logical.model"
     ),
     "Conversions of a model": (
-        "conversion conversion.name_maps conversion.recognition conversion.inference conversion.adapters "
+        "conversion conversion.templates conversion.name_maps conversion.map_files conversion.mapped_models "
+        "conversion.recognition conversion.pairings conversion.numbering conversion.layer_rules "
+        "conversion.general_rules conversion.inference conversion.adapters "
+        "conversion.adapter_parts conversion.adapter_settings conversion.replacements "
+        "conversion.patterns conversion.merges conversion.acceptance "
         "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (
         "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
-        "comparison.optimizer_parts comparison.ties comparison.copies comparison.reference"
+        "comparison.owners comparison.optimizer_parts comparison.ties comparison.copies comparison.reference "
+        "comparison.attributes"
     ),
     "Evidence, and several steps of a run": (
         "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "
         "evidence.free_running series"
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
-    "Reports and files": "report events contents fingerprint atomic",
+    "Reports and files": "report events event_consistency contents fingerprint outputs atomic",
     "Entry points": "api model_diff options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {

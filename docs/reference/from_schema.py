@@ -25,6 +25,7 @@ RECORDS = {
     "document": "Report", "counts": "Counts", "group": "Group", "replica": "Replica", "tensor": "TensorDiff",
     "finding": "Finding", "value": "ValueDiff", "shards": "Shards", "tie": "Tie", "evidence": "Evidence",
     "histogram": "Histogram", "history": "History", "points": "HistoryPoint", "free_running": "FreeRunning",
+    "not_finite": "NotFinite",
     "unreadable": "Unreadable", "aliases": "Alias", "drift": "DriftPoint", "closures": "Closure",
     "place": "Place",
     "relation": "Relation",
@@ -96,13 +97,15 @@ WORDS = {
     "fixed.code": "code of the finding in the baseline",
     "free_running.misfit_free": "misfit between the differences and unsynchronized statistics",
     "free_running.misfit_lag": "misfit between the differences and a lag of one update",
+    "not_finite.names": "names of these tensors",
     "histogram.equal": "number of equal elements",
 }  # fmt: skip
 
 
 # Objects on a page of their own: what is known about a difference.
 EVIDENCE = tuple(
-    "evidence histogram history points free_running unreadable aliases drift closures place relation fixed".split()
+    "evidence histogram history points not_finite free_running unreadable aliases drift closures place relation "
+    "fixed".split()
 )
 
 

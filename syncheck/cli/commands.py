@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck import outputs
 from syncheck.cli import output
 from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError, logged, one_line
 from syncheck.report import files
@@ -117,7 +118,7 @@ def _read_settings(arguments: argparse.Namespace, project: Config, kind: type[Op
 
     kind: the class of the options for the comparison; default: `Options`.
     """
-    from syncheck import config, options, readers
+    from syncheck import config, options
     from syncheck.cli import ranks
 
     def given(cls: type) -> dict[str, Any]:
@@ -133,14 +134,43 @@ def _read_settings(arguments: argparse.Namespace, project: Config, kind: type[Op
         from_file.append("exit-zero")
     output_name = "-o" if arguments.output else f"{project.path}: {TOML.name('output')}"
     files.check_extensions(run.output, output_name)
+    paths = arguments.paths or project.checkpoints or ["ckpts"]
     if ranks.is_first():
-        for path in run.output:
-            files.check_writable(path, output_name)
-            readers.refuse_overwrite(path, output_name)
+        _check_outputs(merged, run, output_name, [*_list_inputs(paths, merged), *filter(None, [project.path])])
     if from_file and not run.quiet:
         # Options that accept differences are shown, because the user may have forgotten the file.
         output.print_message(f"options from {project.path}: {', '.join(from_file)}")
-    return Settings(arguments.paths or project.checkpoints or ["ckpts"], merged, run, output_name)
+    return Settings(paths, merged, run, output_name)
+
+
+def _check_outputs(comparison: Options, run: RunOptions, output_name: str, inputs: list[str]) -> None:
+    """Check all outputs of a run before the comparison. Raises OptionError."""
+    named = [(output_name, path) for path in run.output]
+    map_path = getattr(comparison, "write_map", None)  # of `diff` only
+    if map_path is not None:
+        named.append((outputs.MAP, map_path))
+    if comparison.baseline is not None and run.update_baseline:
+        from syncheck import baseline
+
+        baseline.read(comparison.baseline, may_be_missing=True)  # a file that is no baseline has its own error
+        named.append(("{baseline}", comparison.baseline))
+    elif comparison.baseline is not None:
+        inputs = [*inputs, comparison.baseline]
+    for option, path in named:
+        outputs.check(path, option)
+    outputs.protect_all(named, inputs)
+
+
+def _list_inputs(paths: Sequence[str], comparison: Options) -> list[str]:
+    """Return the files, folders and globs that a comparison reads, without the baseline."""
+    from syncheck import options
+
+    if isinstance(comparison, options.DiffOptions):
+        from syncheck.model_diff import list_inputs
+
+        return list_inputs(paths, comparison)
+    reference = comparison.reference
+    return [*paths, reference] if isinstance(reference, str) else [*paths]
 
 
 def _read_baseline(settings: Settings) -> Known:

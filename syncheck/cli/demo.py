@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from syncheck import outputs
 from syncheck.cli import output, streams
 from syncheck.errors import DemoFailed
 
@@ -78,7 +79,8 @@ def _create_folder() -> None:
         raise DemoFailed(f"{FOLDER}/ exists and was not created by the demo; move it, or run the demo elsewhere")
     try:
         FOLDER.mkdir(exist_ok=True)
-        (FOLDER / _MARK).touch()
+        if not os.path.lexists(FOLDER / _MARK):
+            outputs.write(str(FOLDER / _MARK), "")
     except OSError as error:
         raise DemoFailed(f"{FOLDER}/: cannot write it: {error.strerror}; run the demo in another folder") from None
 

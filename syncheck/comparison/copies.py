@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.comparison.replica_groups import PIPELINE, coordinates_in
+from syncheck.comparison.values import is_membership
+from syncheck.records import Counts, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from syncheck.records import Comparison
     from syncheck.snapshots import Snapshot, Tensor
+
+# Names of embeddings without the number of a layer, which a stage might count from 0. Other tensors with one name in
+# several stages may be different tensors.
+_EMBEDDING = re.compile(
+    r"(?:[^.\d]+\.)*(?:word_embeddings?|embed_tokens|tok_embeddings?|token_embeddings?|tok_emb|wte|embed|embeddings?)"
+    r"\.weight"
+)
 
 
 def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snapshot]) -> dict[str, str]:
     """Return the name of the tensor by the name of each copy of it that the metadata lists.
 
     names: normalized names, with the ranks that have them. States of the optimizer follow their parameters. Metadata is
-    untrusted: a name counts as a copy only if no pipeline stage has both names, and if all ranks list the same copies.
+    untrusted: a name counts as a copy only if no pipeline stage has both names.
     """
-    blocks = [s.metadata.tied if s.metadata is not None else {} for s in snapshots.values()]
     stages = {rank: coordinates_in(snapshot, PIPELINE) for rank, snapshot in snapshots.items()}
-    tied = blocks[0] if all(block == blocks[0] for block in blocks) and all(stages.values()) else {}
+    tied = list_ties(snapshots.values()) if all(stages.values()) else {}
     held = {name: {stages[rank] for rank in ranks} for name, ranks in names.items()} if tied else {}
     copies: dict[str, str] = {}
     for name in [*held]:
@@ -31,6 +42,30 @@ def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snap
     return copies
 
 
+def list_ties(snapshots: Iterable[Snapshot]) -> dict[str, str]:
+    """Return the tensor of each copy in the metadata of some ranks: the last stage alone may list its copies.
+
+    A copy of a copy is a copy of the first tensor. A name with two meanings, or in a circle, is not a copy.
+    """
+    listed: dict[str, str] = {}
+    contradicted: set[str] = set()
+    for snapshot in snapshots:
+        for name, new in snapshot.metadata.tied.items() if snapshot.metadata is not None else ():
+            if listed.setdefault(name, new) != new:
+                contradicted.add(name)
+    ties: dict[str, str] = {}
+    for name in listed.keys() - contradicted:
+        source, passed = name, {name}
+        while source in listed and source not in contradicted:
+            source = listed[source]
+            if source in passed:
+                break
+            passed.add(source)
+        else:
+            ties[name] = source
+    return ties
+
+
 def name_of_copied(name: str, tied: Mapping[str, str]) -> str:
     """Return the name of the tensor of which `name` is a copy, else `name`. tied: from the metadata."""
     container, dot, rest = name.partition(".") if name.startswith(("optimizer.", "ema.")) else ("", "", name)
@@ -39,8 +74,70 @@ def name_of_copied(name: str, tied: Mapping[str, str]) -> str:
 
 
 def rename_copies(aligned: dict[str, dict[int, Tensor]], snapshots: Mapping[int, Snapshot]) -> frozenset[str]:
-    """Give copies of a tensor the name of the tensor, and return these names. aligned: by name and rank; changed."""
+    """Give copies of a tensor the name of the tensor, and return the names of tensors with copies in several stages.
+
+    aligned: by name and rank; changed. A second copy in a stage keeps its name, and is compared with the tensor of the
+    other stages. Embeddings have one name in all stages.
+    """
     copies = find_copies(aligned, snapshots)
     for name, new in copies.items():
         aligned[new] |= aligned.pop(name)
-    return frozenset(copies.values())
+    tied = {*copies.values()}
+    for name, source in find_second_copies(aligned, copies, snapshots).items():
+        elsewhere = {rank: tensor for rank, tensor in aligned[source].items() if rank not in aligned[name]}
+        aligned[name] = aligned[name] | elsewhere
+        tied.add(name)
+    tied.update(name for name, tensors in aligned.items() if is_embedding_in_stages(name, tensors, snapshots))
+    return frozenset(tied)
+
+
+def find_second_copies(
+    names: Iterable[str], copies: Mapping[str, str], snapshots: Mapping[int, Snapshot]
+) -> dict[str, str]:
+    """Return the name of the tensor by the name of each second copy of it in a stage.
+
+    names: of all tensors, without the first copies. copies: the first copies in other stages, from `find_copies`.
+    """
+    ties = list_ties(snapshots.values()) if copies else {}
+    sources = {*copies.values()}
+    second: dict[str, str] = {}
+    for name in names:
+        source = name_of_copied(name, ties)
+        if name != source and source in sources and name not in copies:
+            second[name] = source
+    return second
+
+
+def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
+    """Whether several pipeline stages hold an embedding: the last stage needs it only for a tied output layer."""
+    parameter = name.removeprefix("optimizer.").rpartition(".")[0] if name.startswith("optimizer.") else name
+    if not _EMBEDDING.fullmatch(parameter) or len({tensor.full_shape for tensor in tensors.values()}) > 1:
+        return False
+    return len({coordinates_in(snapshots[rank], PIPELINE) for rank in tensors}) > 1
+
+
+def accept_parts(comparison: Comparison) -> Comparison:
+    """Return the comparison of files that may hold different parts of one model, without parts as missing tensors.
+
+    If every file lacks tensors of another file, no file is a whole model. Then only copies are compared with each
+    other: whether a tensor is missing shows in the comparison with the other model.
+    """
+    missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING and not diff.facts]
+    lacking: set[int] = set()
+    for diff in missing:
+        holders = {rank for cluster in diff.clusters for rank in cluster}
+        lacking |= {rank for ranks in diff.replica_groups for rank in ranks} - holders
+    if lacking != {replica.rank for replica in comparison.replicas}:
+        return comparison
+    parts = {diff.name for diff in missing}
+    kinds = dict(comparison.kinds)
+    for diff in missing:
+        count = kinds[diff.kind]
+        kinds[diff.kind] = replace(count, tensors=count.tensors - 1, not_compared=count.not_compared - 1)
+    # Each part of an optimizer has its own parameters.
+    values = tuple(
+        replace(value, counts=value.counts and not value.lost and not is_membership(value.name), lost=())
+        for value in comparison.values
+    )
+    tensors = tuple(diff for diff in comparison.tensors if diff.name not in parts)
+    return replace(comparison, tensors=tensors, values=values, kinds=kinds, counts=sum(kinds.values(), Counts()))

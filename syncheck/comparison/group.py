@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
 from syncheck.comparison.copies import rename_copies
 from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
@@ -23,11 +24,12 @@ from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
 from syncheck.evidence.tensors import add_evidence
 from syncheck.kernel.blocks import Files
+from syncheck.kernel.finiteness import FiniteScan, prepare
 from syncheck.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.logical.dtensors import assemble_copies
 from syncheck.messages import Detail, Note
 from syncheck.names import normalize, normalize_keys
-from syncheck.records import Comparison, Counts, GroupEvidence, Reason, Replica, Shards, TensorDiff
+from syncheck.records import Comparison, Counts, GroupEvidence, NotFinite, Reason, Replica, Shards, TensorDiff
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import find_replicated
 from syncheck.tolerance import Tolerances
@@ -72,6 +74,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     tensors, tied, kinds, wanted = _classify(snapshots, selection)
     tally = _Tally()
     if len(snapshots) > 1:
+        prepare(max(snapshot.bytes for snapshot in snapshots.values()))
         _compare_tensors(tensors, kinds.by_name, snapshots, wanted, selection, tally, parts, tied)
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     counts = {
@@ -81,7 +84,10 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     }
     metadata = _merge_metadata(snapshots)
     kept = make_selector(frozenset(), (), selection.exclude)
-    values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts))
+    strict = in_memory(snapshots) and not replicas.two_models
+    values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts), strict=strict)
+    values += compare_registration(snapshots, wanted) if replicas.paired else []
+    values += compare_attributes(snapshots, wanted)
     return Comparison(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,
@@ -100,6 +106,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         notes=(
             *_make_notes(snapshots, tally, selection, guessed=kinds.guessed and bool(tally.by_kind)),
             *note_absent_values(snapshots, values),
+            *note_attributes(values),
         ),
         evidence=GroupEvidence(
             metadata=metadata,
@@ -108,6 +115,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
             normalized=_count_prefixes(names, snapshots),
             stores_progress=any(map(stores_progress, snapshots.values())),
         ),
+        not_finite=NotFinite(tuple(tally.not_finite), len(tally.not_finite)) if tally.not_finite else None,
     )
 
 
@@ -145,6 +153,8 @@ def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable
     def is_partial(name: str) -> bool:
         if parts.labels and parts.holds(name, of_optimizer=False):
             return True
+        if name.rpartition(".")[0] in parts.owned:  # a step counter that is no tensor
+            return True
         if not is_membership(name):
             return False
         uniform = all(s.values.get(name) == ranks[0].values.get(name) for ranks in stages.values() for s in ranks)
@@ -173,6 +183,8 @@ class _Tally:
         default_factory=lambda: defaultdict(list)
     )
     """By kind and layout of the shards: the sets of compared ranks of each tensor."""
+    not_finite: list[str] = field(default_factory=list)
+    """Names of tensors that hold NaN or infinity on all ranks."""
 
     def add(
         self,
@@ -243,9 +255,12 @@ def _compare_tensors(
             partitioned = partial and not lost and not parts.unclear
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
             division = divide(tensors, ranks, positions, replicated=name in whole, tied=name in tied)
+            scan = FiniteScan(next(iter(tensors.values())).dtype, nan_only=kind == "buffer")
             diff = compare_tensor(
-                name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick
+                name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick, scan=scan
             )
+            if scan.found if diff is None else _is_not_finite(diff):
+                tally.not_finite.append(name)
             if diff is not None and diff.out_of_sync and parts.unclear and partial:
                 diff = skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, parts.unclear)
             if diff is not None and selection.reference is not None:
@@ -261,9 +276,14 @@ def _compare_tensors(
                 return tolerance.exact or selection.reference is not None
 
             tally.diffs = _inspect(tally.diffs, lambda diffs: histograms.add_histograms(diffs, aligned, files, exact))
-    for diff in find_lost_state(parts.own, aligned):
+    for diff in find_lost_state(parts, aligned):
         if wanted(diff.name, diff.kind):
             tally.add(diff.name, diff.kind, diff)
+
+
+def _is_not_finite(diff: TensorDiff) -> bool:
+    """Whether a differing tensor holds NaN or infinity on all ranks. The numbers of buffers do not separate both."""
+    return diff.kind != "buffer" and bool(diff.nonfinite) and all(diff.nonfinite.values())
 
 
 def _inspect(diffs: list[TensorDiff], inspect: Callable[[list[TensorDiff]], Sequence[TensorDiff]]) -> list[TensorDiff]:

@@ -6,6 +6,7 @@ Evidence of partitioning:
   differ between ranks, and the ranks together have at most the parameters of the model. If the shapes are those of
   ZeroRedundancyOptimizer's partition, its parameters get their names.
 - DeepSpeed folders of several nodes contain labelled partitions of the ranks of their node.
+- All ranks list all parameters, and only the owner of a parameter holds its state (`owners`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from syncheck.comparison.owners import find_owners
 from syncheck.comparison.ties import find_shared_tensors
 from syncheck.kinds import classify_tensors
 from syncheck.messages import Detail
@@ -26,6 +28,7 @@ from syncheck.records import Reason, TensorDiff
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from syncheck.comparison.owners import LostState
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -40,12 +43,15 @@ class Parts:
     """How optimizer state is partitioned.
 
     own: the parameters of each rank. labels: labels of parts stored by one replica only. unclear: why
-    different states may be partitions or out of sync.
+    different states may be partitions or out of sync. owned: parameters with state on their owners only. lost: state
+    that no file contains, although its owner is known.
     """
 
     own: Own = field(default_factory=dict)
     labels: frozenset[str] = frozenset()
     unclear: Message | None = None
+    owned: frozenset[str] = frozenset()
+    lost: tuple[LostState, ...] = ()
 
     def holds(self, name: str, *, of_optimizer: bool) -> bool:
         """Whether a tensor is, or may be, part of partitioned state."""
@@ -64,7 +70,9 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int,
         rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
     }
     if len(blocks) == len(snapshots):
-        return snapshots, Parts({rank: _full_names(block.optimizer_parameters) for rank, block in blocks.items()})
+        own = {rank: _full_names(block.optimizer_parameters) for rank, block in blocks.items()}
+        # If each rank lists all parameters, only the states show their owners.
+        return snapshots, (_detect_by_owner(snapshots) if len({*own.values()}) == 1 else None) or Parts(own)
     if any(snapshot.shard_labels for snapshot in snapshots.values()):
         return snapshots, _detect_by_label([snapshot.shard_labels for snapshot in snapshots.values()], snapshots)
     lists = {snapshot.numbered for snapshot in snapshots.values()}
@@ -72,13 +80,35 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int,
     if len(snapshots) > 1 and names and (len(lists) > 1 or names[0].isdecimal()):
         # Names derived from the shapes on one rank prove nothing if the ranks number different parameters.
         numbers = {rank: {name: str(i) for i, name in enumerate(s.numbered)} for rank, s in snapshots.items()}
-        renamed, parts = _detect_by_number(
-            {rank: _rename_parameters(s, numbers[rank]) for rank, s in snapshots.items()},
-            {rank: len(s.numbered) for rank, s in snapshots.items()},
-        )
+        numbered = {rank: _rename_parameters(s, numbers[rank]) for rank, s in snapshots.items()}
+        renamed, parts = _detect_by_number(numbered, {rank: len(s.numbered) for rank, s in snapshots.items()})
         if parts != Parts():
             return renamed, parts
-    return snapshots, Parts()
+        if len(lists) > 1 and len({*map(len, lists)}) == 1:
+            shared = _share_names(snapshots, numbered)
+            owned = _detect_by_owner(shared)
+            # Without owners, the names of each rank remain, as in the comparison of a running job.
+            return (snapshots, Parts()) if owned is None else (shared, owned)
+    return snapshots, _detect_by_owner(snapshots) or Parts()
+
+
+def _share_names(snapshots: Mapping[int, Snapshot], numbered: Mapping[int, Snapshot]) -> Mapping[int, Snapshot]:
+    """Name the parameters of all ranks as on the rank with the most names.
+
+    The shapes of few states may determine no names, or others. Replicas number their parameters in the same order.
+    """
+    lists = [snapshot.numbered for snapshot in snapshots.values()]
+    best = max(lists, key=lambda names: sum(not name.isdecimal() for name in names))
+    names = {str(i): name for i, name in enumerate(best)}
+    return {rank: _rename_parameters(snapshot, names) for rank, snapshot in numbered.items()}
+
+
+def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> Parts | None:
+    owners = find_owners(snapshots)
+    if owners is None:
+        return None
+    own = {rank: frozenset(parameters) for rank, parameters in owners.by_rank.items()}
+    return Parts(own, owned=frozenset(owners.owned), lost=tuple(owners.lost))
 
 
 def _rename_parameters(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
@@ -200,28 +230,34 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     return shapes
 
 
-def find_lost_state(own: Own, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
+def find_lost_state(parts: Parts, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
     """Yield the missing state of ranks without state for their own parameters, if other ranks have state.
 
     No file contains the missing tensors. A single parameter without state is not reported, because it may never have
     had a gradient. If no rank has state, as with plain SGD, nothing is reported. aligned: tensors by name and rank.
     """
-    states: dict[int, dict[str, str]] = {rank: {} for rank in own}  # dtypes of states by name
+    states: dict[int, dict[str, str]] = {rank: {} for rank in parts.own}  # dtypes of states by name
     for name, tensors in aligned.items():
         parameter, _, state = name.rpartition(".")
         for rank, tensor in tensors.items():
-            if parameter in own.get(rank, ()):
+            if parameter in parts.own.get(rank, ()):
                 states[rank][state] = tensor.dtype
     dtypes = {state: dtype for of_rank in states.values() for state, dtype in of_rank.items()}
-    for rank, parameters in own.items():
-        if dtypes and not states[rank]:
-            yield from (
-                TensorDiff(
-                    f"{parameter}.{state}", "optimizer_step" if state == "step" else "optimizer", dtype, (),
-                    "not_compared", Reason.MISSING, Detail.OWN_PART_MISSING(rank=rank), replica_groups=((rank,),),
-                    minority=(rank,),
-                )
-                for parameter in sorted(parameters)
-                for state, dtype in dtypes.items()
-                if f"{parameter}.{state}" not in aligned
+    for rank, parameters in parts.own.items():
+        for parameter in sorted(parameters) if dtypes and not states[rank] else ():
+            yield from _describe_lost(rank, parameter, dtypes, aligned)
+    for lost in parts.lost:
+        of_class = {state: dtype for state, dtype in dtypes.items() if state in lost.states}
+        yield from _describe_lost(lost.rank, lost.parameter, of_class, aligned)
+
+
+def _describe_lost(
+    rank: int, parameter: str, dtypes: Mapping[str, str], aligned: Mapping[str, Mapping[int, Tensor]]
+) -> Iterator[TensorDiff]:
+    for state, dtype in dtypes.items():
+        name, kind = f"{parameter}.{state}", "optimizer_step" if state == "step" else "optimizer"
+        if name not in aligned:
+            yield TensorDiff(
+                name, kind, dtype, (), "not_compared", Reason.MISSING, Detail.OWN_PART_MISSING(rank=rank),
+                replica_groups=((rank,),), minority=(rank,),
             )  # fmt: skip

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from syncheck.comparison.replica_groups import Division, Sets
     from syncheck.kernel.blocks import Files
     from syncheck.kernel.digests import DigestResult
+    from syncheck.kernel.finiteness import FiniteScan
     from syncheck.messages import Message
     from syncheck.records import Status
     from syncheck.snapshots import Tensor
@@ -39,11 +40,13 @@ def compare_tensor(
     *,
     sharded: bool,
     quick: bool,
+    scan: FiniteScan | None = None,
 ) -> TensorDiff | None:
     """Compare the replicas of one tensor within each replica group. Return None if they are identical.
 
     tensors: by rank. division: the replica groups and the ranks required to have the tensor. sharded: whether each rank
-    holds different tensors by design, so missing tensors are no difference. quick: compare stored checksums only.
+    holds different tensors by design, so missing tensors are no difference. quick: compare stored checksums only. scan:
+    searches the bytes that are read for NaN and infinity.
     Raises CheckpointError if a file can no longer be read.
     """
 
@@ -51,7 +54,7 @@ def compare_tensor(
         result = _compare_without_bytes(list(members.values()), files, quick=quick)
         if result is not None:
             return _make_diff(bare, tuple(members), result)
-        return _compare_bytes(bare, members, files, tolerance)
+        return _compare_bytes(bare, members, files, tolerance, scan)
 
     missing = tuple(rank for rank in division.expected if rank not in tensors)
     bare = _bare(name, kind, tensors)
@@ -214,11 +217,11 @@ def _compare_groups(
 
 
 def _compare_bytes(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance
+    bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance, scan: FiniteScan | None
 ) -> TensorDiff | None:
     """Compare replicas bitwise and measure the differences. Return None if all are identical."""
     ranks, members = tuple(tensors), list(tensors.values())
-    clusters = cluster_replicas(members, files) if len(members) > 1 else ((0,),)
+    clusters = cluster_replicas(members, files, scan) if len(members) > 1 else ((0,),)
     if len(clusters) == 1:
         return None
     from syncheck.differences import measure_differences  # needs numpy

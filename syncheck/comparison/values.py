@@ -26,19 +26,19 @@ def compare_values(
     wanted: Callable[[str, str], bool],
     kept: Callable[[str, str], bool],
     is_partial: Callable[[str], bool],
+    *,
+    strict: bool,
 ) -> list[ValueDiff]:
     """Return the diffs of Python values between replicas.
 
     Different values count as out of sync, except values of the rank itself (like its host or RNG state) and excluded
-    values. Values of kind `other` count in memory, and are only listed for files.
-
-    Missing values count in memory. In files, settings and scaler state count if their whole container is missing or has
-    another class. A missing loss scale always counts.
+    values. If `strict`, as for replicas in memory, values of kind `other` and missing values count. Otherwise, as in
+    files, values of kind `other` are only listed, and missing settings and scaler state count if their whole container
+    is missing or has another class. A missing loss scale always counts.
 
     wanted: whether the options select a name and kind. kept: whether the options do not exclude it. is_partial: whether
     a value belongs to partitioned optimizer state.
     """
-    memory = in_memory(snapshots)
     values = {rank: _values(snapshot) for rank, snapshot in snapshots.items()}
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for rank, own in values.items():
@@ -61,7 +61,7 @@ def compare_values(
         lost = tuple(rank for rank in absent if _owner(name) not in keys(rank))
         # Replicas may list the members of a parameter group by name or by position.
         missing = bool(absent) and not is_membership(name)
-        if not memory:
+        if not strict:
             # If only parameters are selected, files without an optimizer are complete.
             missing = missing and wanted(name, "optimizer")
             missing = missing and one_format and kind in ("setting", "scaler")
@@ -71,7 +71,7 @@ def compare_values(
             missing = missing and (
                 bool(lost) or is_scale or _container_differs(name, keys(next(iter(present))), map(keys, absent))
             )
-        selected = kept(name, "value") if kind != "other" else memory and wanted(name, "value")
+        selected = kept(name, "value") if kind != "other" else strict and wanted(name, "value")
         # The loss in LBFGS state differs by design, but must not be missing.
         by_design = differs_by_design(name) and not (lost and name.startswith("optimizer."))
         counts = (differ or missing) and selected and not by_design

@@ -1,207 +1,337 @@
-"""LoRA adapters: the weights of a base model with an adapter, and whether another model is their merge.
+"""Adapters beside a base model: the model after they are merged, and the parts that remain.
 
-The merged weight is W + scale * B @ A, with scale = alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA
-(peft/tuners/lora/layer.py). Names and settings are those of PEFT. Weights are computed block by block.
+Every part of an adapter is merged, or it remains with its problem: then the model is never "in sync".
 """
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from dataclasses import dataclass, replace
-from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from syncheck.conversion.name_maps import read_json
-from syncheck.conversion.recognition import is_readable, read_pairs
-from syncheck.dtypes import DTYPES
-from syncheck.messages import Refusal
-from syncheck.snapshots import Tensor, contiguous_strides
+from syncheck.conversion.adapter_parts import (
+    PartGroup,
+    find_path,
+    group_parts,
+    split_parts,
+    strip_prefixes,
+)
+from syncheck.conversion.adapter_settings import AdapterSettings
+from syncheck.conversion.merges import LowRank, Merged, find_adapted, fits_weight, make_adapted
+from syncheck.conversion.name_maps import read_json, split_tensor
+from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.replacements import replace_rows, replace_tensor
+from syncheck.errors import brief
+from syncheck.messages import AdapterProblem, Refusal
+from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.conversion.name_maps import NameMap
     from syncheck.kernel.blocks import Files
+    from syncheck.messages import Message
 
-_PREFIX = "base_model.model."
-_FACTOR = re.compile(r"(.*)\.lora_(A|B)(?:\.(?!weight)[^.]+)?\.weight")
-_SAVED = re.compile(r"(.*)\.modules_to_save\.[^.]+\.(.*)")
-# Parts of other kinds of adapters, whose product is computed in another way.
-_OTHER = re.compile(
-    r"(.*)\.lora_(?:magnitude_vector|embedding_[AB])(?:\..*)?|(.*)\.(?:ia3_l|hada_w|lokr_w|oft_|boft_).*"
-)
-# B's scale may differ from the adapter's by this share, and by so many standard deviations of rounding.
-_SHARE, _SIGMAS = 0.02, 6.0
+_CONFIG = "adapter_config.json"
 # Limit of the elements of a factor, which is read as a whole: 64 MB as float64.
 _MOST_FACTOR = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """The bytes of a base weight plus its adapter's product, in the dtype of the weight.
+class AdaptedModel:
+    """A model with its merged adapter."""
 
-    base: (rows, columns). down: lora_A, (r, columns). up: lora_B, (rows, r). With `transposed` (fan_in_fan_out), the
-    product is transposed.
-    """
+    tensors: Mapping[str, Tensor]
+    adapter: Adapter | None = None
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    """Of mapped tensors."""
 
-    base: Tensor
-    down: Tensor
-    up: Tensor
-    scale: float
-    transposed: bool
-    files: Files
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return self.base.shape
+@dataclass(slots=True)
+class Adapter:
+    """The parts of an adapter that are not merged yet, and the names of its base model."""
 
-    def product(self, start: int, count: int) -> tuple[Any, Any]:
-        """Return the scaled product of elements `start` to `start + count` in float64, and a bound of its terms."""
-        import numpy as np
+    parts: dict[str, Tensor]
+    """By stored name."""
+    base_names: frozenset[str]
+    """Without PEFT's prefix."""
+    memory: bool
+    """Whether the model is in memory, so that it has no adapter_config.json."""
+    problems: dict[str, Message] = field(default_factory=dict)
+    """By stored name of a part."""
+    _settings: dict[str, AdapterSettings] = field(default_factory=dict)
+    """By folder of a part."""
+    _ranks: dict[str, int] = field(default_factory=dict)
+    """By module."""
+    _contradicted: bool = False
+    """Whether the shape of a weight contradicts the setting fan_in_fan_out."""
 
-        from syncheck.differences import read_float64
+    def merge(self, tensors: Mapping[str, Tensor], partners: Mapping[str, Tensor], files: Files) -> dict[str, Tensor]:
+        """Return the model with all parts whose modules have tensors of these names.
 
-        columns = self.base.shape[1]
-        first, last = start // columns, -(-(start + count) // columns)
-        left, right = (self.down, self.up) if self.transposed else (self.up, self.down)
-        rank = self.down.shape[0]
-        slot = -get_ident()
-        if self.transposed:
-            rows = read_float64(left, self.files, 0, left.numel, slot).reshape(rank, -1)[:, first:last].T
-            other = read_float64(right, self.files, 0, right.numel, slot).reshape(-1, rank).T
-        else:
-            rows = read_float64(left, self.files, first * rank, (last - first) * rank, slot).reshape(-1, rank)
-            other = read_float64(right, self.files, 0, right.numel, slot).reshape(rank, -1)
-        cut = slice(start - first * columns, start - first * columns + count)
-        delta = self.scale * (rows @ other).reshape(-1)[cut]
-        terms = abs(self.scale) * (np.abs(rows) @ np.abs(other)).reshape(-1)[cut]
-        return delta, terms
+        partners: the other model; it shows the tensors that the adapter adds, and the dtype of replaced tensors.
+        """
+        merged = {}
+        for name, tensor in tensors.items():
+            # A map notes the names of tensors, which may have PEFT's prefix.
+            merged[name] = tensor if tensor.name == name else replace(tensor, name=name)
+        ties = _find_ties(merged)
+        self.problems = dict.fromkeys(self.parts, AdapterProblem.UNKNOWN())
+        self._survey_modules(merged)
+        for group in self._list_groups():
+            result = self._merge_group(group, merged, partners, files)
+            if not isinstance(result, Tensor):
+                self.problems |= dict.fromkeys(group.stored_names.values(), result)
+                continue
+            merged[group.target] = result
+            # Tied weights have one storage, which PEFT changes in place.
+            for tied_name in ties.get(group.target, ()):
+                merged[tied_name] = replace(result, name=tied_name)
+            for stored_name in group.stored_names.values():
+                del self.parts[stored_name]
+                del self.problems[stored_name]
+        return merged
 
-    def __getitem__(self, part: slice) -> bytes:
-        import numpy as np
+    def _list_groups(self) -> list[PartGroup]:
+        """Return the groups of the remaining parts; none if they belong to several adapters."""
+        groups, adapters = group_parts(self.parts)
+        if len(adapters) > 1:
+            # The names do not show which of them is active.
+            several = AdapterProblem.SEVERAL(names=tuple(sorted(adapters)))
+            self.problems = dict.fromkeys(self.parts, several)
+            return []
+        return groups
 
-        from syncheck.differences import read_float64
+    def _find_parts(self, group: PartGroup) -> dict[str, Tensor]:
+        """Return the parts of a group by role."""
+        return {role: self.parts[stored_name] for role, stored_name in group.stored_names.items()}
 
-        row = DTYPES[self.base.dtype]
-        start, stop = part.start // row.size, part.stop // row.size
-        step = max(1, (1 << 18) // self.base.shape[1]) * self.base.shape[1]
-        blocks = []
-        for at in range(start, stop, step):
-            count = min(step, stop - at)
-            weight = read_float64(self.base, self.files, at, count, -get_ident())
-            total = weight + self.product(at, count)[0]
-            with np.errstate(all="ignore"):
-                blocks.append((total.astype(np.float32) if row.size < 4 else total).astype(row.dtype()).tobytes())
-        return b"".join(blocks)
+    def _merge_group(
+        self, group: PartGroup, tensors: Mapping[str, Tensor], partners: Mapping[str, Tensor], files: Files
+    ) -> Tensor | Message:
+        """Return a tensor with the parts of a group, or the reason why it is unknown."""
+        parts = self._find_parts(group)
+        base, partner = tensors.get(group.target), partners.get(group.target)
+        if base is None:
+            # A tensor that the adapter adds to the model, such as a new head.
+            if group.kind == "saved" and partner is not None:
+                return replace(parts["new"], name=group.target)
+            return AdapterProblem.NO_MODULE()
+        if group.kind == "saved":
+            return replace_tensor(group.target, base, parts["new"], partner, files)
+        # PEFT refuses two products of one weight, or adds them in an unknown order.
+        if isinstance(find_adapted(base), Merged):
+            return AdapterProblem.TAKEN()
+        settings = self._find_settings(next(iter(parts.values())))
+        module = group.target.rpartition(".")[0]
+        if group.kind == "tokens":
+            return replace_rows(base, parts["delta"], settings.find_tokens(module), files)
+        problem = settings.find_problem()
+        if problem is not None:
+            return problem
+        if group.kind == "bias":
+            return self._add_bias(module, base, parts["B"], settings, files)
+        return self._add_product(group, base, parts, settings, files)
+
+    def _add_product(
+        self, group: PartGroup, base: Tensor, parts: Mapping[str, Tensor], settings: AdapterSettings, files: Files
+    ) -> Tensor | Message:
+        """Return a weight with the product of two factors."""
+        if parts.keys() != {"A", "B"}:
+            return AdapterProblem.INCOMPLETE()
+        transposed = True  # the factors of an embedding always are
+        if group.kind == "linear":
+            orientation = _find_orientation(base, parts)
+            if orientation is None and self._contradicted:
+                return AdapterProblem.ORIENTATION()
+            # Only for square weights, the setting is needed: PEFT corrects it for each module.
+            transposed = settings.transposed
+            if orientation is not None:
+                transposed = orientation
+        if not fits_weight(base, parts["B"], parts["A"], _MOST_FACTOR, transposed=transposed):
+            return AdapterProblem.SHAPES()
+        module = group.target.rpartition(".")[0]
+        scale = settings.find_scale(module, parts["A"].shape[0])
+        if not isinstance(scale, float):
+            return scale
+        columns = base.numel // base.shape[0]
+        product = LowRank(parts["B"], parts["A"], scale, transposed, columns, files)
+        return make_adapted(group.target, Merged(base, product, files))
+
+    def _add_bias(
+        self, module: str, base: Tensor, addend: Tensor, settings: AdapterSettings, files: Files
+    ) -> Tensor | Message:
+        """Return a bias with the bias of lora_B (`lora_bias`), whose scale is that of the module's product."""
+        rank = self._ranks.get(module)
+        if rank is None:
+            return AdapterProblem.INCOMPLETE()
+        readable = is_readable(base) and is_readable(addend)
+        if not readable or base.shape != addend.shape:
+            return AdapterProblem.SHAPES()
+        scale = settings.find_scale(module, rank)
+        if not isinstance(scale, float):
+            return scale
+        product = LowRank(addend, None, scale, transposed=False, columns=1, files=files)
+        return make_adapted(f"{module}.bias", Merged(base, product, files))
+
+    def _survey_modules(self, tensors: Mapping[str, Tensor]) -> None:
+        """Note the rank of each module, and whether the shape of one contradicts the setting fan_in_fan_out."""
+        for group in self._list_groups():
+            parts = self._find_parts(group)
+            if group.kind != "linear" or parts.keys() != {"A", "B"}:
+                continue
+            # The bias of a module has the scale of its product, which may be merged before it.
+            factor = parts["A"]
+            if factor.shape:
+                self._ranks[group.target.removesuffix(".weight")] = factor.shape[0]
+            base = tensors.get(group.target)
+            if base is None:
+                continue
+            orientation = _find_orientation(base, parts)
+            if orientation is not None:
+                self._contradicted |= orientation != self._find_settings(factor).transposed
+
+    def _find_settings(self, part: Tensor) -> AdapterSettings:
+        """Return the settings beside the file of a part."""
+        folder = os.path.dirname(find_path(part))
+        if folder not in self._settings:
+            self._settings[folder] = _read_settings(part, memory=self.memory)
+        return self._settings[folder]
+
+    def find_divided(self, names: NameMap, tensors: Mapping[str, Tensor], variables: Mapping[str, int]) -> set[str]:
+        """Return the tensors that a map divides into parts, one of which has a factor of the adapter.
+
+        The map must divide them in both models, although their names are equal.
+        """
+        targets = {group.target for group in self._list_groups()}
+        divided = set()
+        for name, tensor in tensors.items():
+            match = names.find_rule(name)
+            if match is None or tensor.refused:
+                continue
+            rule, values = match
+            # A rule without parts ignores the tensor.
+            if not rule.parts or not rule.variables <= variables.keys():
+                continue
+            parts = split_tensor(rule, values, tensor, variables)
+            if parts and len(parts) > 1 and not targets.isdisjoint(parts):
+                divided.add(name)
+        return divided
+
+    def list_remaining(self) -> dict[str, Tensor]:
+        """Return the parts that were not merged, refused with their problems."""
+        refused = {}
+        for stored_name, tensor in self.parts.items():
+            problem = Refusal.ADAPTER_PART(problem=self.problems[stored_name])
+            refused[stored_name] = replace(tensor, name=stored_name, refused=problem)
+        return refused
+
+    def list_touched(self) -> dict[str, list[str]]:
+        """Return the remaining parts by the prefix of all tensors that they may change: of a module, or empty for all.
+
+        A part belongs to the innermost module of the base model that its name shows.
+        """
+        modules = set()
+        for name in self.base_names:
+            segments = name.split(".")
+            for count in range(1, len(segments)):
+                modules.add(".".join(segments[:count]))
+        touched: dict[str, list[str]] = defaultdict(list)
+        for stored_name in self.parts:
+            module = strip_prefixes(stored_name)
+            while module and module not in modules:
+                module = module.rpartition(".")[0]
+            prefix = f"{module}."
+            if not module:
+                prefix = ""  # it may change any tensor
+            touched[prefix].append(stored_name)
+        return touched
 
 
 def merge_adapters(
-    tensors: Mapping[str, Tensor], other: Mapping[str, Tensor], folders: Sequence[str], files: Files
-) -> Mapping[str, Tensor]:
-    """Return the tensors of a base model with an adapter, merged; other models are returned unchanged.
+    models: Sequence[Mapping[str, Tensor]], memory: Sequence[bool], files: Files
+) -> tuple[AdaptedModel, AdaptedModel]:
+    """Return two models, one of them with its adapter merged as far as the names of its modules are known.
 
-    other: the other model. Two models with adapters are compared as they are stored. folders: may contain
-    adapter_config.json. A weight with an adapter of another kind, or with an unknown scale, is refused.
+    memory: whether each model is in memory. Two models with adapters are compared as they are stored, together with
+    their settings. An adapter without its base model is compared as it is stored, too.
     """
-    adapted = [any(_is_part(name) for name in model) for model in (tensors, other)]
-    if adapted != [True, False]:
-        return tensors
-    configs = [read_json(os.path.join(folder, "adapter_config.json")) for folder in folders]
-    config = next(filter(None, configs), {})
-    merged: dict[str, Tensor] = {}
-    factors: dict[str, dict[str, Tensor]] = {}
-    unknown: set[str] = set()
-    for stored, tensor in tensors.items():
-        name = stored.removeprefix(_PREFIX).replace(".base_layer.", ".")
-        if match := _FACTOR.fullmatch(name):
-            factors.setdefault(match[1], {})[match[2]] = tensor
-        elif match := _OTHER.fullmatch(name):
-            unknown.add(match[1] or match[2])
-        elif match := _SAVED.fullmatch(name):
-            merged[f"{match[1]}.{match[2]}"] = tensor
-        elif ".original_module." in name:
-            merged.setdefault(name.replace(".original_module.", "."), tensor)
-        elif stored.startswith(_PREFIX) or name not in merged:  # the adapter replaces modules_to_save
-            merged[name] = tensor
-    for module, pair in factors.items():
-        name = f"{module}.weight"
-        base = merged.get(name)
-        if base is None:  # an adapter without its base model keeps its names
-            merged |= {f"{module}.lora_{letter}.weight": tensor for letter, tensor in pair.items()}
-            continue
-        scale = None if module in unknown or config.get("use_dora") else _find_scale(module, pair, config)
-        transposed = config.get("fan_in_fan_out") is True
-        if scale is None or not _fits(base, pair, transposed=transposed):
-            merged[name] = replace(base, refused=Refusal.ADAPTER())
-            continue
-        data = Merged(base, pair["A"], pair["B"], scale, transposed, files)
-        merged[name] = Tensor(name, base.dtype, base.shape, contiguous_strides(base.shape), base.path, 0, data=data)
-    for name in {f"{module}.weight" for module in unknown} & merged.keys():
-        merged[name] = replace(merged[name], refused=Refusal.ADAPTER())
-    return {name: replace(tensor, name=name) for name, tensor in merged.items()}
+    divided = [split_parts(model) for model in models]
+    with_parts = [index for index, (_, parts) in enumerate(divided) if parts]
+    results = [AdaptedModel(models[0]), AdaptedModel(models[1])]
+    if len(with_parts) == 2:
+        return _compare_settings(models, memory)
+    for index in with_parts:
+        # Without a base model, the names of the parts are all that can be compared.
+        base, parts = divided[index]
+        if base:
+            adapter = Adapter(parts, frozenset(base), memory[index])
+            merged = adapter.merge(base, models[1 - index], files)
+            results[index] = AdaptedModel(merged, adapter)
+    return results[0], results[1]
 
 
-def _is_part(name: str) -> bool:
-    """Whether a tensor is a part of an adapter."""
-    return bool(_FACTOR.fullmatch(name) or _OTHER.fullmatch(name))
+def _compare_settings(
+    models: Sequence[Mapping[str, Tensor]], memory: Sequence[bool]
+) -> tuple[AdaptedModel, AdaptedModel]:
+    """Return two models with adapters, and with a refused tensor if their settings differ."""
+    settings = []
+    for model, in_memory in zip(models, memory, strict=True):
+        part = next(iter(split_parts(model)[1].values()))
+        settings.append(_read_settings(part, memory=in_memory))
+    name = settings[0].find_difference(settings[1])
+    if name is None:
+        return AdaptedModel(models[0]), AdaptedModel(models[1])
+    a, b = (brief(each.content.get(name)) for each in settings)
+    problem = AdapterProblem.SETTINGS_DIFFER(name=name, a=a, b=b)
+    row = Tensor(_CONFIG, "uint8", (0,), (1,), "", 0, data=b"", refused=Refusal.ADAPTER_PART(problem=problem))
+    return AdaptedModel({**models[0], _CONFIG: row}), AdaptedModel({**models[1], _CONFIG: row})
 
 
-def _find_scale(module: str, pair: Mapping[str, Tensor], config: Mapping[str, Any]) -> float | None:
-    """Return the scale of an adapter's product, None if it is unknown."""
-    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern")
-    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        # As in PEFT, a pattern is the end of a module's name.
-        if module == pattern or module.endswith(f".{pattern}"):
-            alpha = value
-    rank = pair["A"].shape[0] if "A" in pair and pair["A"].shape else 0
-    if not isinstance(alpha, (int, float)) or not rank:
+def finish_adapters(models: Sequence[AdaptedModel], files: Files) -> list[AdaptedModel]:
+    """Merge the parts whose modules have mapped names, and add all other parts to both models, refused."""
+    results = [dict(model.tensors) for model in models]
+    for index, model in enumerate(models):
+        if model.adapter is not None and model.adapter.parts:
+            results[index] = model.adapter.merge(results[index], results[1 - index], files)
+            remaining = model.adapter.list_remaining()
+            for tensors in results:
+                tensors.update(remaining)
+    return [replace(model, tensors=tensors) for model, tensors in zip(models, results, strict=True)]
+
+
+def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
+    """Return the settings beside the file of a part. memory: whether it has no file."""
+    if memory:
+        return AdapterSettings()
+    folder = os.path.dirname(find_path(part))
+    return AdapterSettings(read_json(os.path.join(folder, _CONFIG)))
+
+
+def _find_orientation(base: Tensor, parts: Mapping[str, Tensor]) -> bool | None:
+    """Return whether the product of two factors is transposed, None if its shape does not show it."""
+    shapes = (base.shape, parts["B"].shape, parts["A"].shape)
+    # Kernels of convolutions are never transposed.
+    dimensions = set(map(len, shapes))
+    if dimensions != {2}:
+        return False
+    product = shapes[1][0], shapes[2][1]
+    if product[0] == product[1]:
         return None
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return base.shape == product[::-1]
 
 
-def _fits(base: Tensor, pair: Mapping[str, Tensor], *, transposed: bool) -> bool:
-    """Whether the tensors are matrices of numbers with matching shapes."""
-    if not {"A", "B"} <= pair.keys() or not all(is_readable(tensor) for tensor in (base, *pair.values())):
-        return False
-    if max(tensor.numel for tensor in pair.values()) > _MOST_FACTOR:
-        return False
-    shapes = [pair["B"].shape, pair["A"].shape, base.shape[::-1] if transposed else base.shape]
-    return all(len(shape) == 2 for shape in shapes) and shapes[2] == (shapes[0][0], shapes[1][1])
-
-
-def compare_merge(merged: Merged, other: Tensor, files: Files) -> tuple[bool, float]:
-    """Return whether a tensor is a merge within rounding, and its factor of the adapter's product.
-
-    The bound of an element: the product is computed in float32 or better and rounded to the dtype of the weight, and so
-    is the sum. A bfloat16 weight is rounded by more than many adapters add, so the factor, computed by least squares
-    from all elements, must be 1 as well. It is NaN if rounding hides the adapter.
-    """
-    import numpy as np
-
-    from syncheck.kernel.blocks import ranges
-
-    unit = max(unit_roundoff(tensor.dtype) for tensor in (merged.base, other))
-    rank = merged.down.shape[0]
-    within, products, squares, weights = True, 0.0, 0.0, 0.0
-    blocks = ranges([max(merged.base, other, key=lambda tensor: DTYPES[tensor.dtype].size)])
-    for (start, count), (weight, y) in zip(blocks, read_pairs(merged.base, other, files), strict=True):
-        delta, terms = merged.product(start, count)
-        bound = unit * (2 * np.abs(delta) + 1.01 * np.abs(weight + delta)) + (rank + 4) * 2.0**-24 * terms + 1e-38
-        within = within and bool((np.abs(y - weight - delta) <= bound).all())
-        products += float((y - weight) @ delta)
-        squares += float(delta @ delta)
-        weights += float(weight @ weight)
-    if not squares:
-        return within, 1.0
-    factor, noise = products / squares, _SIGMAS * unit * math.sqrt(weights / squares / merged.base.numel)
-    if noise > 0.5:
-        return False, math.nan
-    return within and abs(factor - 1) <= _SHARE + noise, factor
-
-
-def unit_roundoff(dtype: str) -> float:
-    """Return the unit roundoff of a dtype: half the distance between 1 and the next number."""
-    bits = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
-    return 2.0 ** -bits.get(dtype, 2)
+def _find_ties(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Return all names of the same bytes in a file by each of these names."""
+    names_by_place: dict[object, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.data is None and not tensor.shards:
+            names_by_place[tensor.path, tensor.offset, tensor.shape, tensor.strides].append(name)
+    ties = {}
+    for tied_names in names_by_place.values():
+        if len(tied_names) == 1:
+            continue
+        for name in tied_names:
+            ties[name] = [tied_name for tied_name in tied_names if tied_name != name]
+    return ties

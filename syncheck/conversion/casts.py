@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
 from syncheck.snapshots import Tensor, contiguous_strides
@@ -11,6 +11,7 @@ from syncheck.snapshots import Tensor, contiguous_strides
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.dtypes import DType
     from syncheck.kernel.blocks import Files
 
 _LARGEST_E4M3FN = 448
@@ -42,11 +43,18 @@ class _Converted:
         start, stop = (at // others[-1].size for at in (part.start, part.stop))
         # A comparison of two tensors uses slots from 0 on in each of its threads.
         values = np.frombuffer(self._files.read(self._source, start, stop - start, -get_ident()), own.dtype())
-        with np.errstate(all="ignore"):  # numbers beyond the range of the dtype become infinite
-            for row in others:
-                if row.size < 4:
-                    values = values.astype(np.float32)
-                if row.name == "float8_e4m3fn":
-                    values = values.clip(-_LARGEST_E4M3FN, _LARGEST_E4M3FN)
-                values = values.astype(row.dtype())
-        return bytes(values.tobytes())
+        return bytes(round_values(values, others).tobytes())
+
+
+def round_values(values: Any, dtypes: Sequence[DType]) -> Any:
+    """Return an array of floats, converted to each of the dtypes in turn. Never exchanges the order of two numbers."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):  # numbers beyond the range of the dtype become infinite
+        for row in dtypes:
+            if row.size < 4:
+                values = values.astype(np.float32)
+            if row.name == "float8_e4m3fn":
+                values = values.clip(-_LARGEST_E4M3FN, _LARGEST_E4M3FN)
+            values = values.astype(row.dtype())
+    return values

@@ -14,12 +14,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.adapters import Merged, compare_merge, unit_roundoff
 from syncheck.conversion.casts import convert
+from syncheck.conversion.merges import Replaced, find_adapted, fit_factor, unit_roundoff, view_base
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
-from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
+from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, is_comparable, may_have_rows
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical import views
@@ -50,6 +50,8 @@ _CORRELATED = 1 << 22
 _BOUND = 1.001
 # Fewer elements than this can be equal by chance.
 _FEW = 16
+# Limit of the parts of a tensor whose orders are tried.
+_MOST_ORDERED = 5
 # Limit of the compared boxes of a tensor.
 _MOST_BOXES = 1 << 12
 
@@ -110,11 +112,6 @@ class Models:
         return None
 
 
-def is_comparable(tensor: Tensor) -> bool:
-    """Whether the bytes of the tensor can be read."""
-    return not tensor.refused and tensor.digest is None and tensor.sharding is None
-
-
 def _is_constant(data: bytes, tensor: Tensor) -> bool:
     size = DTYPES[tensor.dtype].size
     return data == data[:size] * (len(data) // size)
@@ -148,10 +145,14 @@ def _relate_operation(name: str, models: Models) -> dict[str, Relation]:
 def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, dict[str, Any], Tensor, Tensor]]:
     """Yield common operations of conversions: kind, parameters, and two tensors to compare after the operation."""
     a, b = models.a[name], models.b[name]
+    adapted = find_adapted(a)
+    base = None if adapted is None else view_base(a, adapted)
+    # Before the model before the update, which explains less.
+    if base is not None:
+        parameters = {"pattern": "replaced"} if isinstance(adapted, Replaced) else {}
+        yield RelationKind.ADAPTER, parameters, base, b
     if name in models.base:
         yield RelationKind.BASE, {}, models.base[name], b
-    if (merged := get_computed(a, Merged)) is not None:
-        yield RelationKind.ADAPTER, {}, merged.base, b
     same = a.shape == b.shape
     if same and is_readable(a) and is_readable(b):
         for side, source, copy in (("B", a, b), ("A", b, a)):
@@ -192,19 +193,32 @@ def _relate_stored(name: str, models: Models) -> dict[str, Relation]:
             continue
         rule, values = found
         wanted = {n: other[n] for n in own if models.stored[side].get(n) is stored and n in other}
-        for tried, relation in _list_rules(rule, models.variables, "AB"[side], stored.name):
-            split = split_tensor(tried, values, stored, models.variables) or {}
+        for tried, variables, relation in _list_rules(rule, models.variables, "AB"[side], stored.name):
+            split = split_tensor(tried, values, stored, variables) or {}
             pairs = [(split[n], tensor) for n, tensor in wanted.items() if n in split]
             if pairs and all(models.equals(*(pair if side == 0 else pair[::-1])) is not None for pair in pairs):
                 return dict.fromkeys(wanted, relation)
     return {}
 
 
-def _list_rules(rule: Rule, variables: Mapping[str, int], side: str, stored: str) -> Iterator[tuple[Rule, Relation]]:
-    """Yield other rules for a stored tensor, and the relation that each of them shows. side, stored: of the tensor."""
-    yield replace(rule, transpose=not rule.transpose), Relation(RelationKind.TRANSPOSED, {"dims": (0, 1)})
+def _list_rules(
+    rule: Rule, variables: Mapping[str, int], side: str, stored: str
+) -> Iterator[tuple[Rule, Mapping[str, int], Relation]]:
+    """Yield other rules and variables for a stored tensor, and the relation that each of them shows.
+
+    side, stored: of the tensor.
+    """
+    yield (
+        replace(rule, transpose=not rule.transpose),
+        variables,
+        Relation(RelationKind.TRANSPOSED, {"dims": (0, 1)}),
+    )
+    for size in HEAD_SIZES if rule.rotary else ():
+        # Rows that were permuted with another number of heads.
+        other = "interleaved" if side == "B" else "half"
+        yield rule, {**variables, "head_dim": size}, Relation(RelationKind.ROTARY, {"head_dim": size, "to": other})
     sizes = rule.sizes or (1,) * len(rule.parts)
-    for order in itertools.permutations(range(len(rule.parts))) if len(rule.parts) > 1 else ():
+    for order in itertools.permutations(range(len(rule.parts))) if 1 < len(rule.parts) <= _MOST_ORDERED else ():
         for groups in dict.fromkeys([rule.groups, 1, "rows", "kv_heads", "heads"]):
             parts = tuple(rule.parts[i] for i in order)
             tried = replace(rule, parts=parts, sizes=tuple(sizes[i] for i in order), groups=groups)
@@ -212,7 +226,8 @@ def _list_rules(rule: Rule, variables: Mapping[str, int], side: str, stored: str
                 count = groups if isinstance(groups, int) else variables.get(groups, 0)
                 named = ", ".join(part.rpartition(".")[0].rpartition(".")[2] for part in parts)
                 parameters: dict[str, Any] = {"pattern": "parts", "parts": named, "groups": count}
-                yield tried, Relation(RelationKind.FUSED_ORDER, {**parameters, "side": side, "stored": stored})
+                relation = Relation(RelationKind.FUSED_ORDER, {**parameters, "side": side, "stored": stored})
+                yield tried, variables, relation
 
 
 def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
@@ -243,6 +258,8 @@ def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
         names = [name, *(n for n in one if n != name and whole is not None and stored.get(n) is whole and n in other)]
         boxes = [(n, box) for n in names for box in views.list_boxes(one[n])]
         if one[name].dtype != other[name].dtype or not 1 < len(boxes) <= _MOST_BOXES:
+            continue
+        if any(one[n].shape != other[n].shape for n in names):
             continue
         if len({len(box.start) for _, box in boxes}) > 1:
             continue
@@ -299,21 +316,27 @@ def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
 def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     """Compute a constant factor from all elements, or the correlation."""
     a, b = models.a[name], models.b[name]
-    merged = get_computed(a, Merged)
-    if merged is not None and a.shape == b.shape and is_readable(b):
-        _, factor = compare_merge(merged, b, models.files)
-        if _within_scaled(merged, factor, b, models.files):
-            return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
+    multiple = fit_factor(a, b, models.files)
+    if multiple is not None:
+        return {name: Relation(RelationKind.ADAPTER, {"factor": multiple})}
     if a.shape == b.shape and (quantized := _relate_quantized(a, b, models.files)):
         return {name: quantized}
     if a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
         return {}
+    return _relate_scaled(name, a, b, models.files)
+
+
+def _relate_scaled(name: str, a: Tensor, b: Tensor, files: Files) -> dict[str, Relation]:
+    """Find a constant factor between two tensors, or the absence of a correlation."""
     import numpy as np
 
     step = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
     sums, factor, fits, nonzero, count = np.zeros(5), 0.0, True, 0, 0
-    for x, y in read_pairs(a, b, models.files):
-        sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
+    for x, y in read_pairs(a, b, files):
+        with np.errstate(all="ignore"):
+            sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
+        if not np.isfinite(sums).all():
+            return {}  # NaN and infinity have no factor and no correlation
         if not factor and x.any():
             top = int(np.argmax(np.abs(x)))
             factor = float(y[top] / x[top])
@@ -344,10 +367,3 @@ def _relate_quantized(a: Tensor, b: Tensor, files: Files) -> Relation | None:
         if quantized is not None and (ratio := measure_steps(quantized, other, files)) <= _BOUND:
             return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": ratio / 2})
     return None
-
-
-def _within_scaled(merged: Merged, factor: float, b: Tensor, files: Files) -> bool:
-    """Whether B contains the product of the adapter times another factor."""
-    if not math.isfinite(factor):
-        return False
-    return compare_merge(replace(merged, scale=merged.scale * factor), b, files)[0]

@@ -1,272 +1,253 @@
-"""Infer a map of names from data: equal tensors, and equal rows in tensors of another shape.
+"""Infer a map of names from data.
 
-Two tensors belong together if their data is equal, so an inferred map never pairs tensors by their shapes or positions
-alone. Several tensors with equal data, such as norms with their initial value, are ambiguous.
+An inferred map is a proposal: equal data shows which tensors belong together, but not whether they should, so a verdict
+that rests on it is undecided until the user accepts the map.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.causes import is_comparable
+from syncheck.conversion.casts import convert
+from syncheck.conversion.general_rules import make_rules
+from syncheck.conversion.layer_rules import assign_parts
+from syncheck.conversion.map_files import describe_rule
 from syncheck.conversion.name_maps import NameMap, Rule
-from syncheck.conversion.recognition import HEAD_SIZES
-from syncheck.conversion.rows import MOST_ROWS, digest_rows
-from syncheck.errors import UsageError
-from syncheck.logical import views
+from syncheck.conversion.numbering import split_numbers
+from syncheck.conversion.pairings import Candidates, Pairing, find_pairings
+from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.rows import MOST_ROWS, is_comparable
+from syncheck.dtypes import DTYPES
 from syncheck.messages import Note, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from syncheck.conversion.layer_rules import Assignment
     from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
     from syncheck.snapshots import Tensor
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_LETTERS = "ijklmn"
-# Limit of equal rows of a model: more of them do not identify a tensor.
-_MOST_EQUAL = 64
+# Limit of the rules in a report; a file has all of them.
+_MOST_PRINTED = 64
 
 
 @dataclass(slots=True)
 class Inferred:
-    """A map from data.
-
-    variables: the size of a head, if rows were permuted. ambiguous: names of A and of B. applies: whether few names of
-    the models are equal. Otherwise they have one naming, and a tensor with another name is a mistake.
-    """
+    """A map from data."""
 
     map: NameMap
     variables: dict[str, int] = field(default_factory=dict)
+    """The size of a head, if rows were permuted."""
+    guessed: tuple[Rule, ...] = ()
+    """Rules of the map for tensors with equal data, whose pairs only their names suggest."""
     ambiguous: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Names of A and of B with equal data, whose pairs nothing shows."""
     applies: bool = True
+    """Whether few names of the models are equal. Otherwise they have one naming, and another name is a mistake."""
 
 
 def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred | None:
     """Return a map between the tensors that only one of two models has; None if no data is equal.
 
-    models: tensors by name. Reads all of these tensors once, and transposed matrices twice.
+    models: tensors by name. Reads all of these tensors once or twice.
     """
-    left = [
-        {
-            name: tensor
-            for name, tensor in own.items()
-            if name not in other and is_comparable(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,)
-        }
-        for own, other in (models, models[::-1])
-    ]
-    if not left[0] or not left[1]:
+    candidates = [_list_candidates(models[0], models[1]), _list_candidates(models[1], models[0])]
+    if not candidates[0] or not candidates[1]:
         return None
-    rows = [{name: digest_rows(t, files, t.shape[0] if t.shape else 1) for name, t in own.items()} for own in left]
-    found: dict[str, Rule] = {}
-    variables: dict[str, int] = {}
-    ambiguous = _pair_equal(rows, left, found)
-    for own, other in ((1, 0), (0, 1)):
-        _join_parts(rows[own], rows[other], found, variables)
-    _pair_transposed(left, rows, found, files)
-    _unstack(left, rows, found, files)
-    if not found and not any(ambiguous):
+    found = find_pairings(candidates, files)
+    _pair_converted(found, files)
+    assignment = assign_parts(found)
+    guesses = _guess_pairs(assignment, found)
+    for pairing in guesses.pairings:
+        assignment.add(pairing)
+    rules = make_rules(assignment.list_pairings())
+    if not rules and not any(guesses.ambiguous):
         return None
-    applies = 2 * len(models[0].keys() & models[1].keys()) < min(map(len, models))
-    return Inferred(NameMap("an inferred map", tuple(_generalize(found))), variables, ambiguous, applies)
+    guessed_names = {pairing.stored for pairing in guesses.pairings}
+    unsure = [rule for rule in rules if any(rule.match(name) is not None for name in guessed_names)]
+    head_dim = max((pairing.layout.head_dim for pairing in assignment.list_pairings()), default=0)
+    return Inferred(
+        NameMap("an inferred map", tuple(rules), tuple(guesses.tied)),
+        {"head_dim": head_dim} if head_dim else {},
+        tuple(unsure),
+        (tuple(guesses.ambiguous[0]), tuple(guesses.ambiguous[1])),
+        applies=2 * len(models[0].keys() & models[1].keys()) < min(map(len, models)),
+    )
 
 
-def _pair_equal(
-    rows: Sequence[Mapping[str, Sequence[bytes]]], left: Sequence[Mapping[str, Tensor]], found: dict[str, Rule]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Add a rename for each tensor of B that equals a tensor of A. Return the names of ambiguous tensors.
+def _list_candidates(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that the other model lacks and whose data can be compared."""
+    candidates = {}
+    for name, tensor in own.items():
+        if name not in other and is_comparable(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,):
+            candidates[name] = tensor
+    return candidates
 
-    If several tensors have equal data, tensors with the same numbers in their names belong together, or tensors with
-    the same numbers and the same ends of their names.
-    """
-    groups: dict[tuple[bytes, tuple[int, ...], str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+
+def _pair_converted(candidates: Candidates, files: Files) -> None:
+    """Pair tensors that are equal after a conversion to a dtype of the other model."""
+    left = []
     for side in (0, 1):
-        for name, digests in rows[side].items():
-            tensor = left[side][name]
-            groups[b"".join(digests), tensor.shape, tensor.dtype][side].append(name)
-    ambiguous: tuple[list[str], list[str]] = ([], [])
-    for ours, theirs in groups.values():
-        if not ours or not theirs:
-            continue
-        for key in (lambda _: "", _NUMBER.findall, _read_end):
-            a, b = ({str(key(name)): name for name in names} for names in (ours, theirs))
-            if a.keys() == b.keys() and len(a) == len(ours) == len(theirs):
-                found |= {b[key]: Rule(b[key], (a[key],)) for key in a}
-                break
-        else:
-            ambiguous[0].extend(ours)
-            ambiguous[1].extend(theirs)
-    return tuple(ambiguous[0]), tuple(ambiguous[1])
+        left.append({name: candidates.tensors[side][name] for name in candidates.unused(side)})
+    dtypes = [Counter(tensor.dtype for tensor in own.values() if is_readable(tensor)) for own in left]
+    converted: list[dict[str, Tensor]] = [{}, {}]
+    for side in (0, 1):
+        for name, tensor in left[side].items():
+            size = DTYPES[tensor.dtype].size
+            narrower = [dtype for dtype, _ in dtypes[1 - side].most_common() if DTYPES[dtype].size < size]
+            is_wider = is_readable(tensor) and bool(narrower)
+            converted[side][name] = convert(tensor, (narrower[0],), files) if is_wider else tensor
+    if converted == left or not left[0] or not left[1]:
+        return
+    found = find_pairings(converted, files)
+    for pairing in found.pairings:
+        candidates.add(pairing)
+    candidates.ambiguous += found.ambiguous
 
 
-def _read_end(name: str) -> tuple[list[str], list[str]]:
-    """Return the numbers in a name and its last two parts."""
-    return _NUMBER.findall(name), name.split(".")[-2:]
+@dataclass(slots=True)
+class _Guesses:
+    """Pairs of tensors with equal data that their names suggest.
 
-
-def _join_parts(
-    joined: Mapping[str, Sequence[bytes]],
-    parts: Mapping[str, Sequence[bytes]],
-    found: dict[str, Rule],
-    variables: dict[str, int],
-) -> None:
-    """Add a rule for each tensor of one model whose rows are those of tensors of the other model."""
-    used = {name for rule in found.values() for name in (rule.name, *rule.parts)}
-    places: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
-    for name, digests in parts.items():
-        if name not in used:
-            for i, digest in enumerate(digests):
-                places[digest].append((name, i))
-    for name, digests in joined.items():
-        if name in used:
-            continue
-        # The rows of each part, as positions in the joined tensor.
-        positions: dict[str, dict[int, int]] = defaultdict(dict)
-        candidates = {part for digest in digests for part, _ in places.get(digest, ())[:_MOST_EQUAL]}
-        for at, digest in enumerate(digests):
-            for part, i in places.get(digest, ())[:_MOST_EQUAL]:
-                positions[part].setdefault(i, at)
-        whole = [part for part in candidates if len(positions[part]) == len(parts[part])]
-        rule = _make_rule(
-            name, len(digests), {p: [positions[p][i] for i in range(len(parts[p]))] for p in whole}, variables
-        )
-        if rule is not None:
-            found[name] = rule
-            for part in rule.parts:
-                for digest in parts[part]:
-                    places[digest] = [place for place in places[digest] if place[0] != part]
-
-
-def _make_rule(name: str, length: int, parts: Mapping[str, Sequence[int]], variables: dict[str, int]) -> Rule | None:
-    """Return the rule for a tensor of so many rows; None if its parts do not alternate in groups.
-
-    parts: the rows of each part, as positions in the tensor.
+    tied: copies of a tensor in one model, and the name of the tensor that the other model stores once.
+    ambiguous: names of A and of B whose pairs nothing suggests.
     """
-    if not parts:
-        return None
-    order = sorted(parts, key=lambda part: parts[part][0])
-    sizes = [len(parts[part]) for part in order]
-    total = sum(sizes)
-    if len(order) == 1 and total <= length and [*parts[order[0]]] == [*range(total)]:
-        return Rule(name, (order[0],), pad=total < length)
-    if total != length:
-        return None
-    if len(order) == 1:
-        for head in HEAD_SIZES:
-            half = head // 2
-            if length % head == 0 and all(
-                at == i - i % head + 2 * (i % half) + i % head // half for i, at in enumerate(parts[order[0]])
-            ):
-                variables["head_dim"] = head
-                return Rule(name, (order[0],), rotary=True)
-        return None
-    first = parts[order[0]]
-    run = next((i for i in range(1, len(first)) if first[i] != first[i - 1] + 1), len(first))
-    groups = len(first) // run
-    if any(size % groups for size in sizes) or len(first) % run:
-        return None
-    begin = 0
-    for part, size in zip(order, sizes, strict=True):
-        step = size // groups
-        if any(at != i // step * (total // groups) + begin + i % step for i, at in enumerate(parts[part])):
-            return None
-        begin += step
-    unit = math.gcd(*sizes)
-    shares = tuple(size // unit for size in sizes)
-    return Rule(name, tuple(order), sizes=() if len(set(shares)) == 1 else shares, groups=groups)
+
+    pairings: list[Pairing] = field(default_factory=list)
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    ambiguous: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+
+    def add_ambiguous(self, names_a: Sequence[str], names_b: Sequence[str]) -> None:
+        """Add names whose pairs nothing suggests."""
+        self.ambiguous[0].extend(names_a)
+        self.ambiguous[1].extend(names_b)
 
 
-def _pair_transposed(
-    left: Sequence[Mapping[str, Tensor]],
-    rows: Sequence[Mapping[str, Sequence[bytes]]],
-    found: dict[str, Rule],
-    files: Files,
-) -> None:
-    """Add a rule for each transposed matrix."""
-    used = {name for rule in found.values() for name in (rule.name, *rule.parts)}
-    contents = {b"".join(digests): name for name, digests in rows[1].items() if name not in used}
-    shapes = {left[1][name].shape for name in contents.values()}
-    for name, tensor in left[0].items():
-        if (
-            name not in used
-            and len(tensor.shape) == 2
-            and tensor.shape[::-1] in shapes
-            and tensor.shape[1] <= MOST_ROWS
-        ):
-            columns = digest_rows(views.permute(tensor, (1, 0)), files, tensor.shape[1])
-            other = contents.get(b"".join(columns))
-            if other is not None:
-                found.setdefault(other, Rule(other, (name,), transpose=True))
+def _guess_pairs(assignment: Assignment, candidates: Candidates) -> _Guesses:
+    """Return pairs of tensors with equal data in the order of their names.
 
-
-def _unstack(
-    left: Sequence[Mapping[str, Tensor]],
-    rows: Sequence[Mapping[str, Sequence[bytes]]],
-    found: dict[str, Rule],
-    files: Files,
-) -> None:
-    """Add a rule for each tensor with the tensors of the other model in the order of their numbers."""
-    used = {name for rule in found.values() for name in (rule.name, *rule.parts)}
-    for stacks, others in ((1, 0), (0, 1)):
-        wanted = {left[stacks][name].shape[1:] for name in left[stacks] if name not in used}
-        single = {
-            digest_rows(tensor, files, 1)[0]: name
-            for name, tensor in left[others].items()
-            if name not in used and tensor.shape in wanted
-        }
-        for name, digests in rows[stacks].items():
-            parts = [single.get(digest, "") for digest in digests]
-            templates = {_number_last(part, i) for i, part in enumerate(parts)}
-            if name not in used and len(parts) > 1 and len(templates) == 1 and "" not in templates:
-                found[name] = Rule(name, (templates.pop(),))
-
-
-def _number_last(name: str, number: int) -> str:
-    """Replace the last number of a name, if it is this number, by a placeholder; else return ""."""
-    numbers = [*_NUMBER.finditer(name)]
-    if not numbers or int(numbers[-1][0]) != number:
-        return ""
-    return f"{name[: numbers[-1].start()]}{{e}}{name[numbers[-1].end() :]}"
-
-
-def _generalize(found: Mapping[str, Rule]) -> Iterable[Rule]:
-    """Return one rule with placeholders for all layers with the same rule, and single rules for exceptions."""
-    general: dict[str, dict[Rule, list[Rule]]] = defaultdict(lambda: defaultdict(list))
-    for rule in found.values():
-        wide = _replace_numbers(rule)
-        general[wide.name][wide].append(rule)
-    for candidates in general.values():
-        if len(candidates) == 1:
-            yield from candidates
+    The tensors of a freshly initialized model, such as norms of 1, are equal, so each pair of them is right about the
+    data; which pair is meant, the user decides.
+    """
+    guesses = _Guesses()
+    layers = _Layers(assignment.list_pairings())
+    constants = _group_constants(candidates)
+    for group in [*candidates.ambiguous, *constants]:
+        names_a = [name for name in group[0] if name not in assignment.claimed[0]]
+        names_b = [name for name in group[1] if name not in assignment.claimed[1]]
+        if not names_a or not names_b:
+            continue
+        if group in constants:
+            # Constants of other shapes may be parts of each other, unless one model has more of them.
+            if _count_elements(candidates, 0, names_a) == _count_elements(candidates, 1, names_b):
+                guesses.add_ambiguous(names_a, names_b)
+        elif pairs := _pair_in_order(names_a, names_b, layers):
+            guesses.pairings += pairs
+        elif min(len(names_a), len(names_b)) == 1 and not _is_constant(candidates, 0, names_a[0]):
+            # One model stores a tied weight once.
+            guesses.pairings.append(Pairing(1, names_b[0], (names_a[0],)))
+            guesses.tied += [(copy, names_a[0]) for copy in [*names_a[1:], *names_b[1:]]]
         else:
-            yield from (rule for rules in candidates.values() for rule in rules)
+            guesses.add_ambiguous(names_a, names_b)
+    return guesses
 
 
-def _replace_numbers(rule: Rule) -> Rule:
-    """Return a rule with placeholders, if each number of the name is in each part once."""
-    numbers = _NUMBER.findall(rule.name)
-    kept = all(sorted(_NUMBER.findall(part)) == sorted(numbers) for part in rule.parts)
-    if len(set(numbers)) < len(numbers) or len(numbers) > len(_LETTERS) or not kept:
-        return rule
-    letters = dict(zip(numbers, _LETTERS, strict=False))
+def _count_elements(candidates: Candidates, side: int, names: Sequence[str]) -> int:
+    return sum(candidates.tensors[side][name].numel for name in names)
 
-    def widen(name: str) -> str:
-        return _NUMBER.sub(lambda match: f"{{{letters[match[0]]}}}", name)
 
-    return replace(rule, name=widen(rule.name), parts=tuple(map(widen, rule.parts)))
+def _is_constant(candidates: Candidates, side: int, name: str) -> bool:
+    """Whether a tensor has one value everywhere."""
+    tensor, digests = candidates.tensors[side][name], candidates.rows[side][name]
+    if len(set(digests)) > 1:
+        return False
+    row = bytes(candidates.files.read(tensor, 0, tensor.numel // len(digests), 0))
+    size = DTYPES[tensor.dtype].size
+    return row == row[:size] * (len(row) // size)
+
+
+def _group_constants(candidates: Candidates) -> list[tuple[list[str], list[str]]]:
+    """Return the names of the tensors of A and of B that have one value everywhere, by this value."""
+    groups: dict[tuple[str, bytes], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side in (0, 1):
+        for name in candidates.unused(side):
+            if _is_constant(candidates, side, name):
+                tensor = candidates.tensors[side][name]
+                groups[tensor.dtype, bytes(candidates.files.read(tensor, 0, 1, 0))][side].append(name)
+    return list(groups.values())
+
+
+class _Layers:
+    """The layer of a name: the text before its first number, and this number, as in the names of A."""
+
+    def __init__(self, pairings: Sequence[Pairing]) -> None:
+        votes: dict[tuple[str, int], Counter[tuple[str, int]]] = defaultdict(Counter)
+        for pairing in pairings:
+            for part in pairing.parts:
+                name_a, name_b = (pairing.stored, part) if pairing.side == 0 else (part, pairing.stored)
+                layer_a, layer_b = _find_layer(name_a), _find_layer(name_b)
+                if layer_a is not None and layer_b is not None:
+                    votes[layer_b][layer_a] += 1
+        self._layers_of_a = {layer: counter.most_common(1)[0][0] for layer, counter in votes.items()}
+
+    def find(self, name: str, side: int) -> tuple[str, int] | None:
+        """Return the layer of a name of A (side 0) or B; a layer of B without any pairing has its own name."""
+        layer = _find_layer(name)
+        if side == 0 or layer is None:
+            return layer
+        return self._layers_of_a.get(layer, layer)
+
+
+def _find_layer(name: str) -> tuple[str, int] | None:
+    pattern, numbers = split_numbers(name)
+    return (pattern[0], numbers[0]) if numbers else None
+
+
+def _pair_in_order(names_a: Sequence[str], names_b: Sequence[str], layers: _Layers) -> list[Pairing]:
+    """Pair names of A and B in the same layer, in their order; none if a layer has more of them in one model."""
+    in_layers_of_a = _pair_by_key(names_a, names_b, layers.find)
+    # Without any other pair, layers have equal numbers.
+    return in_layers_of_a or _pair_by_key(names_a, names_b, _get_numbers)
+
+
+def _get_numbers(name: str, _: int) -> tuple[int, ...]:
+    return split_numbers(name)[1]
+
+
+def _pair_by_key(names_a: Sequence[str], names_b: Sequence[str], key: Callable[[str, int], object]) -> list[Pairing]:
+    """Pair names with equal keys in their order; none if one model has more names with a key."""
+    groups: dict[object, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, names in enumerate((names_a, names_b)):
+        for name in names:
+            groups[key(name, side)][side].append(name)
+    pairs = []
+    for group_a, group_b in groups.values():
+        if len(group_a) != len(group_b):
+            return []
+        modules = {_get_module(name): name for name in group_b}
+        for name in group_a:
+            # A module that has kept its name comes first.
+            same = modules.get(_get_module(name))
+            partner = same if same in group_b else group_b[0]
+            group_b.remove(partner)
+            pairs.append(Pairing(1, partner, (name,)))
+    return pairs
+
+
+def _get_module(name: str) -> str:
+    return name.split(".")[-2:][0]
 
 
 def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     """Return a known map together with the inferred one."""
     if names is None:
         return inferred.map
-    return NameMap(f"{names.title} and an inferred map", (*names.rules, *inferred.map.rules), names.tied)
+    title = f"{names.title} and an inferred map"
+    tied = (*names.tied, *inferred.map.tied)
+    return NameMap(title, (*names.rules, *inferred.map.rules), tied, built_in=names.built_in)
 
 
 def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[Mapping[str, Tensor]]:
@@ -274,7 +255,10 @@ def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -
     names = inferred.ambiguous
     if not names[0]:
         return list(models)
-    marked = [{name: t for name, t in own.items() if name not in set(names[i])} for i, own in enumerate(models)]
+    marked = []
+    for side, own in enumerate(models):
+        removed = set(names[side])
+        marked.append({name: tensor for name, tensor in own.items() if name not in removed})
     for name in names[0]:
         refused = replace(models[0][name], name=name, refused=Refusal.AMBIGUOUS_NAME())
         marked[0][name] = marked[1][name] = refused
@@ -286,37 +270,14 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
     notes: list[Message] = []
     if rules := inferred.map.rules:
         sentence = Note.INFERRED if inferred.applies else Note.PROPOSED
-        notes += [sentence(), *(Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules)]
+        notes.append(sentence())
+        notes += [Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules[:_MOST_PRINTED]]
+        if len(rules) > _MOST_PRINTED:
+            notes.append(Note.MORE_RULES(count=len(rules) - _MOST_PRINTED))
+        notes += [Note.COPY_RULE(name=first, copied=second) for first, second in inferred.map.tied[:_MOST_PRINTED]]
+    if inferred.guessed:
+        names = tuple(rule.name for rule in inferred.guessed)
+        notes.append(Note.GUESSED_RULES(count=len(names), names=names))
     if inferred.applies and (names := inferred.ambiguous[0]):
         notes.append(Note.AMBIGUOUS_MAP(count=len(names), names=names))
     return notes
-
-
-def describe_rule(rule: Rule) -> str:
-    """Return the operations of a rule on its parts, as in a formula."""
-    joined = " + ".join(rule.parts)
-    settings = [
-        f"{key}={getattr(rule, key)}" for key in ("sizes", "groups") if getattr(rule, key) != getattr(Rule(""), key)
-    ]
-    settings += [key for key in ("transpose", "rotary", "pad") if getattr(rule, key)]
-    return f"{joined} ({', '.join(settings)})" if settings else joined
-
-
-def write_map(path: str, names: NameMap) -> None:
-    """Write a map as TOML. Raises UsageError if the file cannot be written."""
-    lines = []
-    if names.tied:
-        lines += [f"tied = {json.dumps([list(pair) for pair in names.tied])}", ""]
-    for rule in names.rules:
-        lines += ["[[rule]]", f"name = {json.dumps(rule.name)}", f"parts = {json.dumps(list(rule.parts))}"]
-        plain = Rule(rule.name)
-        for key in ("dim", "sizes", "groups", "transpose", "rotary", "pad", "beside"):
-            value = getattr(rule, key)
-            if value != getattr(plain, key):
-                lines.append(f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
-        lines.append("")
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines))
-    except OSError as error:
-        raise UsageError(f"--write-map: {path}: {error.strerror}; choose a path that can be written") from None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from syncheck.conversion.name_maps import apply_map, list_built_in, read_map, split_tensor
+from syncheck.conversion.map_files import list_built_in, read_map
+from syncheck.conversion.mapped_models import apply_map
+from syncheck.conversion.name_maps import split_tensor
+from syncheck.conversion.templates import parse_template
 from syncheck.dtypes import DTYPES
 from syncheck.kernel.blocks import Files, is_contiguous, ranges
 
@@ -38,6 +41,8 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     best, most = None, _count_matches(models)
     if most == max(map(len, models)):
         return None
+    # A name or two, such as `output.weight`, do not show a library.
+    most += (min(map(len, models)) - most) // 2
     for title in list_built_in():
         names = read_map(title)
         # Placeholders for unknown variables: the names of the parts do not depend on them.
@@ -76,12 +81,14 @@ def complete_variables(
         usable = [row for row in joined if row[0].variables <= tried.keys()]
         if len(sizes) == 1:
             return tried
-        similar = [
-            _cosine(part, row[3][name], files)
-            for row in usable[: _LAYERS * 2]
-            for name, part in (split_tensor(*row[:3], tried) or {}).items()
-            if name in row[3] and row[3][name].shape == part.shape
-        ]
+        similar: list[float] = []
+        for rule, values, tensor, other in usable[: _LAYERS * 4]:
+            for name, part in (split_tensor(rule, values, tensor, tried) or {}).items():
+                if name not in other or other[name].shape != part.shape:
+                    continue
+                cosine = _cosine(part, other[name], files)
+                if cosine is not None:
+                    similar.append(cosine)
         if similar and (mean := math.fsum(similar) / len(similar)) > highest + 1e-9:
             best, highest = tried, mean
     return best
@@ -94,21 +101,28 @@ def _count_heads(
     counts = {}
     for rule, values, _, other in joined:
         for template, share in zip(rule.parts, rule.sizes, strict=False):
-            part = other.get(template.format(**values))
+            part = other.get(parse_template(template).fill(values))
             if isinstance(share, str) and part is not None and part.shape and part.shape[0] % size == 0:
                 counts[share] = part.shape[0] // size
     return counts
 
 
-def _cosine(a: Tensor, b: Tensor, files: Files) -> float:
-    """Return the cosine between two tensors of equal shape; 0 for unreadable data."""
+def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
+    """Return the cosine between two tensors of equal shape.
+
+    None for unreadable data, for zeros, and if an element is not finite.
+    """
+    import numpy as np
+
     if not all(is_readable(tensor) for tensor in (a, b)):
-        return 0.0
-    products = [0.0, 0.0, 0.0]
-    for x, y in read_pairs(a, b, files):
-        products = [p + float(u @ v) for p, u, v in zip(products, (x, x, y), (y, x, y), strict=True)]
-    scale = math.sqrt(products[1] * products[2])
-    return products[0] / scale if 0 < scale < math.inf else 0.0
+        return None
+    products = np.zeros(3)
+    with np.errstate(all="ignore"):
+        for x, y in read_pairs(a, b, files):
+            products += (x @ y, x @ x, y @ y)
+    if not np.isfinite(products).all() or not products[1:].all():
+        return None
+    return float(products[0] / math.sqrt(products[1]) / math.sqrt(products[2]))
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -124,11 +138,8 @@ def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy
-    """Yield the elements of two tensors of equal shape as float64, in blocks."""
-    import numpy as np
-
+    """Yield the elements of two tensors of equal shape as float64, in blocks. Infinities and NaNs stay as they are."""
     from syncheck.differences import read_float64
 
     for start, count in ranges([max(a, b, key=lambda tensor: DTYPES[tensor.dtype].size)]):
-        pair = [read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate((a, b))]
-        yield tuple(np.nan_to_num(array, copy=False, nan=0.0, posinf=0.0, neginf=0.0) for array in pair)
+        yield tuple(read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate((a, b)))

@@ -258,13 +258,14 @@ def _apply_rules(
             Finding(
                 code=rule.CODE,
                 slug=rule.SLUG,
-                severity=rule.SEVERITY,
+                severity="warning" if match.only_warns else rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
                 facts=tuple(match.facts),
                 cause=(match.cause or rule.Text["CAUSE"])(),
                 fix=(match.fix or rule.Text["IN_A_JOB" if in_a_job else "FIX"])(),
                 values=match.values,
+                counts=not match.only_warns,
                 allowed=rule.CODE in allow,
                 history=history_of({diff.name for diff in match.tensors}, series),
             )

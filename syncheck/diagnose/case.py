@@ -337,7 +337,8 @@ class Match:
     """The result of a rule: covered tensors and values, suspects, and evidence.
 
     facts: first the event, then the numbers. cause, fix: replace CAUSE and FIX of the rule. agree: sets of ranks; the
-    rule explains no difference within a set. None stands for one set, all ranks except the suspects.
+    rule explains no difference within a set. None stands for one set, all ranks except the suspects. only_warns: the
+    finding is a warning that does not make the group out of sync.
     """
 
     tensors: tuple[TensorDiff, ...]
@@ -347,6 +348,7 @@ class Match:
     cause: Sentence | None = None
     fix: Sentence | None = None
     agree: Sequence[Sequence[int]] | None = None
+    only_warns: bool = False
 
 
 class Rule(Protocol):

@@ -38,8 +38,8 @@ class Text(Sentence):
     CAUSE = "The ranks did not build or save the same model: some tensors are present on some ranks only."
     DIFF_CAUSE = "One model has tensors that the other model lacks: they were not converted, or not saved."
     DIFF_FIX = (
-        "Save or convert the missing tensors. If one model lacks tensors on purpose, such as the optimizer state, pass "
-        "it as B with {subset:option}; or compare some kinds of tensors only, with {only:option=params}."
+        "Save or convert the missing tensors. If one model lacks the optimizer state on purpose, pass it as B with "
+        "{subset:option}. If it lacks other tensors on purpose, skip them with {exclude:option GLOB}."
     )
     FIX = (
         "Build the model from one configuration on all ranks before wrapping it, save the same state dict on every "

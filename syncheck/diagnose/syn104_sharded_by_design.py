@@ -1,7 +1,8 @@
 """Some tensors are sharded, so not all ranks should hold the same bytes.
 
 Signature: a checkpoint holds DTensors (FSDP, HSDP, tensor parallel), or its metadata records that each rank holds a
-part of the optimizer state (ZeRO) or belongs to a tensor, pipeline or expert parallel mesh. This is information and
+part of the optimizer state (ZeRO) or belongs to a tensor, pipeline or expert parallel mesh. The states of Muon and
+other layer-wise optimizers show their owners: disjoint, equally large sets of ranks hold them. This is information and
 never fails a run.
 
 Cause: the training method shards the model or its optimizer. Ranks with the same coordinate in every dimension that

@@ -1,21 +1,27 @@
-"""Settings of the optimizer or the learning-rate scheduler differ between ranks.
+"""Settings of the optimizer, the learning-rate scheduler or the modules differ between ranks.
 
 Signature: a value of the optimizer's parameter groups (learning rate, weight decay, betas, momentum, members of the
-groups) or of a scheduler's state differs. The finding also covers parameters and optimizer state if ranks with equal
-settings hold equal bytes, and the first moments still have the same direction (median cosine of 0.9 or more): averaged
-gradients, but unequal steps. It covers only the values in two cases: only a scheduler's state differs and has not
-changed a learning rate yet, or gradients are evidently not averaged (SYN211, SYN212).
+groups) or of a scheduler's state differs. In a running job also: `requires_grad` of a parameter, or the order in which
+modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions.
+Modules in training mode on some ranks only are a warning that does not fail. The finding also covers parameters and
+optimizer state if ranks with equal settings hold equal bytes, and the first moments still have the same direction
+(median cosine of 0.9 or more): averaged gradients, but unequal steps. It covers only the values in two cases: only a
+scheduler's state differs and has not changed a learning rate yet, or gradients are evidently not averaged (SYN211,
+SYN212).
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not
-restore the scheduler's state. DDP averages gradients and never compares settings.
+restore the scheduler's state. DDP averages gradients and never compares settings. It pairs parameters and buffers by
+position, not by name: after registration in another order, for example over a set, a rank receives the values of other
+tensors.
 
 Fix: build the optimizer and the scheduler from one configuration on every rank, and step the scheduler with a number
-equal on all ranks: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Then resume from a checkpoint
-in which the ranks agree.
+equal on all ranks: `dist.all_reduce(loss); scheduler.step(loss / dist.get_world_size())`. Register parameters and
+buffers in one order. Then resume from a checkpoint in which the ranks agree.
 
 Incidents: lucidrains/DALLE-pytorch#268 and PaddlePaddle/Paddle#50589 (ReduceLROnPlateau on a rank's own loss),
-karpathy/nanochat#857 (the schedule follows each rank's own progress through the data), rwth-i6/returnn#1493.
+karpathy/nanochat#857 (the schedule follows each rank's own progress through the data), rwth-i6/returnn#1493,
+huggingface/transformers#48162 (buffers registered in the order of a set).
 """
 
 from __future__ import annotations
@@ -25,9 +31,10 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts
 from syncheck.diagnose.counters import find_minority
+from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 from syncheck.rank_sets import group_ranks
-from syncheck.value_kinds import SETTINGS
+from syncheck.value_kinds import ORDERS, REQUIRES_GRAD, SETTINGS, TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +63,25 @@ class Text(Sentence):
         "similar schedulers with a number equal on all ranks: dist.all_reduce(loss); "
         "scheduler.step(loss / dist.get_world_size()). Then resume from a checkpoint in which the ranks agree."
     )
+    CAUSE_ORDER = (
+        "The ranks register parameters or buffers in different orders. DistributedDataParallel pairs them by position, "
+        "so a rank receives the values of other tensors."
+    )
+    FIX_ORDER = (
+        "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
+        "over a set. Then create the model again, or load a checkpoint."
+    )
+    CAUSE_GRADIENTS = (
+        "A parameter requires a gradient on some ranks only, so the ranks reduce gradients of different parameters."
+    )
+    FIX_GRADIENTS = "Call requires_grad_() for the same parameters on every rank, before DistributedDataParallel."
+    CAUSE_MODES = (
+        "Some ranks called train() or eval() and others did not. Dropout and BatchNorm then compute differently."
+    )
+    FIX_MODES = "Call model.train() on every rank after an evaluation, before the next training step."
+    ORDER_OF_NAMES = "{ranks:Ranks} {ranks:verb registers|register} {names:names} in another order than the other ranks"
+    EXCHANGED = "{count:count tensor} {count:verb holds|hold} other values there"
+    MODE = "training mode ({name}) is {values:by_rank}"
     SETTINGS = "The ranks use different settings: {setting}"
     VALUE = "{name} is {values:by_rank}"
     MEMBERS = "{name} contains {names:names} on some ranks only"
@@ -71,21 +97,77 @@ class Text(Sentence):
 def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
     settings = [diff for diff in case.of_values() if diff.kind == "setting"]
+    modes = [diff for diff in case.group.values if not diff.counts and diff.name.rpartition(".")[2] == TRAINING]
     if not settings:
-        return None
+        return _match_modes(case, modes) if modes else None
+    orders = [diff for diff in settings if diff.name in ORDERS]
+    others = [diff for diff in settings if diff.name not in ORDERS]
     # Settings of the next step come first. A scheduler's counters and best loss take effect later.
-    settings.sort(key=lambda diff: not _changes_next_step(diff))
-    acting = [diff for diff in settings if _changes_next_step(diff)]
-    covered = _explained_tensors(case, acting) if acting else ()
-    by_text = ({rank: str(value) for rank, value in diff.by_rank.items()} for diff in settings)
-    odd = next(filter(None, map(find_minority, by_text)), case.group.ranks)
-    facts = (
-        *_settings_facts(settings),
-        *_parameter_facts(case, covered),
-        *follower_facts(covered),
-        *case.agreement_facts(covered),
-    )
-    return Match(covered, odd, facts, tuple(diff.name for diff in settings))
+    others.sort(key=lambda diff: not _changes_next_step(diff))
+    acting = [diff for diff in others if _changes_next_step(diff)]
+    covered = _find_exchanged(case, orders)
+    facts = _order_facts(case, orders, covered)
+    if others:
+        explained = _explained_tensors(case, acting) if acting else ()
+        facts += [*_settings_facts(others), *_parameter_facts(case, explained), *follower_facts(explained)]
+        exchanged = {diff.name for diff in covered}
+        covered = (*covered, *(diff for diff in explained if diff.name not in exchanged))
+    facts += _mode_facts(modes)
+    if covered:
+        facts += case.agreement_facts(covered)
+    cause, fix = _choose_cause(orders, others)
+    names = tuple(diff.name for diff in (*orders, *others))
+    return Match(covered, _find_odd(case, [*orders, *others]), facts, names, cause, fix)
+
+
+def _choose_cause(orders: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> tuple[Sentence | None, Sentence | None]:
+    """Return cause and fix; None for those of an optimizer or a scheduler."""
+    if orders:
+        return Text.CAUSE_ORDER, Text.FIX_ORDER
+    if all(diff.name.endswith(f".{REQUIRES_GRAD}") for diff in others):
+        return Text.CAUSE_GRADIENTS, Text.FIX_GRADIENTS
+    return None, None
+
+
+def _find_exchanged(case: Case, orders: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
+    """Return the differing parameters and buffers that are not at the same positions on all ranks."""
+    moved: set[str] = set()
+    for diff in orders:
+        for names in diff.by_rank.values():
+            moved.update(names or ())
+    model = case.differing("parameter", "buffer", *BN_STATISTICS) if moved else ()
+    return tuple(diff for diff in model if diff.name in moved)
+
+
+def _order_facts(case: Case, orders: Sequence[ValueDiff], exchanged: Sequence[TensorDiff]) -> list[Message]:
+    facts: list[Message] = []
+    for diff in orders:
+        odd = _find_odd(case, [diff])
+        names = next(names for rank, names in diff.by_rank.items() if rank in odd)
+        facts.append(Text.ORDER_OF_NAMES(ranks=tuple(sorted(odd)), names=names))
+    if exchanged:
+        facts.append(Text.EXCHANGED(count=len(exchanged)))
+    return facts
+
+
+def _match_modes(case: Case, modes: Sequence[ValueDiff]) -> Match:
+    """Match modules that are in training mode on some ranks only."""
+    names = tuple(diff.name for diff in modes)
+    odd = _find_odd(case, modes)
+    return Match((), odd, _mode_facts(modes), names, Text.CAUSE_MODES, Text.FIX_MODES, only_warns=True)
+
+
+def _mode_facts(modes: Sequence[ValueDiff]) -> list[Message]:
+    return [Text.MODE(name=diff.name, values=dict(diff.by_rank)) for diff in modes[:_MOST]]
+
+
+def _find_odd(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
+    """Return the ranks outside the majority of the first setting that has one, else all ranks."""
+    for diff in settings:
+        minority = find_minority({rank: str(value) for rank, value in diff.by_rank.items()})
+        if minority:
+            return tuple(minority)
+    return case.group.ranks
 
 
 def _settings_facts(settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
@@ -107,7 +189,7 @@ def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message
 def _changes_next_step(diff: ValueDiff) -> bool:
     """Whether a setting changes the next step: a value in a parameter group, a learning rate or the like."""
     parts = diff.name.split(".")
-    return "param_groups" in parts or "_last_lr" in parts or parts[-1] in SETTINGS
+    return "param_groups" in parts or "_last_lr" in parts or parts[-1] in (*SETTINGS, REQUIRES_GRAD)
 
 
 def _describe_setting(diff: ValueDiff) -> Message:

@@ -1,8 +1,9 @@
-"""B is the base model: the product of the adapter is missing in some tensors.
+"""B is the base model: the product of the adapter is missing in some tensors, or tensors that it stores.
 
 Signature: A is a base model with a LoRA adapter, and tensors of B equal those of the base model, bit by bit, or contain
 another multiple of the product. Merged tensors agree with `base + scale * (lora_B @ lora_A)` within the rounding of
-their dtype, and are not reported.
+their dtype, and are not reported. Tensors that the adapter stores as a whole (`modules_to_save`) or in rows
+(`trainable_token_indices`) must be equal.
 
 Cause: the merge did not find the adapter (another path, prefix or name of the adapter), skipped some modules, or the
 merged model was never saved.
@@ -40,23 +41,32 @@ class Text(Sentence):
         " the merged model."
     )
     UNMERGED = "{count} of {total:count tensor} with an adapter {count:verb is|are} not merged in B: {names:names 10}"
+    NOT_REPLACED = (
+        "{count} of {total:count tensor} with an adapter {count:verb is|are} not replaced in B, although the adapter "
+        "stores {count:verb it|them} (modules_to_save or trainable_token_indices): {names:names 10}"
+    )
     SCALED = (
         "{count} of {total:count tensor} with an adapter contain {factor:number 3} times its product: {names:names}"
     )
 
 
 def apply(case: Case) -> Match | None:
-    """Match the tensors of B without the product of the adapter."""
-    found = case.related(RelationKind.ADAPTER)
-    total = max(case.group.evidence.adapted, len(found))
-    by_factor: dict[str, list[TensorDiff]] = defaultdict(list)
-    for diff in found:
-        by_factor[f"{parameters_of(diff).get('factor', 0.0):.3g}"].append(diff)
+    """Match the tensors of B without the product of the adapter, or without its values."""
+    unmerged = case.related(RelationKind.ADAPTER)
+    if not unmerged:
+        return None
+    total = max(case.group.evidence.adapted, len(unmerged))
+    diffs_by_kind: dict[tuple[bool, str], list[TensorDiff]] = defaultdict(list)
+    for diff in unmerged:
+        parameters = parameters_of(diff)
+        diffs_by_kind["pattern" in parameters, f"{parameters.get('factor', 0.0):.3g}"].append(diff)
     facts = []
-    for diffs in by_factor.values():
+    for (replaced, _), diffs in diffs_by_kind.items():
         factor, names = parameters_of(diffs[0]).get("factor"), tuple(diff.name for diff in diffs)
-        if factor is None:
+        if replaced:
+            facts.append(Text.NOT_REPLACED(count=len(diffs), total=total, names=names))
+        elif factor is None:
             facts.append(Text.UNMERGED(count=len(diffs), total=total, names=names))
         else:
             facts.append(Text.SCALED(count=len(diffs), total=total, names=names, factor=factor))
-    return Match(found, case.group.ranks, facts) if found else None
+    return Match(unmerged, case.group.ranks, facts)

@@ -5,8 +5,8 @@ Signature: the shapes differ in one dimension, and the common part is equal, bit
 Cause: one library pads the vocabulary to a multiple of 64 or 128 times the tensor-parallel size, a tokenizer got new
 tokens, or a conversion cut the padding off.
 
-Fix: if the padding is intended, compare with a map that allows it (the built-in maps do for vocabularies), or pass
-`--allow SYN309`. Otherwise resize the embedding and the output layer together.
+Fix: if the padding is intended, compare with a map that states its multiple (the built-in maps do for vocabularies), or
+pass `--allow SYN309`. Otherwise resize the embedding and the output layer together.
 
 Incidents: none with a public thread. Megatron-LM pads vocabularies by `--make-vocab-size-divisible-by` times the
 tensor-parallel size, so checkpoints of other sizes have other paddings.

@@ -35,8 +35,8 @@ def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History 
         return None
     measured = _select_measured([differing for _, differing, _ in steps])
     points = tuple(
-        HistoryPoint(step, len(differing), _find_largest(diffs))
-        for (step, differing, _), diffs in zip(steps, measured, strict=True)
+        HistoryPoint(step, len(differing), _find_largest(diffs), _have_others(names, group))
+        for (step, differing, group), diffs in zip(steps, measured, strict=True)
     )
     first = next(i for i, (_, differing, _) in enumerate(steps) if differing)
     since, differing, group = steps[first]
@@ -78,6 +78,12 @@ def difference_ratios(before: Iterable[TensorDiff], after: Iterable[TensorDiff])
 
 def _find_differing(names: Collection[str], group: Comparison) -> list[TensorDiff]:
     return [diff for diff in group.tensors if diff.out_of_sync and diff.name in names]
+
+
+def _have_others(names: Collection[str], group: Comparison) -> bool:
+    """Whether other tensors, or any values, are out of sync at a step."""
+    others = [diff.name for diff in group.tensors if diff.out_of_sync and diff.name not in names]
+    return bool(others) or any(value.counts for value in group.values)
 
 
 def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:

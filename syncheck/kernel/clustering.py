@@ -17,16 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from syncheck.kernel.blocks import Files
+    from syncheck.kernel.finiteness import FiniteScan
     from syncheck.snapshots import Tensor
 
     Groups = list[list[int]]
 
 
-def cluster_replicas(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int, ...], ...]:
+def cluster_replicas(
+    tensors: Sequence[Tensor], files: Files, scan: FiniteScan | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Return clusters of replicas with equal bytes, as positions in `tensors`.
 
     The largest cluster comes first; ties are broken by the first position. All tensors must have the same dtype and
-    shape. Raises MalformedFile if a file has been truncated.
+    shape. scan: searches the first of equal blocks, if bytes are read. Raises MalformedFile if a file has been
+    truncated.
     """
     if all(tensor.same for tensor in tensors):
         return cluster_by_key([tensor.same for tensor in tensors])
@@ -40,7 +44,9 @@ def cluster_replicas(tensors: Sequence[Tensor], files: Files) -> tuple[tuple[int
                 break
             split: Groups = []
             for members in groups:
-                split += [members] if len(members) == 1 else _split(members, tensors, files, start, count, 2 * job)
+                split += (
+                    [members] if len(members) == 1 else _split(members, tensors, files, (start, count), 2 * job, scan)
+                )
             groups = split
             if len(groups) == len(tensors):
                 all_differ.set()
@@ -61,12 +67,24 @@ def _largest_first(groups: Iterable[list[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(members) for members in sorted(groups, key=lambda members: (-len(members), members[0])))
 
 
-def _split(members: list[int], tensors: Sequence[Tensor], files: Files, start: int, count: int, slot: int) -> Groups:
-    """Split replicas that were equal so far by the bytes of one block. Uses the buffers `slot` and `slot + 1`."""
-    first = files.read(tensors[members[0]], start, count, slot)
+def _split(
+    members: list[int],
+    tensors: Sequence[Tensor],
+    files: Files,
+    part: tuple[int, int],
+    slot: int,
+    scan: FiniteScan | None,
+) -> Groups:
+    """Split replicas that were equal so far by the bytes of one block. Uses the buffers `slot` and `slot + 1`.
+
+    part: first element and number of elements of the block.
+    """
+    first = files.read(tensors[members[0]], *part, slot)
+    if scan is not None:
+        scan.look(first)
     same, others = [members[0]], dict[bytes, list[int]]()
     for member in members[1:]:
-        block = files.read(tensors[member], start, count, slot + 1)
+        block = files.read(tensors[member], *part, slot + 1)
         if block == first:
             same.append(member)
         else:

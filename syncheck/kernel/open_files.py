@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
@@ -56,14 +57,8 @@ class OpenFiles:
             self._open.move_to_end(path)
             return self._open[path]
         if len(self._open) >= self.limit:
-            oldest = next(iter(self._open))
-            if not self._close(oldest):
-                raise _changed_file(oldest)
-        try:
-            # O_NONBLOCK: the path may be a pipe by now, and opening a pipe blocks.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise UnreadableFile.because(path, error) from None
+            self._close_oldest()
+        descriptor = self._open_file(path)
         status = os.fstat(descriptor)
         regular = stat.S_ISREG(status.st_mode)
         if not regular or not (tensor.opened is None or _is_same(tensor.opened, status)):
@@ -72,6 +67,37 @@ class OpenFiles:
         _read_ahead(descriptor)
         self._open[path], self._stats[path] = descriptor, status
         return descriptor
+
+    def _open_file(self, path: str) -> int:
+        """Return a new descriptor. Raises UnreadableFile."""
+        while True:
+            try:
+                # O_NONBLOCK: the path may be a pipe by now, and opening a pipe blocks.
+                return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._open:
+                    raise UnreadableFile.because(path, error) from None
+            self._make_room()
+
+    def close_all(self) -> None:
+        """Close all files, so that another comparison may open as many. Raises MalformedFile for a changed file."""
+        self._maps.clear()
+        while self._open:
+            self._close_oldest()
+
+    def _make_room(self) -> None:
+        """Close a file and all mappings, after the process ran out of descriptors.
+
+        Other users of the process hold descriptors, too. The smaller limit leaves room for them from now on.
+        """
+        self._maps.clear()
+        self.limit = max(1, len(self._open) - 1)
+        self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        oldest = next(iter(self._open))
+        if not self._close(oldest):
+            raise _changed_file(oldest)
 
     def _close(self, path: str) -> bool:
         """Close a file. Return False if the file has changed: the bytes read may mix two states."""
@@ -87,15 +113,22 @@ class OpenFiles:
             # Each mapping holds another descriptor, so the number of mappings is limited, too.
             if len(self._maps) >= max(1, self.limit // 2):
                 self._maps.popitem(last=False)
-            descriptor = self.descriptor(tensor)
-            try:
-                self._maps[path] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:  # ValueError: the file is empty by now
-                if isinstance(error, OSError):
-                    raise UnreadableFile.because(path, error) from None
-                raise truncated_file(tensor) from None
+            self._maps[path] = self._map_file(tensor)
         self._maps.move_to_end(path)
         return self._maps[path]
+
+    def _map_file(self, tensor: Tensor) -> mmap.mmap:
+        """Return a new mapping. Raises as `descriptor` does."""
+        while True:
+            descriptor = self.descriptor(tensor)
+            try:
+                return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            except ValueError:  # the file is empty by now
+                raise truncated_file(tensor) from None
+            except OSError as error:
+                if error.errno != errno.EMFILE or not (self._maps or len(self._open) > 1):
+                    raise UnreadableFile.because(tensor.path, error) from None
+            self._make_room()
 
 
 def _read_ahead(descriptor: int) -> None:

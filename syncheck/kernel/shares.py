@@ -40,6 +40,8 @@ def run_in_shares(
         return [work(ranges(tensors), 0)]
     for tensor in _stored(tensors):
         files.descriptor(tensor)  # open all files first, because `OpenFiles` has no lock
+    if _jobs(tensors, files) == 1:  # the process had too few descriptors for all of them
+        return [work(ranges(tensors), 0)]
     results: dict[int, Result] = {}
 
     def run(job: int, failed: Event) -> None:

@@ -24,6 +24,7 @@ from syncheck.layout.groups import (
 )
 from syncheck.layout.joining import join_hosts
 from syncheck.layout.names import PathNumbers, split_path
+from syncheck.layout.refining import refine_paths
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ra
 
 
 def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
-    split_paths = {s.path: split_path(s.path) for s in snapshots}
+    split_paths = refine_paths(snapshots)
     templates = list(partition_by(snapshots, lambda s: split_paths[s.path].texts).values())
     ranks = [_find_rank([split_paths[s.path] for s in members]) for members in templates]
     has_mesh = any("mesh" in parts.roles for parts in split_paths.values())

@@ -30,7 +30,9 @@ class ReplicaGroup:
 
     run: a name for the group. step: of the run, if known. ranks: each member's rank, or its position if its rank is
     unknown. grouping: how the group was found. label: the name without the folder or run_id that distinguishes `run`
-    from other groups of this call, because these depend on the machine and the launch.
+    from other groups of this call, because these depend on the machine and the launch. paired: the ranks of a running
+    job, which pair parameters and buffers by position. two_models: not replicas but A and B, whose values are compared
+    as in files, also in memory.
     """
 
     run: str
@@ -39,6 +41,8 @@ class ReplicaGroup:
     grouping: tuple[Message, ...]
     run_id: str | None = None
     label: str = ""
+    paired: bool = False
+    two_models: bool = False
 
 
 def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -75,6 +75,11 @@ class PathNumbers:
         for i, number in enumerate(self.numbers):
             parts += ["*" if i in positions else str(number), self.texts[i + 1]]
         return "".join(parts)
+
+    def with_role(self, position: int, role: Role) -> PathNumbers:
+        """Return the same numbers, one of them with another role."""
+        roles = (*self.roles[:position], role, *self.roles[position + 1 :])
+        return replace(self, roles=roles)
 
     def fixed(self) -> tuple[tuple[Role, int], ...]:
         """Return the numbers with equal values for all replicas: step, part and shard."""

@@ -61,7 +61,8 @@ def check(
     A collective call: every rank of the group must make it, between steps, while nothing writes the tensors (concurrent
     writes may appear as differences, or go unnoticed until the next check). The check changes nothing and draws no
     random number. It compares parameters, buffers (also non-persistent buffers), the optimizer's state by parameter
-    name, plain values like learning rates, and the scaler. Each tensor gets one 128-bit digest, computed on its device
+    name, plain values like learning rates, and the scaler. `requires_grad` and the order of registration count; plain
+    attributes of modules that differ are named in a note. Each tensor gets one 128-bit digest, computed on its device
     (`syncheck.live.digest`); only the bytes of differing tensors are fetched.
 
     model: a module, or a tuple of modules and other objects with a `state_dict()`. optimizer, scaler: of this rank; an

@@ -51,7 +51,9 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
     unreadable: list[Unreadable] = []
     for i, thing in enumerate(things):
         if not isinstance(thing, (str, os.PathLike)):
-            ranked[i] = snapshot(thing, path=f"things[{i}], {class_title(thing)}", persistent=persistent)
+            ranked[i] = snapshot(
+                thing, path=f"things[{i}], {class_title(thing)}", persistent=persistent, attributes=True
+            )
             continue
         found = find(thing, options=replace(options, reference=None))
         snapshots = [snapshot for replicas in found.groups for _, snapshot in replicas.ranks]

@@ -2,8 +2,9 @@
 
 In a process group of several ranks, each rank holds a copy or a part of a model in memory:
 
-1. All ranks compare the digests of copies, as `compare_across_ranks` does.
-2. The ranks send the names, shapes and layouts of their tensors. The first rank joins them into whole tensors.
+1. The ranks send the names, shapes and layouts of their tensors. If several ranks hold a tensor of the same name, all
+   ranks compare the digests of copies, as `compare_across_ranks` does. Pipeline stages have no copies, as in files.
+2. The first rank joins the tensors of all ranks into whole tensors.
 3. The first rank fetches bytes window by window, compares both models, and sends its report to all. A model in files is
    read by the first rank.
 """
@@ -24,9 +25,10 @@ from syncheck.live.memory import snapshot
 from syncheck.live.memory.objects import class_title
 from syncheck.logical.model import join
 from syncheck.model_diff import LABELS, Side, compare_copies, compare_sides, diff, open_side
+from syncheck.names import normalize_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from syncheck.live.exchange.fetching import Key
     from syncheck.options import DiffOptions
@@ -72,17 +74,24 @@ def _make_side(label: str, snapshots: Mapping[int, Snapshot], path: str) -> Side
     return Side(label, ReplicaGroup(path, None, tuple(snapshots.items()), ()), join(snapshots, path))
 
 
+def _have_copies(snapshots: Sequence[Snapshot]) -> bool:
+    """Whether several ranks hold a tensor of the same name; otherwise each holds its own part of a model."""
+    names = [name for snapshot in snapshots for name in normalize_keys(snapshot.tensors)]
+    return len(set(names)) < len(names)
+
+
 def _compare_on_ranks(channel: Channel, things: tuple[Any, Any], options: DiffOptions) -> Report:
     kinds = channel.gather(tuple(map(_is_path, things)), "models")
     if len(set(kinds.values())) > 1:
         raise UsageError("A or B is a path on some ranks and an object on other ranks; pass the same on every rank")
     local = [None if _is_path(thing) else _take_snapshot(thing, channel.rank) for thing in things]
-    copies: list[Group | None] = []
-    for label, own in zip(LABELS, local, strict=True):
-        report = None if own is None else compare_snapshots(channel, own, options, name=f"{label}: model")
-        copies.append(None if report is None else report.groups[0])
     described = [own and replace(own, tensors=_without_bytes(own.tensors)) for own in local]
     by_rank = channel.gather(described, "descriptions")
+    copies: list[Group | None] = [None, None]
+    for side, own in enumerate(local):
+        if own is not None and _have_copies([snapshots[side] for snapshots in by_rank.values()]):
+            report = compare_snapshots(channel, own, options, name=f"{LABELS[side]}: model")
+            copies[side] = report.groups[0]
     own_bytes: dict[Key, Any] = {
         (_make_key(side, channel.rank, name), b""): tensor.data
         for side, own in enumerate(local)

@@ -13,7 +13,7 @@ from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError, br
 from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
 from syncheck.live.checks import check, group_of, make_options, run_check
 from syncheck.live.reporter import CheckRecord, Reporter
-from syncheck.messages import ranks_text
+from syncheck.messages import Note, ranks_text
 from syncheck.records import Report
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class SyncMonitor:
         self._check_seconds += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
         if channel is None or len(channel.ranks) < 2:
-            self._warn_once(_NO_GROUP if channel is None else _ALONE)
+            self._warn_once(f"could not tell: {_NO_GROUP if channel is None else _ALONE}")
         else:
             self._report_check(report, seconds)
         if report.verdict == "out_of_sync":
@@ -241,19 +241,36 @@ class SyncMonitor:
     def _warn_once(self, text: str) -> None:
         if self._is_leader and text not in self._warned:
             self._warned.add(text)
-            self._reporter.print_text(f"warning: step {self._step}: could not tell: {text}", "yellow")
+            self._reporter.print_text(f"warning: step {self._step}: {text}", "yellow")
 
     def _report_check(self, report: Report, seconds: float) -> None:
         new = self._state.update(self._step, report)
         if report.verdict == "undecided":
             from syncheck.report.words import verdict_line
 
-            self._warn_once(verdict_line(report).partition(": ")[2])
+            self._warn_once(f"could not tell: {verdict_line(report).partition(': ')[2]}")
         if self._is_leader:
+            self._print_new_facts(report)
             good, since = self._state.last_good, self._state.since
             checked = CheckRecord(self._step, report, seconds, self.overhead, good, since, new)
             # The text of OutOfSync has the details.
             self._reporter.report_check(checked, details=self._on_desync != "raise")
+
+    def _print_new_facts(self, report: Report) -> None:
+        """Print what a verdict does not say: tensors that are not finite, and differences that do not count."""
+        from syncheck.report.words import describe_not_finite
+
+        (group,) = report.groups
+        facts = [describe_not_finite(group)]
+        # Without their values, which may be new at each check.
+        differing = sorted(value.name for value in group.values if value.kind == "attribute")
+        facts += [Note.ATTRIBUTE_NAMES(count=len(differing), names=tuple(differing))] if differing else []
+        for finding in group.findings:
+            if not finding.counts:
+                self._warn_once(f"{finding.code} {finding.slug}: {finding.evidence}")
+        for fact in facts:
+            if fact is not None:
+                self._warn_once(str(fact))
 
     def _handle_desync(self, report: Report) -> None:
         if self._on_desync == "raise":

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncheck import outputs
 from syncheck.errors import brief, one_line
 from syncheck.events import describe_check, describe_findings
 from syncheck.report import words
@@ -63,6 +64,7 @@ class Reporter:
     def __init__(self, console: Any = None, events: Any = None, writer: Any = None) -> None:
         self._console, self._events, self._writer = console, events, writer
         self._broken: set[str] = set()
+        self._protected = False  # whether the path of the events was checked
 
     def print_text(self, text: str, style: str = "") -> None:
         """Print a text; its lines after the first are details."""
@@ -90,7 +92,14 @@ class Reporter:
         if self._events is not None:
             row = {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
             # Reopened for each line, so that the line is on disk if the process dies.
-            self._try(f"events={str(self._events)!r}", lambda: _append(self._events, json.dumps(row)))
+            self._try(f"events={str(self._events)!r}", lambda: self._append_event(json.dumps(row)))
+
+    def _append_event(self, row: str) -> None:
+        path = os.fspath(self._events)
+        if not self._protected:  # once, because listing the folder takes time
+            outputs.protect(path, outputs.EVENTS)
+            self._protected = True
+        outputs.append_line(path, row)
 
     def report_check(self, record: CheckRecord, *, details: bool) -> None:
         """Report a check. details: print the evidence and the fix of new findings."""
@@ -144,11 +153,6 @@ class Reporter:
             if output != "console":
                 text = f"{output}: {type(error).__name__}: {brief(str(error), 200)}; this output is disabled"
                 self.print_text(f"warning: {text}", "yellow")
-
-
-def _append(path: Any, text: str) -> None:
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.write(text + "\n")
 
 
 def _add_scalars(writer: Any, record: CheckRecord) -> None:

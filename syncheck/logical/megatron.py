@@ -4,6 +4,9 @@ A file of a rank does not show how its tensors are divided. Their names do (mega
 column-parallel layers and vocabularies divide dimension 0, row-parallel layers dimension 1. A gated first layer of an
 MLP stores the rank's parts of gate and up, one after the other. Each pipeline stage numbers its layers, and each
 expert-parallel rank its experts, from 0. Distributed checkpoints stack equal tensors of all layers and experts.
+
+With virtual pipeline stages, a file has the state dicts `model0`, `model1`, ... Layers continue from stage to stage
+within `model0`, and then within `model1` (get_transformer_layer_offset in megatron/core/transformer).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -34,6 +37,7 @@ _COLUMN = re.compile(
 _GATED = re.compile(r".*\.linear_fc1\.(?:weight|bias)")
 _ROW = re.compile(r".*\.(?:linear_proj|linear_fc2)\.weight")
 _COPIED = re.compile(r"(?:.*\.)?(?:position_embeddings\.weight|(?:q|k)_layernorm\.(?:weight|bias)|linear_fc2\.bias)")
+_CHUNK = re.compile(r"model(\d+)\.(.+)")
 _LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..*)")
 _STACKED = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers\.)(?!\d)(.*)")
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)|(.*\.mlp\.experts\.)(linear_fc[12]\.\w+?)(\d+)")
@@ -70,9 +74,8 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
     """Return the files of all ranks of a folder, with layers and experts numbered as in the whole model.
 
     Tensors get the layout that their names show; a tensor with another name is refused if tensor parallelism can divide
-    it. The optimizer numbers its parameters, so its tensors are refused. A folder with another layout (virtual pipeline
-    stages, or experts with their own degree of tensor parallelism) is returned alone. Raises MalformedFile if ranks or
-    layers are missing.
+    it. The optimizer numbers its parameters, so its tensors are refused. A folder with another layout (experts with
+    their own degree of tensor parallelism) is returned alone. Raises MalformedFile if ranks or layers are missing.
     """
     labels: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in snapshot.tensors.items():
@@ -94,9 +97,9 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
     ranks: dict[int, Snapshot] = {}
     for label, at in sorted(grid.at.items(), key=lambda item: item[1]):
         tensors: dict[str, Tensor] = {}
-        replicated = find_replicated(labels[label])
+        replicated = find_replicated(_split_chunk(name)[1] for name in labels[label])
         for name, tensor in labels[label].items():
-            full, sharding = _place(name, tensor, at, grid, first_layers, experts, values[label], name in replicated)
+            full, sharding = _place(name, tensor, at, grid, first_layers, experts, values[label], replicated)
             refused = tensor.refused or (None if sharding else Refusal.UNPLACED_PARTS(layout="tensor parallelism"))
             if full in tensors:  # multi-token prediction stores the embedding of the last stage twice
                 full, refused = make_unique_name(full, tensors), Refusal.UNPLACED_PARTS(layout="tensor parallelism")
@@ -122,11 +125,7 @@ def _find_grid(
     snapshot: Snapshot, labels: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Mapping[str, Any]]
 ) -> _Grid | None:
     """Return the ranks of a folder, from the arguments of Megatron-LM in each file; None for other layouts."""
-    if (
-        not labels
-        or not all(map(_LABEL.fullmatch, labels))
-        or any(name.startswith("model0.") for own in labels.values() for name in own)
-    ):
+    if not labels or not all(map(_LABEL.fullmatch, labels)):
         return None
     found: set[tuple[int, int, int]] = set()
     for name in labels:
@@ -160,23 +159,39 @@ def _malformed(snapshot: Snapshot, place: str, found: str, needed: str) -> Malfo
     return MalformedFile(snapshot.path, place=place, found=found, needed=needed, next_step=again)
 
 
+def _split_chunk(name: str) -> tuple[int, str]:
+    """Return the number of the virtual pipeline stage within the rank, and the name without it."""
+    match = _CHUNK.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (0, name)
+
+
 def _number_layers(
     snapshot: Snapshot, labels: Mapping[str, Mapping[str, Tensor]], grid: _Grid
-) -> dict[tuple[str, int], int]:
-    """Return the number of the first layer in the whole model, by the name before it and the stage."""
-    numbers: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for label, at in grid.at.items():
+) -> dict[tuple[str, int, int], int]:
+    """Return the number of the first layer in the whole model, by the name before it, virtual stage and stage."""
+    numbers: dict[str, dict[tuple[int, int], set[int]]] = defaultdict(lambda: defaultdict(set))
+    chunks: dict[str, set[int]] = defaultdict(set)
+    for label, (stage, _, _) in grid.at.items():
         for name in labels[label]:
-            if match := _LAYER.fullmatch(name):
-                numbers[match[1]][at[0]].add(int(match[2]))
+            chunk, plain = _split_chunk(name)
+            chunks[label].add(chunk)
+            if match := _LAYER.fullmatch(plain):
+                numbers[match[1]][chunk, stage].add(int(match[2]))
+    for label, present in chunks.items():
+        count = len(set().union(*chunks.values()))
+        if present != {*range(count)}:
+            raise _malformed(snapshot, f"virtual stages of {label}", brief(sorted(present)), f"{count} from 0 on")
     first = {}
     for start, stages in numbers.items():
         total = 0
-        for stage, found in sorted(stages.items()):
-            if found != {*range(len(found))}:
-                raise _malformed(snapshot, f"{start}* of stage {stage}", brief(sorted(found)), "layers from 0 on")
-            first[start, stage] = total
-            total += len(found)
+        all_numbers = sorted(number for layers in stages.values() for number in layers)
+        # Some libraries number the layers of all stages, or the model has one stage.
+        are_global = all_numbers == [*range(len(all_numbers))]
+        for (chunk, stage), layers in sorted(stages.items()):
+            if not are_global and layers != {*range(len(layers))}:
+                raise _malformed(snapshot, f"{start}* of stage {stage}", brief(sorted(layers)), "layers from 0 on")
+            first[start, chunk, stage] = 0 if are_global else total
+            total += len(layers)
     return first
 
 
@@ -187,16 +202,18 @@ def _count_experts(labels: Mapping[str, Mapping[str, Tensor]], grid: _Grid) -> i
 
 
 def _place(
-    name: str, tensor: Tensor, at: tuple[int, int, int], grid: _Grid, first_layers: Mapping[tuple[str, int], int],
-    experts: int, values: Mapping[str, Any], replicated: bool,
+    name: str, tensor: Tensor, at: tuple[int, int, int], grid: _Grid, first_layers: Mapping[tuple[str, int, int], int],
+    experts: int, values: Mapping[str, Any], replicated_names: Collection[str],
 ) -> tuple[str, Sharding | None]:  # fmt: skip
     """Return the name and the layout in the whole model; no layout for a tensor whose name does not show it."""
     stage, expert, rank = at
     pipeline, degree, tensors = grid.sizes
     if name.startswith("optimizer."):
         return name, None
+    chunk, name = _split_chunk(name)
+    is_replicated = name in replicated_names
     if match := _LAYER.fullmatch(name):
-        name = f"{match[1]}{first_layers[match[1], stage] + int(match[2])}{match[3]}"
+        name = f"{match[1]}{first_layers[match[1], chunk, stage] + int(match[2])}{match[3]}"
     copied: dict[str, tuple[int, int]] = {"ep": (degree, expert)}  # size and coordinate of dimensions with copies
     ranks = grid.list_ranks(stage)
     tied = pipeline > 1 and values.get("args.untie_embeddings_and_output_weights") is False
@@ -208,7 +225,7 @@ def _place(
         name, copied = _EMBEDDING, {"pp": (2, int(stage > 0)), **copied}
         ranks = grid.list_ranks(0) + grid.list_ranks(pipeline - 1)
     shape = list(tensor.shape)
-    placement = _find_placement(name, gated=values.get("args.swiglu") is True, replicated=replicated)
+    placement = _find_placement(name, gated=values.get("args.swiglu") is True, replicated=is_replicated)
     if placement is None and tensors > 1:
         return _unfuse(name), None
     if placement not in (None, "R"):

@@ -11,17 +11,18 @@ from syncheck.comparison.optimizer_parts import detect_partitioning
 from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.comparison.ties import find_shared_tensors
 from syncheck.comparison.values import is_membership
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.logical import deepspeed, megatron
 from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
+from syncheck.logical.progress import check_progress
 from syncheck.messages import Refusal
 from syncheck.names import normalize_keys
 from syncheck.snapshots import Shard
 from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
     from syncheck.snapshots import Snapshot, Tensor
@@ -37,7 +38,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     `compare` finds differences between copies. A tensor whose parts have no known position is refused. Raises
     MalformedFile for a tensor with a hole, and for files of different steps or runs.
     """
-    _check_run(snapshots)
+    check_progress(snapshots.values())
     snapshots = {rank: _join_folder(snapshot) for rank, snapshot in snapshots.items()}
     first = next(iter(snapshots.values()))
     metadata = first.metadata and replace(
@@ -51,8 +52,11 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     for rank, snapshot in named.items():
         for name, tensor in normalize_keys(snapshot.tensors).items():
             aligned.setdefault(name, {})[rank] = tensor
-    copies = find_copies(aligned, named)
+    # Each copy in the model keeps its name and its bytes; of the optimizer's state, a whole model has one copy.
+    copies = [name for name in find_copies(aligned, named) if not name.startswith("optimizer.")]
+    stored = {name: dict(aligned[name]) for name in copies}
     tied = rename_copies(aligned, named)
+    aligned |= stored
     ranks, positions = tuple(named), find_positions(named)
     replicated = find_replicated(aligned) if positions.plain else frozenset[str]()
     tensors: dict[str, Tensor] = {}
@@ -66,10 +70,6 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         left -= len(tensors[name].shards)
         if left < 0:
             raise MalformedFile(path, found=f"tensors in more than {most} parts", needed="a readable layout")
-    # A model in one file has both names of a tied weight, and one optimizer state.
-    tensors |= {
-        name: replace(tensors[new], name=name) for name, new in copies.items() if not name.startswith("optimizer.")
-    }
     return replace(
         first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
         stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
@@ -90,17 +90,18 @@ def _join_folder(snapshot: Snapshot) -> Snapshot:
     return deepspeed.join(snapshot) if snapshot.format == "deepspeed" else snapshot
 
 
-def add_tied_names(models: Sequence[Snapshot]) -> list[tuple[Snapshot, tuple[str, ...]]]:
+def add_tied_names(
+    models: Sequence[Snapshot], listed: Iterable[tuple[str, str]] = ()
+) -> list[tuple[Snapshot, tuple[str, ...]]]:
     """Add the names of tied tensors that only another model stores. Return each model with the added names.
 
     torch.save stores all names of tensors that share memory, and `save_pretrained` stores one of them.
+    listed: pairs of tied names in the metadata of the files.
     """
     named = [normalize_keys(model.tensors) for model in models]
-    ties = [
-        tie
-        for tensors in named
-        for tie in find_shared_tensors([replace(tensor, name=name) for name, tensor in tensors.items()])
-    ]
+    ties = [list(pair) for pair in listed]
+    for tensors in named:
+        ties += find_shared_tensors([replace(tensor, name=name) for name, tensor in tensors.items()])
     completed = []
     for model, tensors in zip(models, named, strict=True):
         added = {
@@ -112,20 +113,6 @@ def add_tied_names(models: Sequence[Snapshot]) -> list[tuple[Snapshot, tuple[str
         }
         completed.append((replace(model, tensors=tensors | added) if added else model, tuple(added)))
     return completed
-
-
-def _check_run(snapshots: Mapping[int, Snapshot]) -> None:
-    """Raise MalformedFile if the metadata of two files shows different runs, steps or numbers of ranks."""
-    first: dict[str, tuple[Any, str]] = {}
-    for snapshot in snapshots.values():
-        for field in ("run_id", "step", "world_size"):
-            found = getattr(snapshot.metadata, field, None)
-            known, path = first.setdefault(field, (found, snapshot.path)) if found is not None else (None, "")
-            if found != known:
-                raise MalformedFile(
-                    snapshot.path, place=f"metadata, {field}", found=brief(found),
-                    needed=f"{brief(known)}, as in {path}", next_step="pass the files of one step of one run",
-                )  # fmt: skip
 
 
 def _join_tensor(name: str, held: Mapping[int, Tensor], division: Division, path: str, *, unclear: bool) -> Tensor:

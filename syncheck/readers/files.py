@@ -1,11 +1,12 @@
-"""Detect the format of a checkpoint by its content, read it, and protect it from output files."""
+"""Detect the format of a checkpoint by its content, and read it."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile, UsageError
+from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile
 from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.untrusted import open_regular_file
@@ -29,7 +30,9 @@ READERS: dict[str, ModuleType] = {
 EXTENSIONS = (".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".pkl", ".tar", ".distcp")
 # Files with a listed extension that contain settings: transformers.Trainer pickles its arguments.
 SETTINGS = ("training_args.bin",)
-_HEAD = 64  # bytes, more than any reader needs to recognize its format
+# Text files in which Megatron, DeepSpeed and TensorFlow name the newest checkpoint of a folder.
+TRACKERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt", "checkpoint")
+HEAD = 64  # bytes, more than any reader needs to recognize its format
 
 
 def read(path: str) -> Snapshot:
@@ -47,8 +50,8 @@ def read(path: str) -> Snapshot:
 
 def read_file(path: str) -> Snapshot:
     """Open a checkpoint that is a single file. Raises CheckpointError."""
-    head = _read_head(path)
-    if reader := _find_reader(head):
+    head = read_head(path)
+    if reader := find_reader(head):
         return _read_with(reader, path)
     if not head:
         raise MalformedFile(path, found="the file is empty", next_step="save or copy it again")
@@ -80,7 +83,7 @@ def sniff(path: str) -> ModuleType | None:
 
     Raises UnreadableFile if they cannot be read. Only regular files are opened, because a FIFO would block.
     """
-    return _find_reader(_read_head(path))
+    return find_reader(read_head(path))
 
 
 def is_recognizable(path: str) -> bool:
@@ -99,7 +102,7 @@ def describe_unread(folder: str) -> Unread | None:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
             continue
-        head = _read_head(path)
+        head = read_head(path)
         unread = describe_file(path, head) if head else None
         if unread is not None:
             return unread._replace(title=f"{name} is {unread.title}")
@@ -119,36 +122,39 @@ def sniff_folder(folder: str) -> ModuleType | None:
         raise UnreadableFile.because(folder, error) from None
 
 
-def refuse_overwrite(path: str, option: str = "-o", *, replaceable: ModuleType | None = None) -> None:
-    """Raise UsageError, with the option's name, if the output path is a checkpoint or belongs to a checkpoint.
+def is_in_checkpoint(path: str, *, levels: int, only_parts: bool) -> bool:
+    """Whether a file has the name of a checkpoint's file, or lies in a folder that is a single checkpoint.
 
-    replaceable: the reader of a format that may be overwritten.
+    levels: the number of folders above the file to examine.
+    only_parts: whether only the files count that the reader of the folder opens.
     """
-    if os.path.isfile(path) and _is_part(path, replaceable):
-        raise UsageError(f"{option} {path}: would overwrite a checkpoint; pass another path")
-
-
-def _is_part(path: str, replaceable: ModuleType | None) -> bool:
-    try:
-        if sniff(path) not in (None, replaceable):
+    has_name = path.lower().endswith(EXTENSIONS) or os.path.basename(path) in TRACKERS
+    if has_name and not only_parts:
+        return True
+    folder = path
+    for _ in range(levels):
+        folder = os.path.dirname(folder)
+        reader = None
+        with suppress(UnreadableFile):
+            reader = sniff_folder(folder)
+        if reader is None:
+            continue
+        if reader.holds(os.path.relpath(path, folder)) or not only_parts:
             return True
-        # An index or a list of settings is not a checkpoint by itself.
-        folder, name = os.path.split(os.path.realpath(path))
-        folder_format = sniff_folder(folder)
-    except UnreadableFile:
-        return False
-    return folder_format is not None and bool(folder_format.holds(name))
+    return False
 
 
-def _find_reader(head: bytes) -> ModuleType | None:
+def find_reader(head: bytes) -> ModuleType | None:
+    """Return the reader for the first bytes of a file, or None."""
     return next((reader for reader in READERS.values() if reader.matches(head)), None)
 
 
-def _read_head(path: str) -> bytes:
+def read_head(path: str, size: int = HEAD) -> bytes:
+    """Return the first bytes of a regular file. Raises UnreadableFile."""
     try:
         with open_regular_file(path) as file:
             # Kernel files such as /proc/kmsg have size 0, and reading them can block.
-            return file.read(_HEAD) if os.fstat(file.fileno()).st_size else b""
+            return file.read(size) if os.fstat(file.fileno()).st_size else b""
     except (OSError, ValueError) as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else ""
         raise UnreadableFile.because(path, error, hint) from None

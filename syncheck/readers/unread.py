@@ -17,7 +17,7 @@ from syncheck.readers.untrusted import open_regular_file
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-NEEDED = "a torch.save or safetensors file, a pickle, or a fingerprint"
+NEEDED = "a torch.save, pickle or safetensors file, or a fingerprint"
 
 
 class Unread(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncheck import atomic
+from syncheck import outputs
 from syncheck.errors import UsageError
 from syncheck.options import EXTENSIONS
 
@@ -46,15 +46,7 @@ def write_file(path: str, report: Report, option: str = "-o", settings: Any = No
     settings: the `Options` of the comparison, for an HTML page. Raises UsageError, with the option, if the file cannot
     be written; its folder must exist.
     """
-    content = render_format(EXTENSIONS[_extension(path)], report, settings)
-    with atomic.convert_errors(path, option):
-        atomic.replace_file(path, content)
-
-
-def check_writable(path: str, option: str = "-o") -> None:
-    """Raise UsageError if a file is certainly not writable, before time is spent on the comparison."""
-    with atomic.convert_errors(path, option):
-        atomic.check_writable(path)
+    outputs.write(path, render_format(EXTENSIONS[_extension(path)], report, settings), option)
 
 
 def _extension(path: str) -> str:

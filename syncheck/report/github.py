@@ -81,7 +81,9 @@ def _limit(annotations: list[Annotation]) -> list[Annotation]:
 
 
 def _problems(report: Report) -> Iterator[Annotation]:
-    """Yield annotations for unreadable files, missing verdicts and uncompared files."""
+    """Yield annotations for a model that is not finite, unreadable files, missing verdicts and uncompared files."""
+    if facts := words.not_finite_lines(report):
+        yield Annotation("warning", "syncheck: not finite", tuple(facts))
     for file in report.unreadable:
         yield Annotation("error", "syncheck: unreadable file", (f"{file.path}: {file.reason}",), file.path)
     if report.verdict == "undecided" and not report.unreadable:

@@ -63,6 +63,8 @@ def _fields(record: Any) -> Any:
 
 
 def _group(group: Group) -> dict[str, Any]:
+    fact = words.describe_not_finite(group)
+    first = [] if fact is None else [str(fact)]
     return {
         "name": group.name,
         "run": group.run,
@@ -78,7 +80,8 @@ def _group(group: Group) -> dict[str, Any]:
         "values": group.values,
         "findings": group.findings,
         "fixed": group.fixed,
+        "not_finite": group.not_finite,
         "stale": group.evidence.stale,
         "free_running": group.evidence.free_running,
-        "notes": words.note_lines(group),
+        "notes": [*first, *words.note_lines(group)],
     }

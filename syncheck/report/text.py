@@ -29,7 +29,7 @@ def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> li
 
     limit: tensors listed per group, 0 for all. all_rows: the hint printed if tensors are omitted.
     """
-    parts: list[Part] = []
+    parts = _first_lines(report)
     for group in report.groups:
         parts += _group(group, limit, all_rows)
     runs = [
@@ -45,7 +45,7 @@ def comparison(report: Report, limit: int, all_rows: Hint = Hint.ALL_ROWS) -> li
 
 def overview(report: Report, limit: int) -> list[Part]:
     """Return the tables of runs and of drift, the findings, and gaps closed by SyncBatchNorm, then the verdict."""
-    parts: list[Part] = []
+    parts = _first_lines(report)
     runs = by_run(report.groups)
     shown = [group for groups in runs.values() for group in shown_steps(groups)]
     if runs:
@@ -66,6 +66,11 @@ def overview(report: Report, limit: int) -> list[Part]:
     for closure in report.closures:
         parts += [line(closure.sentence, "bold"), BLANK]
     return parts + _closing(report)
+
+
+def _first_lines(report: Report) -> list[Part]:
+    facts = words.not_finite_lines(report)
+    return [*lines(facts, "bold red"), BLANK] if facts else []
 
 
 def _title(group: Group) -> Line:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import brief, one_line
 from syncheck.evidence.suspects import sets_within
-from syncheck.messages import Hint, Message, Undecided, names_text
+from syncheck.messages import Hint, Message, Note, Undecided, names_text
 from syncheck.records import Reason
 
 if TYPE_CHECKING:
@@ -48,12 +48,40 @@ def counts_text(counts: Counts) -> str:
     )
 
 
+def not_finite_lines(report: Report) -> list[str]:
+    """Return the first lines of a report: one for the last step of each run that is not finite on all ranks."""
+    by_run: dict[str, str] = {}
+    for group in report.groups:
+        fact = describe_not_finite(group)
+        if fact is not None:
+            by_run[group.run] = str(fact)
+    lines = list(by_run.values())
+    if len(by_run) > 1:
+        lines = [f"{_shorten_name(run)}: {fact}" for run, fact in by_run.items()]
+    return lines if len(lines) <= _MOST_PATHS else [*lines[:_MOST_PATHS], f"{len(lines) - _MOST_PATHS} more runs"]
+
+
+def describe_not_finite(group: Group) -> Message | None:
+    """Return which tensors are not finite on all replicas, and since when; None if there are none."""
+    found = group.not_finite
+    if found is None:
+        return None
+    fact = Note.NOT_FINITE(count=found.count, names=tuple(map(_shorten_name, found.names)))
+    first = tuple(map(_shorten_name, found.first))
+    if found.since is None:
+        return fact
+    if found.finite is None:
+        return Note.NOT_FINITE_FROM_START(fact=fact, since=found.since, first=first)
+    return Note.NOT_FINITE_SINCE(fact=fact, since=found.since, finite=found.finite, first=first)
+
+
 def verdict_line(report: Report) -> str:
     """Return the verdict; if it is undecided, with the reason."""
     method = " by stored checksum" if report.quick and report.verdict != "undecided" else ""
     text = VERDICTS[report.verdict] + method
     if report.verdict == "in_sync":
         text += _ignored_findings(report)
+        text += ", but the model is not finite" * any(group.not_finite is not None for group in report.groups)
     if report.verdict == "undecided":
         text += f": {undecided_reason(report)}"
     elif count := len(report.unreadable):
@@ -86,6 +114,8 @@ def undecided_reason(report: Report) -> Message:
     if uncompared := [diff for group in report.groups if group.labels for diff in group.tensors if diff.uncompared]:
         first = uncompared[0]
         return Undecided.NOT_COMPARED(count=len(uncompared), name=f"{first.name:.80}", detail=first.detail)
+    if any(group.evidence.inferred for group in report.groups):
+        return Undecided.INFERRED_MAP()
     unknown = [diff for group in report.groups for diff in group.tensors if diff.unknown]
     if ambiguous := [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]:
         name, detail = f"{ambiguous[0].name:.80}", ambiguous[0].detail
@@ -270,7 +300,8 @@ def values_text(values: Sequence[ValueDiff], labels: Sequence[str] = ()) -> str:
 
     labels: of two models, instead of ranks.
     """
-    shown = [value for value in values if None not in value.by_rank.values()]
+    # A note names the attributes that differ.
+    shown = [value for value in values if None not in value.by_rank.values() and value.kind != "attribute"]
     texts = []
     for value in shown[:_MOST_VALUES]:
         owners = (f"in {labels[rank]}" if labels else f"on rank {rank}" for rank in value.by_rank)
@@ -315,6 +346,8 @@ def note_lines(group: Group) -> list[str]:
 def finding_title(finding: Finding) -> str:
     """Return the title of a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
     ignored = ", allowed" if finding.allowed else ", accepted by the baseline" if finding.accepted else ""
+    if not finding.counts:
+        ignored = ", does not fail"
     ranks = f" on {ranks_label(finding.ranks)}" if finding.ranks else ""
     return f"{finding.code} {finding.slug} ({finding.severity}{ignored}){ranks}"
 
@@ -380,6 +413,9 @@ def difference_text(difference: float | None) -> str:
 def _since(history: History) -> str:
     if history.agreed is None:
         return f"out of sync since the first step compared ({history.since})"
+    if any(point.step == history.agreed and point.others_differ for point in history.points):
+        # Other tensors differed before, so the run was not in sync.
+        return f"equal until step {history.agreed}, different from step {history.since}"
     return f"in sync until step {history.agreed}, out of sync from step {history.since}"
 
 
@@ -394,8 +430,14 @@ def _first_difference(history: History) -> str:
 
 def _steps_in_sync(history: History) -> str:
     """Return later steps in sync: an intermittent difference has other causes than a permanent one."""
-    steps = [str(point.step) for point in history.points if point.step > history.since and not point.differing]
-    return f"in sync again at step{'s' * (len(steps) > 1)} {names_text(steps, _MOST_STEPS)}" if steps else ""
+    later = [point for point in history.points if point.step > history.since and not point.differing]
+    in_sync = [str(point.step) for point in later if not point.others_differ]
+    equal = [str(point.step) for point in later if point.others_differ]
+    parts = []
+    for sentence, steps in (("in sync again", in_sync), ("equal again, while other tensors differ,", equal)):
+        if steps:
+            parts.append(f"{sentence} at step{'s' * (len(steps) > 1)} {names_text(steps, _MOST_STEPS)}")
+    return "; ".join(parts)
 
 
 def _range(history: History) -> str:

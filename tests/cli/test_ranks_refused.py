@@ -80,7 +80,7 @@ def replace_with_program(file: Path) -> None:
         (truncate, "save or copy the file again"),
         (replace_with_folder, "2 checkpoints; expected the checkpoint of this rank"),
         (replace_with_empty_folder, "no checkpoint in this folder"),
-        (replace_with_text, "needed a torch.save or safetensors file"),
+        (replace_with_text, "needed a torch.save, pickle or safetensors file"),
         (replace_with_fingerprint, "a fingerprint; compare fingerprints without torchrun: syncheck compare *.json"),
         (replace_with_program, "os.system"),
     ],

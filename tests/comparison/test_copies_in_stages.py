@@ -67,13 +67,13 @@ def test_copies_are_compared_across_stages(tmp_path: Path) -> None:
     "tied",
     [
         {},
-        [TIED, {}],
+        [TIED, {"head.weight": "layers.0.weight"}],
         {"head.weight": "no.such"},
         {"no.such": "embed.weight"},
         {"head.weight": "head.weight"},
         {"embed.weight": "layers.0.weight", "head.weight": "layers.1.weight"},
     ],
-    ids=["none", "on one rank", "unknown target", "unknown name", "itself", "within a stage"],
+    ids=["none", "contradictory", "unknown target", "unknown name", "itself", "within a stage"],
 )
 def test_useless_lists_compare_nothing(tmp_path: Path, tied: Any) -> None:
     """Without a usable list on all ranks, stages have nothing in common, and nothing is in sync."""

@@ -10,8 +10,9 @@ import pytest
 
 import syncheck
 from syncheck.cli import main
-from syncheck.messages import Note
+from syncheck.messages import Note, Undecided
 from syncheck.options import DiffOptions
+from syncheck.report.words import undecided_reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +31,13 @@ def rename(model: Weights) -> Weights:
     return renamed
 
 
+def load(folder: str) -> Weights:
+    """Return the weights that `llama.write` wrote."""
+    from safetensors.numpy import load_file
+
+    return dict(load_file(f"{folder}/model.safetensors"))
+
+
 def rotate(model: Weights) -> Weights:
     """Return the model with the other rotary order of query and key."""
     return {
@@ -43,8 +51,11 @@ def transpose(model: Weights) -> Weights:
 
 
 def fuse(model: Weights) -> Weights:
-    """Return the model in the layout of Megatron-Core."""
-    return rename(llama.to_megatron(model))
+    """Return the model in the layout of Megatron-Core, without padding."""
+    fused = llama.to_megatron(model)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        fused[name] = fused[name][: llama.WORDS]
+    return rename(fused)
 
 
 def interleave_rows(model: Weights) -> Weights:
@@ -59,13 +70,14 @@ def interleave_rows(model: Weights) -> Weights:
 @pytest.mark.parametrize("convert", [rename, rotate, transpose, fuse, interleave_rows])
 @pytest.mark.parametrize("turned", [False, True])
 def test_maps_from_data(tmp_path: Path, convert: Any, turned: bool) -> None:
-    """A model with unknown names is in sync, also as A, and the written map gives the same result."""
+    """Equality under an inferred map is undecided, also as A; the written map, or its acceptance, decide."""
     model = llama.make_model()
     paths = [llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", convert(model))]
     a, b = paths[::-1] if turned else paths
     written = str(tmp_path / "map.toml")
     report = syncheck.diff(a, b, options=DiffOptions(write_map=written))
-    assert (report.exit_code, report.counts.identical) == (0, len(model))
+    assert (report.exit_code, report.counts.identical) == (2, len(model))
+    assert undecided_reason(report).code is Undecided.INFERRED_MAP
     notes = [note.code for note in report.groups[-1].notes]
     assert Note.INFERRED in notes
     # One rule for both layers.
@@ -73,6 +85,9 @@ def test_maps_from_data(tmp_path: Path, convert: Any, turned: bool) -> None:
     again = syncheck.diff(a, b, options=DiffOptions(map=written))
     assert (again.exit_code, again.counts) == (0, report.counts)
     assert Note.INFERRED not in {note.code for note in again.groups[-1].notes}
+    accepted = syncheck.diff(a, b, options=DiffOptions(accept_inferred=True))
+    assert accepted.exit_code == 0
+    assert Note.ACCEPTED_MAP in {note.code for note in accepted.groups[-1].notes}
 
 
 def test_a_written_map_finds_a_fault(tmp_path: Path) -> None:
@@ -80,7 +95,7 @@ def test_a_written_map_finds_a_fault(tmp_path: Path) -> None:
     model = llama.make_model()
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", fuse(model))
     written = str(tmp_path / "map.toml")
-    assert main(["diff", "-q", a, b, "--write-map", written]) == 0
+    assert main(["diff", "-q", a, b, "--write-map", written]) == 2
     converted = fuse(model)
     converted["x.b.0.mlp.linear_fc1.weight"][llama.INNER + 3, 2] += 1
     report = syncheck.diff(a, llama.write(tmp_path / "c", converted), options=DiffOptions(map=written))
@@ -94,7 +109,9 @@ def test_stacks(tmp_path: Path) -> None:
     stack = rng.standard_normal((5, 4, 3), np.float32)
     single = {f"experts.{i}.w": stack[i] for i in range(5)}
     a, b = llama.write(tmp_path / "a", single), llama.write(tmp_path / "b", {"all": stack})
-    assert syncheck.diff(a, b).exit_code == syncheck.diff(b, a).exit_code == 0
+    assert syncheck.diff(a, b).exit_code == syncheck.diff(b, a).exit_code == 2
+    exchanged = llama.write(tmp_path / "c", {"all": stack[[0, 1, 3, 2, 4]]})
+    assert syncheck.diff(a, exchanged).exit_code == 1
 
 
 def test_names_of_equal_tensors(tmp_path: Path) -> None:
@@ -102,11 +119,12 @@ def test_names_of_equal_tensors(tmp_path: Path) -> None:
     model = llama.make_model()
     model |= {name: np.ones_like(w) for name, w in model.items() if w.ndim == 1}
     a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", rename(model))
-    assert syncheck.diff(a, b).exit_code == 0
+    report = syncheck.diff(a, b)
+    assert (report.exit_code, report.counts.identical) == (2, len(model))
 
 
-def test_ambiguous_data_is_never_in_sync(tmp_path: Path) -> None:
-    """Tensors with equal data and other names: nothing shows which of them belong together."""
+def test_a_model_with_its_initial_values(tmp_path: Path) -> None:
+    """Norms of 1 and biases of 0 are paired by names, the rules are marked as guesses, and the written map is right."""
     model = llama.make_model()
     names = {"input_layernorm": "n1", "post_attention_layernorm": "n2"}
     model |= {name: np.ones_like(w) for name, w in model.items() if w.ndim == 1}
@@ -115,10 +133,113 @@ def test_ambiguous_data_is_never_in_sync(tmp_path: Path) -> None:
         for old, new in names.items():
             name = name.replace(old, new)
         other[name] = weight
-    report = syncheck.diff(llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", other))
-    assert report.verdict == "undecided"
-    assert Note.AMBIGUOUS_MAP in {note.code for note in report.groups[-1].notes}
-    assert report.counts.not_compared == 2 * llama.LAYERS + 1
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", other)
+    written = tmp_path / "map.toml"
+    report = syncheck.diff(a, b, options=DiffOptions(write_map=str(written)))
+    assert (report.verdict, report.counts.identical) == ("undecided", len(model))
+    assert Note.GUESSED_RULES in {note.code for note in report.groups[-1].notes}
+    assert written.read_text().count("# A guess") == 3
+    assert syncheck.diff(a, b, options=DiffOptions(map=str(written))).exit_code == 0
+
+
+def test_ambiguous_data_is_never_in_sync(tmp_path: Path) -> None:
+    """If one model has more tensors with equal data, nothing shows which of them belong together."""
+    model = llama.make_model()
+    model |= {f"model.norm{i}.weight": model["model.norm.weight"] * 0 + 1 for i in (1, 2, 3)}
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", rename(model))
+    other = rename(model)
+    del other["x.net.norm2.weight"]
+    c = llama.write(tmp_path / "c", other)
+    for accept in (False, True):
+        report = syncheck.diff(a, c, options=DiffOptions(accept_inferred=accept))
+        assert (report.verdict, report.counts.not_compared) == ("undecided", 3)
+        assert Note.AMBIGUOUS_MAP in {note.code for note in report.groups[-1].notes}
+    assert syncheck.diff(a, b, options=DiffOptions(accept_inferred=True)).exit_code == 0
+
+
+def test_a_tied_weight_that_one_model_stores_once(tmp_path: Path) -> None:
+    """Both copies are compared with the tensor of the other model, also by the written map."""
+    model = llama.make_model()
+    model["lm_head.weight"] = model["model.embed_tokens.weight"]
+    once = rename(model)
+    del once["x.lm_head.weight"]
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", once)
+    written = str(tmp_path / "map.toml")
+    for one, other in ((a, b), (b, a)):
+        report = syncheck.diff(one, other, options=DiffOptions(write_map=written))
+        assert (report.exit_code, report.counts.identical) == (2, len(model))
+        assert main(["diff", "-q", one, other, "--map", written]) == 0
+    model["lm_head.weight"] = model["lm_head.weight"] + 1
+    c = llama.write(tmp_path / "c", model)
+    assert main(["diff", "-q", c, b, "--map", written]) == 1
+
+
+def test_constants_of_other_shapes_are_ambiguous(tmp_path: Path) -> None:
+    """Fused zeros may be the zeros of the parts: undecided, unless one model has more of them."""
+    rng = np.random.default_rng(0)
+    zeros = {f"a.{x}": np.zeros(8, np.float32) for x in "qkv"}
+    a = llama.write(tmp_path / "a", {"a.w": rng.standard_normal((4, 4)).astype("f4"), **zeros})
+    weight = {"b.x": rng.standard_normal((4, 4)).astype("f4")}
+    weight["b.x"] = np.array(load(a)["a.w"])
+    b = llama.write(tmp_path / "b", {**weight, "c.bias": np.zeros(24, np.float32)})
+    c = llama.write(tmp_path / "c", {**weight, "c.bias": np.zeros(16, np.float32)})
+    assert [syncheck.diff(a, other).exit_code for other in (b, c)] == [2, 1]
+
+
+def test_biases_follow_the_rule_of_their_weight(tmp_path: Path) -> None:
+    """Zero biases of q, k and v, fused, are compared by the rule of the weights."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    b: Weights = {}
+    for i in range(3):
+        parts = [rng.standard_normal((n, 8)).astype("f4") for n in (16, 8, 8)]
+        a |= {f"layers.{i}.{x}.weight": part for x, part in zip("qkv", parts, strict=True)}
+        a |= {f"layers.{i}.{x}.bias": np.zeros(len(part), "f4") for x, part in zip("qkv", parts, strict=True)}
+        b |= {f"h.{i}.qkv.weight": np.concatenate(parts), f"h.{i}.qkv.bias": np.zeros(32, "f4")}
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    report = syncheck.diff(one, other)
+    assert (report.exit_code, report.counts.identical) == (2, 18)
+    b["h.1.qkv.bias"][20] = 1
+    report = syncheck.diff(one, llama.write(tmp_path / "c", b))
+    assert [diff.name for diff in report.groups[-1].tensors] == ["layers.1.k.bias"]
+
+
+def test_rows_are_never_inferred_as_padding(tmp_path: Path) -> None:
+    """A tensor with fewer or more rows is a difference, whatever its name, and whichever side is shorter."""
+    rng = np.random.default_rng(0)
+    head, body = rng.standard_normal((20, 16)).astype("f4"), rng.standard_normal((8, 16)).astype("f4")
+    a = llama.write(tmp_path / "a", {"embed.weight": head, "body.w": body})
+    for i, rows in enumerate((1, 10, 19)):
+        b = llama.write(tmp_path / str(i), {"tok.weight": head[:rows], "trunk.w": body})
+        for pair in ((a, b), (b, a)):
+            report = syncheck.diff(*pair)
+            assert {finding.code for finding in report.groups[-1].findings} == {"SYN309"}
+
+
+def test_other_dtypes_are_paired_after_the_cast(tmp_path: Path) -> None:
+    """A renamed copy in float16 is a cast, also as A; with --cast it is equal under an inferred map."""
+    model = llama.make_model()
+    half = {name: weight.astype(np.float16) for name, weight in rename(model).items()}
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", half)
+    assert {finding.code for finding in syncheck.diff(a, b).groups[-1].findings} == {"SYN307"}
+    assert syncheck.diff(a, b, options=DiffOptions(cast="float16")).exit_code == 2
+    assert syncheck.diff(b, a).exit_code == 1
+    options = DiffOptions(cast="float16", accept_inferred=True)
+    assert syncheck.diff(a, b, options=options).exit_code == 0
+
+
+def test_hostile_names(tmp_path: Path) -> None:
+    """Braces, format specifications and regular expressions in names are text, in both directions and in a map."""
+    rng = np.random.default_rng(0)
+    names = ["a{0}.1.w", "a{i:9999999999}.1.w", "a{.w", "a}.w", "{0.__class__}", "(.*)+$.w", "{{i}}.2", "a\\1.w", "{i}"]
+    model = {name: rng.standard_normal((4, 4)).astype("f4") for name in names}
+    renamed = {f"v.{name}": weight for name, weight in model.items()}
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", renamed)
+    written = str(tmp_path / "map.toml")
+    for one, other in ((a, b), (b, a)):
+        report = syncheck.diff(one, other, options=DiffOptions(write_map=written))
+        assert (report.exit_code, report.counts.identical) == (2, len(names))
+        assert syncheck.diff(one, other, options=DiffOptions(map=written)).exit_code == 0
 
 
 @pytest.mark.parametrize(

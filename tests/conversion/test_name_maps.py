@@ -10,7 +10,8 @@ import pytest
 
 import syncheck
 from syncheck.cli import main
-from syncheck.conversion.name_maps import Rule, list_built_in, read_map, split_tensor
+from syncheck.conversion.map_files import list_built_in, read_map
+from syncheck.conversion.name_maps import Rule, split_tensor
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.messages import Note

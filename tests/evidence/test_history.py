@@ -38,7 +38,7 @@ def test_first_step_with_a_difference() -> None:
     assert (history.tensors, history.ranks) == (("b",), (2,))
     assert history.points == (
         HistoryPoint(100, 0, 0.0),
-        HistoryPoint(200, 0, 0.0),
+        HistoryPoint(200, 0, 0.0, others_differ=True),
         HistoryPoint(300, 1, 0.5),
         HistoryPoint(400, 2, 2.0),
     )

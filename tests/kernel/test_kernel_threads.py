@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from checkpoints import save_safetensors
+from checkpoints import save_pth, save_safetensors
 
 import syncheck
 from syncheck.kernel import shares
@@ -146,6 +147,41 @@ def test_more_replicas_than_file_descriptors(tmp_path: Path, mapped: bool) -> No
     assert done.returncode == 1, done.stderr
     (diff,) = json.loads(done.stdout)["groups"][0]["tensors"]
     assert diff["clusters"] == [[rank for rank in range(60) if rank != 42], [42]]
+
+
+@pytest.mark.parametrize("limit", [32, 64])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_renamed_shards_need_few_file_descriptors(tmp_path: Path, limit: int, transposed: bool) -> None:
+    """Under a low `ulimit -n`, 150 shards with other names are compared through a map."""
+    for i in range(150):
+        tensor = np.random.default_rng(i).standard_normal((6, 4)).astype(np.float32)
+        save_pth(tmp_path / "a" / f"stage{i}.pth", {f"layers.{i}.w": tensor})
+        other = np.ascontiguousarray(tensor.T) if transposed else tensor
+        save_pth(tmp_path / "b" / f"stage{i}.pth", {f"h.{i}.weight": other})
+    rule = '[[rule]]\nname = "layers.{i}.w"\nparts = ["h.{i}.weight"]\n'
+    (tmp_path / "map.toml").write_text(rule + ("transpose = true\n" if transposed else ""))
+    command = f"ulimit -n {limit} && exec {sys.executable} -m syncheck diff --format json --map map.toml a b"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["counts"]["identical"] == 150
+
+
+def test_files_make_room_for_other_descriptors(tmp_path: Path) -> None:
+    """If the process runs out of descriptors, files that were opened earlier are closed."""
+    paths = [save_pth(tmp_path / f"{i}.pth", {"w": np.full(4, i, np.float32)}) for i in range(12)]
+    tensors = [syncheck.read(str(path)).tensors["w"] for path in paths]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Files(limit=12, jobs=1) as first, Files(limit=12, jobs=1) as second:
+        for tensor in tensors[:4]:
+            first.read(tensor, 0, 4, 0)
+            second.read(tensor, 0, 4, 0)
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, before[1]))
+        try:
+            values = [bytes(files.read(t, 0, 4, 0)) for t in tensors for files in (first, second)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert values == [np.full(4, i, np.float32).tobytes() for i in range(12) for _ in range(2)]
 
 
 def test_excessive_number_of_threads(tmp_path: Path) -> None:

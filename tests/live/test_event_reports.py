@@ -10,7 +10,7 @@ from monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
 from syncheck.events import read_events
-from syncheck.report import html, plain, text
+from syncheck.report import html, plain, text, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +111,53 @@ def test_wrong_events_are_one_line(tmp_path: Path, cli: Run, event: dict[str, An
     done = cli("report", str(path))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "line 2" in done.err
+
+
+COUNTS = {"tensors": 10, "identical": 9, "equal": 0, "close": 0, "different": 0, "not_compared": 1}
+ALLOWED = FINDING | {"allowed": True}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        check(1, FINDING, verdict="in_sync"),
+        check(1, FINDING, verdict="undecided"),
+        check(1, FINDING | {"severity": "info"}, verdict="in_sync"),
+        check(1, ALLOWED),
+        check(1, verdict="out_of_sync"),
+        check(1, kinds={"parameter": COUNTS | {"identical": 8, "different": 1}}),
+        check(1, kinds={"parameter": COUNTS | {"identical": 10, "different": -1}}),
+        check(1, kinds={"parameter": COUNTS | {"identical": 8}}),
+        check(1, kinds={"parameter": COUNTS}, tensors=12),
+        check(1, compared=0),
+        check(1, kinds={"parameter": COUNTS}, worst=[WORST]),
+        {"event": "desync", "step": 0, "in_sync_at": None, "findings": [FINDING]},
+        {"event": "end", "step": 0, "checks": 1, "verdict": "out_of_sync", "overhead": 0.1, "exception": None},
+    ],
+)
+def test_events_that_contradict_themselves_have_no_verdict(tmp_path: Path, cli: Run, event: dict[str, Any]) -> None:
+    """A verdict that does not follow from the findings and counts is an error with the line, and exit code 2."""
+    done = cli("report", str(write(tmp_path / "run.jsonl", START, check(0), event)))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "line 3" in done.err
+
+
+def test_in_sync_again_only_if_that_check_was_in_sync(tmp_path: Path) -> None:
+    """A check with another code for the same tensors, or for others, was not in sync again."""
+    first, other = FINDING | {"names": ["w"]}, FINDING | {"code": "SYN213", "names": ["w"]}
+    checks = [check(0), check(1, first, worst=[WORST]), check(2, other, worst=[WORST]), check(3), check(4, first)]
+    (finding,) = read_events([write(tmp_path / "run.jsonl", START, *checks)]).groups[-1].findings
+    assert finding.history is not None
+    assert [point.differing for point in finding.history.points] == [0, 1, 1, 0, 1]
+    text_of = words.describe_history(finding)
+    assert "in sync again at step 3" in text_of
+    assert "step 2" not in text_of
+    unrelated = FINDING | {"code": "SYN213", "names": ["v"]}
+    rows = [WORST | {"name": "v"}]
+    kinds = {"parameter": COUNTS | {"identical": 8, "different": 1}}
+    checks = [check(0), check(1, first), check(2, unrelated, worst=rows, kinds=kinds), check(3, first)]
+    (finding,) = read_events([write(tmp_path / "run.jsonl", START, *checks)]).groups[-1].findings
+    assert "in sync again" not in words.describe_history(finding)
 
 
 @pytest.mark.parametrize("content", [b"", b"not json\n{}", b"\xff\xfe", b"[" * 100_000 + b"\n{}\n"])

@@ -279,16 +279,18 @@ def test_a_snapshot_of_a_training_counts_nothing() -> None:
 
 
 def test_tensors_in_attributes_of_modules_and_parameters_are_named() -> None:
-    """Tensors that are neither parameters nor buffers are not compared, and a note names them."""
+    """Plain attributes of modules are read; tensors in attributes of parameters are not, and a note names them."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert not snapshot(model).notes
     model[1].same = model[1].running_mean
     assert not snapshot(model).notes
     model[1].cache = torch.ones(1)
     model[0].weight.main_grad = torch.ones(2)
-    [note] = snapshot(model).notes
-    assert "BatchNorm1d.cache" in note.parameters["objects"]
+    taken = snapshot(model, attributes=True)
+    [note] = taken.notes
     assert "Parameter.main_grad" in note.parameters["objects"]
+    assert taken.attributes is not None
+    assert taken.attributes["1.cache"].startswith("float32 [1] ")
 
 
 def test_buffers_that_are_not_saved_are_compared_in_modules_of_objects() -> None:

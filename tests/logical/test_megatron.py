@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -14,10 +15,13 @@ import syncheck
 from syncheck.cli import main
 from syncheck.errors import MalformedFile
 from syncheck.logical import megatron
+from syncheck.logical.model import join
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from syncheck.snapshots import Snapshot
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron"
 LAYOUTS = [("gated", "tp2_pp2", 27), ("tied", "tp2_pp2", 52), ("tied", "tp2", 52), ("experts", "tp2_pp2_ep2", 55)]
@@ -176,13 +180,40 @@ def test_missing_layers_and_other_layouts() -> None:
     lost = {name: tensor for name, tensor in snapshot.tensors.items() if ".layers.0." not in name}
     with pytest.raises(MalformedFile):
         megatron.split(replace(snapshot, tensors=lost))
-    virtual = {name.replace("_000.", "_000.model0."): tensor for name, tensor in snapshot.tensors.items()}
-    alone = replace(snapshot, tensors=virtual)
-    assert megatron.split(alone) == {0: alone}
+    half = {name.replace("_000.", "_000.model1."): tensor for name, tensor in snapshot.tensors.items()}
+    with pytest.raises(MalformedFile):
+        megatron.split(replace(snapshot, tensors=half))
     named = {name.replace("linear_proj", "other"): tensor for name, tensor in snapshot.tensors.items()}
     ranks = megatron.split(replace(snapshot, tensors=named))
     refused = {name for own in ranks.values() for name, tensor in own.tensors.items() if tensor.refused}
     assert refused == {f"decoder.layers.{i}.self_attention.other.weight" for i in range(4)}
+
+
+def interleave(snapshot: Snapshot, *, are_global: bool = False) -> Snapshot:
+    """Return the four layers of two stages as two virtual stages per rank. are_global: number them over the model."""
+    tensors = {}
+    for name, tensor in snapshot.tensors.items():
+        label, stage, inner = name[:10], int(name[11:14]), name[15:]
+        chunk = stage  # the embedding is in the first chunk of the first stage, the output in the last
+        if match := re.match(r"decoder\.layers\.(\d)\.", inner):
+            layer = 2 * stage + int(match[1])
+            chunk, stage = divmod(layer, 2)
+            inner = f"decoder.layers.{layer if are_global else 0}.{inner[match.end() :]}"
+        tensors[f"{label}_{stage:03}.model{chunk}.{inner}"] = tensor
+    return replace(snapshot, tensors=tensors)
+
+
+@pytest.mark.parametrize("are_global", [False, True], ids=["from 0", "of the model"])
+@pytest.mark.parametrize("model", ["gated", "tied"])
+def test_virtual_pipeline_stages_are_joined(model: str, are_global: bool) -> None:
+    """Layers of `model0` continue over all stages before those of `model1`."""
+    snapshot = syncheck.read(str(ranks_of(model, "tp2_pp2")))
+    plain = join(megatron.split(snapshot), "plain")
+    virtual = join(megatron.split(interleave(snapshot, are_global=are_global)), "virtual")
+    optimizer = {name for name in plain.tensors if name.startswith("optimizer.")}
+    assert {name: t for name, t in virtual.tensors.items() if ".optimizer." not in name and name in plain.tensors} == {
+        name: t for name, t in plain.tensors.items() if name not in optimizer
+    }
 
 
 def test_many_layers_take_bounded_time() -> None:

@@ -166,17 +166,30 @@ def test_copies_from_larger_runs(tmp_path: Path) -> None:
 
 
 def test_subset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--subset accepts tensors that B lacks, in a note instead of the table; it does not accept those that A lacks."""
-    less = {"w": W}
-    assert diff_files(tmp_path, FULL, less).verdict == "out_of_sync"
-    report = diff_files(tmp_path, FULL, less, subset=True)
+    """--subset accepts optimizer state that B lacks, in a note instead of the table, and none that A lacks."""
+    state = {"state": {0: {"exp_avg": W}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    trained = {"model": FULL, "optimizer": state}
+    assert diff_files(tmp_path, trained, FULL).verdict == "out_of_sync"
+    report = diff_files(tmp_path, trained, FULL, subset=True)
     assert (report.verdict, report.counts.not_compared) == ("in_sync", 1)
-    assert [note.parameters["names"] for note in report.groups[0].notes if "names" in note.parameters] == [
-        ("norm.weight",)
+    assert [note.parameters["names"] for note in report.groups[0].notes if note.code is Note.SUBSET] == [
+        ("optimizer.w.exp_avg",)
     ]
     assert main(["diff", str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), "--subset"]) == 0
     assert "missing" not in capsys.readouterr().out
-    assert diff_files(tmp_path, less, FULL, subset=True).verdict == "out_of_sync"
+    assert diff_files(tmp_path, FULL, trained, subset=True).verdict == "out_of_sync"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["norm.weight", "norm.running_mean", "rotary.inv_freq", "optimizer.0.weight", "optimizer.net.gamma", "ema.weight",
+     "scaler.weight", "rng.weight"],
+)  # fmt: skip
+def test_subset_never_accepts_tensors_of_the_model(tmp_path: Path, name: str) -> None:
+    """B may lack no parameter, buffer or part of an adapter, even if its name is that of another kind."""
+    report = diff_files(tmp_path, {"w": W, name: W}, {"w": W}, subset=True)
+    assert report.verdict == "out_of_sync"
+    assert [finding.code for finding in report.groups[0].findings] == ["SYN101"]
 
 
 def test_excluded_tensors_are_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

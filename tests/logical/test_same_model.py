@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import syncheck
 from syncheck.errors import OutOfSync, RankFailed, UsageError
 from syncheck.testing import assert_same_model, compare
 
@@ -95,6 +96,33 @@ def test_shards_of_ranks(syncheck_rank: Rank, how: str) -> None:
     (diff,) = caught.value.report.groups[-1].tensors
     assert (diff.name, diff.index, diff.places[0].rank) == (name, (4 if how == "fsdp" else 1, 1), 1)
     assert len(set(rank.gather(str(caught.value)))) == 1
+
+
+@pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("change", ["", "value", "missing"])
+def test_pipeline_stages_of_ranks_have_the_verdict_of_files(syncheck_rank: Rank, change: str) -> None:
+    """Each rank passes its own stage; the verdict is that of the same states saved as files."""
+    generator = torch.Generator().manual_seed(0)
+    full = {f"layers.{i}.weight": torch.randn(3, 3, generator=generator) for i in range(4)}
+    names = list(full)[2 * syncheck_rank.rank :][:2]
+    stage = {name: full[name].clone() for name in names}
+    if change and syncheck_rank.rank:
+        stage[names[0]] += 1
+        if change == "missing":
+            del stage[names[0]]
+    folder = syncheck_rank.shared
+    torch.save(stage, folder / f"stage_rank{syncheck_rank.rank}.pt")
+    torch.save(full, folder / "full.pt")
+    syncheck_rank.barrier()
+    on_disk = syncheck.diff(str(folder / "stage_rank*.pt"), folder / "full.pt")
+    verdict = "in_sync"
+    try:
+        assert assert_same_model(stage, full).counts.identical == 4
+    except OutOfSync as error:
+        verdict = error.report.verdict
+        codes = [[finding.code for finding in report.groups[-1].findings] for report in (error.report, on_disk)]
+        assert codes[0] == codes[1]
+    assert verdict == on_disk.verdict == ("out_of_sync" if change else "in_sync")
 
 
 @pytest.mark.syncheck(ranks=2)

@@ -24,7 +24,8 @@ def write(folder: Path) -> Path:
     changed = W.copy()
     changed[5, 1] += 1
     save_pth(folder / "changed.pth", {"w": changed})
-    save_pth(folder / "with_step.pth", {"w": W, "optimizer_of": {"x": W}})
+    state = {"state": {0: {"exp_avg": W}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    save_pth(folder / "with_step.pth", {"model": {"w": W}, "optimizer": state})
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,3 +63,26 @@ def test_output_errors(drifted: Path) -> None:
     assert ending.code == nothing.code == pytest.ExitCode.USAGE_ERROR
     assert ending.out.startswith("ERROR: --syncheck-output a.pdf: unknown file extension")
     assert nothing.out.startswith("ERROR: --syncheck-output a.json: no checkpoints to report on")
+
+
+@pytest.mark.parametrize("option", ["--syncheck-output", "--syncheck-baseline"])
+def test_nothing_is_replaced(drifted: Path, option: str) -> None:
+    """A report or a baseline never replaces an input, a checkpoint or a link to one; the session does not start."""
+    (drifted / "checkpoint.json").write_bytes((drifted / "ddp_rank0.pth").read_bytes())
+    (drifted / "link.json").symlink_to("ddp_rank1.pth")
+    os.link(drifted / "ddp_rank0.pth", drifted / "hard.json")
+    (drifted / "known.json").write_text('{"syncheck_baseline": 1, "accepted": {}}')
+    (drifted / "known.txt").symlink_to("known.json")
+    before = {path.name: path.read_bytes() for path in drifted.iterdir() if path.is_file()}
+    update = ["--syncheck-update-baseline"] if option == "--syncheck-baseline" else []
+    runs = [
+        (drifted, ["--syncheck", "*.pth", option, target, *update])
+        for target in ("checkpoint.json", "link.json", "hard.json")
+    ]
+    runs.append(
+        (drifted, ["--syncheck", "*.pth", "--syncheck-baseline", "known.json", "--syncheck-output", "known.txt"])
+    )
+    for run in sessions(*runs):
+        assert run.code == pytest.ExitCode.USAGE_ERROR
+        assert run.out.startswith("ERROR: ")
+    assert {path.name: path.read_bytes() for path in drifted.iterdir() if path.is_file()} == before

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 import syncheck
 from syncheck.errors import MalformedFile, RefusedFile, UnsupportedFormat
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
 
 if TYPE_CHECKING:
     from pathlib import Path

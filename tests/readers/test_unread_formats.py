@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 import syncheck
 from syncheck.errors import CheckpointError, NotACheckpoint, RefusedFile, UnsupportedFormat
+
+torch = pytest.importorskip("torch")
 
 if TYPE_CHECKING:
     from pathlib import Path

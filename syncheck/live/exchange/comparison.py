@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, build_selection, judge
 from syncheck.comparison import reference
+from syncheck.comparison.copies import is_embedding_in_stages
 from syncheck.comparison.group import hyperparameters, selected_kinds
 from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.dtypes import DTYPES
@@ -26,6 +27,7 @@ from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
 from syncheck.live.local_compare import NO_OBJECTS
 from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
+from syncheck.records import NotFinite
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import find_replicated
 
@@ -80,7 +82,7 @@ def compare_across_ranks(
             )
         if not things:
             raise UsageError(NO_OBJECTS)
-        local = snapshot(*things)
+        local = snapshot(*things, attributes=True)
         if coordinates:
             local = replace(local, metadata=replace(local.metadata or Metadata(), mesh=dict(coordinates)))
         return compare_snapshots(channel, local, chosen, budget, cache=cache)
@@ -107,17 +109,47 @@ def compare_snapshots(
     default of objects in memory. histograms: as in `api.judge`.
     """
     contents = exchange_manifests(channel, local, options)
+    report = _compare_contents(channel, local, contents, options, budget, name, how, histograms, cache)
+    return _add_not_finite(report, contents)
+
+
+def _add_not_finite(report: Report, contents: GroupContents) -> Report:
+    """Add the equal tensors that hold NaN or infinity; the comparison has read none of them."""
+    (group,) = report.groups
+    differing = {diff.name for diff in group.tensors if diff.out_of_sync}
+    measured = () if group.not_finite is None else group.not_finite.names
+    names = [name for name in contents.not_finite if name in group.evidence.names and name not in differing]
+    names += measured
+    found = NotFinite(tuple(names), len(names)) if names else None
+    return replace(report, groups=(replace(group, not_finite=found),))
+
+
+def _compare_contents(
+    channel: Channel,
+    local: Snapshot,
+    contents: GroupContents,
+    options: Options,
+    budget: int,
+    name: str,
+    how: Message | None,
+    histograms: bool,
+    cache: dict[Any, Report] | None,
+) -> Report:
+    """Return the report about the contents of all ranks. Parameters as in `compare_snapshots`."""
     grouping: tuple[Message, ...] = (how or Grouping.LIVE(),)
     slow = {rank: info.fallback for rank, info in contents.rank_infos.items() if info.fallback}
     if slow:
         grouping += (Grouping.SLOW_DIGESTS(ranks=tuple(slow), reason=next(iter(slow.values()))),)
-    if contents.are_equal and options.reference is None:  # with a reference, the report also has its rank
+    has_attributes = any(contents.attributes.values())
+    if (
+        contents.are_equal and not has_attributes and options.reference is None
+    ):  # with a reference, the report also has its rank
         return _report_in_sync(contents, options, name, grouping, {} if cache is None else cache)
     wanted = _find_differing(contents, options)
     if not wanted:
         return _judge_replicas(contents, options, name, grouping)
     content = contents.of_rank(channel.rank)
-    names = contents.common_names(content)
+    names = contents.fetched_names(content)
     own: dict[Key, Sliced] = {
         (names[name], content.tensors[name].same): tensor.data
         for name, tensor in local.tensors.items()
@@ -164,7 +196,7 @@ def _judge_replicas(
     *,
     histograms: bool = False,
 ) -> Report:
-    replicas = ReplicaGroup(name, contents.step, tuple(contents.snapshots(ranks).items()), grouping)
+    replicas = ReplicaGroup(name, contents.step, tuple(contents.snapshots(ranks).items()), grouping, paired=True)
     reference.check_reference(options.reference, (replicas,))
     return judge(Found((replicas,)), options, histograms=histograms)
 
@@ -176,19 +208,27 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
     for key, content in contents.by_key.items():
         for name, tensor in content.tensors.items():
             digests.setdefault(names[key][name], set()).add(tensor.same)
+    for name, source in contents.second_copies.items():
+        digests[name] |= digests[source]
     selection = build_selection(options)
     # By default all tensors are selected, and classifying every name of every rank would take long.
     filtered = selection.only or selection.include or selection.exclude
     selected = selected_kinds(contents.snapshots(), selection) if filtered else digests
-    by_name: dict[str, dict[int, Tensor]] = {
-        name: {} for name, distinct in digests.items() if len(distinct) > 1 and name in selected
-    }
+    differing = [name for name, distinct in digests.items() if len(distinct) > 1 and name in selected]
+    sources = [contents.second_copies[name] for name in differing if name in contents.second_copies]
+    by_name: dict[str, dict[int, Tensor]] = {name: {} for name in (*differing, *sources)}
     for rank, info in contents.rank_infos.items():
         for name, tensor in contents.of_rank(rank).tensors.items():
             if (common := names[info.key][name]) in by_name:
                 by_name[common][rank] = tensor
-    positions = find_positions(contents.snapshots())
-    whole, tied = find_replicated(by_name) if positions.plain else frozenset(), set(contents.copies.values())
+    for name in differing:
+        if name in contents.second_copies:
+            by_name[name] = {**by_name[contents.second_copies[name]], **by_name[name]}
+    snapshots = contents.snapshots()
+    positions = find_positions(snapshots)
+    whole, tied = find_replicated(by_name) if positions.plain else frozenset(), {*contents.copies.values()}
+    tied |= contents.second_copies.keys()
+    tied.update(name for name, tensors in by_name.items() if is_embedding_in_stages(name, tensors, snapshots))
     wanted: dict[str, dict[bytes, RemoteTensor]] = {}
     for name, tensors in by_name.items():
         ranks = tuple(contents.rank_infos)
@@ -199,11 +239,12 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
             for rank in reversed(members):  # the first of several equal ranks remains
                 tensor = tensors[rank]
                 if tensor.same:
-                    remote = RemoteTensor(name, tensor.same, rank, tensor.numel * DTYPES[tensor.dtype].size)
+                    fetched = contents.second_copies.get(name, name)
+                    remote = RemoteTensor(fetched, tensor.same, rank, tensor.numel * DTYPES[tensor.dtype].size)
                     by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = remote
             for by_digest in by_form.values():
                 if len(by_digest) > 1:
-                    wanted.setdefault(name, {}).update(by_digest)
+                    wanted.setdefault(contents.second_copies.get(name, name), {}).update(by_digest)
     return wanted
 
 
@@ -239,7 +280,7 @@ def _attach_bytes(
 
     by_key = {
         key: content.with_tensors(
-            {name: attach(common, content.tensors[name]) for name, common in contents.common_names(content).items()}
+            {name: attach(common, content.tensors[name]) for name, common in contents.fetched_names(content).items()}
         )
         for key, content in contents.by_key.items()
     }

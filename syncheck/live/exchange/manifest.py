@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.comparison.copies import find_copies, name_of_copied
+from syncheck.comparison.copies import find_copies, find_second_copies, name_of_copied
 from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError, one_line
 from syncheck.kernel.blocks import ranges
+from syncheck.kernel.finiteness import FiniteScan
 from syncheck.live.digest import COMMON, KERNEL, WIDTH, Stream, digest_all, hash_digests
+from syncheck.live.digest.finiteness import find_not_finite
 from syncheck.live.digest.host import default_algorithm
+from syncheck.live.exchange.attributes import exchange_attributes, hash_attributes
 from syncheck.live.memory import FORMAT, agree_on_buffers
 from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.names import normalize
@@ -140,7 +143,8 @@ class RankInfo:
     """The first message of a rank. key: equal on ranks with equal contents. mesh: its coordinate by dimension.
 
     path, size: of its replica in reports. host: of the training. fallback: why its digests were computed without the
-    fused GPU kernel, else empty.
+    fused GPU kernel, else empty. attributes: hash of the plain attributes of its modules. not_finite: names of its
+    tensors with NaN or infinity.
     """
 
     key: Key
@@ -150,6 +154,8 @@ class RankInfo:
     host: str
     mesh: tuple[tuple[str, int], ...]
     fallback: str = ""
+    attributes: bytes = b""
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass
@@ -183,11 +189,16 @@ class Content:
 
 @dataclass(frozen=True)
 class GroupContents:
-    """The contents of a group's ranks. rank_infos: by rank, in order. is_world: the group includes all ranks."""
+    """The contents of a group's ranks.
+
+    rank_infos: by rank, in order. is_world: the group includes all ranks. attributes: plain attributes that differ
+    between ranks, by rank; None for a rank without modules.
+    """
 
     rank_infos: Mapping[int, RankInfo]
     by_key: Mapping[Key, Content]
     is_world: bool
+    attributes: Mapping[int, Mapping[str, Any] | None] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Content:
         """Return the content of a rank."""
@@ -203,10 +214,31 @@ class GroupContents:
                     holders.setdefault(name, []).append(rank)
         return find_copies(holders, self.snapshots()) if holders else {}
 
+    @cached_property
+    def second_copies(self) -> Mapping[str, str]:
+        """The name of the tensor by the name of each second copy of it in a pipeline stage."""
+        names = (name for content in self.by_key.values() for name in content.normalized_names.values())
+        return find_second_copies(dict.fromkeys(names), self.copies, self.snapshots()) if self.copies else {}
+
+    def fetched_names(self, content: Content) -> Mapping[str, str]:
+        """Return the names under which ranks exchange bytes: one name for all copies of a tensor."""
+        names = self.common_names(content)
+        return {name: self.second_copies.get(common, common) for name, common in names.items()}
+
     def common_names(self, content: Content) -> Mapping[str, str]:
         """Return the names under which tensors are compared, by name in one of the contents."""
         names = content.normalized_names
         return {name: self.copies.get(short, short) for name, short in names.items()} if self.copies else names
+
+    @property
+    def not_finite(self) -> list[str]:
+        """The tensors with NaN or infinity on any rank, in the order of the model."""
+        held = {name for info in self.rank_infos.values() for name in info.not_finite}
+        listed: dict[str, None] = {}
+        for content in self.by_key.values() if held else ():
+            names = self.common_names(content)
+            listed |= dict.fromkeys(names[row.name] for row in content.manifest.rows if row.name in held)
+        return list(listed)
 
     @property
     def step(self) -> int | None:
@@ -216,7 +248,10 @@ class GroupContents:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all ranks have equal contents, hold full replicas, and none is missing."""
+        """Whether all ranks have equal contents, hold full replicas, and none is missing.
+
+        Plain attributes are no part of the contents, because many of them differ by design.
+        """
         worlds = {content.metadata.world_size for content in self.by_key.values()}
         if not worlds <= {None, len(self.rank_infos)}:
             return False
@@ -234,7 +269,12 @@ class GroupContents:
             metadata = replace(content.metadata, rank=rank, world_size=world_size, host=info.host, mesh=dict(info.mesh))
             shared = content.manifest.snapshot
             snapshots[rank] = replace(
-                shared, path=info.path, bytes=info.size, tensors=content.tensors, metadata=metadata
+                shared,
+                path=info.path,
+                bytes=info.size,
+                tensors=content.tensors,
+                metadata=metadata,
+                attributes=self.attributes.get(rank),
             )
         return dict(zip(snapshots, agree_on_buffers(snapshots.values()), strict=True))
 
@@ -254,7 +294,9 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     key = own.digest(), hash_digests(digests)
     options_hash = hashlib.sha256(repr(options).encode()).digest()[:16]
     fallback, KERNEL.fallback = one_line(KERNEL.fallback)[:200], ""
-    sent = channel.gather(RankInfo(key, options_hash, path, local.bytes, host, mesh, fallback), "digests")
+    hashed, not_finite = hash_attributes(local.attributes), _find_not_finite(channel, local)
+    own_info = RankInfo(key, options_hash, path, local.bytes, host, mesh, fallback, hashed, not_finite)
+    sent = channel.gather(own_info, "digests")
     rank_infos: dict[int, RankInfo] = {rank: sent[rank] for rank in sorted(sent)}
     if len({info.options for info in rank_infos.values()}) > 1:
         raise UsageError("the options differ between ranks; pass the same options on every rank")
@@ -273,18 +315,38 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
             lambda: _join_digests(_agree_on_algorithms(local, digests, manifests)), owners.values(), "tensors"
         )
         blobs = {key: sent[rank] for key, rank in owners.items()}
-    return GroupContents(
-        rank_infos, {key: Content(manifests[key[0]], blob) for key, blob in blobs.items()}, channel.is_world
-    )
+    hashes = {rank: info.attributes for rank, info in rank_infos.items()}
+    attributes = exchange_attributes(channel, local.attributes, hashes)
+    contents = {key: Content(manifests[key[0]], blob) for key, blob in blobs.items()}
+    return GroupContents(rank_infos, contents, channel.is_world, attributes)
+
+
+def _find_not_finite(channel: Channel, local: Snapshot) -> tuple[str, ...]:
+    """Return the names of tensors with NaN or infinity, in this rank's share of the tensors.
+
+    Equal tensors need to be searched on one rank only, and differences of unequal tensors are measured anyway.
+    """
+    position = sorted(channel.ranks).index(channel.rank)
+    tensors = list(local.tensors.values())
+    share = set(range(position, len(tensors), len(channel.ranks)))
+    # Ranks hold different shards.
+    share |= {number for number, tensor in enumerate(tensors) if tensor.sharding is not None}
+    numbers = set(find_not_finite({number: tensors[number] for number in share}))
+    for number, tensor in enumerate(tensors):
+        if isinstance(tensor.data, FileBytes) and tensor.data.not_finite:
+            numbers.add(number)
+    return tuple(tensors[number].name for number in sorted(numbers))
 
 
 class FileBytes:
     """The bytes of a tensor in a file, in C order and little-endian, read part by part."""
 
-    __slots__ = ("_files", "_tensor")
+    __slots__ = ("_files", "_tensor", "not_finite")
 
     def __init__(self, tensor: Tensor, files: Files) -> None:
         self._tensor, self._files = tensor, files
+        self.not_finite = False
+        """Whether NaN or infinity was read for the digest."""
 
     def __getitem__(self, part: Any) -> bytes:
         size = DTYPES[self._tensor.dtype].size
@@ -298,8 +360,12 @@ class FileBytes:
         """Return algorithm and digest, like `live.digest.digest_all` for a tensor in memory."""
         algorithm = algorithm or default_algorithm()
         stream = Stream(algorithm)
+        scan = FiniteScan(self._tensor.dtype, nan_only=not self._tensor.name.startswith("optimizer."))
         for start, count in ranges([self._tensor]):
-            stream.update(self._files.read(self._tensor, start, count, 0))
+            block = self._files.read(self._tensor, start, count, 0)
+            scan.look(block)
+            stream.update(block)
+        self.not_finite = scan.found
         return algorithm, stream.digest()
 
 

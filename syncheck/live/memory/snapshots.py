@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     from syncheck.readers.pickles.stand_ins import TensorLocation
 
 FORMAT = "memory"
+# Attributes in the note about objects that were not read.
+_MOST_UNREAD = 8
 
 
-def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
+def snapshot(*parts: Any, path: str = "", persistent: bool = False, attributes: bool = False) -> Snapshot:
     """Return a snapshot of one replica in memory. Its tensors are read during the comparison, and never changed.
 
     parts: modules, optimizers, other objects with a `state_dict()`, state dicts, nested checkpoints, tensors and arrays
     that form the replica. path: its name in reports, by default the class names. persistent: skip non-persistent
-    buffers, to compare a module with a file. Optimizer states are named by the parameters of the given modules, or by
-    position without modules. Raises UsageError for a part whose class holds no tensors.
+    buffers, to compare a module with a file. attributes: read the plain attributes of modules. Optimizer states are
+    named by the parameters of the given modules, or by position without modules. Raises UsageError for a part whose
+    class holds no tensors.
     """
     for part in parts:
         if not is_readable(part):
@@ -49,10 +52,24 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False) -> Snapshot:
     metadata = _make_metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
     # With a partitioned optimizer, the groups of each rank contain its own parameters only.
     values = {name: value for name, value in flat.values.items() if not (tree.partitioned and is_membership(name))}
-    stubs, unread = tuple(sorted(tree.stubs)), ", ".join(sorted(tree.unread))
-    notes = (Note.NOT_READ_IN_FULL(objects=unread),) if unread else ()
+    plain = tree.attributes.finish() if attributes and tree.modules else None
+    unread = sorted(tree.unread)
+    if plain is not None:
+        unread += plain.unread[:_MOST_UNREAD]
+        unread += [f"{len(plain.unread) - _MOST_UNREAD} more attributes"] * (len(plain.unread) > _MOST_UNREAD)
+    notes = (Note.NOT_READ_IN_FULL(objects=", ".join(unread)),) if unread else ()
     return remove_bookkeeping(
-        Snapshot(path, FORMAT, _sum_bytes(tensors.values()), tensors, values, stubs, metadata, notes)
+        Snapshot(
+            path,
+            FORMAT,
+            _sum_bytes(tensors.values()),
+            tensors,
+            values,
+            tuple(sorted(tree.stubs)),
+            metadata,
+            notes,
+            attributes=None if plain is None else plain.values | tree.modes,
+        )
     )
 
 

@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
+from syncheck.live.memory.attributes import AttributeReader, describe_modes
 from syncheck.live.memory.objects import (
     EXTRA_STATE,
     get_attributes,
@@ -30,6 +31,7 @@ from syncheck.live.memory.objects import (
     is_sharded,
     is_stateful,
 )
+from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
 from syncheck.messages import Refusal
 from syncheck.names import MODEL_CONTAINERS
@@ -87,9 +89,10 @@ class Tree:
     non-persistent buffers. buffers, frozen, parameters: names, as in `readers.pickles.tree`. bn_momentum: by BatchNorm
     module. buffers_synced: as in `snapshots.Metadata`; None if no module defines it. stubs: unknown classes whose
     tensors are all compared. unread: classes and module attributes that may have more tensors. hidden: the same with
-    names, if tensors were found. names: of the modules' parameters, by `id`. partitioned: an optimizer holds the states
-    of some parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for objects
-    that cannot be read.
+    names, if tensors were found. attributes: reads the plain attributes of the modules. modes: whether modules are in
+    training mode, by the name of the root. names: of the modules' parameters, by `id`. partitioned: an optimizer holds
+    the states of some parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for
+    objects that cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
@@ -110,9 +113,13 @@ class Tree:
         self._seen: dict[int, Any] = {}
         self._searched: list[tuple[str, Any, list[Any]]] = []
         self._attributes: list[tuple[str, Any]] = []
+        self._owners: list[tuple[str, Any]] = []
+        self._roots: list[tuple[str, dict[str, Any]]] = []
+        self.modes: dict[str, str] = {}
         self._above: set[int] = set()
         self._alive: list[Any] = []
         self.root = self._convert(_merge_parts(parts), "", 0)
+        self.attributes = self._read_attributes()
         # After all modules, when the names of all parameters are known.
         for into, optimizer, name in self._optimizers:
             state_dict = add_parameter_names(
@@ -130,6 +137,25 @@ class Tree:
         self.unread.update(kind for _, kind in self.hidden)
         self.unread.update(attribute for attribute, tensor in self._attributes if id(tensor) not in known)
         self.stubs -= self.unread
+
+    def _read_attributes(self) -> AttributeReader:
+        """Read the plain attributes of all modules, and add the parameters in them that an optimizer trains."""
+        optimized: set[int] = set()
+        for _, optimizer, _ in self._optimizers:
+            for group in optimizer.param_groups:
+                optimized.update(map(id, group["params"]))
+        known = {*self._seen, *self.names, *map(id, self._alive)}
+        reader = AttributeReader(known, optimized)
+        for path, module in self._owners:
+            reader.read_module(path, module)
+        for name, parameter in reader.attributes.trained.items():
+            prefix, entries = max((root for root in self._roots if name.startswith(root[0])), key=lambda root: root[0])
+            entries[name.removeprefix(prefix)] = describe_tensor(parameter)
+            self.names.setdefault(id(parameter), name)
+            self.parameters.add(name)
+            if not parameter.requires_grad:
+                self.frozen.append(name)
+        return reader
 
     @property
     def buffers_synced(self) -> bool | None:
@@ -214,6 +240,8 @@ class Tree:
         prefix = get_prefix(name)
         entries: dict[str, Any] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
+        self._roots.append((prefix, entries))
+        self.modes[f"{prefix}training"] = describe_modes(modules)
         flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_fsdp1(m))
         transient = get_transient_buffers(modules)
         for path, owner in modules.items():
@@ -234,7 +262,10 @@ class Tree:
                     entries[f"{at}{key}"] = describe_tensor(buffer)
                     self.buffers.append(f"{prefix}{at}{key}")
             self._alive += [owner, *owner.buffers(recurse=False)]
-            for holder in (owner, *owner.parameters(recurse=False)):
+            if is_read(owner):
+                plain_path = find_plain_path(path, modules)
+                self._owners.append((f"{prefix}{plain_path}" if plain_path else prefix.removesuffix("."), owner))
+            for holder in (*([] if is_read(owner) else [owner]), *owner.parameters(recurse=False)):
                 own = [(key, value) for key, value in vars(holder).items() if hasattr(value, "dtype")]
                 self._attributes += [(f"{class_name(holder)}.{key}", value) for key, value in own if is_tensor(value)]
             if has_extra_state(owner):

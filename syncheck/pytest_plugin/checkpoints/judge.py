@@ -168,8 +168,10 @@ def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str,
     properties = {"verdict": part.verdict, "replicas": str(len(group.replicas))}
     if group.fixed:
         properties["fixed"] = _limit("; ".join(words.fixed_lines([group])), 1000)
-    if group.notes:
-        properties["notes"] = _limit("; ".join(map(str, group.notes)), 500)
+    fact = words.describe_not_finite(group)
+    notes = [*group.notes] if fact is None else [fact, *group.notes]
+    if notes:
+        properties["notes"] = _limit("; ".join(map(str, notes)), 500)
     properties |= _unjudged(group, planned)
     for name, findings in (
         ("findings", part.findings),

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
 
+    # The file of a baseline to update, and its content.
+    Update = tuple[str, Known] | None
+
 
 class Checkpoints(pytest.Collector):
     """A folder of checkpoints, or a run in a folder: the levels of an id above the items."""
@@ -187,6 +190,7 @@ def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> 
         if config.getoption("syncheck_update_baseline"):
             update = _start_update(compare_options.baseline, selection)
             compare_options = replace(compare_options, baseline=None)
+        _protect_inputs(config, outputs, selection, compare_options.baseline, update)
         found = api.find(*selection.paths, options=compare_options)
     root = start if is_same(start, config.rootpath) else config.rootpath
     planned = plan_items(found, compare_options, start, root)
@@ -200,6 +204,29 @@ def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> 
         accepting=update is not None,
     )
     return CheckpointPlugin(judge, _select_items(planned, selection, config), outputs, update)
+
+
+def _protect_inputs(
+    config: pytest.Config, written: list[str], selection: Selection, baseline: str | None, update: Update
+) -> None:
+    """Raise OptionError, before the comparison, if an output file would replace an input or a checkpoint.
+
+    written: the reports. baseline: the file to read. update: the baseline to update, if any.
+    """
+    from syncheck.errors import PYTEST
+    from syncheck.outputs import protect_all
+
+    named = [(PYTEST.name("output"), path) for path in written]
+    if update is not None:
+        named.append(("{baseline}", update[0]))
+    inputs = list(selection.paths)
+    if baseline is not None:
+        inputs.append(baseline)
+    for pair in config.getoption("syncheck_diff") or ():
+        for side in pair:
+            inputs += side.split(",")
+    # Tests may create the folders of the outputs.
+    protect_all(named, inputs)
 
 
 def _start_update(path: str | None, selection: Selection) -> tuple[str, Known]:
@@ -247,9 +274,7 @@ def _is_worker(config: pytest.Config) -> bool:
 class CheckpointPlugin:
     """The hooks of a run with checkpoints. update: the file of the baseline to update, and its content."""
 
-    def __init__(
-        self, judge: Judge, planned: list[Planned], outputs: list[str], update: tuple[str, Known] | None
-    ) -> None:
+    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str], update: Update) -> None:
         self.judge = judge
         self.planned = planned
         self.outputs = outputs
@@ -321,12 +346,10 @@ class CheckpointPlugin:
 
     def _write(self, path: str) -> None:
         from syncheck.errors import PYTEST
-        from syncheck.readers import refuse_overwrite
         from syncheck.report.files import write_file
 
         report = self.judge.report()
         with contextlib.chdir(self.judge.start):
-            refuse_overwrite(path, PYTEST.name("output"))
             write_file(path, report, PYTEST.name("output"), self.judge.options)
         self.written.append(path)
 

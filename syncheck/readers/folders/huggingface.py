@@ -188,11 +188,32 @@ def _add_weights(whole: Assembly, names: list[str]) -> bool:
         whole.add(part, str if first else _add_prefix(slot, ""))
     used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
     weights = {name for name in names if _WEIGHTS.fullmatch(name) or _SHARD.fullmatch(name)}
+    copies = _list_second_copies(whole.folder, names, slots)
     for name in sorted(weights - used - set(slots.values())):
         # Another copy of the weights, or a shard that is not in the index: libraries may load it instead.
         whole.add(read_file(os.path.join(whole.folder, name)), _add_prefix(name, ""))
-        whole.notes.append(Note.OTHER_WEIGHTS(file=name, others=", ".join(slots.values())))
+        sentence = Note.SECOND_WEIGHTS if name in copies else Note.OTHER_WEIGHTS
+        whole.notes.append(sentence(file=name, others=", ".join(slots.values())))
     return [bool(_WEIGHTS.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
+
+
+def _list_second_copies(folder: str, names: list[str], slots: dict[str, str]) -> set[str]:
+    """Return the files of weights in another format, or of another variant, of a model that is read."""
+    copies: set[str] = set()
+    for name in names:
+        slot = _find_slot(name)
+        if slot in slots and slots[slot] != name:
+            copies |= set(_weight_map(os.path.join(folder, name)).values()) if _INDEX.fullmatch(name) else {name}
+    return copies
+
+
+def _find_slot(name: str) -> str | None:
+    """Return the model of a file of weights or of an index; None for another file."""
+    if match := _INDEX.fullmatch(name):
+        return match["stem"].removeprefix("pytorch_")
+    if match := _WEIGHTS.fullmatch(name):
+        return match["stem"].removeprefix("pytorch_") + (match["number"] or "")
+    return None
 
 
 def _name_parameters(whole: Assembly) -> None:
@@ -207,13 +228,13 @@ def _choose_weights(names: list[str]) -> dict[str, str]:
     """Choose the file or index of each model. If both formats are present, choose safetensors, as transformers does."""
     found: dict[str, tuple[int, int, str]] = {}
     for name in names:
-        index, one = _INDEX.fullmatch(name), _WEIGHTS.fullmatch(name)
-        match = index or one
-        if match is None:
+        slot = _find_slot(name)
+        if slot is None:
             continue
-        slot = match["stem"].removeprefix("pytorch_") + (match["number"] or "" if one else "")
+        index = _INDEX.fullmatch(name)
+        is_bin = name.endswith(".bin") or (index is not None and index["ending"] == "bin")
         # A file precedes an index, as in transformers.PreTrainedModel.from_pretrained.
-        rank = 2 * (match["ending"] == "bin") + (index is not None)
+        rank = 2 * is_bin + (index is not None)
         # An index without a variant in its name precedes an index with a variant.
         chosen = rank, len(name), name
         found[slot] = min(found.get(slot, chosen), chosen)

@@ -1,0 +1,223 @@
+"""Find optimizer state that only the owner of each parameter holds, as in Muon and other layer-wise optimizers.
+
+The parameter groups of all ranks list all parameters there, and most ranks lack most states by design. The evidence:
+
+- Parameters of one parameter group with equal names of states form a class. If one state of the class is on all ranks,
+  the class is replicated, and a missing state was lost.
+- The ranks with the state of a parameter are its owners. The sets of owners in a class are equally large and disjoint,
+  and there are at least two sets: every rank lacks states of other ranks. Lost state leaves sets within other sets.
+- A state that only some of these owners hold was lost by the other owners.
+- If the ranks own parameters in turn, a rank without any state of the class lost the states of its turns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from syncheck.names import normalize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from syncheck.snapshots import Snapshot
+
+    Ranks = frozenset[int]
+    States = frozenset[str]
+
+_MEMBERS = re.compile(r"(optimizer(?:\.\w+)*)\.param_groups\.\d+\.(?:params|\(positions\))")
+
+
+@dataclass(frozen=True, slots=True)
+class LostState:
+    """State that no file contains, although its owner is known."""
+
+    rank: int
+    parameter: str
+    states: States
+
+
+@dataclass(slots=True)
+class Owners:
+    """The optimizer state that each rank must hold. Parameters have the names of tensors: `optimizer.<parameter>`."""
+
+    by_rank: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    owned: set[str] = field(default_factory=set)
+    """Parameters whose state is on some ranks by design."""
+    lost: list[LostState] = field(default_factory=list)
+
+    def add(self, parameter: str, expected: Ranks, ranks: Ranks) -> None:
+        """Add a parameter whose state some ranks must hold. ranks: all ranks."""
+        for rank in expected:
+            self.by_rank[rank].add(parameter)
+        if expected != ranks:
+            self.owned.add(parameter)
+
+    def has_state(self, parameter: str) -> bool:
+        """Whether any rank holds state of a parameter."""
+        return any(parameter in parameters for parameters in self.by_rank.values())
+
+
+@dataclass(slots=True)
+class _Class:
+    """Parameters of one parameter group whose states have equal names. holders: ranks with state, by parameter."""
+
+    states: States
+    holders: dict[str, Ranks] = field(default_factory=dict)
+
+
+def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
+    """Return the owners of optimizer state; None if each state is on all ranks, or lost."""
+    # The common case, also for a thousand ranks: replicas have the same tensors.
+    contents = {frozenset(snapshot.tensors) for snapshot in snapshots.values()}
+    if len(contents) < 2:
+        return None
+
+    ranks = frozenset(snapshots)
+    states = _list_states(snapshots)
+    if not any(state.ranks < ranks for state in states.values()):
+        return None
+
+    groups = _list_groups(snapshots)
+    group_of: dict[str, str] = {}
+    for group, parameters in groups.items():
+        group_of |= dict.fromkeys(parameters, group)
+    # Without groups on all ranks, a state may belong to an optimizer in another part of a checkpoint.
+    optimizers = tuple({group.partition("param_groups.")[0] for group in groups})
+    if not all(f"{parameter}.".startswith(optimizers) for parameter in states):
+        return None
+
+    # Layers with a learning rate of their own have a group each, so groups matter only if classes are mixed.
+    for group_names in ({}, group_of):
+        classes = _sort_into_classes(states, group_names)
+        owners = _assign_owners(classes, ranks)
+        if owners.owned:
+            for of_class in classes:
+                owners.lost += _find_lost_turns(of_class, groups.values(), owners, sorted(ranks))
+            return owners
+
+    return None
+
+
+@dataclass(slots=True)
+class _State:
+    """The ranks with the state of a parameter, and the names of the state's tensors."""
+
+    ranks: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
+
+
+def _list_states(snapshots: Mapping[int, Snapshot]) -> dict[str, _State]:
+    """Return the state of each parameter. Shards have no owner."""
+    states: dict[str, _State] = defaultdict(_State)
+    for rank, snapshot in snapshots.items():
+        for name, plain in normalize(snapshot.tensors).items():
+            parameter, _, state = plain.rpartition(".")
+            is_whole = snapshot.tensors[name].sharding is None
+            if is_whole and parameter.startswith("optimizer."):
+                states[parameter].ranks.add(rank)
+                states[parameter].names.add(state)
+
+    return states
+
+
+def _list_groups(snapshots: Mapping[int, Snapshot]) -> dict[str, list[str]]:
+    """Return the parameters of each parameter group in their order, if all ranks list the same parameters."""
+    lists: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, snapshot in snapshots.items():
+        for name, members in snapshot.values.items():
+            if _MEMBERS.fullmatch(name):
+                lists[name, str(members)].append(rank)
+
+    groups: dict[str, list[str]] = {}
+    for (name, members), ranks in lists.items():
+        # Ranks with other groups may number other parameters.
+        if len(ranks) == len(snapshots):
+            optimizer, _, _ = name.partition(".param_groups.")
+            groups[name] = [f"{optimizer}.{member}" for member in members.split(", ")]
+
+    return groups
+
+
+def _sort_into_classes(states: Mapping[str, _State], group_of: Mapping[str, str]) -> list[_Class]:
+    classes: dict[tuple[str, States], _Class] = {}
+    for parameter, state in states.items():
+        # A parameter that has the name of a tensor is not in the lists of numbers.
+        names = frozenset(state.names)
+        key = group_of.get(parameter, ""), names
+        of_class = classes.setdefault(key, _Class(names))
+        of_class.holders[parameter] = frozenset(state.ranks)
+
+    return list(classes.values())
+
+
+def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
+    """Return the ranks that must hold each state. Without a set of owners, all ranks must hold it."""
+    confirmed: set[Ranks] = set()
+    for of_class in classes:
+        confirmed |= _find_owner_sets(of_class, ranks)
+
+    owners = Owners()
+    for of_class in classes:
+        owner_sets = _find_owner_sets(of_class, ranks)
+        # The only parameter of a class, such as a single matrix, has one set of owners. Other classes must confirm it.
+        if len(of_class.holders) == 1:
+            owner_sets = confirmed
+        for parameter, holder in of_class.holders.items():
+            expected = next(filter(holder.issubset, owner_sets), ranks)
+            owners.add(parameter, expected, ranks)
+
+    return owners
+
+
+def _find_owner_sets(of_class: _Class, ranks: Ranks) -> set[Ranks]:
+    """Return the sets of ranks that own parameters of a class; empty if its state is replicated or lost."""
+    holders = set(of_class.holders.values())
+    if ranks in holders:
+        return set()
+
+    # A smaller set within another set: some of these owners lost the state.
+    largest = {holder for holder in holders if not any(map(holder.__lt__, holders))}
+    all_owners = frozenset[int]().union(*largest)
+    sizes = list(map(len, largest))
+    are_disjoint = sum(sizes) == len(all_owners)
+    are_equally_large = min(sizes) == max(sizes)
+    # With a single set, the other ranks may have lost their states.
+    if len(largest) < 2 or not are_disjoint or not are_equally_large:
+        return set()
+
+    return largest
+
+
+def _find_lost_turns(
+    of_class: _Class, groups: Iterable[Sequence[str]], owners: Owners, ranks: Sequence[int]
+) -> list[LostState]:
+    """Return the states of a class that a rank without any of them lost.
+
+    Only the order proves it: parameter i of the group belongs to rank i modulo the number of ranks. Otherwise, the
+    parameters may have no state because they never had a gradient, and the rank may own nothing.
+    """
+    lost: list[LostState] = []
+    if not owners.owned.issuperset(of_class.holders):
+        return lost
+
+    active_ranks = frozenset[int]().union(*of_class.holders.values())
+    for parameters in groups:
+        turns = dict(zip(parameters, cycle(ranks), strict=False))
+        missing: list[LostState] = []
+        in_turn = 0
+        for parameter, rank in turns.items():
+            if of_class.holders.get(parameter) == frozenset({rank}):
+                in_turn += 1
+            # A parameter with another state is of another class.
+            elif not owners.has_state(parameter) and rank not in active_ranks:
+                missing.append(LostState(rank, parameter, of_class.states))
+
+        # One parameter with an owner out of turn, or with an active owner and no state, disproves the order.
+        if in_turn > 0 and in_turn + len(missing) == len(turns):
+            lost += missing
+
+    return lost

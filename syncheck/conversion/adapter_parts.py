@@ -1,0 +1,162 @@
+"""The tensors of an adapter: recognize them beside a base model, and read their names, which are those of PEFT."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from syncheck.snapshots import Tensor
+
+_ROOT, _PREFIX = "base_model.", "base_model.model."
+# Files of adapters alone: PEFT, torchtune, MLX.
+_FILE = re.compile(r"(?:adapters?|adapter_\d+|adapter_model(?:-.*)?)\.\w+")
+# Segments of names that the adapters of PEFT add, by the prefixes of its tuners.
+_MARKER = re.compile(
+    r"(?:^|\.)(?:modules_to_save|token_adapter|trainable_tokens_\w+|ln_tuning_\w+|oft_[rR]|boft_[rRs]|hada_[wt]\w*"
+    r"|lokr_[wt]\w*|ia3_l|hra_u|vera_lambda_\w+|vera_[AB]|lora_\w+)(?:\.|$)"
+)
+# Segments before the parameters of a wrapped module of the base model.
+_INNER = re.compile(r"\.(?:token_adapter\.base_layer|base_layer|original_module)(?=\.)")
+_ADAPTER = r"(?:\.(?P<adapter>[^.]+))?"
+# In the order in which the parts change a tensor: a factor may change a tensor that the adapter has replaced.
+_SAVED = "saved"
+_PATTERNS = {
+    _SAVED: re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<leaf>.+)"),
+    "linear": re.compile(rf"(?P<module>.+)\.lora_(?P<role>[AB]){_ADAPTER}\.(?P<leaf>weight)"),
+    "embedding": re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<role>[AB]){_ADAPTER}"),
+    "bias": re.compile(rf"(?P<module>.+)\.lora_(?P<role>B){_ADAPTER}\.(?P<leaf>bias)"),
+    "tokens": re.compile(rf"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_(?P<role>delta){_ADAPTER}"),
+}
+KINDS = tuple(_PATTERNS)
+
+
+@dataclass(frozen=True, slots=True)
+class PartName:
+    """The name of a part of an adapter."""
+
+    target: str
+    """The tensor of the base model that the part changes; the name itself for an unknown part."""
+    kind: str = ""
+    """One of `KINDS`, or empty for an unknown part."""
+    role: str = "new"
+    """A or B for a factor, delta for rows, new for a whole tensor."""
+    adapter: str = ""
+    """The name of the adapter, empty in a file of the adapter's own."""
+
+
+@dataclass(slots=True)
+class PartGroup:
+    """The parts of an adapter that change one tensor of the base model."""
+
+    target: str
+    """The name of this tensor."""
+    kind: str
+    """One of `KINDS`."""
+    stored_names: dict[str, str] = field(default_factory=dict)
+    """By role."""
+
+
+def read_part_name(stored_name: str) -> PartName:
+    """Read the name of a part."""
+    name = strip_prefixes(stored_name)
+    for kind, pattern in _PATTERNS.items():
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        groups = match.groupdict()
+        leaf, role = groups.get("leaf", "weight"), groups.get("role", "new")
+        return PartName(f"{match['module']}.{leaf}", kind, role, match["adapter"] or "")
+    if _MARKER.search(name):
+        return PartName(name)
+    # Files of adapters store replaced tensors under their own names.
+    return PartName(name, _SAVED)
+
+
+def group_parts(stored_names: Iterable[str]) -> tuple[list[PartGroup], set[str]]:
+    """Return the groups of known parts, in the order of their kinds, and the names of all adapters."""
+    groups: dict[tuple[str, str], PartGroup] = {}
+    adapters = set()
+    for stored_name in stored_names:
+        part = read_part_name(stored_name)
+        if part.adapter:
+            adapters.add(part.adapter)
+        if part.kind:
+            group = groups.setdefault((part.kind, part.target), PartGroup(part.target, part.kind))
+            group.stored_names[part.role] = stored_name
+    return sorted(groups.values(), key=_find_order), adapters
+
+
+def _find_order(group: PartGroup) -> int:
+    return KINDS.index(group.kind)
+
+
+def strip_prefixes(name: str) -> str:
+    """Return the name without the segments that PEFT inserts."""
+    return _INNER.sub("", name.removeprefix(_PREFIX))
+
+
+def find_path(tensor: Tensor) -> str:
+    """Return the file of a tensor, or of its first box."""
+    return tensor.shards[0].tensor.path if tensor.shards else tensor.path
+
+
+def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors of the base model by its own names, and the parts of an adapter by stored name."""
+    wrapped_modules = set()
+    has_plain_base = False
+    for name, tensor in tensors.items():
+        for match in _INNER.finditer(name):
+            wrapped_modules.add(name[: match.start()])
+        if not name.startswith(_ROOT):
+            has_plain_base |= not (_is_state(name) or _is_marked(name, tensor))
+    base, parts = {}, {}
+    for name, tensor in tensors.items():
+        if _is_state(name):
+            base[name] = tensor
+            continue
+        is_part = _is_marked(name, tensor) or _is_beside_base(name, wrapped_modules)
+        if is_part or _is_prefixed_part(name, has_plain_base):
+            parts[name] = tensor
+        else:
+            base[strip_prefixes(name)] = tensor
+    return base, parts
+
+
+def _is_state(name: str) -> bool:
+    """Whether a tensor belongs to the optimizer, whose states have the names of parts."""
+    return name.startswith("optimizer.")
+
+
+def _is_prefixed_part(name: str, has_plain_base: bool) -> bool:
+    """Whether the prefix of a name shows that it belongs to the adapter.
+
+    Beside a base model without PEFT's prefix, these are all names with the prefix. Otherwise, they are the tensors
+    beside the wrapped model, which several modules of an adapter share.
+    """
+    if has_plain_base:
+        return name.startswith(_ROOT)
+    return name.startswith(_ROOT) and not name.startswith(_PREFIX)
+
+
+def _is_marked(name: str, tensor: Tensor) -> bool:
+    """Whether the name or the file of a tensor is that of an adapter."""
+    if _FILE.fullmatch(os.path.basename(find_path(tensor))):
+        return True
+    return _MARKER.search(_INNER.sub("", name)) is not None
+
+
+def _is_beside_base(name: str, wrapped_modules: Collection[str]) -> bool:
+    """Whether a tensor belongs to a module that wraps one of the base model, and not to the wrapped module."""
+    if _INNER.search(name):
+        return False
+    module = name.rpartition(".")[0]
+    while module:
+        if module in wrapped_modules:
+            return True
+        module = module.rpartition(".")[0]
+    return False

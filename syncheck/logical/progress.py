@@ -1,0 +1,172 @@
+"""Check that the files of one model are of one step of one run: by metadata, saved values, optimizer steps, and names.
+
+The parts of two steps are no model. A map or a tolerance cannot help, so the result is an error and not a difference.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections import Counter, defaultdict
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from syncheck.dtypes import DTYPES
+from syncheck.errors import MalformedFile, brief
+from syncheck.kernel.blocks import Files
+from syncheck.layout.names import split_path
+from syncheck.names import normalize_keys
+from syncheck.snapshots import Tensor
+from syncheck.value_kinds import make_value_classifier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncheck.snapshots import Snapshot
+
+_METADATA = ("run_id", "step", "epoch", "world_size")
+# The step of a parameter. `optimizer.step` of a module called optimizer has no parameter.
+_OPTIMIZER_STEP = re.compile(r"optimizer\..*\.step")
+
+
+def check_progress(snapshots: Iterable[Snapshot]) -> None:
+    """Raise MalformedFile if two files are of different runs, steps, epochs or numbers of ranks.
+
+    An adapter has its own training run, so its steps do not count.
+    """
+    metadata, progress, paths = _Moments(), _Moments(), _Moments()
+    parts: list[Snapshot] = []
+    for snapshot in snapshots:
+        if is_adapter(snapshot):
+            continue
+        parts.append(snapshot)
+        for name in _METADATA:
+            metadata.add(f"metadata, {name}", getattr(snapshot.metadata, name, None), snapshot)
+        for name, value in _list_progress(snapshot).items():
+            progress.add(name, value, snapshot)
+        paths.add("the step in the path", _find_step_in_path(snapshot.path), snapshot)
+
+    metadata.check()
+    progress.check()
+    # Names and optimizer steps say less: a folder may be a copy, and a frozen stage makes fewer steps.
+    is_proven = len(parts) in (metadata.count_files("metadata, step"), progress.count_files())
+    if not is_proven:
+        paths.check()
+        _check_optimizer_steps(parts)
+
+
+def is_adapter(snapshot: Snapshot) -> bool:
+    """Whether a checkpoint is an adapter of PEFT, which is passed together with its base model."""
+    folder = snapshot.path
+    if not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isfile(os.path.join(folder, "adapter_config.json"))
+
+
+class _Moments:
+    """The steps and epochs of files, by name: (value, file)."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, list[tuple[Any, Snapshot]]] = defaultdict(list)
+
+    def add(self, name: str, value: object, snapshot: Snapshot) -> None:
+        """Add a value of a file. None means that the file does not store it."""
+        if value is not None:
+            self.by_name[name].append((value, snapshot))
+
+    def count_files(self, name: str = "") -> int:
+        """Return the number of files with a value: of this name, or of the most frequent name."""
+        names = [name] if name else [*self.by_name]
+        return max((len(self.by_name[each]) for each in names), default=0)
+
+    def check(self) -> None:
+        """Raise MalformedFile if two files have different values of one name."""
+        for name, values in self.by_name.items():
+            expected, source = values[0]
+            for value, snapshot in values:
+                if value == expected:
+                    continue
+                raise MalformedFile(
+                    snapshot.path,
+                    place=name,
+                    found=brief(value),
+                    needed=f"{brief(expected)}, as in {source.path}",
+                    next_step="pass the files of one step of one run",
+                )
+
+
+def _list_progress(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the saved steps and epochs by name, such as `global_step` and `loops.fit_loop.epoch_progress`."""
+    kind_of = make_value_classifier(snapshot.values)
+    # Other numbers, such as the learning rate, are compared as values.
+    return {name: value for name, value in snapshot.values.items() if kind_of(name) == "progress"}
+
+
+def _find_step_in_path(path: str) -> int | None:
+    """Return the last step or epoch in a path: the nearest to the name of the file."""
+    numbers = split_path(path)
+    position = numbers.find("step")
+    if position is None:
+        return None
+    return numbers.numbers[position]
+
+
+def _check_optimizer_steps(parts: Sequence[Snapshot]) -> None:
+    """Raise MalformedFile if the optimizers of two files made different numbers of steps.
+
+    Parameters in several files are copies, whose steps are compared as tensors. Some parameters make fewer steps, such
+    as experts without tokens, so only the largest step of the other parameters counts.
+    """
+    steps = [_list_optimizer_steps(snapshot) for snapshot in parts]
+    counts: Counter[str] = Counter()
+    for of_file in steps:
+        counts.update(dict.fromkeys(of_file, 1))
+
+    largest = _Moments()
+    with Files(jobs=1) as files:
+        for snapshot, of_file in zip(parts, steps, strict=True):
+            numbers: list[float] = []
+            for name, step in of_file.items():
+                if counts[name] == 1:
+                    numbers.append(_read_number(step, files))
+
+            largest.add("the step of the optimizer", max(numbers, default=None), snapshot)
+
+    largest.check()
+
+
+def _list_optimizer_steps(snapshot: Snapshot) -> dict[str, Tensor | float]:
+    """Return the step of each parameter: a tensor with one element that can be read, or a number."""
+    steps: dict[str, Tensor | float] = {}
+    # Most trainers store a tensor, and Muon stores a number.
+    candidates = {**normalize_keys(snapshot.tensors), **snapshot.values}
+    for name in filter(_OPTIMIZER_STEP.fullmatch, candidates):
+        step = candidates[name]
+        if isinstance(step, int):
+            step = float(step)
+        if isinstance(step, float) or _is_readable(step):
+            steps[name] = step
+
+    return steps
+
+
+def _is_readable(step: object) -> bool:
+    """Whether a value is a tensor of a single number."""
+    if not isinstance(step, Tensor) or step.numel != 1 or step.dtype not in DTYPES:
+        return False
+
+    has_bytes = step.refused is None and step.digest is None
+    # Bytes on another rank are not fetched for this check.
+    is_local = isinstance(step.data, (bytes, NoneType))
+    return all((has_bytes, is_local, DTYPES[step.dtype].struct))
+
+
+def _read_number(step: Tensor | float, files: Files) -> float:
+    if isinstance(step, float):
+        return step
+
+    code = DTYPES[step.dtype].struct
+    data = bytes(files.read(step, 0, 1, 0))
+    (number,) = struct.unpack(f"<{code}", data)
+    return float(number)

@@ -1,0 +1,297 @@
+"""Every part of an adapter is merged, or named: no part and no setting is ignored, and --subset accepts none."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import llama
+import numpy as np
+import pytest
+from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
+
+import syncheck
+from syncheck.options import DiffOptions
+from syncheck.records import Reason
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llama import Weights
+
+PREFIX = "base_model.model."
+Q = "model.layers.0.self_attn.q_proj"
+EMBED, HEAD = "model.embed_tokens", "lm_head"
+
+
+@pytest.fixture
+def model() -> Weights:
+    """Return the base model."""
+    return llama.make_model()
+
+
+@pytest.fixture
+def adapter(model: Weights) -> Weights:
+    """Return an adapter of the base model."""
+    return make_adapter(model)
+
+
+def uncompared(report: syncheck.Report) -> set[str]:
+    """Return the names of tensors that could not be compared."""
+    return {diff.name for diff in report.groups[-1].tensors if diff.uncompared and diff.reason is not Reason.MISSING}
+
+
+def draw(*shape: int) -> Any:
+    """Return random numbers."""
+    return np.random.default_rng(7).standard_normal(shape, np.float32)
+
+
+UNMERGED = {
+    "another kind": {f"{Q}.vera_lambda_b": (32,)},
+    "a shared part without a module": {"vera_A": (4, 32)},
+    "a magnitude of DoRA": {f"{Q}.lora_magnitude_vector.weight": (32,)},
+    "a missing factor": {"model.layers.0.self_attn.o_proj.lora_A.weight": (RANK, 32)},
+    "a missing module": {
+        "model.layers.9.self_attn.q_proj.lora_A.weight": (RANK, 32),
+        "model.layers.9.self_attn.q_proj.lora_B.weight": (32, RANK),
+    },
+    "other shapes": {
+        "model.layers.0.self_attn.o_proj.lora_A.weight": (RANK, 31),
+        "model.layers.0.self_attn.o_proj.lora_B.weight": (32, RANK),
+    },
+    "the bias of a layer without bias": {f"{Q}.lora_B.bias": (32,)},
+    "an expert parameter": {"model.layers.0.mlp.experts.base_layer.lora_A.weight": (RANK, 32)},
+    "rows without their numbers": {f"{EMBED}.token_adapter.trainable_tokens_delta": (2, 32)},
+    "a name with braces": {"model.{0}.{x.__class__}.lora_A.weight": (RANK, 32)},
+}
+
+
+@pytest.mark.parametrize("parts", UNMERGED.values(), ids=UNMERGED.keys())
+def test_parts_that_are_not_merged(
+    tmp_path: Path, model: Weights, adapter: Weights, parts: dict[str, tuple[int, ...]]
+) -> None:
+    """A correct merge of all other parts is undecided, and the part is named; --exclude is the way to ignore it."""
+    others = {f"{PREFIX}{name}": draw(*shape) for name, shape in parts.items()}
+    report = compare(tmp_path, model, adapter | others, merge(model, adapter))
+    assert (report.verdict, uncompared(report)) == ("undecided", set(others))
+    sides = f"{tmp_path}/base,{tmp_path}/adapter", f"{tmp_path}/b"
+    assert syncheck.diff(*sides, options=DiffOptions(subset=True)).verdict == "undecided"
+    options = DiffOptions(exclude=tuple(name.replace("[", "?") for name in others))
+    assert syncheck.diff(*sides, options=options).verdict == "in_sync"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_prefix_that_fits_no_module(tmp_path: Path, model: Weights, adapter: Weights, merged: bool) -> None:
+    """Parts of no module may change any weight: a merge and the base model are undecided, a lost tensor is not."""
+    parts = {name.replace("model.layers", "model.language_model.layers"): w for name, w in adapter.items()}
+    b = merge(model, adapter) if merged else model
+    assert compare(tmp_path / "1", model, parts, b).verdict == "undecided"
+    less = {name: w for name, w in b.items() if name != "model.norm.weight"}
+    assert codes(compare(tmp_path / "2", model, parts, less)) == {"SYN101": 1}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kind": {"peft_type": "ADALORA"},
+    "DoRA": {"use_dora": True},
+    "parameters": {"target_parameters": ["experts.gate_up_proj"]},
+    "layers": {"layer_replication": [[0, 2], [1, 2]]},
+    "initial values": {"init_lora_weights": "pissa_niter_16"},
+    "unknown": {"invented_in_2030": {"scale": 2}},
+    "alpha beyond floats": {"lora_alpha": 10**400},
+    "alpha is not a number": {"lora_alpha": float("nan")},
+    "alpha is infinite": {"lora_alpha": float("inf")},
+    "alpha is text": {"lora_alpha": "8"},
+    "alpha is a flag": {"lora_alpha": True},
+    "no alpha": {"lora_alpha": None},
+    "another rank": {"r": RANK + 1},
+    "rank beyond floats": {"r": 10**400},
+    "flag is text": {"use_rslora": "yes"},
+    "patterns are a list": {"alpha_pattern": ["q_proj"]},
+    "a pattern with a lookahead": {"alpha_pattern": {"(?=q)q_proj": 1}},
+    "a broken pattern": {"rank_pattern": {"(": 1}},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_settings_that_are_not_supported(
+    tmp_path: Path, model: Weights, adapter: Weights, settings: dict[str, Any]
+) -> None:
+    """A merge is undecided with a setting that may change it; a difference elsewhere is certain."""
+    merged = merge(model, adapter)
+    report = compare(tmp_path / "1", model, adapter, merged, **settings)
+    assert (report.verdict, uncompared(report)) == ("undecided", {*adapter, *(f"{m}.weight" for m in MODULES)})
+    other = merged | {"model.norm.weight": merged["model.norm.weight"] * 2 + 1}
+    assert compare(tmp_path / "2", model, adapter, other, **settings).verdict == "out_of_sync"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"lora_alpha": ' + "9" * 6000 + "}", "{}"])
+def test_damaged_settings(tmp_path: Path, model: Weights, adapter: Weights, text: str) -> None:
+    """A file that is no JSON object is like a missing file."""
+    merged = merge(model, adapter)
+    compare(tmp_path, model, adapter, merged)
+    (tmp_path / "adapter" / "adapter_config.json").write_text(text)
+    assert syncheck.diff(f"{tmp_path}/base,{tmp_path}/adapter", tmp_path / "b").verdict == "undecided"
+
+
+@pytest.mark.parametrize("names", [("default", "second"), ("a", "b")])
+def test_several_adapters(tmp_path: Path, model: Weights, adapter: Weights, names: tuple[str, str]) -> None:
+    """It is unknown which of two adapters in a file is active."""
+    parts = {n.replace(".weight", f".{x}.weight"): w * (1 + i) for i, x in enumerate(names) for n, w in adapter.items()}
+    for scale in (ALPHA / RANK, 4 * ALPHA / RANK):
+        report = compare(tmp_path / str(scale), model, parts, merge(model, adapter, scale))
+        assert (report.verdict, uncompared(report) >= parts.keys()) == ("undecided", True)
+
+
+def test_patterns_as_in_peft(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """The first matching expression counts, for alpha and for the rank."""
+    patterns = {"alpha_pattern": {r".*\.layers\.1\..*q_proj": 32, r"layers\.\d+\.self_attn\.q_proj": 16, "_proj": 1}}
+    alphas = {Q: 16, "model.layers.1.self_attn.q_proj": 32}
+    merged = dict(model)
+    for module in MODULES:
+        one = {name: w for name, w in adapter.items() if module in name}
+        product = one[f"{PREFIX}{module}.lora_B.weight"] @ one[f"{PREFIX}{module}.lora_A.weight"]
+        merged[f"{module}.weight"] = model[f"{module}.weight"] + np.float32(alphas.get(module, ALPHA) / RANK) * product
+    assert compare(tmp_path / "1", model, adapter, merged, **patterns).exit_code == 0
+    assert codes(compare(tmp_path / "2", model, adapter, merge(model, adapter), **patterns)) == {"SYN303": 2}
+    ranks = {"r": 64, "rank_pattern": {"q_proj|down_proj": RANK}}
+    assert compare(tmp_path / "3", model, adapter, merge(model, adapter), **ranks).exit_code == 0
+
+
+def test_replaced_tensors(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """Lost modules_to_save and rows of tokens are named; --base shows that other tensors were updated."""
+    head, rows = draw(llama.WORDS, llama.WIDTH), draw(2, llama.WIDTH)
+    parts = {
+        f"{PREFIX}{HEAD}.weight": head,
+        f"{PREFIX}{EMBED}.token_adapter.trainable_tokens_delta": rows,
+    }
+    settings = {"modules_to_save": [HEAD], "trainable_token_indices": {"embed_tokens": [7, 3]}}
+    embedding = model[f"{EMBED}.weight"].copy()
+    embedding[[7, 3]] = rows
+    merged = merge(model, adapter)
+    full = merged | {f"{HEAD}.weight": head, f"{EMBED}.weight": embedding}
+    assert compare(tmp_path / "1", model, adapter | parts, full, **settings).exit_code == 0
+    lost = compare(tmp_path / "2", model, adapter | parts, merged, **settings)
+    assert codes(lost) == {"SYN303": 2}
+    options = DiffOptions(base=str(tmp_path / "2" / "base"))
+    report = syncheck.diff(f"{tmp_path}/2/base,{tmp_path}/2/adapter", tmp_path / "2" / "b", options=options)
+    assert codes(report) == {"SYN303": 2}
+    other = full | {f"{EMBED}.weight": embedding[::-1].copy()}
+    assert "SYN303" not in codes(compare(tmp_path / "3", model, adapter | parts, other, **settings))
+
+
+def test_a_new_module(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """A module that only the adapter has is compared with B, and is not ignored if B lacks it."""
+    head = {"score.weight": draw(2, llama.WIDTH)}
+    parts = adapter | {f"{PREFIX}{name}": w for name, w in head.items()}
+    merged = merge(model, adapter)
+    assert compare(tmp_path / "1", model, parts, merged | head).exit_code == 0
+    assert compare(tmp_path / "2", model, parts, merged | {"score.weight": -head["score.weight"]}).exit_code == 1
+    assert compare(tmp_path / "3", model, parts, merged).exit_code == 2
+
+
+def test_embeddings_biases_and_convolutions(tmp_path: Path) -> None:
+    """The products of an embedding are transposed, kernels are flattened, and biases have the scale of their module."""
+    base = {"embed.weight": draw(20, 8), "conv.weight": draw(6, 8, 3, 3), "conv.bias": draw(6), "norm.weight": draw(8)}
+    parts = {
+        "embed.lora_embedding_A": draw(2, 20), "embed.lora_embedding_B": draw(8, 2),
+        "conv.lora_A.weight": draw(2, 8, 3, 3), "conv.lora_B.weight": draw(6, 2, 1, 1), "conv.lora_B.bias": draw(6),
+    }  # fmt: skip
+    kernel = parts["conv.lora_B.weight"].reshape(6, 2) @ parts["conv.lora_A.weight"].reshape(2, -1)
+    merged = base | {
+        "embed.weight": base["embed.weight"]
+        + 4 * (parts["embed.lora_embedding_B"] @ parts["embed.lora_embedding_A"]).T,
+        "conv.weight": base["conv.weight"] + 4 * kernel.reshape(6, 8, 3, 3),
+        "conv.bias": base["conv.bias"] + 4 * parts["conv.lora_B.bias"],
+    }
+    adapter = {f"{PREFIX}{name}": w for name, w in parts.items()}
+    settings = {"r": 2, "lora_alpha": 8, "lora_bias": True}
+    report = compare(tmp_path / "1", base, adapter, merged, **settings)
+    assert (report.exit_code, report.counts.not_compared) == (0, 0)
+    for name in ("embed.weight", "conv.weight", "conv.bias"):
+        report = compare(tmp_path / name, base, adapter, merged | {name: base[name]}, **settings)
+        assert codes(report) == {"SYN303": 1}
+
+
+def fuse(weights: Weights) -> Weights:
+    """Return the weights with one fused layer of query, key and value."""
+    fused = {name: w for name, w in weights.items() if not any(f".{x}_proj." in name for x in "qkv")}
+    for i in range(llama.LAYERS):
+        parts = [weights[f"model.layers.{i}.self_attn.{x}_proj.weight"] for x in "qkv"]
+        fused[f"model.layers.{i}.self_attn.qkv_proj.weight"] = np.concatenate(parts)
+    return fused
+
+
+@pytest.mark.parametrize("fused_copy", [True, False])
+@pytest.mark.parametrize("scale", [ALPHA / RANK, 0.5, 0.0])
+def test_adapters_of_the_parts_of_a_fused_layer(
+    tmp_path: Path, model: Weights, adapter: Weights, fused_copy: bool, scale: float
+) -> None:
+    """With a map, the parts of fused layers are merged and compared; without the map, nothing is certain."""
+    merged = merge(model, adapter, scale)
+    base = llama.write(tmp_path / "base", fuse(model), llama.CONFIG)
+    copy = llama.write(tmp_path / "b", fuse(merged) if fused_copy else merged, llama.CONFIG)
+    compare(tmp_path / "files", model, adapter, merged)
+    sides = [base, str(tmp_path / "files" / "adapter")], copy
+    report = syncheck.diff(*sides, options=DiffOptions(map="llama"))
+    expected = {} if scale == ALPHA / RANK else {"SYN303": len(MODULES)}
+    assert (report.exit_code, codes(report)) == (bool(expected), expected)
+    if fused_copy:  # down_proj has no fused layer, so its differences are certain
+        assert syncheck.diff(*sides).exit_code == (1 if expected else 2)
+
+
+@pytest.mark.parametrize("scale", [ALPHA / RANK, 0.5, 0.0])
+def test_adapters_of_a_fused_layer(tmp_path: Path, model: Weights, scale: float) -> None:
+    """The merge of an adapter of a fused layer is compared part by part if B has the parts."""
+    megatron = llama.to_megatron(model)
+    name = "decoder.layers.1.self_attention.linear_qkv"
+    parts = {
+        f"{PREFIX}{name}.lora_A.weight": draw(RANK, llama.WIDTH),
+        f"{PREFIX}{name}.lora_B.weight": draw(megatron[f"{name}.weight"].shape[0], RANK),
+    }
+    product = parts[f"{PREFIX}{name}.lora_B.weight"] @ parts[f"{PREFIX}{name}.lora_A.weight"]
+    groups = (megatron[f"{name}.weight"] + np.float32(scale) * product).reshape(llama.GROUPS, -1, llama.WIDTH)
+    rows = llama.HEADS // llama.GROUPS * llama.HEAD
+    copy = dict(model)
+    spans = {"q": slice(0, rows), "k": slice(rows, rows + llama.HEAD), "v": slice(rows + llama.HEAD, None)}
+    for part, span in spans.items():
+        copy[f"model.layers.1.self_attn.{part}_proj.weight"] = groups[:, span].reshape(-1, llama.WIDTH)
+    compare(tmp_path, megatron, parts, copy)
+    for folder in ("base", "b"):
+        (tmp_path / folder / "config.json").write_text(json.dumps(llama.CONFIG))
+    sides = [tmp_path / "base", tmp_path / "adapter"], tmp_path / "b"
+    report = syncheck.diff(*sides, options=DiffOptions(map="llama"))
+    expected = {} if scale == ALPHA / RANK else {"SYN303": 3}
+    assert (report.exit_code, codes(report)) == (bool(expected), expected)
+
+
+def test_doubts_under_a_map(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """Parts that are not merged touch mapped tensors too, also in one file with the base model."""
+    merged = llama.write(tmp_path / "b", merge(model, adapter), llama.CONFIG)
+    state = {f"{PREFIX}{name}": w for name, w in fuse(model).items()} | adapter
+    one_file = llama.write(tmp_path / "a", state, llama.CONFIG)
+    report = syncheck.diff(one_file, merged, options=DiffOptions(map="llama"))
+    assert (report.verdict, codes(report)) == ("undecided", {})
+
+
+def test_settings_of_two_adapters(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """Equal parts with another alpha are another model."""
+    for folder, alpha in (("1", ALPHA), ("2", ALPHA), ("3", 2 * ALPHA)):
+        compare(tmp_path / folder, model, adapter, model, lora_alpha=alpha)
+    sides = [[tmp_path / folder / "base", tmp_path / folder / "adapter"] for folder in "123"]
+    assert syncheck.diff(sides[0], sides[1]).verdict == "in_sync"
+    assert syncheck.diff(sides[0], sides[2]).verdict == "undecided"
+    assert syncheck.diff(sides[0][1], sides[2][1]).verdict == "undecided"
+
+
+def test_tied_weights(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """PEFT unties a tied weight that it replaces, or not: the second name is never a wrong difference."""
+    base = {name: w for name, w in model.items() if name != f"{HEAD}.weight"}
+    new = draw(llama.WORDS, llama.WIDTH)
+    merged = merge(base, adapter) | {f"{EMBED}.weight": new}
+    parts = adapter | {f"{PREFIX}{EMBED}.weight": new}
+    assert compare(tmp_path / "1", base, parts, merged).verdict == "in_sync"
+    untied = merged | {f"{HEAD}.weight": base[f"{EMBED}.weight"]}
+    report = compare(tmp_path / "2", base, parts, untied)
+    assert (report.verdict, uncompared(report)) == ("undecided", {f"{HEAD}.weight"})
+    report = compare(tmp_path / "3", base, parts, untied | {f"{EMBED}.weight": base[f"{EMBED}.weight"]})
+    assert codes(report) == {"SYN303": 1}

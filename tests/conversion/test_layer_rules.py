@@ -1,0 +1,268 @@
+"""An inferred map has one rule for all layers: a layer that needs another rule is a finding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import llama
+import numpy as np
+import pytest
+
+import syncheck
+from syncheck.conversion.numbering import find_numbering
+from syncheck.options import DiffOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from llama import Weights
+
+    Damage = Callable[[Weights, int], None]
+
+LAYERS, WIDTH, INNER = 4, 32, 48
+
+
+def make_pair(layers: int = LAYERS) -> tuple[Weights, Weights]:
+    """Return a model, and the same model with other names, fused gate and up, and transposed output layers."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype("f4")
+
+    a: Weights = {"embed.weight": draw(60, WIDTH)}
+    b: Weights = {"tok.w": a["embed.weight"]}
+    for i in range(layers):
+        one, other = f"layers.{i}.", f"net.h.{i}."
+        parts = {x: draw(INNER, WIDTH) for x in ("gate", "up")} | {x: draw(WIDTH, WIDTH) for x in ("q", "k", "o")}
+        parts["down"] = draw(WIDTH, INNER)
+        a |= {f"{one}{x}.weight": weight for x, weight in parts.items()}
+        b |= {
+            f"{other}w13.w": np.concatenate([parts["gate"], parts["up"]]),
+            f"{other}query.w": llama.interleave(parts["q"]),
+            f"{other}key.w": llama.interleave(parts["k"]),
+            f"{other}out.w": parts["o"].T,
+            f"{other}w2.w": parts["down"],
+        }
+    return a, b
+
+
+def swap_gate_and_up(b: Weights, i: int) -> None:
+    """Exchange the halves of a fused tensor."""
+    b[f"net.h.{i}.w13.w"] = np.roll(b[f"net.h.{i}.w13.w"], INNER, 0)
+
+
+def forget_rotary(b: Weights, i: int) -> None:
+    """Leave the rows of one query in the order of the source."""
+    rows = b[f"net.h.{i}.query.w"].reshape(-1, llama.HEAD // 2, 2, WIDTH)
+    b[f"net.h.{i}.query.w"] = rows.swapaxes(1, 2).reshape(WIDTH, WIDTH)
+
+
+def forget_transposition(b: Weights, i: int) -> None:
+    """Store one matrix in the other orientation."""
+    b[f"net.h.{i}.out.w"] = b[f"net.h.{i}.out.w"].T
+
+
+def exchange_layers(b: Weights, i: int) -> None:
+    """Exchange one tensor with the next layer."""
+    one, other = f"net.h.{i}.w2.w", f"net.h.{(i + 1) % LAYERS}.w2.w"
+    b[one], b[other] = b[other], b[one]
+
+
+def exchange_query_and_key(b: Weights, i: int) -> None:
+    """Exchange two tensors of one layer."""
+    one, other = f"net.h.{i}.query.w", f"net.h.{i}.key.w"
+    b[one], b[other] = b[other], b[one]
+
+
+def copy_a_layer(b: Weights, i: int) -> None:
+    """Store the data of the first layer twice."""
+    b[f"net.h.{i}.w2.w"] = b[f"net.h.{(i + 1) % LAYERS}.w2.w"]
+
+
+FAULTS: list[tuple[Damage, set[str]]] = [
+    (swap_gate_and_up, {"SYN305"}),
+    (forget_rotary, {"SYN306"}),
+    (forget_transposition, {"SYN304"}),
+    (exchange_layers, {"SYN313"}),
+    (exchange_query_and_key, {"SYN305", "SYN313"}),
+    (copy_a_layer, {"SYN101", "SYN313"}),
+]
+
+
+@pytest.mark.parametrize(("damage", "codes"), FAULTS)
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_layer_with_another_rule(tmp_path: Path, damage: Damage, codes: set[str], layer: int, turned: bool) -> None:
+    """The finding names the layer, also if the user accepts the map."""
+    a, b = make_pair()
+    damage(b, layer)
+    paths = [llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)]
+    one, other = paths[::-1] if turned else paths
+    for accept in (False, True):
+        report = syncheck.diff(one, other, options=DiffOptions(accept_inferred=accept))
+        found = {finding.code for finding in report.groups[-1].findings}
+        assert report.exit_code == 1
+        assert found & codes or turned, found
+        assert all(
+            str(layer) in diff.name or str((layer + 1) % LAYERS) in diff.name for diff in report.groups[-1].tensors
+        )
+
+
+@pytest.mark.parametrize(("damage", "codes"), FAULTS[:5])
+def test_one_of_two_layers(tmp_path: Path, damage: Damage, codes: set[str]) -> None:
+    """Of two layers, nothing shows which one is wrong, but they do not have one rule."""
+    a, b = make_pair(layers=2)
+    damage(b, 0)
+    report = syncheck.diff(llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b))
+    assert report.exit_code == 1
+    assert {finding.code for finding in report.groups[-1].findings} & (codes | {"SYN305", "SYN313"})
+
+
+def test_all_layers_in_another_order(tmp_path: Path) -> None:
+    """Whole layers under other numbers are a finding, although every tensor of A is in B."""
+    a, b = make_pair()
+    order = [1, 2, 3, 0]
+    moved = {name: weight for name, weight in b.items() if ".h." not in name}
+    for name, weight in b.items():
+        if ".h." in name:
+            parts = name.split(".")
+            parts[2] = str(order[int(parts[2])])
+            moved[".".join(parts)] = weight
+    report = syncheck.diff(llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", moved))
+    assert {finding.code for finding in report.groups[-1].findings} >= {"SYN313"}
+
+
+@pytest.mark.parametrize("number", [lambda i: i + 1, lambda i: 2 * i, lambda i: 7 * i + 3])
+def test_layers_with_other_numbers(tmp_path: Path, number: Callable[[int], int]) -> None:
+    """Layers numbered from 1, or as in an nn.Sequential with other modules between them: undecided, and accepted."""
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((8, 8)).astype("f4") for _ in range(5)]
+    a = llama.write(tmp_path / "a", {f"layers.{i}.w": weight for i, weight in enumerate(weights)})
+    b = llama.write(tmp_path / "b", {f"net.{number(i)}.w": weight for i, weight in enumerate(weights)})
+    weights[1], weights[2] = weights[2], weights[1]
+    c = llama.write(tmp_path / "c", {f"net.{number(i)}.w": weight for i, weight in enumerate(weights)})
+    accept = DiffOptions(accept_inferred=True)
+    assert [syncheck.diff(a, b).exit_code, syncheck.diff(a, b, options=accept).exit_code] == [2, 0]
+    assert {finding.code for finding in syncheck.diff(a, c, options=accept).groups[-1].findings} & {"SYN313", "SYN305"}
+
+
+def test_layers_of_two_kinds(tmp_path: Path) -> None:
+    """Layers that alternate between two kinds of modules have two rules, because each kind has names of its own."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    b: Weights = {}
+    for i in range(6):
+        weight = rng.standard_normal((8, 8)).astype("f4")
+        a[f"layers.{i}.mixer.weight"] = weight
+        b[f"h.{i}.{'attn' if i % 2 else 'mamba'}.weight"] = weight
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((one, other), (other, one)):
+        assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 0
+
+
+def test_modules_of_a_sequential(tmp_path: Path) -> None:
+    """The first and the last module of a sequence may have names of their own in the other model."""
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((8, 8)).astype("f4") for _ in range(5)]
+    named = dict(zip(["stem.w", "body.0.w", "body.1.w", "body.2.w", "head.w"], weights, strict=True))
+    a = llama.write(tmp_path / "a", {f"net.{2 * i}.w": weight for i, weight in enumerate(weights)})
+    b = llama.write(tmp_path / "b", named)
+    for pair in ((a, b), (b, a)):
+        assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 0
+
+
+def test_transposed_and_fused(tmp_path: Path) -> None:
+    """GPT-2's layers with inputs first and query, key and value in one tensor, against single linear layers."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    b: Weights = {}
+    for i in range(3):
+        parts = [rng.standard_normal((16, 16)).astype("f4") for _ in range(3)]
+        a[f"h.{i}.attn.c_attn.weight"], a[f"h.{i}.attn.c_attn.bias"] = np.concatenate(parts).T, np.zeros(48, "f4")
+        for name, part in zip("qkv", parts, strict=True):
+            b |= {f"layers.{i}.{name}.weight": part, f"layers.{i}.{name}.bias": np.zeros(16, "f4")}
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((one, other), (other, one)):
+        report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=True))
+        assert (report.exit_code, report.counts.identical) == (0, len(b))
+    b["layers.1.q.weight"], b["layers.1.k.weight"] = b["layers.1.k.weight"], b["layers.1.q.weight"]
+    report = syncheck.diff(one, llama.write(tmp_path / "c", b))
+    assert {finding.code for finding in report.groups[-1].findings} <= {"SYN305", "SYN313"}
+    assert report.exit_code == 1
+
+
+def test_positions_in_a_layer(tmp_path: Path) -> None:
+    """The number of a module in its layer is constant, also if one layer has other data."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    for i in range(4):
+        a |= {f"layers.{i}.fc{j}.w": rng.standard_normal((8, 8)).astype("f4") for j in (1, 2)}
+    b = {name.replace("fc1", "mlp.0").replace("fc2", "mlp.2"): weight for name, weight in a.items()}
+    b["layers.2.mlp.2.w"] = b["layers.2.mlp.2.w"] + 1
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair, name in (((one, other), "layers.2.fc2.w"), ((other, one), "layers.2.mlp.2.w")):
+        (diff,) = syncheck.diff(*pair).groups[-1].tensors
+        assert (diff.name, diff.mismatched) == (name, 64)
+
+
+def make_decoder(layers: int) -> tuple[Weights, Weights]:
+    """Return a decoder, and the same decoder with its blocks counted from the other end."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    b: Weights = {}
+    for i in range(layers):
+        for j in range(2):
+            weight = rng.standard_normal((8, 8)).astype("f4")
+            a[f"decoder.up.{layers - 1 - i}.block.{j}.w"] = b[f"decoder.up_blocks.{i}.resnets.{j}.w"] = weight
+        if i < layers - 1:
+            weight = rng.standard_normal((8, 8)).astype("f4")
+            a[f"decoder.up.{layers - 1 - i}.upsample.w"] = b[f"decoder.up_blocks.{i}.upsamplers.0.w"] = weight
+    return a, b
+
+
+def test_layers_from_the_other_end(tmp_path: Path) -> None:
+    """Four blocks show that they are counted from the other end; blocks of one tensor, or three blocks, do not."""
+    a, b = make_decoder(4)
+    paths = [llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)]
+    accept = DiffOptions(accept_inferred=True)
+    assert syncheck.diff(paths[0], paths[1], options=accept).exit_code == 0
+    assert syncheck.diff(paths[1], paths[0], options=accept).exit_code == 0
+    for name in ("resnets.0", "upsamplers.0"):
+        one, other = f"decoder.up_blocks.0.{name}.w", f"decoder.up_blocks.2.{name}.w"
+        exchanged = b | {one: b[other], other: b[one]}
+        report = syncheck.diff(paths[0], llama.write(tmp_path / name, exchanged), options=accept)
+        assert {finding.code for finding in report.groups[-1].findings} & {"SYN313", "SYN305"}
+    a, b = make_decoder(3)
+    report = syncheck.diff(llama.write(tmp_path / "c", a), llama.write(tmp_path / "d", b), options=accept)
+    assert report.exit_code == 1
+
+
+def test_a_model_with_a_second_prefix(tmp_path: Path) -> None:
+    """A second `model.` in front of every name is no container, but another naming."""
+    model = llama.make_model()
+    a = llama.write(tmp_path / "a", model)
+    b = llama.write(tmp_path / "b", {f"model.{name}": weight for name, weight in model.items()})
+    assert [syncheck.diff(a, b).exit_code, syncheck.diff(b, a).exit_code] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        # Equal numbers, and two of them exchanged.
+        ([((0,), (0,)), ((1,), (2,)), ((2,), (1,)), ((3,), (3,))], {(i,): (i,) for i in range(4)}),
+        # Only two layers, exchanged.
+        ([((0,), (1,)), ((1,), (0,))], {(0,): (0,), (1,): (1,)}),
+        # Two numbers in the other order.
+        ([((0, 1), (1, 0)), ((1, 0), (0, 1))], {(0, 1): (1, 0), (1, 0): (0, 1)}),
+        # Another start.
+        ([((0,), (1,)), ((1,), (2,))], {(0,): (1,), (1,): (2,)}),
+        # A stage that is a number in one model only.
+        ([((0,), (4, 0)), ((1,), (4, 1))], {(0,): (4, 0), (1,): (4, 1)}),
+        # Gaps.
+        ([((0,), (0,)), ((1,), (3,)), ((2,), (4,))], {(0,): (0,), (1,): (3,), (2,): (4,)}),
+    ],
+)
+def test_numberings(pairs: Any, expected: Any) -> None:
+    """The numbers of the parts follow one rule."""
+    assert dict(find_numbering(pairs, sorted(a for a, _ in pairs), sorted(b for _, b in pairs))) == expected

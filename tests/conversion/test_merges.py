@@ -1,0 +1,158 @@
+"""A merge is proven element by element: NaN and infinity count, and bounds follow from the dtypes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import llama
+import ml_dtypes
+import numpy as np
+import pytest
+from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge, to_bfloat16
+
+import syncheck
+from syncheck.options import DiffOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llama import Weights
+
+NAME = f"{MODULES[0]}.weight"
+FACTOR = f"base_model.model.{MODULES[0]}.lora_B.weight"
+
+
+def change(weights: Weights, name: str, value: float, index: tuple[int, int] = (3, 4)) -> Weights:
+    """Return the weights with another element."""
+    changed = weights[name].copy()
+    changed[index] = value
+    return {**weights, name: changed}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nonfinite_elements(tmp_path: Path, value: float) -> None:
+    """An infinity or a NaN of the base or of the adapter must be in B, and no other one may be there."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    merged = merge(model, adapter)
+    assert compare(tmp_path / "1", model, adapter, change(merged, NAME, value)).exit_code == 1
+    base = change(model, NAME, value)
+    with np.errstate(all="ignore"):
+        assert compare(tmp_path / "2", base, adapter, merge(base, adapter)).exit_code == 0
+        assert compare(tmp_path / "3", base, adapter, merged).exit_code == 1
+        assert compare(tmp_path / "4", base, adapter, change(merged, NAME, np.finfo(np.float32).max)).exit_code == 1
+        factor = change(adapter, FACTOR, value, (5, 1))
+        assert compare(tmp_path / "5", model, factor, merge(model, factor)).exit_code == 0
+        assert compare(tmp_path / "6", model, factor, merged).exit_code == 1
+        assert codes(compare(tmp_path / "7", model, factor, model)) == {"SYN303": len(MODULES)}
+
+
+def test_overflow_to_infinity(tmp_path: Path) -> None:
+    """A sum beyond the range of the dtype is infinite in B."""
+    model = {name: w.astype(np.float16) for name, w in llama.make_model().items()}
+    model = change(model, NAME, 65504)
+    adapter = make_adapter(model)
+    adapter[FACTOR] = np.abs(adapter[FACTOR]) * 1000
+    first = FACTOR.replace("lora_B", "lora_A")
+    adapter[first] = np.abs(adapter[first])
+    wide = {name: w.astype(np.float32) for name, w in model.items()}
+    with np.errstate(all="ignore"):
+        merged = {name: w.astype(np.float16) for name, w in merge(wide, adapter).items()}
+    assert np.isinf(merged[NAME][3, 4])
+    assert compare(tmp_path / "1", model, adapter, merged).exit_code == 0
+    assert compare(tmp_path / "2", model, adapter, change(merged, NAME, 65504)).exit_code == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_product_of_zeros_allows_no_rounding(tmp_path: Path, dtype: type) -> None:
+    """With lora_B as it was initialized, the merge is the base model, bit by bit."""
+    model = {name: w.astype(dtype) for name, w in llama.make_model().items()}
+    adapter = {name: w * ("lora_A" in name) for name, w in make_adapter(model).items()}
+    assert compare(tmp_path / "1", model, adapter, model).counts.close == 0
+    bits = model[NAME].copy()
+    bits.view(f"uint{8 * bits.itemsize}")[2, 3] ^= 1
+    assert compare(tmp_path / "2", model, adapter, {**model, NAME: bits}).exit_code == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_small_numbers_and_other_dtypes(tmp_path: Path, dtype: type, size: float) -> None:
+    """Subnormal numbers are rounded by more than a relative bound; a merge with 0.98 of the product is not close."""
+    model = {name: (w * size).astype(dtype) for name, w in llama.make_model().items()}
+    wide = {name: w.astype(np.float32) for name, w in model.items()}
+    adapter = {name: w * np.float32(size if "lora_B" in name else 1) for name, w in make_adapter(model).items()}
+    for folder, factor in (("1", 1.0), ("2", 0.98)):
+        merged = {name: w.astype(dtype) for name, w in merge(wide, adapter, factor * ALPHA / RANK).items()}
+        assert compare(tmp_path / folder, model, adapter, merged).exit_code == (factor != 1)
+
+
+def test_an_adapter_in_another_dtype(tmp_path: Path) -> None:
+    """PEFT rounds the product of a bfloat16 adapter to bfloat16 before it adds the product to float32 weights."""
+    model = llama.make_model()
+    adapter = to_bfloat16(make_adapter(model))
+    wide = {name: w.astype(np.float32) for name, w in adapter.items()}
+    merged = dict(model)
+    for module in MODULES:
+        at = f"base_model.model.{module}"
+        product = (wide[f"{at}.lora_B.weight"] @ wide[f"{at}.lora_A.weight"]) * np.float32(ALPHA / RANK)
+        rounded = product.astype(ml_dtypes.bfloat16).astype(np.float32)
+        merged[f"{module}.weight"] = model[f"{module}.weight"] + rounded
+    assert compare(tmp_path / "1", model, adapter, merged).exit_code == 0
+    assert compare(tmp_path / "2", model, adapter, merge(model, wide)).exit_code == 0
+    assert compare(tmp_path / "3", model, adapter, merge(model, wide, 1.05 * ALPHA / RANK)).exit_code == 1
+
+
+@pytest.mark.parametrize("rounded", ["base", "result", "both"])
+def test_cast(tmp_path: Path, rounded: str) -> None:
+    """--cast accepts a merge in the other dtype, and a merge that was converted; nothing else, and not without it."""
+    model = llama.make_model()
+    adapter = {name: w * np.float32(0.1 if "lora_B" in name else 1) for name, w in make_adapter(model).items()}
+    wide = {name: w.astype(np.float32) for name, w in to_bfloat16(model).items()}
+    merged = to_bfloat16(merge(model if rounded == "result" else wide, adapter))
+    if rounded == "base":  # a wider copy of the values
+        merged = {name: w.astype(np.float32) for name, w in merged.items()}
+    report = compare(tmp_path, model, adapter, merged)
+    assert report.exit_code == 1
+    sides = [tmp_path / "base", tmp_path / "adapter"], tmp_path / "b"
+    assert syncheck.diff(*sides, options=DiffOptions(cast="bfloat16")).exit_code == 0
+    assert syncheck.diff(sides[1], sides[0], options=DiffOptions(cast="float16")).exit_code == 1
+    assert syncheck.diff(*sides, options=DiffOptions(cast="float16")).exit_code == 1
+    for folder, wrong in (("1", merge(wide, adapter, 0.9 * ALPHA / RANK)), ("2", wide)):
+        compare(tmp_path / folder, model, adapter, to_bfloat16(wrong))
+        sides = [tmp_path / folder / "base", tmp_path / folder / "adapter"], tmp_path / folder / "b"
+        assert syncheck.diff(*sides, options=DiffOptions(cast="bfloat16")).exit_code == 1
+
+
+def test_a_source_that_was_merged_before_the_cast(tmp_path: Path) -> None:
+    """A: a merged model in float32. B: the base model in bfloat16, with the adapter."""
+    model = to_bfloat16(llama.make_model())
+    adapter = make_adapter(model)
+    merged = merge({name: w.astype(np.float32) for name, w in model.items()}, adapter)
+    compare(tmp_path, model, adapter, merged)
+    sides = tmp_path / "b", [tmp_path / "base", tmp_path / "adapter"]
+    assert syncheck.diff(*sides).exit_code == 1
+    assert syncheck.diff(*sides, options=DiffOptions(cast="bfloat16")).exit_code == 0
+
+
+def test_rounding_that_hides_the_product(tmp_path: Path) -> None:
+    """Terms that cancel leave a product of rounding errors, which proves nothing: undecided, never close."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    first = FACTOR.replace("lora_B", "lora_A")
+    adapter[FACTOR] = np.tile(np.float32([1e15, -1e15, 0, 0]), (len(adapter[FACTOR]), 1))
+    adapter[first] = np.ones_like(adapter[first])
+    report = compare(tmp_path, model, adapter, {**merge(model, adapter), NAME: model[NAME] * 5})
+    assert report.verdict == "undecided"
+    assert [diff.name for diff in report.groups[-1].tensors if diff.uncompared] == [NAME]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_causes_ignore_no_nonfinite_element(tmp_path: Path, value: float) -> None:
+    """A tensor with NaN is not "scaled", and a tensor of NaN is not "constant 0"."""
+    model = llama.make_model()
+    base = llama.write(tmp_path / "a", model)
+    scaled = {**model, NAME: model[NAME] * 2}
+    assert codes(syncheck.diff(base, llama.write(tmp_path / "1", scaled))) == {"SYN312": 1}
+    for folder, b in (("2", change(scaled, NAME, value)), ("3", {**model, NAME: np.full_like(model[NAME], value)})):
+        found = codes(syncheck.diff(base, llama.write(tmp_path / folder, b)))
+        assert (sum(found.values()), {"SYN311", "SYN312"} & found.keys()) == (1, set())
