@@ -120,3 +120,11 @@ def test_a_plain_comparison_does_not_import_numpy(tmp_path: Path) -> None:
     code = "import sys, syncheck; syncheck.compare(*sys.argv[1:]); assert 'numpy' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, *paths], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_replicas_of_other_dtypes(tmp_path: Path) -> None:
+    """Ranks with another dtype are compared with each other, also if their bytes are no elements of the first dtype."""
+    for rank, dtype in enumerate((torch.float64, torch.float64, torch.float32, torch.float32)):
+        torch.save({"w": torch.ones(1, dtype=dtype)}, tmp_path / f"run_rank{rank}.pth")
+    report = syncheck.compare(tmp_path)
+    assert [finding.code for finding in report.groups[0].findings] == ["SYN102"]
