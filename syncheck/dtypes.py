@@ -67,4 +67,10 @@ NOT_READ = frozenset(
     "complex32 bcomplex32 float4_e2m1fn_x2 bit bits8 bits16 bits1x8 bits2x4 bits4x2 qint8 qint32 quint8 quint4x2 "
     "quint2x4 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7".split()
 )
+# Dtypes whose elements have whole bytes: an integer dtype of the same size, to compare their bytes.
+RAW_DTYPES = {
+    "complex32": "uint32", "bcomplex32": "uint32", "float4_e2m1fn_x2": "uint8", "bits8": "uint8", "bits16": "uint16",
+    "bits1x8": "uint8", "bits2x4": "uint8", "bits4x2": "uint8", "qint8": "int8", "quint8": "uint8", "qint32": "int32",
+    **{f"{sign}int{bits}": "uint8" for sign in ("", "u") for bits in range(1, 8)},
+}  # fmt: skip
 BY_SAFETENSORS = {row.safetensors: row for row in _ROWS if row.safetensors}

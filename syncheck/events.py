@@ -7,11 +7,12 @@ fields.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError
+from syncheck.errors import UsageError, brief
 from syncheck.event_consistency import find_contradicted_check, find_contradiction
 from syncheck.evidence.history import trend_of
 from syncheck.messages import Fact, Note
@@ -29,6 +30,7 @@ from syncheck.records import (
 )
 from syncheck.report.words import sort_worst_first
 from syncheck.series import follow_not_finite
+from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.verdicts import overall
 
 if TYPE_CHECKING:
@@ -130,8 +132,9 @@ def _read_file(path: Any) -> list[Group]:
         contradiction = ""
         try:
             if event["event"] == "start":
-                ranks = tuple(sorted(int(rank) for rank in event["ranks"]))
-                if any(group.step >= event["step"] for group in checks if group.run == name and group.step):
+                ranks = tuple(sorted(map(_read_natural, event["ranks"])))
+                first = _read_natural(event["step"])
+                if any(group.step >= first for group in checks if group.run == name and group.step):
                     name = f"{Path(path).stem} from line {number}"  # another run appended to the file
             elif event["event"] == "check":
                 checks.append(_make_group(event, name, ranks, str(path)))
@@ -139,7 +142,7 @@ def _read_file(path: Any) -> list[Group]:
             elif event["event"] in ("desync", "end"):
                 own = [group for group in checks if group.run == name]
                 contradiction = find_contradicted_check(event, own[-1] if own else None)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}"[:80]
             raise UsageError(f"{path}, line {number}: not an event of SyncMonitor ({problem})") from None
         if contradiction:
@@ -174,16 +177,16 @@ def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path: str) -> Group:
-    step, verdict = int(event["step"]), event["verdict"]
+    step, verdict = _read_natural(event["step"]), event["verdict"]
     if verdict not in _VERDICTS:
         raise ValueError(f"verdict {verdict!r}")
-    tensors, compared = int(event["tensors"]), int(event["compared"])
+    tensors, compared = _read_natural(event["tensors"]), _read_natural(event["compared"])
     kinds = {
-        str(kind): Counts(**{field.name: int(counts[field.name]) for field in fields(Counts)})
+        str(kind): Counts(**{field.name: _read_natural(counts[field.name]) for field in fields(Counts)})
         for kind, counts in event.get("kinds", {}).items()
     }
     if not kinds:  # version 0.1 wrote only how many tensors were compared
-        different = min(compared, sum(int(row["tensors"]) for row in event["findings"]))
+        different = min(compared, sum(_read_natural(row["tensors"]) for row in event["findings"]))
         absent = tensors - compared
         kinds["all"] = Counts(tensors, compared - different, different=different, not_compared=absent)
     diffs = tuple(_make_diff(row) for row in event.get("worst", ()))
@@ -205,29 +208,45 @@ def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path
 
 def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
     """Return the tensors that are not finite; None if there are none, or if an older version wrote the event."""
-    if row is None or not int(row["count"]):
+    if row is None or not _read_natural(row["count"]):
         return None
-    return NotFinite(tuple(str(name) for name in row["names"]), int(row["count"]))
+    return NotFinite(tuple(str(name) for name in row["names"]), _read_natural(row["count"]))
 
 
 def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
     values: dict[str, Any] = {name: str(row[name]) for name in _TEXTS}
     values |= {name: _read_integers(row[name]) for name in _INTEGERS}
     for name in _NUMBERS:
-        values[name] = row[name]
-        if not isinstance(row[name], (int, float, type(None))):
-            raise ValueError(f"{name} {row[name]!r}")
+        values[name] = _read_size(row[name])
     if values["status"] not in ("different", "not_compared"):
         raise ValueError(f"status {values['status']!r}")
     values["reason"] = None if row["reason"] is None else Reason(row["reason"])
     values["detail"] = None if row["detail"] is None else Fact.TEXT(text=str(row["detail"]))
-    values["nonfinite"] = {int(rank): int(count) for rank, count in row["nonfinite"]}
+    values["nonfinite"] = {_read_natural(rank): _read_natural(n) for rank, n in row["nonfinite"]}
     return TensorDiff(**values)
 
 
 def _read_integers(value: Any) -> Any:
     """Return lists of integers as tuples; None stays."""
-    return tuple(map(_read_integers, value)) if isinstance(value, list) else None if value is None else int(value)
+    if isinstance(value, list):
+        return tuple(map(_read_integers, value))
+    return None if value is None else _read_natural(value)
+
+
+def _read_natural(value: Any) -> int:
+    """Return a step, rank or count. Raises ValueError for numbers that are infinite, negative, or above any run."""
+    if not are_naturals([value]):
+        raise ValueError(f"{brief(value)} is not a number from 0 to {MOST_ELEMENTS}")
+    return int(value)
+
+
+def _read_size(value: Any) -> Any:
+    """Return the size of a difference, None if it is unknown. Raises ValueError unless it is a finite number."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{brief(value)} is not a finite number")
+    return value
 
 
 def _make_finding(row: Mapping[str, Any]) -> Finding:
@@ -238,7 +257,7 @@ def _make_finding(row: Mapping[str, Any]) -> Finding:
         code=code,
         slug=str(row["slug"]),
         severity=row["severity"],
-        ranks=tuple(int(rank) for rank in row["ranks"]),
+        ranks=tuple(map(_read_natural, row["ranks"])),
         tensors=tuple(str(name) for name in row.get("names", ())),
         facts=(Fact.TEXT(text=str(row["evidence"])),),
         cause=Fact.TEXT(text=str(row.get("cause", f"see: syncheck explain {code}"))),

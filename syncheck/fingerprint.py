@@ -20,6 +20,7 @@ from syncheck.kernel.blocks import Files, ranges
 from syncheck.kernel.digests import ALGORITHM, new_hasher
 from syncheck.kernel.moments import Moments
 from syncheck.kinds import classify_snapshot
+from syncheck.messages import Refusal
 from syncheck.metadata_block import SCHEMA
 from syncheck.readers import EXTENSIONS, fingerprint_file
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
@@ -54,6 +55,7 @@ def fingerprint(snapshot: Snapshot) -> str:
         "algorithm": ALGORITHM,
         "metadata": None if snapshot.metadata is None else _encode_metadata(snapshot.metadata),
         "values": values,
+        "model_values": {name: certain for name, certain in snapshot.model_values.items() if name in values},
         "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
         "notes": [str(note)[:MOST_TEXT] for note in (*snapshot.notes, *sorted(dropped))],
     }
@@ -119,7 +121,9 @@ def _relative_names(paths: Sequence[str]) -> dict[str, str]:
 def _describe(tensor: Tensor, files: Files) -> dict[str, Any]:
     entry: dict[str, Any] = {"dtype": tensor.dtype[:MOST_TEXT], "shape": list(tensor.shape)}
     if tensor.refused:
-        return entry | {"refused": str(tensor.refused)[:MOST_TEXT]}
+        in_parts = tensor.refused.code is Refusal.IN_PARTS
+        reason = tensor.refused.parameters["refusal"] if in_parts else tensor.refused
+        return entry | {"refused": str(reason)[:MOST_TEXT]} | ({"in_parts": True} if in_parts else {})
     digest, moments = new_hasher(), Moments(tensor.dtype)
     for start, count in ranges([tensor]):
         block = files.read(tensor, start, count, slot=0)

@@ -279,6 +279,14 @@ class Note(Sentence):
     UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
     VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
     DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
+    CODE_DIFFERS = (
+        "the code of the TorchScript archives differs ({ranks:ranks}), and syncheck does not interpret it: compare "
+        "torch.jit.load(FILE).code, or skip it with {exclude:option=*(code)}"
+    )
+    MODEL_VALUES_ABSENT = (
+        "{count:count value} of the model {count:verb is|are} not compared, because {ranks:ranks} "
+        "{ranks:verb lacks|lack} {count:verb it|them}: {names:names 5}; skip with {exclude:option GLOB}"
+    )
     MORE_VALUES_ABSENT = "not compared: {count} more values that some ranks lack"
     ATTRIBUTES = (
         "plain attributes of modules differ between ranks; they do not count, because they are neither parameters nor "
@@ -351,6 +359,7 @@ class Refusal(Sentence):
     ADAPTER_PART = "a part of an adapter that was not merged: {problem}"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
     STORED = "{text}"
+    IN_PARTS = "{refusal}; its parts are compared"
 
 
 # Refusals of shards without replicas: a property of the layout, not a problem of the file.
@@ -450,6 +459,10 @@ class Undecided(Sentence):
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"
     REFUSED = "{count} of the tensors could not be compared: {tensors}; skip them with {exclude:option GLOB}"
     NOT_COMPARED = "{count:count tensor} could not be compared: {name}: {detail}"
+    VALUES = (
+        "{count:count value} of the model could not be compared: {name}; see the notes, or skip with "
+        "{exclude:option GLOB}"
+    )
     ALL_EXCLUDED = "no tensor was compared; the options exclude {count} tensors"
     NOTHING = "no tensor was compared"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import os
-import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from syncheck.conversion.name_maps import find_variables
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, recognize_map
 from syncheck.diagnose.case import relation_of
+from syncheck.earlier_steps import find_earlier
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import find_outside_model
@@ -50,13 +50,8 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Shard, Snapshot, Tensor
 
 LABELS = ("A", "B")
-# Limit of earlier steps that are opened to find the model before the update.
-_MOST_EARLIER = 8
-# Limit of the files of all steps that are opened to find them.
-_MOST_BESIDE = 4096
 # Limit of the tensors with a map of their shards on a page.
 _MOST_STORED = 200
-_NUMBER = re.compile(r"\d+")
 
 # One side of a difference: a path, a glob, or several of them.
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -401,7 +396,11 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
         if diff.detail is not None:
             diff = replace(diff, detail=relabel(diff.detail, LABELS))
         tensors.append(diff)
-    values = tuple(replace(v, counts=v.counts and not (subset and v.by_rank.get(1) is None)) for v in comparison.values)
+    values = []
+    for value in comparison.values:
+        # Like tensors, values of the model must not be missing.
+        may_be_missing = subset and value.by_rank.get(1) is None and value.kind != "model"
+        values.append(replace(value, counts=False, unknown=False) if may_be_missing else value)
     notes = [relabel(note, LABELS) for note in comparison.notes]
     if absent := tuple(diff.name for diff in tensors if diff.reason is Reason.SUBSET):
         notes.append(Note.SUBSET(count=len(absent), names=absent))
@@ -409,7 +408,7 @@ def _describe_sides(comparison: Comparison, sides: Sequence[Side], *, subset: bo
         replace(replica, label=side.label, files=len(side.group.ranks))
         for replica, side in zip(comparison.replicas, sides, strict=True)
     )
-    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=values, notes=tuple(notes))
+    return replace(comparison, replicas=replicas, tensors=tuple(tensors), values=tuple(values), notes=tuple(notes))
 
 
 def _describe_stored(comparison: Comparison, sides: Sequence[Side]) -> dict[str, tuple[Stored | None, Stored | None]]:
@@ -472,29 +471,9 @@ def _map_base(base: Side, one: Side) -> Mapping[str, Tensor]:
 
 
 def list_earlier(side: Side) -> Iterator[Side]:
-    """Yield the models of earlier steps beside a model, the latest step first.
-
-    Other steps have the same path with other numbers, in the name of the file and of its folder.
-    """
-    held = [snapshot.path for _, snapshot in side.group.ranks if side.model.format != "memory"]
-    patterns = {_NUMBER.sub("*", glob.escape(path[len(_find_home(path)) :])): _find_home(path) for path in held}
-    found = [path for pattern, home in patterns.items() for path in glob.iglob(glob.escape(home) + pattern)]
-    if not 1 < len(found) <= _MOST_BESIDE:
+    """Yield the models of earlier steps beside a model, the latest step first."""
+    if side.model.format == "memory":
         return
-    opened = paths.open_checkpoints(found)
-    groups = group_replicas(opened.snapshots, roots=opened.roots)
-    own = next((group for group in groups if held[0] in [snapshot.path for _, snapshot in group.ranks]), None)
-    if own is None or own.step is None:
-        return
-    earlier = [group for group in groups if group.run == own.run and group.step is not None and group.step < own.step]
-    for group in sorted(earlier, key=lambda group: -(group.step or 0))[:_MOST_EARLIER]:
-        title = f"{group.run} step {group.step}"
-        try:
+    for title, group in find_earlier([snapshot.path for _, snapshot in side.group.ranks]):
+        with suppress(SyncheckError):  # an incomplete earlier step is no reason to stop
             yield Side(title, group, join(dict(group.ranks), title))
-        except SyncheckError:
-            continue  # an incomplete earlier step is no reason to stop
-
-
-def _find_home(path: str) -> str:
-    """Return a path without the names of the file and of its folder."""
-    return os.path.dirname(os.path.dirname(path))

@@ -15,6 +15,8 @@ _Value = TypeVar("_Value")
 MODEL_CONTAINERS = frozenset(
     "model state_dict model_state_dict model_state module net network weights params app module_state_dict".split()
 )
+# The name of the value with the digest of the code in a TorchScript archive.
+CODE = "(code)"
 _RNG = ("rng", "random_state", "random_states", "rng_state")
 # torch.compile and FSDP insert these at any level of a name.
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
@@ -69,6 +71,11 @@ def make_unique_name(name: str, taken: Container[str]) -> str:
 def is_rng_state(parts: Iterable[str]) -> bool:
     """Whether a name, split at its dots, belongs to an RNG state."""
     return any(part in _RNG or part.endswith("_rng_state") for part in parts)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name ends with the key of `nn.Module.get_extra_state()` in a state dict."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def sibling_name(name: str, of: str) -> str:

@@ -45,6 +45,7 @@ class Reason(StrEnum):
     AMBIGUOUS = "ambiguous"
     RNG = "rng"
     SUBSET = "subset"
+    PARTS = "parts"
     DIGEST = "digest"
     CHECKSUM = "checksum"
 
@@ -53,7 +54,7 @@ Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
 Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
-ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "attribute", "other"]
+ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "attribute", "model", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +245,13 @@ class TensorDiff:
     @property
     def uncompared(self) -> bool:
         """Whether a tensor of two models could not be compared, and no option accepts the reason."""
-        return self.status == "not_compared" and self.reason not in (Reason.RNG, Reason.SUBSET)
+        return self.status == "not_compared" and self.reason not in (Reason.RNG, Reason.SUBSET, Reason.PARTS)
 
     @property
     def unknown(self) -> bool:
-        """Whether it may differ: checksums are unusable (`--quick`), or the replica groups are unknown."""
-        return self.status == "not_compared" and self.reason in (Reason.CHECKSUM, Reason.AMBIGUOUS)
+        """Whether it may differ: the reader refuses it, `--quick` finds no checksum, or its replicas are unknown."""
+        reasons = (Reason.REFUSED, Reason.CHECKSUM, Reason.AMBIGUOUS)
+        return self.status == "not_compared" and self.reason in reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +265,13 @@ class ValueDiff:
     """Whether it makes the group out of sync, as progress, settings and scaler state do."""
     kind: ValueKind = "other"
     """`setting`: of optimizer, scheduler or modules; `counter`: optimizer steps; `average`: updates of averaged
-    weights; `attribute`: a plain attribute of a module in memory."""
+    weights; `attribute`: a plain attribute of a module in memory; `model`: scales, numbers in a state dict, and extra
+    states."""
     lost: tuple[int, ...] = ()
-    """Ranks without the whole container of the value, for example the optimizer or the scaler."""
+    """Ranks without the whole container of the value, for example the optimizer or the scaler; for a value of the
+    model, ranks without the value."""
+    unknown: bool = False
+    """Whether it may differ: a value of the model that the other format does not store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,3 +206,6 @@ class Snapshot:
     or if they were not read."""
     shard_labels: frozenset[str] = frozenset()
     """Labels (within tensor names) of the shards in a folder, if other folders can contain other shards."""
+    model_values: Mapping[str, bool] = field(default_factory=dict)
+    """Names of values that belong to the model: scales of quantized tensors, numbers in a state dict, extra states.
+    False for values directly beside tensors, which may describe the run as well."""

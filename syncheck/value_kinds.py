@@ -50,10 +50,15 @@ _PROGRESS = re.compile(
 )
 # Lightning's progress counters, as in `loops.fit_loop.epoch_progress.current.completed`.
 _LOOP_COUNTS = frozenset("ready started processed completed".split())
+# Words in the names of values beside tensors that describe the run and not the model.
 # Containers of logs or of each rank's own data, containers of the user's configuration, and averaged models.
 _ASIDE = frozenset(
     "callbacks callback metrics metric meters meter log logs logger loggers results loader dataloader dataloaders "
     "sampler dataset data val valid validate validation eval evaluation test predict best stats profiler".split()
+)
+_LOGGED = frozenset(
+    "loss losses acc accuracy error errors score scores perplexity ppl metric metrics time date note notes comment "
+    "version format info path".split()
 )
 _CONFIG = frozenset("args cfg config conf hparams hyper".split())
 _AVERAGES = frozenset("ema swa average averaged averager".split())
@@ -70,6 +75,19 @@ def is_own_name(key: str) -> bool:
     """Whether an attribute or key is named after something of the rank itself, such as `_local_rank`."""
     plain = key.lower().strip("_")
     return plain in _OWN or _OWN_ATTRIBUTE.fullmatch(plain) is not None or is_rng_state((plain,))
+
+
+def is_aside(name: str) -> bool:
+    """Whether a value beside tensors describes the run: in a container of logs or settings, or a loss, time or note."""
+    *containers, last = name.lower().split(".")
+    return bool(_split_words(containers) & (_ASIDE | _CONFIG)) or bool(_split_words([last]) & _LOGGED)
+
+
+def _split_words(parts: Iterable[str]) -> set[str]:
+    words: set[str] = set()
+    for part in parts:
+        words.update(re.split(r"[^a-z]+", part))
+    return words
 
 
 def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
@@ -90,7 +108,7 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
             return "scaler"
         if lowered[0] == "optimizer" or any(map(_SCHEDULER.search, lowered)) or containers & schedulers:
             return "setting"
-        words = {word for part in lowered[:-1] for word in re.split(r"[^a-z]+", part)}
+        words = _split_words(lowered[:-1])
         if words & _ASIDE:
             return "other"
         if lowered[-1] in SETTINGS:

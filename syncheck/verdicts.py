@@ -51,9 +51,14 @@ def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _count_compared(group) or group.uncompared or any(diff.unknown for diff in group.tensors):
+    elif not _count_compared(group) or group.uncompared or _has_unknown(group):
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
+
+
+def _has_unknown(group: Group) -> bool:
+    """Whether a tensor or a value of the model may differ."""
+    return any(diff.unknown for diff in group.tensors) or any(value.unknown for value in group.values)
 
 
 def _count_compared(group: Group) -> int:

@@ -97,7 +97,8 @@ ALLOWED = {
         for part in ("adapter_parts", "adapter_settings", "merges", "name_maps", "recognition", "replacements")
     },
     "conversion.acceptance": BYTES | {f"conversion.{part}" for part in ("adapters", "casts", "merges", "recognition")},
-    "conversion.quantized": BYTES | {"conversion.recognition", "differences"},
+    "conversion.scales": set(),
+    "conversion.quantized": BYTES | {"conversion.recognition", "conversion.scales", "differences"},
     "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
     "conversion.layer_rules": BYTES
     | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
@@ -121,6 +122,7 @@ ALLOWED = {
             "rows",
         )
     },
+    "earlier_steps": BASE | {"paths", "syncheck", "layout.groups", "layout.grouping"},
     "model_diff": BASE
     | {"logical.views", "diagnose"}
     | {
@@ -139,7 +141,7 @@ ALLOWED = {
         )
     }
     | {"baseline", "kernel.blocks", "kinds", "comparison.group", "comparison.copies"}
-    | {"names", "outputs", "paths", "verdicts", "options", "api"}
+    | {"earlier_steps", "names", "outputs", "paths", "verdicts", "options", "api"}
     | {
         "logical.labels",
         "logical.model",
@@ -172,7 +174,8 @@ ALLOWED = {
     "comparison.owners": BASE | {"names"},
     "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.owners", "comparison.ties"},
     "comparison.attributes": BASE | {"names", "value_kinds", "comparison.replica_groups"},
-    "comparison.values": BASE | {"names", "value_kinds"},
+    "comparison.model_values": BASE | {"names", "comparison.replica_groups"},
+    "comparison.values": BASE | {"names", "value_kinds", "comparison.model_values"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
     "comparison.tensors": BYTES
@@ -194,7 +197,8 @@ ALLOWED = {
             "reference",
             "tensors",
         )
-    },
+    }
+    | {"comparison.model_values"},
     "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
     "verdicts": BASE | {"diagnose"},
     "baseline": BASE | {"outputs", "verdicts"},

@@ -34,12 +34,12 @@ SYNCHECK = {
         "conversion.general_rules conversion.inference conversion.adapters "
         "conversion.adapter_parts conversion.adapter_settings conversion.replacements "
         "conversion.patterns conversion.merges conversion.acceptance "
-        "conversion.quantized conversion.casts conversion.rows conversion.causes relations"
+        "conversion.quantized conversion.scales conversion.casts conversion.rows conversion.causes relations"
     ),
     "Comparing one group": (
-        "comparison comparison.group comparison.tensors comparison.values comparison.replica_groups "
-        "comparison.owners comparison.optimizer_parts comparison.ties comparison.copies comparison.reference "
-        "comparison.attributes"
+        "comparison comparison.group comparison.tensors comparison.values comparison.model_values "
+        "comparison.replica_groups comparison.owners comparison.optimizer_parts comparison.ties comparison.copies "
+        "comparison.reference comparison.attributes"
     ),
     "Evidence, and several steps of a run": (
         "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "
@@ -47,7 +47,7 @@ SYNCHECK = {
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
     "Reports and files": "report events event_consistency contents fingerprint outputs atomic",
-    "Entry points": "api model_diff options config cli __main__ testing pytest_plugin live integrations",
+    "Entry points": "api model_diff earlier_steps options config cli __main__ testing pytest_plugin live integrations",
 }
 TRAIN = {
     "Start here": (

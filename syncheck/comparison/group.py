@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
 from syncheck.comparison.copies import rename_copies
+from syncheck.comparison.model_values import note_unknown_values
 from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
 from syncheck.comparison.replica_groups import (
@@ -107,6 +108,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
             *_make_notes(snapshots, tally, selection, guessed=kinds.guessed and bool(tally.by_kind)),
             *note_absent_values(snapshots, values),
             *note_attributes(values),
+            *note_unknown_values(values),
         ),
         evidence=GroupEvidence(
             metadata=metadata,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical.dtensors import is_whole, layout_text
-from syncheck.messages import SHARD_REFUSALS, Detail, sets_text
+from syncheck.messages import SHARD_REFUSALS, Detail, Refusal, sets_text
 from syncheck.rank_sets import group_ranks, largest_first, minority_of
 from syncheck.records import Reason, TensorDiff
 
@@ -125,9 +125,10 @@ def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Di
             return replace(bare, reason=Reason.SHARDED, detail=Detail.REFUSED(refusal=first))
         detail = Detail.REFUSED_ON_SOME(refusal=first, ranks=tuple(sharded))
         return replace(bare, reason=Reason.REFUSED, detail=detail)
-    # For example, a sparse and a dense tensor, or a meta tensor and a tensor with values.
-    kinds: dict[int, Any] = {rank: r or f"{tensors[rank].dtype} with values" for rank, r in refusals.items()}
-    if any(refusals.values()) and len(set(refusals.values())) > 1:
+    # For example, a sparse and a dense tensor, or a meta tensor and a tensor with values. As text, because fingerprints
+    # store the text of a refusal.
+    kinds = {rank: str(r) if r else f"{tensors[rank].dtype} with values" for rank, r in refusals.items()}
+    if any(refusals.values()) and len(set(kinds.values())) > 1:
         return _make_mismatch(bare, Reason.DTYPE, kinds, tensors)
     for field in (Reason.SHAPE, Reason.DTYPE):
         values = {rank: _known_value(tensor, field) for rank, tensor in tensors.items()}
@@ -141,7 +142,10 @@ def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Di
     if len(set(layouts.values())) > 1:  # shards of different layouts are never replicas
         return _make_mismatch(bare, Reason.SHAPE, layouts, tensors)
     refused = next(iter(refusals.values()))
-    return replace(bare, reason=Reason.REFUSED, detail=Detail.REFUSED(refusal=refused)) if refused else None
+    if not refused:
+        return None
+    reason = Reason.PARTS if refused.code is Refusal.IN_PARTS else Reason.REFUSED
+    return replace(bare, reason=reason, detail=Detail.REFUSED(refusal=refused))
 
 
 def _compare_matching(
@@ -172,7 +176,8 @@ def _is_equal_within(values: Mapping[int, Any], division: Division) -> bool:
 def _known_value(tensor: Tensor, field: Reason) -> Any:
     """Return the global shape or the dtype of a tensor; None if the reader does not know it."""
     value: Any = tensor.sharding.shape if field is Reason.SHAPE and tensor.sharding else getattr(tensor, field)
-    return None if tensor.refused and value in ((), "unknown") else value
+    unknown = tensor.refused and tensor.dtype == "unknown" and value in ((), "unknown")
+    return None if unknown else value
 
 
 def _make_mismatch(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from syncheck.comparison.model_values import ModelValues, to_comparable
 from syncheck.messages import Note
 from syncheck.names import is_rng_state
 from syncheck.records import ValueDiff
@@ -32,9 +33,9 @@ def compare_values(
     """Return the diffs of Python values between replicas.
 
     Different values count as out of sync, except values of the rank itself (like its host or RNG state) and excluded
-    values. If `strict`, as for replicas in memory, values of kind `other` and missing values count. Otherwise, as in
-    files, values of kind `other` are only listed, and missing settings and scaler state count if their whole container
-    is missing or has another class. A missing loss scale always counts.
+    values. Values of the model count like tensors. If `strict`, as for replicas in memory, other values of kind `other`
+    and missing values count. Otherwise, as in files, values of kind `other` are only listed, and missing settings and
+    scaler state count if their whole container is missing or has another class. A missing loss scale always counts.
 
     wanted: whether the options select a name and kind. kept: whether the options do not exclude it. is_partial: whether
     a value belongs to partitioned optimizer state.
@@ -50,8 +51,15 @@ def compare_values(
         cache(lambda rank: _containers((*values[rank], *snapshots[rank].tensors))),
     )
     one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
+    of_model = ModelValues(snapshots)
     diffs = []
     for name, present in by_name.items():
+        if name in of_model and kind_of(name) == "other" and not differs_by_design(name):
+            # `wanted` selects by kind: parts of the model are parameters or buffers.
+            selected = wanted(name, "parameter") or wanted(name, "buffer")
+            diff = of_model.compare(name, present, selected=selected)
+            diffs += [] if diff is None else [diff]
+            continue
         first, *rest = present.values()
         differ = any(value != first and not (value != value and first != first) for value in rest)  # NaN equals NaN
         absent = [rank for rank in snapshots if rank not in present]
@@ -119,7 +127,7 @@ def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueD
     if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
         return []
     tops = {rank: {name.partition(".")[0] for name in snapshot.values} for rank, snapshot in snapshots.items()}
-    counted = {diff.name.partition(".")[0] for diff in diffs if diff.counts}
+    counted = {diff.name.partition(".")[0] for diff in diffs if diff.counts or diff.kind == "model"}
     absent: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for top in sorted(set().union(*tops.values()) - counted):
         ranks = tuple(rank for rank, own in tops.items() if top not in own)
@@ -148,7 +156,13 @@ def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
     """Return the Python values of a checkpoint whose differences count as out of sync."""
     values = _values(snapshot)
     kind_of = make_value_classifier(values)
-    return {name: value for name, value in values.items() if kind_of(name) != "other" and not differs_by_design(name)}
+    selected = {}
+    for name, value in values.items():
+        if name in snapshot.model_values:
+            value = to_comparable(value)
+        if (kind_of(name) != "other" or name in snapshot.model_values) and not differs_by_design(name):
+            selected[name] = value
+    return selected
 
 
 def stores_progress(snapshot: Snapshot) -> bool:

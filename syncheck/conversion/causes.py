@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from syncheck.conversion.casts import convert
 from syncheck.conversion.merges import Replaced, find_adapted, fit_factor, unit_roundoff, view_base
 from syncheck.conversion.name_maps import split_tensor
-from syncheck.conversion.quantized import Quantized, fit_scales, measure_steps
+from syncheck.conversion.quantized import Quantized, fit_scales, has_scales, measure_rounding
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
-from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, is_comparable, may_have_rows
+from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
 from syncheck.dtypes import DTYPES
+from syncheck.kernel.blocks import has_elements
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical import views
 from syncheck.records import Evidence
@@ -75,7 +76,7 @@ class Models:
 
     def equals(self, view: Tensor, b: Tensor) -> dict[str, Any] | None:
         """Return the parameters of an additional conversion if a view has the bytes of a tensor of B, else None."""
-        if view.shape != b.shape or not is_comparable(view):
+        if view.shape != b.shape or not has_elements(view):
             return None
         converted = view.dtype != b.dtype
         if converted:
@@ -99,7 +100,7 @@ class Models:
         if key not in self._probes:
             self._probes[key] = defaultdict(list)
             for other, tensor in self.a.items():
-                same = tensor.shape == b.shape and is_comparable(tensor)
+                same = tensor.shape == b.shape and has_elements(tensor)
                 if same and (tensor.dtype == b.dtype or (is_readable(tensor) and is_readable(b))):
                     view = tensor if tensor.dtype == b.dtype else convert(tensor, (b.dtype,), self.files)
                     self._probes[key][self.probe(view)].append(other)
@@ -120,7 +121,7 @@ def _is_constant(data: bytes, tensor: Tensor) -> bool:
 def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDiff, ...]:
     """Return the diffs with the relations found between their tensors."""
     names = [diff.name for diff in diffs if diff.out_of_sync]
-    left = [n for n in names if all(n in own and is_comparable(own[n]) for own in (models.a, models.b))]
+    left = [n for n in names if all(n in own and has_elements(own[n]) for own in (models.a, models.b))]
     found: dict[str, Relation] = {}
     for relate in (_relate_operation, _relate_stored, _relate_elsewhere, _relate_boxes, _relate_rows, _relate_numbers):
         for name in left:
@@ -319,7 +320,7 @@ def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
     multiple = fit_factor(a, b, models.files)
     if multiple is not None:
         return {name: Relation(RelationKind.ADAPTER, {"factor": multiple})}
-    if a.shape == b.shape and (quantized := _relate_quantized(a, b, models.files)):
+    if a.shape == b.shape and (quantized := _relate_quantized(name, models)):
         return {name: quantized}
     if a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
         return {}
@@ -358,12 +359,18 @@ def _relate_scaled(name: str, a: Tensor, b: Tensor, files: Files) -> dict[str, R
     return {}
 
 
-def _relate_quantized(a: Tensor, b: Tensor, files: Files) -> Relation | None:
-    """Compare quantized values with the original values, within half a step."""
-    for own, other in ((b, a), (a, b)):
+def _relate_quantized(name: str, models: Models) -> Relation | None:
+    """Compare quantized values with the original values, within half a step of plausible scales."""
+    for tensors, others in ((models.b, models.a), (models.a, models.b)):
+        own, other = tensors[name], others[name]
         if not is_readable(other) or isinstance(other.data, Quantized):
             continue
-        quantized = get_computed(own, Quantized) or fit_scales(own, other, files)
-        if quantized is not None and (ratio := measure_steps(quantized, other, files)) <= _BOUND:
-            return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": ratio / 2})
+        quantized = get_computed(own, Quantized)
+        if quantized is None and not has_scales(name, tensors):
+            quantized = fit_scales(own, other, models.files)
+        if quantized is None:
+            continue
+        rounding = measure_rounding(quantized, other, models.files)
+        if rounding.plausible and rounding.largest <= _BOUND:
+            return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": rounding.largest / 2})
     return None

@@ -18,8 +18,9 @@ from syncheck.conversion.name_maps import NameMap, Rule
 from syncheck.conversion.numbering import split_numbers
 from syncheck.conversion.pairings import Candidates, Pairing, find_pairings
 from syncheck.conversion.recognition import is_readable
-from syncheck.conversion.rows import MOST_ROWS, is_comparable
+from syncheck.conversion.rows import MOST_ROWS
 from syncheck.dtypes import DTYPES
+from syncheck.kernel.blocks import has_elements
 from syncheck.messages import Note, Refusal
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _list_candidates(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> 
     """Return the tensors that the other model lacks and whose data can be compared."""
     candidates = {}
     for name, tensor in own.items():
-        if name not in other and is_comparable(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,):
+        if name not in other and has_elements(tensor) and tensor.numel and tensor.shape[:1] <= (MOST_ROWS,):
             candidates[name] = tensor
     return candidates
 

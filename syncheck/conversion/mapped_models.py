@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.name_maps import MOST_PARTS, split_tensor
-from syncheck.conversion.rows import digest_rows, is_comparable
+from syncheck.conversion.rows import digest_rows
 from syncheck.errors import UsageError
+from syncheck.kernel.blocks import has_elements
 from syncheck.logical import views
 from syncheck.messages import Note
 
@@ -215,7 +216,7 @@ def _count_contents(tensors: Iterable[Tensor], shape: tuple[int, ...], files: Fi
     """Return how many tensors of a shape have each dtype and content."""
     contents: Counter[tuple[str, bytes]] = Counter()
     for tensor in tensors:
-        if tensor.shape == shape and is_comparable(tensor):
+        if tensor.shape == shape and has_elements(tensor):
             contents[tensor.dtype, digest_rows(tensor, files, 1)[0] if tensor.numel else b""] += 1
     return contents
 
@@ -230,7 +231,7 @@ def remove_padding(mapped: Sequence[Mapped], variables: Mapping[str, int], files
     first, second = mapped
     for name in sorted((first.padded.keys() | second.padded.keys()) & first.tensors.keys() & second.tensors.keys()):
         pair = (first.tensors[name], second.tensors[name])
-        if not all(is_comparable(tensor) and len(tensor.shape) > 0 for tensor in pair):
+        if not all(has_elements(tensor) and len(tensor.shape) > 0 for tensor in pair):
             continue
         lengths = [tensor.shape[0] for tensor in pair]
         if pair[0].shape[1:] != pair[1].shape[1:] or lengths[0] == lengths[1]:

@@ -27,6 +27,8 @@ VARIABLES = ("heads", "kv_heads", "head_dim")
 # Limits of the parts of one stored tensor, and of its groups of heads: more than any model has.
 MOST_PARTS, _MOST_GROUPS = 1 << 14, 1 << 12
 _MOST_JSON = 1 << 20  # bytes
+# Limit of heads and sizes in a configuration, more than any model has: JSON integers have no upper limit.
+_MOST_SETTING = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +211,23 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
         "vocabulary_multiple": ("make_vocab_size_divisible_by",),
     }
     for variable, names in keys.items():
-        numbers = [settings[name] for name in names if is_size(settings.get(name))]
+        numbers = [settings[name] for name in names if _is_setting(settings.get(name))]
         if numbers:
             found[variable] = numbers[0]
     ranks = settings.get("tensor_model_parallel_size", 1)
-    if "vocabulary_multiple" in found and isinstance(ranks, int) and is_size(ranks):
+    if "vocabulary_multiple" in found and isinstance(ranks, int) and _is_setting(ranks):
         found["vocabulary_multiple"] *= ranks  # each rank has a multiple
-    width = next((settings[name] for name in ("hidden_size", "n_embd") if is_size(settings.get(name))), 0)
+    width = next((settings[name] for name in ("hidden_size", "n_embd") if _is_setting(settings.get(name))), 0)
     if "heads" in found:
         if width and width % found["heads"] == 0:
             found.setdefault("head_dim", width // found["heads"])
         found.setdefault("kv_heads", found["heads"])
     return found
+
+
+def _is_setting(value: object) -> bool:
+    """Whether a value of a configuration is a number of heads, or a size, that a model can have."""
+    return is_size(value) and isinstance(value, int) and value <= _MOST_SETTING
 
 
 def read_json(path: str) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import math
 import re
 from dataclasses import dataclass, replace
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.scales import SHARES, are_plausible
 from syncheck.dtypes import DTYPES
+from syncheck.kernel.blocks import has_elements
 from syncheck.snapshots import Tensor, contiguous_strides
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _STORED = re.compile(r"(.*\.|)weight(_packed)?")
 _SCALES = ("weight_scale", "weight_scale_inv")
+_ROWS = 1 << 18  # elements of the rows that are read at once
 _INTEGERS = ("int8", "uint8", "int32")
 _FLOATS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # bits of the mantissa, smallest normal exponent
 
@@ -42,6 +45,21 @@ class Quantized:
     unit: float
     files: Files
     scheme: str
+    fitted: bool = False
+    """Whether the scales were computed from the other tensor, because the file has none."""
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The numbers of rows and columns of the block of a scale."""
+        rows, columns = self.scales.shape
+        return _find_block(self.shape[0], rows), _find_block(self.shape[1], columns)
+
+    @property
+    def least_peak(self) -> float:
+        """The smallest plausible value of the largest stored number of a block; see `scales`."""
+        if self.stored.dtype in _FLOATS:
+            return float(2.0 ** _FLOATS[self.stored.dtype][1])
+        return SHARES[self.bits] * float(2 ** (self.bits - 1) - 1)
 
     def read(self, start: int, count: int) -> tuple[Any, Any]:
         """Return whole rows around elements `start` to `start + count`: values, and the bound of their rounding."""
@@ -60,8 +78,8 @@ class Quantized:
             numbers = parts.reshape(last - first, -1)[:, :columns].astype(np.float64) - 2 ** (self.bits - 1)
         else:
             numbers = raw.astype(np.float32).astype(np.float64).reshape(last - first, columns)
-        blocks = [_find_block(size, n) for size, n in zip(self.shape, self.scales.shape, strict=True)]
-        scales = self.scales[np.arange(first, last) // blocks[0]][:, np.arange(columns) // blocks[1]]
+        block_rows, block_columns = self.blocks
+        scales = self.scales[np.arange(first, last) // block_rows][:, np.arange(columns) // block_columns]
         step = np.ones_like(numbers)
         if self.stored.dtype in _FLOATS:
             mantissa, least = _FLOATS[self.stored.dtype]
@@ -106,12 +124,14 @@ def _open(tensor: Tensor, scale: Tensor, shape: Tensor | None, packed: bool, fil
 
     from syncheck.differences import read_float64
 
-    known = tensor.dtype in (*_INTEGERS, *_FLOATS) and len(tensor.shape) == 2 and not tensor.refused
+    known = tensor.dtype in (*_INTEGERS, *_FLOATS) and len(tensor.shape) == 2 and has_elements(tensor)
     if not known or not is_readable(scale) or not 0 < scale.numel <= 1 << 22 or not tensor.numel:
         return None
     full, bits = (tensor.shape[0], tensor.shape[1]), 8
     if packed:
-        if tensor.dtype != "int32" or shape is None or shape.numel != 2 or shape.dtype not in ("int64", "int32"):
+        if tensor.dtype != "int32" or shape is None or not has_elements(shape):
+            return None
+        if shape.numel != 2 or shape.dtype not in ("int64", "int32"):
             return None
         kind = np.int64 if shape.dtype == "int64" else np.int32
         rows, columns = np.frombuffer(bytes(files.read(shape, 0, 2, 0)), kind).tolist()
@@ -148,6 +168,11 @@ def _find_block(size: int, count: int) -> int:
     return 128 if -(-size // 128) == count else -(-size // count)
 
 
+def has_scales(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a model has scales for a tensor, which may be invalid."""
+    return any(name.endswith("weight") and f"{name[:-6]}{key}" in tensors for key in _SCALES)
+
+
 def fit_scales(tensor: Tensor, other: Tensor, files: Files) -> Quantized | None:
     """Return the values of integers without scales: one scale for each row, fitted to another tensor."""
     import numpy as np
@@ -170,23 +195,40 @@ def fit_scales(tensor: Tensor, other: Tensor, files: Files) -> Quantized | None:
     named = f"int{DTYPES[tensor.dtype].size * 8}" if tensor.dtype in _INTEGERS else tensor.dtype
     # Fitted scales are not exact: by up to 1.6 % for 8-bit floats, and 0.2 % for integers.
     scheme = f"{named}, with scales fitted to A by row, because the file has no scales"
-    return replace(plain, scales=scales, unit=2.0**-6 if tensor.dtype in _FLOATS else 2.0**-9, scheme=scheme)
+    unit = 2.0**-6 if tensor.dtype in _FLOATS else 2.0**-9
+    return replace(plain, scales=scales, unit=unit, scheme=scheme, fitted=True)
 
 
-def measure_steps(quantized: Quantized, other: Tensor, files: Files) -> float:
-    """Return the largest difference to a tensor of equal shape, in units of the bound of rounding."""
+class Rounding(NamedTuple):
+    """The difference between a quantized matrix and the original.
+
+    largest: in units of the bound of rounding, which is half a step. plausible: whether the scales are plausible.
+    """
+
+    largest: float
+    plausible: bool
+
+
+def measure_rounding(quantized: Quantized, other: Tensor, files: Files) -> Rounding:
+    """Compare a quantized matrix with the original, a tensor of equal shape."""
     import numpy as np
 
     from syncheck.differences import read_float64
 
-    columns = quantized.shape[1]
-    step, largest = max(1, (1 << 18) // columns), 0.0
-    for first in range(0, quantized.shape[0], step):
-        count = min(step, quantized.shape[0] - first)
+    rows, columns = quantized.shape
+    block_rows, block_columns = quantized.blocks
+    starts = np.arange(0, columns, block_columns)
+    peaks = np.zeros(quantized.scales.shape)
+    step, largest = max(1, _ROWS // columns), 0.0
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(other.dtype, 2.0**-24)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
         values, bound = quantized.read(first * columns, count * columns)
         original = read_float64(other, files, first * columns, count * columns, 0).reshape(count, columns)
-        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(other.dtype, 2.0**-24)
+        sizes = np.abs(original)
         with np.errstate(all="ignore"):
-            ratios = np.abs(values - original) / (bound + unit * np.abs(original) + 1e-30)
+            ratios = np.abs(values - original) / (bound + unit * sizes + 1e-30)
+        # A NaN or an infinity is not within half a step of anything.
         largest = max(largest, float(np.nan_to_num(ratios, nan=np.inf).max()))
-    return largest
+        np.maximum.at(peaks, np.arange(first, first + count) // block_rows, np.maximum.reduceat(sizes, starts, axis=1))
+    return Rounding(largest, are_plausible(peaks, quantized.scales, quantized.least_peak, fitted=quantized.fitted))

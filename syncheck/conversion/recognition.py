@@ -10,7 +10,7 @@ from syncheck.conversion.mapped_models import apply_map
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.templates import parse_template
 from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import Files, is_contiguous, ranges
+from syncheck.kernel.blocks import Files, has_elements, is_contiguous, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -126,15 +126,16 @@ def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether the tensor has floating-point data, and not only a digest."""
-    return not tensor.refused and tensor.digest is None and DTYPES[tensor.dtype].family == "float"
+    """Whether the tensor has floating-point numbers that can be read."""
+    return has_elements(tensor) and DTYPES[tensor.dtype].family == "float"
 
 
 def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
     """Return the computed data of a tensor; None for other data, and for a view of a part of it."""
     data = tensor.data
-    whole = not tensor.offset and is_contiguous(tensor.shape, tensor.strides)
-    return data if whole and isinstance(data, kind) and tensor.shape == data.shape else None
+    if not isinstance(data, kind) or not has_elements(tensor) or tensor.offset or tensor.shape != data.shape:
+        return None
+    return data if is_contiguous(tensor.shape, tensor.strides) else None
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy

@@ -24,11 +24,6 @@ _BEGIN = 16  # elements
 _MOST_RUNS = 8
 
 
-def is_comparable(tensor: Tensor) -> bool:
-    """Whether the bytes of the tensor can be read."""
-    return not tensor.refused and tensor.digest is None and tensor.sharding is None
-
-
 def digest_rows(tensor: Tensor, files: Files, rows: int) -> list[bytes]:
     """Return the digest of each row. rows: their number, a divisor of the number of elements."""
     length = tensor.numel // rows

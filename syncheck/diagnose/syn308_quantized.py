@@ -1,13 +1,15 @@
 """B is A, quantized: each value is within half a step of its scheme.
 
 Signature: B stores integers or 8-bit floats with scales, and each value of B times its scale is within half a
-quantization step of A. Without scales in the file, the evidence states bounds only.
+quantization step of A. The scales are plausible: the largest value of A in the block of a scale uses a part of the
+range of the stored numbers, so that A is not just rounded to zero. Without scales in the file, the evidence states
+bounds only.
 
 Cause: B was exported in a quantized format. Quantization is intended in most cases, but an uninitialized or exchanged
 scale is not.
 
-Fix: if quantization is intended, accept this finding with `--allow SYN308`: values beyond half a step are still
-reported as SYN399.
+Fix: if quantization is intended, accept this finding with `--allow SYN308`: values beyond half a step, and values with
+scales that are NaN, infinite, negative or too large, are still reported as SYN399.
 
 Incidents: sgl-project/sglang#28546 (uninitialized scales).
 """

@@ -25,7 +25,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from syncheck.errors import CheckpointError
-from syncheck.kernel.blocks import Files
+from syncheck.kernel.blocks import Files, has_elements
 from syncheck.kinds import BN_STATISTICS
 from syncheck.layout.groups import group_by_step
 from syncheck.names import normalize_keys, sibling_name
@@ -191,7 +191,7 @@ def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
 
     from syncheck.differences import read_float64
 
-    if tensor is None or tensor.refused or tensor.digest is not None or tensor.sharding is not None:
+    if tensor is None or not has_elements(tensor):
         return None
     values = read_float64(tensor, files, 0, min(tensor.numel, CHANNELS), 0)
     return values if np.isfinite(values).all() else None

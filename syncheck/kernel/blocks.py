@@ -90,6 +90,15 @@ def count_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def has_elements(tensor: Tensor) -> bool:
+    """Whether the elements of a whole tensor can be read.
+
+    False for tensors that the reader refuses (sparse, quantized, meta, of an unknown dtype, ...), for fingerprints,
+    which have a digest only, and for one rank's shard. Check this before any use of the dtype's size or the strides.
+    """
+    return not tensor.refused and tensor.digest is None and tensor.sharding is None and tensor.dtype in DTYPES
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the bytes in the file are contiguous, in native byte order and without pending operations."""
     return (

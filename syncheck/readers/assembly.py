@@ -39,6 +39,7 @@ class Assembly:
     format: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    model_values: dict[str, bool] = field(default_factory=dict)
     stubs: set[str] = field(default_factory=set)
     bytes: int = 0
     metadata: Metadata | None = None
@@ -56,7 +57,10 @@ class Assembly:
             full = rename(name)
             known = self.values.get(full)
             if full not in self.values or type(known) is not type(value) or known != value:
-                self.values[make_unique_name(full, self.values)] = value
+                full = make_unique_name(full, self.values)
+                self.values[full] = value
+            if name in part.model_values:
+                self.model_values[full] = part.model_values[name]
         self.stubs |= set(part.stubs)
         self.bytes += part.bytes
         self._check_run(part)
@@ -78,7 +82,10 @@ class Assembly:
         """Return the combined checkpoint."""
         stubs = tuple(sorted(self.stubs))
         notes = tuple(self.notes)
-        return Snapshot(self.folder, self.format, self.bytes, self.tensors, self.values, stubs, self.metadata, notes)
+        return Snapshot(
+            self.folder, self.format, self.bytes, self.tensors, self.values, stubs, self.metadata, notes,
+            model_values=self.model_values,
+        )  # fmt: skip
 
 
 def read_parts(folder: str, format_name: str, parts: Sequence[tuple[str, str, bool]]) -> Assembly:

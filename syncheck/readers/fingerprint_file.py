@@ -79,6 +79,7 @@ def read(path: str) -> Snapshot:
         _get_texts(document, "stubs", path),
         metadata,
         (Note.FINGERPRINT(), *(Note.STORED(text=text) for text in _get_texts(document, "notes", path))),
+        model_values=_get_model_values(document, path),
     )
 
 
@@ -86,6 +87,16 @@ def _get_dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
     found = document.get(key)
     if not isinstance(found, dict):
         raise _malformed(path, key, brief(found), "an object by name")
+    return found
+
+
+def _get_model_values(document: dict[str, Any], path: str) -> dict[str, bool]:
+    """Return the names of the model's values; fingerprints of version 0.2 have none."""
+    if "model_values" not in document:
+        return {}
+    found = _get_dict(document, "model_values", path)
+    if not all(isinstance(certain, bool) for certain in found.values()):
+        raise _malformed(path, "model_values", brief(found), "true or false by name")
     return found
 
 
@@ -115,7 +126,10 @@ def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
         raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
     strides = contiguous_strides(sizes)
     if digest is None and _is_text(refused):
-        return Tensor(name, dtype, sizes, strides, path, 0, refused=_find_refusal(refused))
+        reason = _find_refusal(refused)
+        if entry.get("in_parts") is True:
+            reason = Refusal.IN_PARTS(refusal=reason)
+        return Tensor(name, dtype, sizes, strides, path, 0, refused=reason)
     if refused is not None or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         found = f"digest {brief(digest)}, refused {brief(refused)}"
         raise _malformed(path, place, found, "a digest of 16 to 128 hex digits, or a reason for its absence")

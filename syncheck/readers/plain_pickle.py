@@ -79,7 +79,15 @@ def read(path: str) -> Snapshot:
     for name, location in flat.tensors.items():
         tensors[name] = locate_tensor(name, location, path, storages.locate, opened)
     return Snapshot(
-        path, FORMAT, opened.st_size, tensors, flat.values, tuple(sorted(stubs)), flat.metadata, numbered=flat.numbered
+        path,
+        FORMAT,
+        opened.st_size,
+        tensors,
+        flat.values,
+        tuple(sorted(stubs)),
+        flat.metadata,
+        numbered=flat.numbered,
+        model_values=flat.model_values,
     )
 
 

@@ -10,12 +10,14 @@ import json
 import math
 import os
 import struct
+from dataclasses import replace
 from typing import Any
 
 from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile, brief
 from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse_metadata
+from syncheck.names import make_unique_name
 from syncheck.readers import limits
 from syncheck.readers.untrusted import open_regular_file, parse_json_object
 from syncheck.snapshots import (
@@ -60,7 +62,13 @@ def read(path: str) -> Snapshot:
         raise _malformed(path, "header", f"{len(header)} tensors", f"at most {limits.MOST_TENSORS}")
     if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
         raise _malformed(path, "__metadata__", "values that are not strings", "strings")
-    tensors = {name: _check_tensor(path, name, entry, 8 + length, opened) for name, entry in header.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        tensors[name] = _check_tensor(path, name, entry, 8 + length, opened)
+    for name in [name for name, tensor in tensors.items() if tensor.refused]:
+        part = _list_bytes(tensors[name], header[name]["data_offsets"], opened)
+        free = make_unique_name(part.name, tensors)
+        tensors[free] = replace(part, name=free)
     _check_cover(path, header, size - 8 - length)
     values = {name: _to_number(text) for name, text in strings.items() if name != KEY}
     return Snapshot(path, FORMAT, size, tensors, values, (), _read_metadata(path, strings))
@@ -83,13 +91,19 @@ def _check_tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_r
     if dtype is None and elements > MOST_ELEMENTS:
         raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
     if dtype is None:
-        refused = Refusal.DTYPE(name=f"{code:.60}")
+        refused = Refusal.IN_PARTS(refusal=Refusal.DTYPE(name=f"{code:.60}"))
         return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=refused)
     size = elements * dtype.size
     if offsets[1] - offsets[0] != size:
         found = f"{offsets[1] - offsets[0]} bytes"
         raise _malformed(path, place, found, f"{brief(size)} for {dtype.name} {brief(shape)}")
     return Tensor(name, dtype.name, tuple(shape), strides, path, data + offsets[0], opened=opened)
+
+
+def _list_bytes(tensor: Tensor, offsets: list[int], opened: os.stat_result) -> Tensor:
+    """Return the bytes of a tensor of an unknown dtype: equal bytes are equal numbers of any dtype."""
+    size = offsets[1] - offsets[0]
+    return Tensor(f"{tensor.name}.bytes", "uint8", (size,), (1,), tensor.path, tensor.offset, opened=opened)
 
 
 def _check_cover(path: str, header: dict[str, Any], size: int) -> None:

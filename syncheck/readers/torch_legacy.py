@@ -50,7 +50,15 @@ def read(path: str) -> Snapshot:
         for name, location in flat.tensors.items()
     }
     return Snapshot(
-        path, FORMAT, opened.st_size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
+        path,
+        FORMAT,
+        opened.st_size,
+        tensors,
+        flat.values,
+        pickled.stubs,
+        flat.metadata,
+        numbered=flat.numbered,
+        model_values=flat.model_values,
     )
 
 

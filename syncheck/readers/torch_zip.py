@@ -14,6 +14,7 @@ import zlib
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
+from syncheck.readers import torchscript
 from syncheck.readers.pickles.tensor_location import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Pickled, unpickle
@@ -69,10 +70,14 @@ def read(path: str) -> Snapshot:
         pickled = archive.unpickle()
         flat = flatten(pickled.tree, path, pickled.size, pickled.made)
         tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
+        snapshot = Snapshot(
+            path, FORMAT, directory.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered,
+            model_values=flat.model_values,
+        )  # fmt: skip
+        if torchscript.is_script(archive):
+            snapshot = torchscript.add_script(archive, snapshot)
         directory.check_overlaps()
-    return Snapshot(
-        path, FORMAT, directory.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered
-    )
+    return snapshot
 
 
 def _read_several(directory: Directory) -> Snapshot:
@@ -231,11 +236,21 @@ class Archive:
 
         key_prefix: distinguishes the storages of several archives.
         """
-        name = f"{self.stem}data.pkl"
-        pickled = unpickle(self.directory.read_record(name), self.path, name, key_prefix=key_prefix)
         self._key_prefix = key_prefix
+        pickled = self.unpickle_record("data.pkl")
         self.big_endian = self._is_big_endian()
         return pickled
+
+    def unpickle_record(self, name: str) -> Pickled:
+        """Read the pickle in a record. name: without the stem. Raises as `pickles.unpickle`, and MalformedFile."""
+        name = self.stem + name
+        return unpickle(self.directory.read_record(name), self.path, name, key_prefix=self._key_prefix)
+
+    def read_text(self, name: str) -> str:
+        """Return the text in a record, which may be compressed. name: with the stem. Raises as `zipfile` does."""
+        directory = self.directory
+        with zipfile.ZipFile(directory.file) as archive:  # whose directory has been checked
+            return archive.read(directory.records[name]).decode("utf-8", "replace")
 
     def _is_big_endian(self) -> bool:
         """Whether tensors are stored big-endian; files before torch 2.1 lack the record and are little-endian."""
@@ -247,15 +262,19 @@ class Archive:
             raise self.directory.malformed(name, repr(order[:20]), "little or big", _AGAIN)
         return order == b"big"
 
-    def tensor(self, name: str, location: TensorLocation) -> Tensor:
-        """Check that a tensor is within its record, and return it with its offset in the file."""
-        opened = self.directory.opened
-        return locate_tensor(name, location, self.path, self._locate_record, opened, big_endian=self.big_endian)
+    def tensor(self, name: str, location: TensorLocation, folder: str = "data") -> Tensor:
+        """Check that a tensor is within its record, and return it with its offset in the file.
 
-    def _locate_record(self, storage: Storage) -> Record:
-        name = f"{self.stem}data/{storage.key.removeprefix(self._key_prefix)}"
-        start, size = self.directory.locate(name)
-        return Record(name, self.directory.start + start, size, self.directory.records[name].CRC)
+        folder: of the records; TorchScript has another one for the constants of its code.
+        """
+        directory = self.directory
+
+        def locate_record(storage: Storage) -> Record:
+            record = f"{self.stem}{folder}/{storage.key.removeprefix(self._key_prefix)}"
+            start, size = directory.locate(record)
+            return Record(record, directory.start + start, size, directory.records[record].CRC)
+
+        return locate_tensor(name, location, self.path, locate_record, directory.opened, big_endian=self.big_endian)
 
 
 def is_pickle(name: str) -> bool:

@@ -44,7 +44,7 @@ def read(directory: Directory, format_name: str) -> Snapshot:
         tensors[name] = files.locate(name, location)
     return Snapshot(
         directory.path, format_name, directory.size, tensors, flat.values, tuple(sorted(files.stubs)), flat.metadata,
-        _note_unread_records(directory, files), numbered=flat.numbered,
+        _note_unread_records(directory, files), numbered=flat.numbered, model_values=flat.model_values,
     )  # fmt: skip
 
 

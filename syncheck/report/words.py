@@ -122,8 +122,12 @@ def undecided_reason(report: Report) -> Message:
         if len(ambiguous) == 1:
             return Undecided.AMBIGUOUS(name=name, detail=detail)
         return Undecided.MORE_AMBIGUOUS(name=name, more=len(ambiguous) - 1, detail=detail)
+    if refused := [diff for diff in unknown if diff.reason is Reason.REFUSED]:
+        return Undecided.NOT_COMPARED(count=len(refused), name=f"{refused[0].name:.80}", detail=refused[0].detail)
     if unknown:
         return Undecided.NO_CHECKSUMS(unknown=len(unknown), tensors=report.counts.tensors)
+    if values := [value for group in report.groups for value in group.values if value.unknown]:
+        return Undecided.VALUES(count=len(values), name=f"{values[0].name:.80}")
     if absent := [group.uncompared for group in report.groups if group.uncompared]:
         return Undecided.RANKS_NOT_COMPARED(ranks=absent[0])
     if any(group.shards for group in report.groups):

@@ -251,6 +251,8 @@ def test_linear_layers_in_both_orientations(tmp_path: Path) -> None:
     [
         {"num_attention_heads": 10**30, "num_key_value_heads": 10**15, "head_dim": 7},
         {"num_attention_heads": -1, "num_key_value_heads": 0, "head_dim": "8"},
+        {"num_attention_heads": 10**400, "num_key_value_heads": 10**400, "head_dim": 10**400, "hidden_size": 10**400},
+        {"num_attention_heads": float("inf"), "num_key_value_heads": float("nan"), "head_dim": True},
         {"text_config": [1], "hidden_size": 2**63},
         [[]],
     ],

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import syncheck
+from syncheck.conversion.scales import are_plausible
+from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,3 +130,38 @@ def test_tensors_beside_a_quantized_weight_are_reported(tmp_path: Path) -> None:
     """A scale of activations is no part of the weight: B has a tensor that A lacks."""
     found = compare(tmp_path, {**quantize("row", weight()), "mlp.down_proj.input_scale": np.ones(1, np.float32)})
     assert found.keys() == {"SYN308", "SYN101"}
+
+
+def accept(tmp_path: Path, number: int, copy: dict[str, Any]) -> int:
+    """Return the exit code of a comparison that accepts quantization."""
+    model = {NAME: weight()}
+    a = llama.write(tmp_path / f"a{number}", model)
+    b = llama.write(tmp_path / f"b{number}", copy)
+    return syncheck.diff(a, b, options=DiffOptions(allow=("SYN308",))).exit_code
+
+
+def test_implausible_scales_are_not_accepted(tmp_path: Path) -> None:
+    """Scales that round values to zero or have no meaning, for all rows or for one, are never only a quantization."""
+    stored, scales = per_row(weight())
+    zeros, row = np.zeros_like(stored), stored.copy()
+    row[7] = 0
+    one = scales.copy()
+    one[7] = 1e30
+    copies = [(-stored, -scales), (row, one)]
+    for number in (1e30, np.inf, np.nan, 0, 2.5 * np.abs(weight()).max()):
+        copies += [(stored, np.full_like(scales, number)), (zeros, np.full_like(scales, number))]
+    for i, (integers, factors) in enumerate(copies):
+        assert accept(tmp_path, i, {NAME: integers, f"{NAME}_scale": factors}) == 1, i
+
+
+def test_plausible_scales_are_accepted(tmp_path: Path) -> None:
+    """Powers of two, one scale for the matrix, and any small scale for a row of zeros."""
+    _, scales = per_row(weight())
+    power = 2.0 ** np.ceil(np.log2(scales.astype(np.float32)))
+    copies = [(np.rint(weight() / power).astype(np.int8), power.astype(np.float32)), per_tensor(weight())]
+    for i, (integers, factors) in enumerate(copies):
+        assert accept(tmp_path, i, {NAME: integers, f"{NAME}_scale": factors}) == 0, i
+    peaks = np.array([[1.0], [0.0], [1e-9]])
+    for scale in (1.0, 1e-12):
+        assert are_plausible(peaks, np.array([[1 / 127], [scale], [1 / 127]]), 127 / 8)
+    assert not are_plausible(peaks, np.array([[1 / 127], [1e30], [1 / 127]]), 127 / 8)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
-    """An unknown dtype is counted as not compared, with its code; other tensors are compared."""
+    """A tensor of an unknown dtype is compared by its bytes."""
     for rank in range(2):
         header = {
             "odd": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]},
@@ -27,9 +27,12 @@ def test_unknown_dtype_is_counted(tmp_path: Path) -> None:
         save_header(tmp_path / f"rank{rank}.safetensors", header, bytes(6))
     (group,) = syncheck.compare(tmp_path).groups
     assert [(diff.name, diff.status, diff.detail) for diff in group.tensors] == [
-        ("odd", "not_compared", Detail.REFUSED(refusal=Refusal.DTYPE(name="F4")))
+        ("odd", "not_compared", Detail.REFUSED(refusal=Refusal.IN_PARTS(refusal=Refusal.DTYPE(name="F4"))))
     ]
     assert group.verdict == "in_sync"
+    save_header(tmp_path / "rank1.safetensors", header, b"\0\1" + bytes(4))
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [diff.name for diff in group.tensors if diff.out_of_sync] == ["odd.bytes"]
 
 
 def test_metadata_block(tmp_path: Path) -> None:

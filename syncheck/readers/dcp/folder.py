@@ -97,6 +97,7 @@ def read(folder: str) -> Snapshot:
     whole = Snapshot(
         folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
         flat.metadata, (Note.ONE_COPY(), *found.list_notes(), *_note_unlisted_files(folder, found.sizes)),
+        model_values=flat.model_values,
     )  # fmt: skip
     return _with_extras(whole)
 

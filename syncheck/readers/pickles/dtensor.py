@@ -25,6 +25,7 @@ from syncheck.readers.pickles.stand_ins import (
     attributes_of,
     check_sizes,
     refused_tensor,
+    tensor_in_parts,
 )
 from syncheck.snapshots import Sharding, are_naturals, contiguous_strides
 
@@ -62,12 +63,17 @@ def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> An
             tensor = refused_tensor(Refusal.SHARDED_TENSOR())
         return Compound.wrap(tensor, None, state)
     if isinstance(call, StandIn) and isinstance(args, tuple):
-        tensor = call(*args)
-        if not isinstance(tensor, TensorLocation):
-            return tensor
-        return Compound.wrap(tensor, state) if state else tensor
+        return _add_state(call(*args), state)
     reason = Refusal.SUBCLASS(name=brief(getattr(kind, "name", kind), 80))
-    return refused_tensor(reason, inner={"given": args, "state": state})
+    return tensor_in_parts(reason, {"class": kind, "given": args, "state": state})
+
+
+def _add_state(tensor: Any, state: Any) -> Any:
+    """Return a rebuilt tensor with the state of its subclass, which contains all data of a wrapper."""
+    if not state or not isinstance(tensor, TensorLocation):
+        return tensor
+    compound = Compound.wrap(tensor, state)
+    return compound.in_parts() if tensor.refused == Refusal.WRAPPER() else compound
 
 
 def _read_local_tensor(args: Any, parts: Mapping[str, Any]) -> TensorLocation:

@@ -74,10 +74,11 @@ class _NumpyArray(Compound):
         dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
             code = kind.code if isinstance(kind, _NumpyDType) else "?"
-            inner: dict[str, Any] = {"elements": data} if isinstance(data, list) else {}  # may contain tensors
-            if isinstance(data, bytes) and code[:1] in ("V", "M", "m"):  # records and times are compared as bytes
-                inner["bytes"] = TensorLocation(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)
-            self._fill(shape=shape, refused=Refusal.NUMPY_DTYPE(name=f"{code:.40}"), inner=inner)
+            refusal = Refusal.NUMPY_DTYPE(name=f"{code:.40}")
+            parts: dict[str, Any] = {"elements": data}  # objects, which may contain tensors
+            if isinstance(data, bytes):  # texts, records and times are compared as bytes
+                parts = {"bytes": TensorLocation(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)}
+            self._fill(shape=shape, refused=Refusal.IN_PARTS(refusal=refusal), inner=parts)
             return
         if len(data) != math.prod(shape) * dtype.size:
             raise pickle.UnpicklingError(f"a numpy array of {len(data)} bytes for {dtype.name} {list(shape)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ
+from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ, RAW_DTYPES
 from syncheck.errors import brief
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.stand_ins import (
@@ -28,12 +28,23 @@ from syncheck.readers.pickles.stand_ins import (
     make_frozenset,
     make_set,
     refused_tensor,
+    tensor_in_parts,
 )
 from syncheck.snapshots import MOST_ELEMENTS
 
 if TYPE_CHECKING:
     from syncheck.dtypes import DType
-    from syncheck.messages import Message
+
+
+# Storage classes of quantized tensors, with bytes per element and dtype.
+QUANTIZED_STORAGES = {
+    "QInt8Storage": (1, "qint8"),
+    "QUInt8Storage": (1, "quint8"),
+    "QInt32Storage": (4, "qint32"),
+    "QUInt4x2Storage": (1, "quint4x2"),
+    "QUInt2x4Storage": (1, "quint2x4"),
+}
+SCHEMES = ("tensor_affine", "channel_affine", "channel_affine_float_qparams", "tensor_symmetric", "channel_symmetric")
 
 
 # Names of the encodings in which pickles of protocol 2 write bytes.
@@ -53,8 +64,12 @@ def _tensor_in_storage(
         if dtype is not storage.dtype or (0 not in shape and offset + last >= storage.size):
             raise pickle.UnpicklingError(f"a tensor beyond the {storage.size} elements of its view of a storage")
         offset += storage.start
-    lazy = ",".join(name for name in ("conj", "neg") if bits.get(name)) if isinstance(bits, dict) else ""
-    return TensorLocation(storage, dtype, offset, shape, strides, lazy)
+    return TensorLocation(storage, dtype, offset, shape, strides, ",".join(_list_pending(bits)))
+
+
+def _list_pending(bits: Any) -> list[str]:
+    """Return the operations that torch applies when the tensor is read. bits: by name."""
+    return [name for name in ("conj", "neg") if isinstance(bits, dict) and bits.get(name)]
 
 
 def _rebuild_tensor_v2(
@@ -74,17 +89,32 @@ def _rebuild_tensor_v3(
 ) -> TensorLocation:
     if not isinstance(dtype, DTypeName):
         return refused_tensor(Refusal.UNKNOWN_DTYPE(), shape)
-    if dtype.dtype is None:
-        return refused_tensor(Refusal.DTYPE(name=dtype.name), shape)
-    return _tensor_in_storage(storage, offset, shape, strides, dtype.dtype, bits)
+    if dtype.dtype is not None:
+        return _tensor_in_storage(storage, offset, shape, strides, dtype.dtype, bits)
+    reason, raw_dtype = Refusal.DTYPE(name=dtype.name), DTYPES.get(RAW_DTYPES.get(dtype.name, ""))
+    if raw_dtype is None:
+        return refused_tensor(reason, shape)
+    # The numbers of other dtypes are unknown here, but equal bytes are equal numbers.
+    raw = _tensor_in_storage(storage, offset, shape, strides, raw_dtype, None)
+    lazy = ",".join(_list_pending(bits))
+    return tensor_in_parts(reason, {"bytes": raw, "dtype": dtype, "pending": lazy}, shape)
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+def _rebuild_on_device(data: Any, dtype: Any = None, *_: Any) -> Any:
+    """Stand in for a tensor on another device, saved as a CPU tensor or a numpy array, and its dtype on the device."""
+    if not isinstance(data, TensorLocation) or not isinstance(dtype, DTypeName) or data.dtype is dtype.dtype:
+        return data
+    return tensor_in_parts(Refusal.AS_NUMPY(), {"data": data, "dtype": dtype}, data.shape, dtype.dtype)
+
+
 def _rebuild_with_state(data: Any, _grad: Any = None, _hooks: Any = None, state: Any = None) -> Any:
-    return Compound.wrap(data, state) if state and isinstance(data, TensorLocation) else data
+    if not state:
+        return data
+    return Compound.wrap(data, state) if isinstance(data, TensorLocation) else [data, state]
 
 
 def _make_ordered(_factory: Any = None, *items: Any) -> Ordered:
@@ -119,27 +149,45 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
     return kind(state) if issubclass(kind, Ordered) and isinstance(state, dict) else state
 
 
-def _refuse(reason: Message) -> StandIn:
-    def refuse(*given: Any) -> TensorLocation:
-        return refused_tensor(reason, inner={str(i): x for i, x in enumerate(given) if isinstance(x, TensorLocation)})
+def _rebuild_wrapper(kind: Any, dtype: Any = None, shape: Any = (), *_: Any) -> TensorLocation:
+    """Stand in for a wrapper subclass, whose tensors are in the state of `_rebuild_from_type_v2`."""
+    known = dtype.dtype if isinstance(dtype, DTypeName) else None
+    return refused_tensor(Refusal.WRAPPER(), shape, known, {"class": kind})
 
-    return StandIn(refuse)
 
-
-def _refuse_sparse(_layout: Any, parts: Any) -> TensorLocation:
+def _rebuild_sparse(layout: Any, parts: Any, *_: Any) -> TensorLocation:
     """Stand in for a sparse tensor of indices, values and size; compressed layouts have two index tensors."""
     listed = list(parts) if isinstance(parts, (tuple, list)) else []
     at = next((i for i, part in enumerate(listed) if not isinstance(part, TensorLocation)), 0)
-    values = listed[at - 1] if at else None
+    if not 2 <= at <= 3:
+        raise pickle.UnpicklingError(f"a sparse tensor of {at} tensors")
     names = ("indices", "values") if at == 2 else ("compressed_indices", "plain_indices", "values")
-    inner = dict(zip(names, listed[:at], strict=False))
-    return refused_tensor(Refusal.SPARSE(), listed[at] if at else (), getattr(values, "dtype", None), inner)
+    inner: dict[str, Any] = dict(zip(names, listed[:at], strict=True))
+    inner["layout"] = layout
+    if at == 2:  # files of torch 2.0 and older lack the flag, and torch.load sets it to False
+        inner["is_coalesced"] = listed[3] if len(listed) > 3 else False
+    return tensor_in_parts(Refusal.SPARSE(), inner, listed[at], listed[at - 1].dtype)
 
 
-def _refuse_quantized(
-    storage: Any, _offset: Any, shape: Any, _strides: Any = None, scheme: Any = None, *_: Any
+def _rebuild_quantized(
+    storage: Any, offset: Any, shape: Any, strides: Any = None, scheme: Any = None, *_: Any
 ) -> TensorLocation:
-    return refused_tensor(Refusal.QUANTIZED(), shape, inner={"storage": storage, "quantizer": scheme})
+    """Stand in for a quantized tensor: its integers, and scales, zero points and axis in the scheme."""
+    name = storage.quantized if isinstance(storage, Storage) else ""
+    row = DTYPES.get(RAW_DTYPES.get(name, ""))
+    if row is None:  # several numbers in a byte: the strides do not count bytes
+        parts = {"storage": storage, "offset": offset, "strides": strides}
+    else:
+        parts = {"int_repr": _tensor_in_storage(storage, offset, shape, strides, row, None)}
+    if isinstance(scheme, tuple):
+        scheme = dict(zip(("scheme", "scale", "zero_point", "axis"), scheme, strict=False))
+    return tensor_in_parts(Refusal.QUANTIZED(), {**parts, "quantizer": scheme, "dtype": name}, shape)
+
+
+def _rebuild_nested(*parts: Any) -> TensorLocation:
+    """Stand in for a nested tensor: its buffer, and the sizes, strides and offsets of its tensors."""
+    names = ("buffer", "sizes", "strides", "offsets")
+    return tensor_in_parts(Refusal.NESTED(), dict(zip(names, parts, strict=True)))
 
 
 def _refuse_meta(dtype: Any, shape: Any, *_: Any) -> TensorLocation:
@@ -169,22 +217,21 @@ REBUILT: dict[str, Any] = {
     "torch._utils._rebuild_tensor_v3": StandIn(_rebuild_tensor_v3),
     "torch._utils._rebuild_parameter": StandIn(_rebuild_parameter),
     "torch._utils._rebuild_parameter_with_state": StandIn(_rebuild_with_state),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": StandIn(_rebuild_parameter),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": StandIn(_rebuild_on_device),
     "torch.storage.UntypedStorage": StorageType(None),
     "torch.UntypedStorage": StorageType(None),
-    "torch.QInt32Storage": StorageType(None, 4),
-    **{f"torch.{name}Storage": StorageType(None) for name in ("QInt8", "QUInt8", "QUInt4x2", "QUInt2x4")},
+    **{f"torch.{name}": StorageType(None, size, dtype) for name, (size, dtype) in QUANTIZED_STORAGES.items()},
     **{f"torch.{name}": StorageType(row, row.size) for name, row in BY_STORAGE.items()},
     **{f"torch.{name}": DTypeName(name) for name in (*DTYPES, *NOT_READ)},
     **{f"torch.{name}": TypeName(name) for name in ("Tensor", "nn.parameter.Parameter", "nn.parameter.Buffer")},
-    **{f"torch.per_{scheme}": f"torch.per_{scheme}" for scheme in ("tensor_affine", "channel_affine")},
+    **{f"torch.per_{scheme}": f"torch.per_{scheme}" for scheme in SCHEMES},
     "torch.device": StandIn(_describe),
     "torch.serialization._get_layout": StandIn(_describe),
-    "torch._utils._rebuild_wrapper_subclass": _refuse(Refusal.WRAPPER()),
-    "torch._utils._rebuild_qtensor": StandIn(_refuse_quantized),
-    "torch._utils._rebuild_sparse_tensor": StandIn(_refuse_sparse),
-    "torch._utils._rebuild_sparse_csr_tensor": StandIn(_refuse_sparse),
-    "torch._utils._rebuild_nested_tensor": _refuse(Refusal.NESTED()),
+    "torch._utils._rebuild_wrapper_subclass": StandIn(_rebuild_wrapper),
+    "torch._utils._rebuild_qtensor": StandIn(_rebuild_quantized),
+    "torch._utils._rebuild_sparse_tensor": StandIn(_rebuild_sparse),
+    "torch._utils._rebuild_sparse_csr_tensor": StandIn(_rebuild_sparse),
+    "torch._utils._rebuild_nested_tensor": StandIn(_rebuild_nested),
     "torch._utils._rebuild_meta_tensor_no_storage": StandIn(_refuse_meta),
-    "torch._utils._rebuild_device_tensor_from_numpy": _refuse(Refusal.AS_NUMPY()),
+    "torch._utils._rebuild_device_tensor_from_numpy": StandIn(_rebuild_on_device),
 }

@@ -45,7 +45,7 @@ class Storage(_Immutable):
     """A storage: the key of its record, dtype (None if untyped), and number of elements in the record.
 
     itemsize: bytes per element, None for an unknown storage class. start, size: the elements of this storage if it is a
-    view of the record.
+    view of the record. quantized: the dtype of quantized numbers, such as qint8.
     """
 
     dtype: DType | None
@@ -54,6 +54,7 @@ class Storage(_Immutable):
     itemsize: int | None
     start: int
     size: int
+    quantized: str = ""
 
     def as_tensor(self) -> TensorLocation:
         """Return a tensor of all elements, or of all bytes for an untyped storage."""
@@ -117,6 +118,11 @@ class Compound(TensorLocation):
         before = location.inner if isinstance(location, Compound) else {}
         return cls(**_fields(location), inner={**before, **attributes_of(inner)}, hidden=(location, *hidden))
 
+    def in_parts(self) -> Compound:
+        """Return the tensor as one whose parts contain everything that determines its values."""
+        refused = Refusal.IN_PARTS(refusal=self.refused)
+        return Compound(**(_fields(self) | {"refused": refused}), inner=self.inner, hidden=self.hidden)
+
 
 def attributes_of(state: Any) -> dict[Any, Any]:
     """Return the attributes in an object's state: a dictionary, or a pair with the dictionary of its slots."""
@@ -147,11 +153,12 @@ class StandIn(_Immutable):
 class StorageType(_Immutable):
     """A storage class like torch.FloatStorage, as named by the persistent id of a storage.
 
-    dtype: None for bytes and quantized elements. itemsize: bytes per element.
+    dtype: None for bytes and quantized elements. itemsize: bytes per element. quantized: dtype of quantized numbers.
     """
 
     dtype: DType | None
     itemsize: int = 1
+    quantized: str = ""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -159,6 +166,11 @@ class TypeName(_Immutable):
     """A class that describes a tensor, like torch.Tensor."""
 
     name: str
+
+    @property
+    def full_name(self) -> str:
+        """The name with its module."""
+        return self.name if "." in self.name else f"torch.{self.name}"
 
 
 class DTypeName(TypeName):
@@ -188,6 +200,14 @@ def refused_tensor(reason: Message, shape: Any = (), dtype: Any = None, inner: A
         None, dtype if isinstance(dtype, DType) else None, 0, check_sizes(shape), (), refused=reason
     )
     return Compound.wrap(location, inner) if inner else location
+
+
+def tensor_in_parts(reason: Message, parts: dict[str, Any], shape: Any = (), dtype: Any = None) -> TensorLocation:
+    """Return a tensor whose bytes are not read, because its parts contain everything that determines its values.
+
+    reason: such as "a sparse tensor". parts: tensors, numbers and texts by name; each of them is compared.
+    """
+    return refused_tensor(Refusal.IN_PARTS(refusal=reason), shape, dtype, parts)
 
 
 class Inert:

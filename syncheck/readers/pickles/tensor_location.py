@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, brief
 from syncheck.messages import Refusal
-from syncheck.snapshots import MOST_ELEMENTS, Tensor
+from syncheck.snapshots import MOST_ELEMENTS, Tensor, contiguous_strides
 
 if TYPE_CHECKING:
     import os
@@ -49,7 +49,9 @@ def locate_tensor(
     dtype, shape = location.dtype, location.shape
     if location.refused or dtype is None or (location.storage is None and location.data is None):
         refused = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
-        return Tensor(name, dtype.name if dtype else "unknown", shape, location.strides, path, 0, refused=refused)
+        # Every tensor has one stride per dimension, also without readable elements.
+        strides = contiguous_strides(shape)
+        return Tensor(name, dtype.name if dtype else "unknown", shape, strides, path, 0, refused=refused)
     if location.storage is None:
         return Tensor(
             name, dtype.name, shape, location.strides, path, 0, location.big_endian, data=location.data,

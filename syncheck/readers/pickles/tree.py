@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Refusal
@@ -13,6 +13,15 @@ from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import limits
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.cycles import ContainsItself, Owners, find_owners
+from syncheck.readers.pickles.membership import (
+    CERTAIN,
+    Membership,
+    find_membership,
+    find_membership_of_part,
+    holds_tensors,
+    name_of_class,
+    name_of_object,
+)
 from syncheck.readers.pickles.optimizer_names import (
     list_ids,
     list_members,
@@ -21,6 +30,7 @@ from syncheck.readers.pickles.optimizer_names import (
     stored_names,
 )
 from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
+from syncheck.value_kinds import is_aside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,6 +63,8 @@ class Flat:
     metadata: Metadata | None = None
     block: Any = None
     """The metadata block, whose parts have no names."""
+    model_values: dict[str, bool] = field(default_factory=dict)
+    """Values that belong to the model; see `Snapshot.model_values`."""
     numbered: tuple[str, ...] = ()
     """Parameters of the only optimizer, if the file does not name them."""
     nodes: int = 0
@@ -74,6 +86,14 @@ class Flat:
             many = self.most == limits.MOST_ENTRIES and self.letters <= MAX_LETTERS
             found = f"more than {self.most} parts" if many else "containers unfold without end"
             raise _endless_error(path, name, found, f"at most {self.most} parts")
+
+    def add_value(self, name: str, value: Any, membership: Membership) -> None:
+        """Add a plain value, and note whether it belongs to the model."""
+        unique_name = self.unique_name(name, self.values)
+        self.values[unique_name] = value
+        described = membership is Membership.BESIDE and not is_aside(name)
+        if membership in CERTAIN or described:
+            self.model_values[unique_name] = membership is Membership.MODEL
 
     def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
         """Return the name, or `name#2` if it is taken: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
@@ -239,25 +259,35 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
     similar dictionaries.
     Raises ContainsItself for a container within itself, unless its owner is known.
     """
-    stack: list[tuple[str, Any, tuple[int, ...]]] = [(name, tree, ()) for name, tree in reversed(trees)]
+    stack = [_Node(name, tree, (), Membership.NONE) for name, tree in reversed(trees)]
     while stack:
-        name, node, above = stack.pop()
-        if id(node) in above:
+        node = stack.pop()
+        name, content = node.name, node.content
+        if id(content) in node.above:
             raise ContainsItself
-        if len(above) > MAX_DEPTH:
+        if len(node.above) > MAX_DEPTH:
             raise _endless_error(path, name, "containers are nested without end", f"at most {MAX_DEPTH} levels")
-        if isinstance(node, Storage):
-            flat.tensors[flat.unique_name(name, flat.tensors)] = node.as_tensor()
-        elif optimizers is not None and is_optimizer(node):
-            optimizers.append(node)
-        elif isinstance(node, _PLAIN):
-            flat.values[flat.unique_name(name, flat.values)] = keys.to_plain(node)
+        if isinstance(content, Storage):
+            flat.tensors[flat.unique_name(name, flat.tensors)] = content.as_tensor()
+        elif optimizers is not None and is_optimizer(content):
+            optimizers.append(content)
+        elif isinstance(content, _PLAIN):
+            flat.add_value(name, keys.to_plain(content), node.membership)
+        elif (text := name_of_object(content)) is not None:
+            flat.add_value(name, text, node.membership)
         else:
-            if isinstance(node, TensorLocation):
-                _add_tensor(node, name, flat, path)
-            parts = _list_named_parts(node, name, flat, path)
-            nested = (*above, id(node))
-            stack += [(part_name, part, nested) for part_name, part in reversed(parts)]
+            if isinstance(content, TensorLocation):
+                _add_tensor(content, name, flat, path)
+            stack += reversed(_list_named_parts(node, flat, path))
+
+
+class _Node(NamedTuple):
+    """A part of the tree that is not named yet. above: the ids of the containers around it."""
+
+    name: str
+    content: Any
+    above: tuple[int, ...]
+    membership: Membership
 
 
 def _add_tensor(tensor: TensorLocation, name: str, flat: Flat, path: str) -> None:
@@ -266,42 +296,47 @@ def _add_tensor(tensor: TensorLocation, name: str, flat: Flat, path: str) -> Non
     flat.tensors[flat.unique_name(name, flat.tensors)] = tensor
 
 
-def _list_named_parts(node: Any, name: str, flat: Flat, path: str) -> list[tuple[str, Any]]:
-    """Return the parts of a container to enter, with their full names."""
-    if isinstance(node, _CONTAINERS) and flat.nodes + len(node) > flat.most:
-        flat.count(path, name, len(node))  # and end, before they have names
-    parts = children(node)
-    if parts is None:  # a tensor, a dtype, or a rebuild function that nothing used
+def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
+    """Return the parts of a container or tensor to enter, with their full names."""
+    name, content = node.name, node.content
+    if isinstance(content, _CONTAINERS) and flat.nodes + len(content) > flat.most:
+        flat.count(path, name, len(content))  # and end, before they have names
+    parts = children(content)
+    if parts is None:  # a tensor, or a rebuild function that nothing used
         return []
-    if node == () and name.startswith(_SHAPES):  # of a scalar
+    if content == () and name.startswith(_SHAPES):  # of a scalar
         flat.values[flat.unique_name(name, flat.values)] = "()"
     flat.count(path, name, len(parts))
-    if isinstance(node, TensorLocation):
+    if isinstance(content, TensorLocation):
         start, omitted = f"{name or 'tensor'}.", None
+        # The parts of a tensor determine its values, wherever it is; libraries also set attributes for their own use.
+        in_parts = content.refused is not None and content.refused.code is Refusal.IN_PARTS
+        own = Membership.MODEL if in_parts else Membership.MODULE
     else:
         start, omitted = f"{name}." if name else "", _find_model_key(parts, flat)
+        own = find_membership(content, dict(parts), node.membership)
+    if isinstance(content, Inert) and own in CERTAIN:
+        # The class of an object in the model determines what its attributes mean.
+        flat.add_value(f"{start}(class)", name_of_class(content), own)
+    above = (*node.above, id(content))
     named = []
     for position, (key, part) in enumerate(parts):
         if flat.block is not None and part is flat.block and not name:
             continue
-        if not flat.owners.allows(node, position, part):
+        membership = find_membership_of_part(key, part, own)
+        if not flat.owners.allows(content, position, part):
             if not isinstance(part, TensorLocation):  # a reference back to an object that has a name
                 continue
             # Its attributes have names, and the tensor itself gets a further one.
             part = part.without_attributes()
-        named.append((name if key == omitted else start + key, part))
+        named.append(_Node(name if key == omitted else start + key, part, above, membership))
     return named
 
 
 def _find_model_key(parts: Sequence[tuple[str, Any]], flat: Flat) -> str | None:
     """Return the key of the only state dict among parts, which names do not include."""
-    models = [key for key, value in parts if key in MODEL_CONTAINERS and _is_model(value)]
+    models = [key for key, value in parts if key in MODEL_CONTAINERS and holds_tensors(value)]
     return models[0] if len(models) == 1 and not flat.whole_names else None
-
-
-def _is_model(value: Any) -> bool:
-    """Whether a value is a state dict, whose key `model` (or similar) is omitted from names."""
-    return isinstance(value, dict) and any(isinstance(part, TensorLocation) for part in value.values())
 
 
 def _name_optimizer_parts(

@@ -13,6 +13,7 @@ imported:
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -161,8 +162,10 @@ class _Rules:
         if not isinstance(location, (str, bytes)) or not isinstance(kind, (StorageType, type)):
             raise pickle.UnpicklingError(f"invalid storage class or location in {brief(pid)}")
         # Tensors in an unknown storage class, like quantized storages, are counted but not read.
-        row = (kind.dtype, kind.itemsize) if isinstance(kind, StorageType) else (None, None)
-        storage = Storage(row[0], self.key_prefix + key, numel, row[1], 0, numel)
+        if isinstance(kind, StorageType):
+            storage = Storage(kind.dtype, self.key_prefix + key, numel, kind.itemsize, 0, numel, kind.quantized)
+        else:
+            storage = Storage(None, self.key_prefix + key, numel, None, 0, numel)
         if self.storages is None:
             return storage
         self.storages.setdefault(key, storage)
@@ -177,7 +180,7 @@ class _Rules:
         key, start, size = view
         if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= root.numel:
             raise pickle.UnpicklingError(f"a view of {brief(view)} into a storage of {root.numel} elements")
-        storage = Storage(root.dtype, root.key, root.numel, root.itemsize, start, size)
+        storage = replace(root, start=start, size=size)
         # torch.load would use the first view with this key.
         if key in storages or self.views.setdefault(key, storage) != storage:
             raise pickle.UnpicklingError(f"two views with the same key, {brief(key)}")

@@ -1,0 +1,132 @@
+"""Compare plain values of the model: scales of quantized tensors, numbers in a state dict, extra states.
+
+Such a value is compared like a tensor: between the ranks that hold copies of the same part of the model, and a value
+that one of them lacks is a difference. If the files have different formats, a missing value is unknown, because some
+formats store tensors only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from syncheck.comparison.replica_groups import Positions, divide, find_positions
+from syncheck.messages import Note
+from syncheck.names import CODE
+from syncheck.records import ValueDiff
+from syncheck.snapshots import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.comparison.replica_groups import Division
+    from syncheck.messages import Message
+    from syncheck.snapshots import Snapshot
+
+_DIGEST = 16  # bytes
+
+
+# The key of an extra state within a name.
+_EXTRA_STATE = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
+
+
+class ModelValues:
+    """The values of the model in the files of a group, by rank."""
+
+    def __init__(self, snapshots: Mapping[int, Snapshot]) -> None:
+        self._ranks = tuple(snapshots)
+        self._formats = set[str]()
+        self._certain = dict[str, bool]()
+        for snapshot in snapshots.values():
+            self._formats.add(snapshot.format)
+            for name, certain in snapshot.model_values.items():
+                self._certain[name] = certain | self._certain.get(name, False)
+        # Positions of ranks are expensive to find, and most files have no such values.
+        self._positions = find_positions(snapshots) if self._certain else Positions()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._certain
+
+    def compare(self, name: str, by_rank: Mapping[int, Any], *, selected: bool) -> ValueDiff | None:
+        """Return the difference of one value, None if it has none.
+
+        by_rank: the values of the ranks that have it. selected: whether the options select it.
+        """
+        values = {rank: to_comparable(value) for rank, value in by_rank.items() if value is not None}
+        if not values:
+            return None
+        # A number has no shards: it is divided between the ranks like a scalar tensor.
+        scalar = Tensor(name, "uint8", (), (), "", 0)
+        division = divide(dict.fromkeys(values, scalar), self._ranks, self._positions)
+        differs = _differ(values, division)
+        missing_ranks = tuple(sorted(set(division.expected) - values.keys()))
+        counts, unknown = self._judge(name, differs=differs, missing=bool(missing_ranks))
+        if not differs and not missing_ranks:
+            return None
+        return ValueDiff(
+            name,
+            dict.fromkeys(self._ranks) | values,
+            counts=counts & selected,
+            kind="model",
+            lost=missing_ranks,
+            unknown=unknown & selected,
+        )
+
+    def _judge(self, name: str, *, differs: bool, missing: bool) -> tuple[bool, bool]:
+        """Return whether a difference counts, and whether it is unknown."""
+        # Equal programs may have different code.
+        if name == CODE:
+            return False, differs
+        # A value that describes the run as well may be missing in a file of the same model.
+        missing &= self._certain[name]
+        if len(self._formats) == 1:
+            return differs | missing, False
+        # Conversions to other formats omit extra states on purpose; a note counts them.
+        is_expected = _EXTRA_STATE.search(name) is None
+        return differs, missing & is_expected
+
+
+def _differ(values: Mapping[int, Any], division: Division) -> bool:
+    """Whether values differ between ranks that must have equal values."""
+    for ranks in division.sets:
+        reference = values[ranks[0]]
+        different_ranks = [rank for rank in ranks if not are_equal(values[rank], reference)]
+        if different_ranks:
+            return True
+    return False
+
+
+def to_comparable(value: Any) -> Any:
+    """Return a value as fingerprints store it: the length and the digest of bytes."""
+    if not isinstance(value, (bytes, bytearray)):
+        return value
+    digest = blake2b(value, digest_size=_DIGEST).hexdigest()
+    return f"{len(value)} bytes, blake2b-128 {digest}"
+
+
+def are_equal(value: Any, reference: Any) -> bool:
+    """Whether two values are equal. NaN equals NaN, as for the elements of tensors."""
+    # Only NaN differs from itself.
+    are_nan = (value != value) & (reference != reference)
+    return bool((value == reference) | are_nan)
+
+
+def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
+    """Return notes about values of the model that were not compared."""
+    names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for diff in diffs:
+        # Differences that count are in a finding.
+        is_listed_only = (diff.kind == "model") & (not diff.counts)
+        if is_listed_only:
+            missing_ranks = tuple(rank for rank, value in diff.by_rank.items() if value is None)
+            names_by_ranks[missing_ranks].append(diff.name)
+    notes: list[Message] = []
+    # All ranks have the code, which is the only value that is unknown without being missing.
+    code_names = names_by_ranks.pop((), [])
+    if CODE in code_names:
+        notes.append(Note.CODE_DIFFERS(ranks=tuple(diffs[0].by_rank)))
+    for ranks, names in names_by_ranks.items():
+        notes.append(Note.MODEL_VALUES_ABSENT(ranks=ranks, count=len(names), names=tuple(names)))
+    return notes

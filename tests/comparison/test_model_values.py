@@ -1,0 +1,214 @@
+"""Plain values that belong to the model count: scales, layouts, numbers in a state dict, extra states, attributes."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import struct
+import zipfile
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from checkpoints import save_safetensors
+
+import syncheck
+from syncheck.fingerprint import fingerprint
+from syncheck.options import DiffOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+W = torch.arange(9.0).reshape(3, 3)
+INTEGERS = torch.ones(3, 3, dtype=torch.int8)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Box:
+    """An object with an attribute."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class OtherBox(Box):
+    """An object of another class."""
+
+
+class Attributed(torch.nn.Module):
+    """A module with an attribute that is no tensor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        torch.nn.init.ones_(self.linear.weight)
+        torch.nn.init.zeros_(self.linear.bias)
+        self.factor = factor
+
+
+def pickled(content: Any) -> io.BytesIO:
+    """Return a buffer with an object, as extra states of Transformer Engine contain."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer
+
+
+def quantized(scale: float = 0.1, zero: int = 0) -> torch.Tensor:
+    """Return integers with one scale."""
+    return torch._make_per_tensor_quantized_tensor(INTEGERS, scale, zero)
+
+
+def by_channel(scale: float = 0.1, zero: int = 0, axis: int = 0) -> torch.Tensor:
+    """Return integers with a scale for each row or column."""
+    scales, zeros = torch.tensor([0.1, 0.1, scale]), torch.tensor([0, 0, zero])
+    return torch._make_per_channel_quantized_tensor(INTEGERS, scales, zeros, axis)
+
+
+def parameter(**attributes: Any) -> torch.nn.Parameter:
+    """Return a parameter with attributes."""
+    weight = torch.nn.Parameter(W.clone())
+    for name, value in attributes.items():
+        setattr(weight, name, value)
+    return weight
+
+
+# A file with a value, two values, and the exit code of their comparison.
+CASES: dict[str, tuple[Callable[[Any], Any], Any, Any, int]] = {
+    "scale": (lambda x: {"w": quantized(x)}, 0.1, 0.2, 1),
+    "zero point": (lambda x: {"w": quantized(zero=x)}, 0, 5, 1),
+    "scale of a row": (lambda x: {"w": by_channel(x)}, 0.1, 0.2, 1),
+    "zero point of a row": (lambda x: {"w": by_channel(zero=x)}, 0, 5, 1),
+    "axis": (lambda x: {"w": by_channel(0.2, axis=x)}, 0, 1, 1),
+    "quantized, in an optimizer": (
+        lambda x: {"w": W, "optimizer": {"state": {0: {"m": quantized(x)}}, "param_groups": [{"params": [0]}]}},
+        0.1, 0.2, 1,
+    ),
+    "strides of a quantized tensor": (lambda x: {"w": x}, quantized(), quantized().t(), 0),
+    "layout": (lambda x: {"w": x}, torch.eye(3).to_sparse_csr(), torch.eye(3).to_sparse_csc(), 1),
+    "size of a sparse tensor": (
+        lambda x: {"w": torch.sparse_coo_tensor(torch.tensor([[0], [0]]), torch.ones(1), (x, 3))}, 3, 4, 1,
+    ),
+    "order of a nested tensor": (lambda x: {"w": torch.nested.nested_tensor(x)}, [W, W[:1]], [W[:1], W], 1),
+    "conjugated": (lambda x: {"w": x}, W * 1j, (W * 1j).conj(), 1),
+    "conjugated and resolved": (lambda x: {"w": x}, (W * 1j).conj(), (W * 1j).conj().resolve_conj(), 0),
+    "negated": (lambda x: {"w": x}, W + 1, torch._neg_view(W + 1), 1),
+    "memory format": (lambda x: {"w": x}, W, W.t().contiguous().t(), 0),
+    "number": (lambda x: {"model": {"w": W, "n": x}}, 0.5, 0.7, 1),
+    "not a number": (lambda x: {"model": {"w": W, "n": x}}, float("nan"), float("nan"), 0),
+    "huge number": (lambda x: {"model": {"w": W, "n": x}}, 10**500, 10**500 + 1, 1),
+    "text": (lambda x: {"state_dict": {"w": W, "mode": x}}, "relu", "gelu", 1),
+    "bytes": (lambda x: {"model": {"w": W, "b": x}}, b"12", b"13", 1),
+    "tuple": (lambda x: {"model": {"w": W, "t": (1, x)}}, 2, 3, 1),
+    "nested dictionary": (lambda x: {"model": {"w": W, "a": {"b": {"c": x}}}}, 2, 3, 1),
+    "dtype": (lambda x: {"model": {"w": W, "dtype": x}}, torch.float16, torch.bfloat16, 1),
+    "function": (lambda x: {"model": {"w": W, "act": x}}, torch.nn.functional.relu, torch.nn.functional.gelu, 1),
+    "object": (lambda x: {"model": {"w": W, "box": Box(x)}}, 1, 2, 1),
+    "class of an object": (lambda x: {"model": {"w": W, "box": x(1)}}, Box, OtherBox, 1),
+    "missing": (lambda x: {"model": {"w": W, **x}}, {}, {"n": 1}, 1),
+    "beside parts of a model": (lambda x: {"model": {"a": {"w": W}, "b": {"w": W}, "n": x}}, 0.5, 0.7, 1),
+    "another container": (lambda x: {"generator": {"w": W, "n": x}, "critic": {"w": W}}, 0.5, 0.7, 1),
+    "no container": (lambda x: {"layer.weight": W, "temperature": x}, 0.5, 0.7, 1),
+    "extra state": (lambda x: OrderedDict([("a.weight", W), ("a._extra_state", x)]), {"s": 0.5}, {"s": 0.7}, 1),
+    "extra state in a buffer": (lambda x: {"model": {"w": W, "_extra_state": pickled(x)}}, 1, 2, 1),
+    "equal extra state": (lambda x: {"model": {"w": W, "_extra_state": pickled(x)}}, 1, 1, 0),
+    "attribute of a parameter": (lambda x: {"model": {"w": parameter(scale=x)}}, 0.1, 0.2, 1),
+    "attribute of a library": (lambda x: {"model": {"w": parameter(**x)}}, {}, {"_has_been_cloned": True}, 0),
+    "attribute of a module": (Attributed, 0.1, 0.2, 1),
+    "training flag": (lambda x: Attributed(1.0).train(x), True, False, 0),
+    "run beside a model and a tensor": (
+        lambda x: {"model": {"w": W}, "rng_state": W, "mask": W, "temperature": x, "note": str(x)}, 0.5, 0.6, 0,
+    ),
+    "run beside an optimizer": (
+        lambda x: {"rng_state": W, "w": W, "opt": {"state": {}, "param_groups": []}, "best": x}, 0.5, 0.6, 0,
+    ),
+    "loss": (lambda x: {"model": {"w": W}, "loss": x, "best": x, "time": x}, 0.5, 0.6, 0),
+    "loss beside tensors": (lambda x: {"w": W, "val_loss": x, "best_acc": x, "time": x, "note": str(x)}, 0.5, 0.6, 0),
+    "arguments": (lambda x: {"model": {"w": W}, "args": {"output": x}}, "a", "b", 0),
+    "device": (lambda x: {"model": {"w": W, "device": x}}, "cuda:0", "cuda:1", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_of_the_model(tmp_path: Path, name: str) -> None:
+    """Another value is a difference, for `diff` and for `compare`; values of the run are not."""
+    make, first, second, expected = CASES[name]
+    paths = []
+    for rank, value in enumerate((first, second)):
+        paths.append(tmp_path / f"a_rank{rank}.pt")
+        torch.save(make(value), paths[rank])
+    assert syncheck.diff(*paths).exit_code == expected
+    assert syncheck.compare(*paths).exit_code == expected
+    copy = shutil.copyfile(paths[0], tmp_path / "copy.pt")
+    assert syncheck.diff(paths[0], copy).exit_code == 0
+
+
+def test_other_formats(tmp_path: Path) -> None:
+    """A number that safetensors cannot store is undecided, unless it is excluded: a subset has the whole model."""
+    model = {"w": W, "_extra_state": 3}
+    torch.save({"model": model}, tmp_path / "extra.pt")
+    torch.save({"model": model | {"n": 0.5}}, tmp_path / "number.pt")
+    copy = save_safetensors(tmp_path / "b.safetensors", {"w": W.numpy()})
+    assert syncheck.diff(tmp_path / "extra.pt", copy).exit_code == 0
+    assert syncheck.diff(tmp_path / "number.pt", copy).exit_code == 2
+    for options, code in ((DiffOptions(exclude=("n",)), 0), (DiffOptions(subset=True), 2)):
+        assert syncheck.diff(tmp_path / "number.pt", copy, options=options).exit_code == code
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    """A fingerprint has the values of the model, with the digest of bytes."""
+    for i, n in enumerate((1, 2)):
+        torch.save({"model": {"w": W, "n": n, "_extra_state": pickled(n)}}, tmp_path / f"{i}.pt")
+        (tmp_path / f"{i}.json").write_text(fingerprint(syncheck.read(str(tmp_path / f"{i}.pt"))))
+    assert syncheck.diff(tmp_path / "0.pt", tmp_path / "0.json").exit_code == 0
+    report = syncheck.diff(tmp_path / "0.pt", tmp_path / "1.json")
+    assert [value.name for value in report.groups[-1].values if value.counts] == ["n", "_extra_state.0.0"]
+
+
+class Subtract(torch.nn.Module):
+    """A module with a tensor that tracing turns into a constant, and a number that it writes into the code."""
+
+    def __init__(self, mean: float, power: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.mean, self.power = torch.full((3,), mean), power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the output."""
+        return self.linear(torch.sub(x, self.mean, alpha=self.power))
+
+
+def script(path: Path, mean: float = 1.0, power: int = 2, *, frozen: bool = False) -> Path:
+    """Write a TorchScript archive."""
+    torch.manual_seed(0)
+    module: Any = Subtract(mean, power).eval()
+    traced = torch.jit.trace(module, torch.zeros(1, 3))
+    torch.jit.save(torch.jit.freeze(traced) if frozen else traced, str(path))
+    return path
+
+
+def test_constants_of_torchscript(tmp_path: Path) -> None:
+    """Constants of traced and frozen modules are tensors, and other code is undecided."""
+    base = script(tmp_path / "a.pt")
+    assert syncheck.diff(base, script(tmp_path / "copy.pt")).exit_code == 0
+    report = syncheck.diff(base, script(tmp_path / "mean.pt", mean=2.0))
+    assert (report.exit_code, [diff.name for diff in report.groups[-1].tensors]) == (1, ["CONSTANTS.c0"])
+    assert syncheck.diff(base, script(tmp_path / "code.pt", power=3)).exit_code == 2
+    frozen = script(tmp_path / "f.pt", frozen=True)
+    assert len(syncheck.read(str(frozen)).tensors) == 3
+    assert syncheck.diff(frozen, script(tmp_path / "f2.pt", frozen=True)).exit_code == 0
+    assert syncheck.diff(frozen, script(tmp_path / "f3.pt", mean=2.0, frozen=True)).exit_code == 1
+
+
+def test_damaged_code_is_one_line(tmp_path: Path) -> None:
+    """A damaged record of the code is an error of the file."""
+    path = script(tmp_path / "a.pt")
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith(".py"))
+    start = info.header_offset + 30 + sum(struct.unpack_from("<2H", data, info.header_offset + 26))
+    data[start : start + 10] = b"\xff" * 10
+    path.write_bytes(data)
+    with pytest.raises(syncheck.CheckpointError):
+        syncheck.read(str(path))
