@@ -54,7 +54,7 @@ class Assignment:
         return [*self.parts[0].values(), *self.parts[1].values()]
 
     def add(self, pairing: Pairing) -> bool:
-        """Add a pairing, unless one of its tensors is in another one. Return whether it was added."""
+        """Add a pairing, unless another pairing has one of its tensors. Return whether it was added."""
         own, other = self.claimed[pairing.side], self.claimed[1 - pairing.side]
         if pairing.stored in own or not other.isdisjoint(pairing.parts):
             return False

@@ -128,7 +128,7 @@ class _Storages:
         return storage
 
     def _find(self, content: bytes) -> int | None:
-        """Return where the file contains these bytes, which were read last. None if they are encoded as text."""
+        """Return the offset of these bytes, which were read last. None if they are encoded as text."""
         data = self.stream.data
         first = max(0, self.stream.at - len(content) - _READ_AHEAD)
         end = min(len(data), self.stream.at + _READ_AHEAD)

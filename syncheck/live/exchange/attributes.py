@@ -59,7 +59,7 @@ def exchange_attributes(
 
 
 def _find_changes(attributes: Attributes, reference: Attributes) -> dict[str, Any]:
-    """Return the attributes that differ from those of the first rank, None for absent ones, up to a limit."""
+    """Return the attributes that differ from the first rank, None for absent attributes, up to a limit."""
     changes: dict[str, Any] = {}
     for name in dict.fromkeys((*reference, *attributes)):
         # repr, because NaN equals NaN here, and True is not 1.
