@@ -25,7 +25,7 @@ _HARMLESS = frozenset(
     "lora_dropout lora_ga_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern "
     "revision runtime_config target_modules task_type token_indices trainable_token_indices use_rslora".split()
 )
-# Initial values that leave the base model as it is. Initializations such as PiSSA and OLoRA change the base when they load it.
+# Initial values that leave the base model as it is. PiSSA, OLoRA and similar values change the base model at load.
 _INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 _FLAGS = ("fan_in_fan_out", "use_rslora", "lora_bias")
 # Settings that change the function of a model with this adapter.
