@@ -79,15 +79,12 @@ def is_own_name(key: str) -> bool:
 
 def is_aside(name: str) -> bool:
     """Whether a value beside tensors describes the run: in a container of logs or settings, or a loss, time or note."""
-    *containers, last = name.lower().split(".")
-    return bool(_split_words(containers) & (_ASIDE | _CONFIG)) or bool(_split_words([last]) & _LOGGED)
+    containers, _, last = name.lower().rpartition(".")
+    return bool(_find_words(containers) & (_ASIDE | _CONFIG)) or bool(_find_words(last) & _LOGGED)
 
 
-def _split_words(parts: Iterable[str]) -> set[str]:
-    words: set[str] = set()
-    for part in parts:
-        words.update(re.split(r"[^a-z]+", part))
-    return words
+def _find_words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", text))
 
 
 def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
@@ -108,7 +105,7 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
             return "scaler"
         if lowered[0] == "optimizer" or any(map(_SCHEDULER.search, lowered)) or containers & schedulers:
             return "setting"
-        words = _split_words(lowered[:-1])
+        words = _find_words(".".join(lowered[:-1]))
         if words & _ASIDE:
             return "other"
         if lowered[-1] in SETTINGS:
