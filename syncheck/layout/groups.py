@@ -6,6 +6,7 @@ import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.layout.names import split_path
@@ -13,7 +14,9 @@ from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Set as AbstractSet
 
+    from syncheck.layout.names import PathNumbers
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
@@ -76,19 +79,48 @@ def rank_in_path(snapshot: Snapshot) -> int | None:
     return None if at is None else parts.numbers[at]
 
 
-def template_of(snapshot: Snapshot) -> str:
+def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> str:
     """Return the path without extension, with `*` for the numbers of rank and machine.
 
     Without a rank in the name, `*` replaces the number that equals the metadata's rank, or else the whole file name.
+    shared: starts of paths whose next number is no rank, by `_find_shared_numbers`.
     """
     parts = split_path(snapshot.path)
     opened = [i for i, role in enumerate(parts.roles) if role in ("rank", "local", "node", "mesh")]
     if snapshot.metadata is not None and "rank" not in parts.roles:
-        found = [i for i in parts.all_of("plain") if parts.numbers[i] == snapshot.metadata.rank]
-        if not found:
+        ranks = [position for position in _find_rank_numbers(snapshot) if _start_of(parts, position) not in shared]
+        if not ranks:
             return "/".join((*parts.without(*opened).split("/")[:-1], "*"))
-        opened.append(found[-1])
+        opened.append(ranks[-1])
     return parts.without(*opened)
+
+
+def _find_rank_numbers(snapshot: Snapshot) -> list[int]:
+    """Return the positions of the unnamed numbers in a path that equal the rank in the metadata."""
+    parts = split_path(snapshot.path)
+    rank = _metadata_of(snapshot).rank
+    return [position for position in parts.all_of("plain") if parts.numbers[position] == rank]
+
+
+def _find_shared_numbers(members: Sequence[Snapshot]) -> set[str]:
+    """Return the starts of paths whose next number names a folder of several ranks, such as `exp` of exp0/.
+
+    A number in a folder's name is the rank only if it is the rank of each file below such folders.
+    """
+    shared: set[str] = set()
+    for snapshot in members:
+        parts = split_path(snapshot.path)
+        ranks = _find_rank_numbers(snapshot)
+        for position in parts.all_of("plain"):
+            if parts.folders[position] and position not in ranks:
+                shared.add(_start_of(parts, position))
+
+    return shared
+
+
+def _start_of(parts: PathNumbers, position: int) -> str:
+    """Return the path before a number, with `*` for earlier numbers."""
+    return "*".join(parts.texts[: position + 1])
 
 
 _FILLER = re.compile(
@@ -183,7 +215,8 @@ def group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
     for (run, run_id), members in partition_by(
         snapshots, lambda s: (_metadata_of(s).run, _metadata_of(s).run_id)
     ).items():
-        for pattern, same in partition_by(members, template_of).items():
+        shared = _find_shared_numbers(members)
+        for pattern, same in partition_by(members, partial(template_of, shared=shared)).items():
             for part in _split_repeated(same):
                 steps = [step for step in (_metadata_of(s).step for s in part) if step is not None]
                 step = max(steps, default=None)

@@ -405,14 +405,30 @@ def described(*files: dict[str, Any]) -> list[list[str]]:
         ([("c/ddp_rank{}.pth", r, {"step": 5 if r == 2 else 9}) for r in range(4)], [4]),
         ([(f"c/{name}{{}}.pth", r, {"step": 9}) for name in ("ddp_rank", "h/step_9/rank_") for r in (0, 1)], [2, 2]),
         ([(f"node{r // 2}/local{r % 2}.pth", r, {"step": 9}) for r in range(4)], [4]),
+        ([(f"exp{e}/{'abc'[r]}.pth", r, {"run_id": f"{e}"}) for e in (0, 1, 2) for r in range(3)], [3, 3, 3]),
+        ([(f"{r}/model.pth", r, {"step": 9}) for r in range(4)], [4]),
     ],
-    ids=["two launches", "a rank of an older step", "final files and history", "nodes"],
+    ids=[
+        "two launches",
+        "a rank of an older step",
+        "final files and history",
+        "nodes",
+        "numbered experiments",
+        "folders of ranks",
+    ],
 )
 def test_files_with_metadata(files: list[tuple[str, int, dict[str, Any]]], sizes: list[int]) -> None:
     """Launches are separate groups, and ranks of one launch with one path pattern are one group."""
     found = described(*({"path": path.format(rank), "rank": rank} | more for path, rank, more in files))
     assert sorted(itertools.chain(*found)) == sorted(path.format(rank) for path, rank, _ in files)
     assert list(map(len, found)) == sizes
+
+
+def test_numbers_of_experiments_are_no_ranks() -> None:
+    """Files of two experiments of one name are never paired, although their numbers equal ranks."""
+    files = [(f"exp{experiment}/{name}.pth", rank) for experiment in (0, 1) for rank, name in enumerate("ab")]
+    found = described(*({"path": path, "rank": rank, "step": 5} for path, rank in files))
+    assert found == [["exp0/a.pth", "exp0/b.pth"], ["exp1/a.pth", "exp1/b.pth"]]
 
 
 def test_a_file_without_metadata_joins_its_group() -> None:
