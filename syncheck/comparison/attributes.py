@@ -147,12 +147,13 @@ def _find_moved(orders: Mapping[int, Sequence[str]]) -> dict[int, tuple[str, ...
     orders: all names of each rank. If ranks have different names, this is a finding of its own, and nothing is moved.
     """
     reference = next(iter(orders.values()))
+    positions = set(enumerate(reference))
     displaced: set[tuple[int, str]] = set()
     for names in orders.values():
         if sorted(names) != sorted(reference):
             return {}
 
-        displaced |= set(enumerate(names)) - set(enumerate(reference))
+        displaced |= positions.difference(enumerate(names))
 
     moved = frozenset(name for _, name in displaced)
     by_rank: dict[int, tuple[str, ...]] = {}
