@@ -7,120 +7,176 @@ are named with their values.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import MODEL_PARALLEL, coordinates_in
 from syncheck.messages import Note
 from syncheck.names import normalize
 from syncheck.records import ValueDiff
+from syncheck.snapshots import Metadata
 from syncheck.value_kinds import METRIC, ORDERS, REQUIRES_GRAD, TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from syncheck.messages import Message
+    from syncheck.records import ValueKind
     from syncheck.snapshots import Snapshot
 
     Snapshots = Mapping[int, Snapshot]
+    IsSelected = Callable[[str, str], bool]
+    """Whether the options select a name and kind."""
 
 _MOST_NAMED = 8
 
 
-def compare_attributes(snapshots: Snapshots, wanted: Callable[[str, str], bool]) -> list[ValueDiff]:
-    """Return the attributes that differ between ranks with the same part of the model.
-
-    wanted: whether the options select a name and kind.
-    """
-    diffs = []
-    for members in _group_by_position(snapshots):
-        names: dict[str, None] = {}  # in the order of the model
-        for rank in members:
-            names |= dict.fromkeys(snapshots[rank].attributes or ())
-        for name in names:
-            by_rank = {rank: (snapshots[rank].attributes or {}).get(name) for rank in members}
+def compare_attributes(snapshots: Snapshots, is_selected: IsSelected) -> list[ValueDiff]:
+    """Return the attributes that differ between ranks with the same part of the model."""
+    diffs: list[ValueDiff] = []
+    for replicas in _group_by_position(snapshots):
+        for name, by_rank in _collect_attributes(replicas).items():
             # repr, because NaN equals NaN here, and True is not 1.
-            if len({repr(value) for value in by_rank.values()}) > 1 and wanted(name.removeprefix(METRIC), "value"):
-                kind = "setting" if name.rpartition(".")[2] == TRAINING else "attribute"
-                diffs.append(ValueDiff(name, by_rank, counts=False, kind=kind))  # type: ignore[arg-type]
+            texts = set(map(repr, by_rank.values()))
+            if len(texts) > 1 and is_selected(name.removeprefix(METRIC), "value"):
+                is_mode = name.rpartition(".")[2] == TRAINING
+                kind: ValueKind = "setting" if is_mode else "attribute"
+                diffs.append(ValueDiff(name, by_rank, counts=False, kind=kind))
+
     return diffs
 
 
-def compare_registration(snapshots: Snapshots, wanted: Callable[[str, str], bool]) -> list[ValueDiff]:
+def compare_registration(snapshots: Snapshots, is_selected: IsSelected) -> list[ValueDiff]:
     """Return the differences in `requires_grad` and in the order of parameters and buffers.
 
-    snapshots: of ranks that pair tensors by position. wanted: whether the options select a name and kind.
+    snapshots: of ranks that pair tensors by position.
     """
-    diffs = []
-    for members in _group_by_position(snapshots):
-        modules = {rank: _list_registered(snapshots[rank]) for rank in members}
-        for number, name in enumerate(ORDERS):
-            orders = {rank: registered[number] for rank, registered in modules.items()}
-            moved = _find_moved(orders)
-            if moved and wanted(name, ("parameter", "buffer")[number]):
-                by_rank = {rank: tuple(filter(moved.__contains__, order)) for rank, order in orders.items()}
-                diffs.append(ValueDiff(name, by_rank, counts=True, kind="setting"))
-        diffs += _compare_gradients(snapshots, modules, wanted)
+    diffs: list[ValueDiff] = []
+    for replicas in _group_by_position(snapshots):
+        parameters: dict[int, list[str]] = {}
+        buffers: dict[int, list[str]] = {}
+        for rank, snapshot in replicas.items():
+            parameters[rank] = _list_parameters(snapshot)
+            buffers[rank] = _list_buffers(snapshot)
+
+        orders = zip(ORDERS, ("parameter", "buffer"), (parameters, buffers), strict=True)
+        for name, kind, names_by_rank in orders:
+            moved = _find_moved(names_by_rank)
+            if any(moved.values()) and is_selected(name, kind):
+                diffs.append(ValueDiff(name, moved, counts=True, kind="setting"))
+
+        for name, requires_grad in _find_partly_frozen(replicas, parameters).items():
+            if is_selected(name, "parameter"):
+                diffs.append(ValueDiff(f"{name}.{REQUIRES_GRAD}", requires_grad, counts=True, kind="setting"))
+
     return diffs
 
 
 def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return notes that name the attributes that differ, and the states of metrics."""
-    attributes = [diff for diff in diffs if diff.kind == "attribute"]
-    metrics = [diff.name.removeprefix(METRIC) for diff in attributes if diff.name.startswith(METRIC)]
-    plain = [diff for diff in attributes if not diff.name.startswith(METRIC)]
+    facts: list[Message] = []
+    metrics: list[str] = []
+    for diff in diffs:
+        if diff.kind != "attribute":
+            continue
+        if diff.name.startswith(METRIC):
+            metrics.append(diff.name.removeprefix(METRIC))
+        else:
+            facts.append(Note.ATTRIBUTE(name=diff.name, values=dict(diff.by_rank)))
+
+    # A list, a cache or a counter in each layer would fill the report.
+    unnamed = len(facts) - _MOST_NAMED
+    if unnamed > 0:
+        facts = [*facts[:_MOST_NAMED], Note.MORE_ATTRIBUTES(count=unnamed)]
+
     notes: list[Message] = []
-    if plain:
-        facts = [Note.ATTRIBUTE(name=diff.name, values=dict(diff.by_rank)) for diff in plain[:_MOST_NAMED]]
-        if len(plain) > _MOST_NAMED:
-            facts.append(Note.MORE_ATTRIBUTES(count=len(plain) - _MOST_NAMED))
+    if facts:
         notes.append(Note.ATTRIBUTES(facts=tuple(facts)))
     if metrics:
         notes.append(Note.METRICS(names=tuple(metrics)))
     return notes
 
 
-def _group_by_position(snapshots: Snapshots) -> list[list[int]]:
+def _group_by_position(snapshots: Snapshots) -> list[Snapshots]:
     """Return the sets of at least two ranks with modules that hold the same part of the model."""
-    members: dict[Hashable, list[int]] = {}
+    by_position: dict[Hashable, dict[int, Snapshot]] = defaultdict(dict)
     for rank, snapshot in snapshots.items():
+        # Files have no attributes, and neither has a rank whose replica is no module.
         if snapshot.attributes is not None:
-            members.setdefault(coordinates_in(snapshot, MODEL_PARALLEL), []).append(rank)
-    return [ranks for ranks in members.values() if len(ranks) > 1]
+            position = coordinates_in(snapshot, MODEL_PARALLEL)
+            by_position[position][rank] = snapshot
+
+    return [replicas for replicas in by_position.values() if len(replicas) > 1]
 
 
-def _list_registered(snapshot: Snapshot) -> tuple[list[str], list[str]]:
-    """Return the names of parameters and of buffers in the order of registration."""
+def _collect_attributes(replicas: Snapshots) -> dict[str, dict[int, Any]]:
+    """Return the attributes of ranks: name to rank to value, in the order of the model."""
+    by_name: dict[str, dict[int, Any]] = {}
+    for rank, snapshot in replicas.items():
+        assert snapshot.attributes is not None, "only ranks with modules have a position"
+        for name, value in snapshot.attributes.items():
+            # None stands for an attribute that a rank does not have.
+            by_rank = by_name.setdefault(name, dict.fromkeys(replicas))
+            by_rank[rank] = value
+
+    return by_name
+
+
+def _get_metadata(snapshot: Snapshot) -> Metadata:
+    """Return the metadata of a checkpoint; without metadata, those of a model without buffers."""
+    return snapshot.metadata or Metadata()
+
+
+def _list_parameters(snapshot: Snapshot) -> list[str]:
+    """Return the names of parameters in the order of registration."""
     normalized = normalize(snapshot.tensors)
-    buffers = set(() if snapshot.metadata is None else snapshot.metadata.buffers or ())
-    parameters = [normalized[name] for name, tensor in snapshot.tensors.items() if tensor.parameter]
-    return parameters, [short for short in normalized.values() if short in buffers]
+    return [normalized[name] for name, tensor in snapshot.tensors.items() if tensor.parameter]
 
 
-def _find_moved(orders: Mapping[int, list[str]]) -> frozenset[str]:
-    """Return the names at other positions on some rank; none if ranks have different names, a finding of its own."""
-    first, *further = orders.values()
-    moved: set[str] = set()
-    for order in further:
-        if sorted(order) != sorted(first):
-            return frozenset()
-        for name, name_here in zip(first, order, strict=True):
-            if name != name_here:
-                moved.add(name)
-    return frozenset(moved)
+def _list_buffers(snapshot: Snapshot) -> list[str]:
+    """Return the names of buffers in the order of registration."""
+    metadata = _get_metadata(snapshot)
+    # The metadata lists buffers by name, and the tensors are in the order of the state dict.
+    buffers = frozenset(metadata.buffers or ())
+    return [name for name in normalize(snapshot.tensors).values() if name in buffers]
 
 
-def _compare_gradients(
-    snapshots: Snapshots, modules: Mapping[int, tuple[list[str], list[str]]], wanted: Callable[[str, str], bool]
-) -> list[ValueDiff]:
-    """Return the parameters on all ranks that require a gradient on some ranks only."""
+def _find_moved(orders: Mapping[int, Sequence[str]]) -> dict[int, tuple[str, ...]]:
+    """Return the names that are not at the same position on all ranks, for each rank in its order.
+
+    orders: all names of each rank. If ranks have different names, this is a finding of its own, and nothing is moved.
+    """
+    reference = next(iter(orders.values()))
+    positions = set(enumerate(reference))
+    displaced: set[tuple[int, str]] = set()
+    for names in orders.values():
+        if sorted(names) != sorted(reference):
+            return {}
+
+        displaced |= positions.difference(enumerate(names))
+
+    moved = frozenset(name for _, name in displaced)
+    by_rank: dict[int, tuple[str, ...]] = {}
+    for rank, names in orders.items():
+        by_rank[rank] = tuple(name for name in names if name in moved)
+
+    return by_rank
+
+
+def _find_partly_frozen(replicas: Snapshots, parameters: Mapping[int, Sequence[str]]) -> dict[str, dict[int, bool]]:
+    """Return whether each rank requires the gradient of a parameter, for parameters with different answers.
+
+    parameters: the names of the parameters of each rank.
+    """
     frozen: dict[int, frozenset[str]] = {}
-    for rank in modules:
-        metadata = snapshots[rank].metadata
-        frozen[rank] = frozenset(() if metadata is None else metadata.frozen)
-    common = frozenset.intersection(*(frozenset(parameters) for parameters, _ in modules.values()))
-    diffs = []
-    for name in sorted(frozenset.union(*frozen.values()) - frozenset.intersection(*frozen.values())):
-        if name in common and wanted(name, "parameter"):
-            by_rank: dict[int, Any] = {rank: name not in own for rank, own in frozen.items()}
-            diffs.append(ValueDiff(f"{name}.{REQUIRES_GRAD}", by_rank, counts=True, kind="setting"))
-    return diffs
+    for rank, snapshot in replicas.items():
+        frozen[rank] = frozenset(_get_metadata(snapshot).frozen)
+
+    partly_frozen = frozenset.union(*frozen.values()) - frozenset.intersection(*frozen.values())
+    # A parameter that some ranks do not have is a finding of its own.
+    on_all_ranks = partly_frozen.intersection(*parameters.values())
+    by_name: dict[str, dict[int, bool]] = {}
+    for name in sorted(on_all_ranks):
+        by_name[name] = {rank: name not in names for rank, names in frozen.items()}
+
+    return by_name

@@ -42,15 +42,24 @@ class LostState:
 
 @dataclass(slots=True)
 class Owners:
-    """The optimizer state that each rank must hold. Parameters have the names of tensors: `optimizer.<parameter>`."""
+    """The optimizer state that each rank must hold. Parameters have the names of tensors: `optimizer.<parameter>`.
+
+    by_rank: the parameters whose state a rank must hold.
+    owned: parameters whose state is on some ranks by design.
+    lost: state that an owner lost, and no other rank has.
+    """
 
     by_rank: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     owned: set[str] = field(default_factory=set)
-    """Parameters whose state is on some ranks by design."""
     lost: list[LostState] = field(default_factory=list)
 
     def add(self, parameter: str, expected: Ranks, ranks: Ranks) -> None:
-        """Add a parameter whose state some ranks must hold. ranks: all ranks."""
+        """Add a parameter.
+
+        parameter: the name of the parameter.
+        expected: the ranks that must hold its state.
+        ranks: all ranks.
+        """
         for rank in expected:
             self.by_rank[rank].add(parameter)
         if expected != ranks:
@@ -63,7 +72,11 @@ class Owners:
 
 @dataclass(slots=True)
 class _Class:
-    """Parameters of one parameter group whose states have equal names. holders: ranks with state, by parameter."""
+    """Parameters of one parameter group whose states have equal names.
+
+    states: the names of the tensors of a state.
+    holders: the ranks with state, by parameter.
+    """
 
     states: States
     holders: dict[str, Ranks] = field(default_factory=dict)
@@ -78,33 +91,43 @@ def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
 
     ranks = frozenset(snapshots)
     states = _list_states(snapshots)
-    if not any(state.ranks < ranks for state in states.values()):
+    if all(state.ranks == ranks for state in states.values()):
         return None
 
     groups = _list_groups(snapshots)
-    group_of: dict[str, str] = {}
-    for group, parameters in groups.items():
-        group_of |= dict.fromkeys(parameters, group)
     # Without groups on all ranks, a state may belong to an optimizer in another part of a checkpoint.
-    optimizers = tuple({group.partition("param_groups.")[0] for group in groups})
-    if not all(f"{parameter}.".startswith(optimizers) for parameter in states):
+    if not _are_of_optimizers(states, groups):
         return None
 
     # Layers with a learning rate of their own have a group each, so groups matter only if classes are mixed.
-    for group_names in ({}, group_of):
-        classes = _sort_into_classes(states, group_names)
+    classes = _sort_into_classes(states, {})
+    owners = _assign_owners(classes, ranks)
+    if not owners.owned:
+        classes = _sort_into_classes(states, groups)
         owners = _assign_owners(classes, ranks)
-        if owners.owned:
-            for of_class in classes:
-                owners.lost += _find_lost_turns(of_class, groups.values(), owners, sorted(ranks))
-            return owners
+    if not owners.owned:
+        return None
 
-    return None
+    for of_class in classes:
+        owners.lost += _find_lost_turns(of_class, groups.values(), owners, sorted(ranks))
+
+    return owners
+
+
+def _are_of_optimizers(parameters: Iterable[str], groups: Iterable[str]) -> bool:
+    """Whether all parameters with state belong to the optimizers of some parameter groups."""
+    optimizers = tuple({group.partition("param_groups.")[0] for group in groups})
+    # The dot, because state directly below a named optimizer has the name of the optimizer for its parameter.
+    return all(f"{parameter}.".startswith(optimizers) for parameter in parameters)
 
 
 @dataclass(slots=True)
 class _State:
-    """The ranks with the state of a parameter, and the names of the state's tensors."""
+    """The state of one parameter.
+
+    ranks: the ranks that hold it.
+    names: the names of its tensors.
+    """
 
     ranks: set[int] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
@@ -142,7 +165,16 @@ def _list_groups(snapshots: Mapping[int, Snapshot]) -> dict[str, list[str]]:
     return groups
 
 
-def _sort_into_classes(states: Mapping[str, _State], group_of: Mapping[str, str]) -> list[_Class]:
+def _sort_into_classes(states: Mapping[str, _State], groups: Mapping[str, Sequence[str]]) -> list[_Class]:
+    """Return the classes of the parameters with state.
+
+    states: by parameter.
+    groups: the parameters of each group; empty if parameters of several groups may be in one class.
+    """
+    group_of: dict[str, str] = {}
+    for group, parameters in groups.items():
+        group_of |= dict.fromkeys(parameters, group)
+
     classes: dict[tuple[str, States], _Class] = {}
     for parameter, state in states.items():
         # A parameter that has the name of a tensor is not in the lists of numbers.
@@ -156,18 +188,15 @@ def _sort_into_classes(states: Mapping[str, _State], group_of: Mapping[str, str]
 
 def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
     """Return the ranks that must hold each state. Without a set of owners, all ranks must hold it."""
-    confirmed: set[Ranks] = set()
-    for of_class in classes:
-        confirmed |= _find_owner_sets(of_class, ranks)
-
+    sets_by_class = [_find_owner_sets(of_class, ranks) for of_class in classes]
+    confirmed: set[Ranks] = set().union(*sets_by_class)
     owners = Owners()
-    for of_class in classes:
-        owner_sets = _find_owner_sets(of_class, ranks)
+    for of_class, owner_sets in zip(classes, sets_by_class, strict=True):
         # The only parameter of a class, such as a single matrix, has one set of owners. Other classes must confirm it.
-        if len(of_class.holders) == 1:
-            owner_sets = confirmed
-        for parameter, holder in of_class.holders.items():
-            expected = next(filter(holder.issubset, owner_sets), ranks)
+        is_single = len(of_class.holders) == 1
+        candidates = confirmed if is_single else owner_sets
+        for parameter, holders in of_class.holders.items():
+            expected = next(filter(holders.issubset, candidates), ranks)
             owners.add(parameter, expected, ranks)
 
     return owners
@@ -175,21 +204,28 @@ def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
 
 def _find_owner_sets(of_class: _Class, ranks: Ranks) -> set[Ranks]:
     """Return the sets of ranks that own parameters of a class; empty if its state is replicated or lost."""
-    holders = set(of_class.holders.values())
-    if ranks in holders:
+    sets = set(of_class.holders.values())
+    if ranks in sets:
         return set()
 
-    # A smaller set within another set: some of these owners lost the state.
-    largest = {holder for holder in holders if not any(map(holder.__lt__, holders))}
-    all_owners = frozenset[int]().union(*largest)
-    sizes = list(map(len, largest))
-    are_disjoint = sum(sizes) == len(all_owners)
-    are_equally_large = min(sizes) == max(sizes)
+    owner_sets: set[Ranks] = set()
+    for holders in sets:
+        # A smaller set within another set: some of these owners lost the state.
+        is_within_another = any(map(holders.__lt__, sets))
+        if not is_within_another:
+            owner_sets.add(holders)
+
     # With a single set, the other ranks may have lost their states.
-    if len(largest) < 2 or not are_disjoint or not are_equally_large:
+    if len(owner_sets) < 2:
         return set()
 
-    return largest
+    # Their union is as large as possible only if all sets have the same size and no rank in common.
+    all_owners = frozenset[int]().union(*owner_sets)
+    largest = max(owner_sets, key=len)
+    if len(all_owners) < len(largest) * len(owner_sets):
+        return set()
+
+    return owner_sets
 
 
 def _find_lost_turns(
@@ -208,16 +244,17 @@ def _find_lost_turns(
     for parameters in groups:
         turns = dict(zip(parameters, cycle(ranks), strict=False))
         missing: list[LostState] = []
-        in_turn = 0
+        parameters_in_turn = 0
         for parameter, rank in turns.items():
             if of_class.holders.get(parameter) == frozenset({rank}):
-                in_turn += 1
+                parameters_in_turn += 1
             # A parameter with another state is of another class.
-            elif not owners.has_state(parameter) and rank not in active_ranks:
+            elif rank not in active_ranks and not owners.has_state(parameter):
                 missing.append(LostState(rank, parameter, of_class.states))
 
         # One parameter with an owner out of turn, or with an active owner and no state, disproves the order.
-        if in_turn > 0 and in_turn + len(missing) == len(turns):
+        follows_order = parameters_in_turn + len(missing) == len(turns)
+        if follows_order and parameters_in_turn > 0:
             lost += missing
 
     return lost

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
+Block = bytes | bytearray | memoryview
+
 # Bytes of one replica from which the time of importing numpy is regained.
 LARGE = 512 << 20
 
@@ -17,7 +19,9 @@ LARGE = 512 << 20
 class _Layout(NamedTuple):
     """Where the exponent of an element is. Elements of complex dtypes are pairs of floats.
 
-    size: bytes of a float. high: highest bytes of NaN and infinity. exponent: bits that are all set in both of them.
+    size: bytes of a float.
+    high: highest bytes of NaN and infinity.
+    exponent: bits that are all set in both of them.
     mantissa: bits of which some are set in NaN only; 0 if the dtype has no infinity.
     """
 
@@ -26,12 +30,68 @@ class _Layout(NamedTuple):
     exponent: int
     mantissa: int
 
+    def holds_nonfinite(self, block: Block, *, nan_only: bool) -> bool:
+        """Whether a block holds NaN, or also infinity."""
+        if not self._may_hold_nonfinite(block):
+            return False
+
+        import numpy as np
+
+        words = np.frombuffer(block, f"<u{self.size}")
+        special = (words & self.exponent) == self.exponent
+        if nan_only and self.mantissa:
+            special &= (words & self.mantissa) != 0
+
+        return bool(special.any())
+
+    def _may_hold_nonfinite(self, block: Block) -> bool:
+        """Return False if a fast test shows that all elements are finite."""
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is None:
+            return self._has_high_byte(block)
+
+        # numpy has no bfloat16, and converts each float16.
+        if self.size < 4:
+            return True
+
+        # The fastest of all tests: the float at once, without temporary integers.
+        floats = numpy.frombuffer(block, f"<f{self.size}")
+        return not numpy.isfinite(floats).all()
+
+    def _has_high_byte(self, block: Block) -> bool:
+        """Whether one of the highest bytes of NaN and infinity occurs at its position in an element."""
+        # Slices of a view have no fast search.
+        if isinstance(block, memoryview):
+            return True
+
+        high_bytes = block[self.size - 1 :: self.size]
+        # A loop, because any() with a generator takes longer than the searches.
+        for byte in self.high:  # noqa: SIM110
+            if byte in high_bytes:
+                return True
+
+        return False
+
+
+class _SingleNaN(NamedTuple):
+    """The only value of a dtype without infinity that is not finite.
+
+    byte: the element.
+    """
+
+    byte: int
+
+    def holds_nonfinite(self, block: Block, *, nan_only: bool) -> bool:  # noqa: ARG002 - as for other dtypes
+        """Whether a block holds NaN."""
+        return self.byte in block
+
 
 _TOP = (0x7F, 0xFF)
 _TOP_OF_FIVE_BITS = (0x7C, 0x7D, 0x7E, 0x7F, 0xFC, 0xFD, 0xFE, 0xFF)
 _DOUBLE = _Layout(8, _TOP, 0x7FF0 << 48, (1 << 52) - 1)
 _SINGLE = _Layout(4, _TOP, 0x7F80 << 16, (1 << 23) - 1)
-_LAYOUTS = {
+# The dtypes that have NaN or infinity.
+_FLOATS: dict[str, _Layout | _SingleNaN] = {
     "float64": _DOUBLE,
     "complex128": _DOUBLE,
     "float32": _SINGLE,
@@ -40,69 +100,43 @@ _LAYOUTS = {
     "bfloat16": _Layout(2, _TOP, 0x7F80, 0x007F),
     "float8_e5m2": _Layout(1, _TOP_OF_FIVE_BITS, 0x7C, 0x03),
     "float8_e4m3fn": _Layout(1, _TOP, 0x7F, 0),
+    "float8_e4m3fnuz": _SingleNaN(0x80),
+    "float8_e5m2fnuz": _SingleNaN(0x80),
+    "float8_e8m0fnu": _SingleNaN(0xFF),
 }
-# Dtypes with a single NaN, and no infinity.
-_ONLY_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 0xFF}
 
 
 class FiniteScan:
     """Searches the blocks of one tensor until one holds NaN or infinity; `found` is the result.
 
-    dtype: of the tensor; other dtypes than floats are always finite. nan_only: whether infinity is a usual value, as in
-    masks.
+    dtype: of the tensor; other dtypes than floats are always finite.
+    nan_only: whether infinity is a usual value, as in masks.
     """
 
-    __slots__ = ("_layout", "_nan", "_nan_only", "found")
+    __slots__ = ("_float", "_nan_only", "found")
 
     def __init__(self, dtype: str, *, nan_only: bool = False) -> None:
         self.found = False
         self._nan_only = nan_only
-        self._layout = _LAYOUTS.get(dtype)
-        self._nan = _ONLY_NAN.get(dtype)
+        self._float = _FLOATS.get(dtype)
 
     @property
     def is_float(self) -> bool:
         """Whether the dtype has NaN or infinity."""
-        return self._layout is not None or self._nan is not None
+        return self._float is not None
 
-    def look(self, block: bytes | bytearray | memoryview) -> None:
+    def look(self, block: Block) -> None:
         """Search a block of little-endian elements. Several threads may search blocks of one tensor."""
-        if self.found:
+        if self._float is None or self.found:
             return
-        if self._nan is not None:
-            self.found = self._nan in block
-        elif self._layout is not None and _may_hold_nonfinite(block, self._layout):
-            self.found = _holds_nonfinite(block, self._layout, nan_only=self._nan_only)
+
+        self.found = self._float.holds_nonfinite(block, nan_only=self._nan_only)
 
 
 def prepare(size: int) -> None:
-    """Import numpy before the blocks of a large model are searched. size: bytes of one replica."""
+    """Import numpy before the blocks of a large model are searched.
+
+    size: bytes of one replica.
+    """
     if size >= LARGE:
         import numpy  # noqa: F401, ICN001 - only to be found in `sys.modules`
-
-
-def _may_hold_nonfinite(block: bytes | bytearray | memoryview, layout: _Layout) -> bool:
-    """Return False if the high bytes show that all elements are finite."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and layout.size >= 4:
-        # The fastest of all tests: the float at once, without temporary integers.
-        return not numpy.isfinite(numpy.frombuffer(block, f"<f{layout.size}")).all()
-    if numpy is not None or isinstance(block, memoryview):
-        return True
-    high_bytes = block[layout.size - 1 :: layout.size]
-    # A loop, because any() with a generator takes longer than the searches.
-    for byte in layout.high:  # noqa: SIM110
-        if byte in high_bytes:
-            return True
-    return False
-
-
-def _holds_nonfinite(block: bytes | bytearray | memoryview, layout: _Layout, *, nan_only: bool) -> bool:
-    """Whether a block holds NaN, or also infinity."""
-    import numpy as np
-
-    words = np.frombuffer(block, f"<u{layout.size}")
-    special = (words & layout.exponent) == layout.exponent
-    if nan_only and layout.mantissa:
-        special &= (words & layout.mantissa) != 0
-    return bool(special.any())

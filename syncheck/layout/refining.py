@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import partition_by
@@ -35,13 +36,12 @@ def refine_paths(snapshots: Sequence[Snapshot]) -> dict[str, PathNumbers]:
         for path, numbers in paths.items():
             paths[path] = _forget_ranks(numbers, shared)
 
+    # All files of a template have the same roles.
     templates = partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts)
     for members in templates.values():
-        for position in _find_saved_steps(members, paths):
-            # All files of a template have the same roles.
-            for snapshot in members:
-                numbers = paths[snapshot.path]
-                paths[snapshot.path] = numbers.with_role(position, "step")
+        positions = _find_saved_steps(members, paths)
+        for snapshot in members:
+            paths[snapshot.path] = _name_steps(paths[snapshot.path], positions)
 
     return paths
 
@@ -53,19 +53,13 @@ def _count_shared_numbers(paths: Sequence[PathNumbers]) -> int:
     if len(templates) < 2:
         return 0
 
-    shared = 0
-    columns = zip(*map(_list_starts, paths), strict=False)
-    for starts in columns:
-        if len(set(starts)) > 1:
-            break
-        shared += 1
+    # For each path, its numbers with the text before each of them.
+    starts: list[list[tuple[str, int]]] = []
+    for numbers in paths:
+        pairs = zip(numbers.texts, numbers.numbers, strict=False)
+        starts.append(list(pairs))
 
-    return shared
-
-
-def _list_starts(numbers: PathNumbers) -> list[tuple[str, int]]:
-    """Return each number of a path with the text before it."""
-    return list(zip(numbers.texts, numbers.numbers, strict=False))
+    return len(os.path.commonprefix(starts))  # noqa: RUF071 - of lists, not of strings
 
 
 def _have_common_tensor(snapshots: Sequence[Snapshot]) -> bool:
@@ -82,18 +76,33 @@ def _forget_ranks(numbers: PathNumbers, shared: int) -> PathNumbers:
     """Return the numbers of a path without ranks among the first numbers.
 
     In the name of a file, `rank` is a rank: `rank0_a.pt` and `rank0_b.pt` have no replica.
+
+    shared: how many numbers belong to the name of the run.
     """
     for position in range(shared):
         is_rank = numbers.roles[position] in _OF_ONE_RANK
         is_named = "rank" in numbers.texts[position].lower()
-        if is_rank and (numbers.folders[position] or not is_named):
+        may_be_of_run = numbers.folders[position] or not is_named
+        if is_rank and may_be_of_run:
             numbers = numbers.with_role(position, "plain")
 
     return numbers
 
 
+def _name_steps(numbers: PathNumbers, positions: Sequence[int]) -> PathNumbers:
+    """Return the numbers of a path, of which those at some positions are steps."""
+    for position in positions:
+        numbers = numbers.with_role(position, "step")
+
+    return numbers
+
+
 def _find_saved_steps(members: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> list[int]:
-    """Return the positions of unnamed numbers that differ between files and equal the step of each file."""
+    """Return the positions of unnamed numbers that differ between files and equal the step of each file.
+
+    members: files whose paths differ in numbers only.
+    paths: the numbers of each path.
+    """
     steps: list[int] = []
     for position in paths[members[0].path].all_of("plain"):
         by_file = [paths[snapshot.path].numbers[position] for snapshot in members]
@@ -107,12 +116,14 @@ def _find_saved_steps(members: Sequence[Snapshot], paths: Mapping[str, PathNumbe
 
 def _stores_step(snapshot: Snapshot, number: int) -> bool:
     """Whether a checkpoint stores this number as its step or epoch, at the top level."""
-    names: list[str] = []
+    candidates: list[str] = []
     for name, value in snapshot.values.items():
         is_nested = "." in name
         # True equals 1, and is no step.
-        if type(value) is int and value == number and not is_nested:
-            names.append(name)
+        is_same_number = type(value) is int and value == number
+        if is_same_number and not is_nested:
+            candidates.append(name)
 
-    kind_of = make_value_classifier(names)
-    return "progress" in map(kind_of, names)
+    kind_of = make_value_classifier(candidates)
+    kinds = [kind_of(name) for name in candidates]
+    return "progress" in kinds

@@ -9,6 +9,7 @@ import os
 import re
 import struct
 from collections import Counter, defaultdict
+from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -35,22 +36,22 @@ def check_progress(snapshots: Iterable[Snapshot]) -> None:
 
     An adapter has its own training run, so its steps do not count.
     """
-    metadata, progress, paths = _Moments(), _Moments(), _Moments()
-    parts: list[Snapshot] = []
-    for snapshot in snapshots:
-        if is_adapter(snapshot):
-            continue
-        parts.append(snapshot)
+    parts = [snapshot for snapshot in snapshots if not is_adapter(snapshot)]
+    metadata = _Moments()
+    progress = _Moments()
+    paths = _Moments()
+    for part in parts:
         for name in _METADATA:
-            metadata.add(f"metadata, {name}", getattr(snapshot.metadata, name, None), snapshot)
-        for name, value in _list_progress(snapshot).items():
-            progress.add(name, value, snapshot)
-        paths.add("the step in the path", _find_step_in_path(snapshot.path), snapshot)
+            metadata.add(f"metadata, {name}", getattr(part.metadata, name, None), part)
+        for name, value in _list_progress(part).items():
+            progress.add(name, value, part)
+
+        paths.add("the step in the path", _find_step_in_path(part.path), part)
 
     metadata.check()
     progress.check()
     # Names and optimizer steps say less: a folder may be a copy, and a frozen stage makes fewer steps.
-    is_proven = len(parts) in (metadata.count_files("metadata, step"), progress.count_files())
+    is_proven = len(parts) in (metadata.count_files("metadata, step"), progress.count_most_files())
     if not is_proven:
         paths.check()
         _check_optimizer_steps(parts)
@@ -65,7 +66,10 @@ def is_adapter(snapshot: Snapshot) -> bool:
 
 
 class _Moments:
-    """The steps and epochs of files, by name: (value, file)."""
+    """The steps and epochs of files.
+
+    by_name: each value of a name with its file.
+    """
 
     def __init__(self) -> None:
         self.by_name: dict[str, list[tuple[Any, Snapshot]]] = defaultdict(list)
@@ -75,10 +79,13 @@ class _Moments:
         if value is not None:
             self.by_name[name].append((value, snapshot))
 
-    def count_files(self, name: str = "") -> int:
-        """Return the number of files with a value: of this name, or of the most frequent name."""
-        names = [name] if name else [*self.by_name]
-        return max((len(self.by_name[each]) for each in names), default=0)
+    def count_files(self, name: str) -> int:
+        """Return the number of files with a value of a name."""
+        return len(self.by_name[name])
+
+    def count_most_files(self) -> int:
+        """Return the number of files with a value of the most frequent name."""
+        return max(map(len, self.by_name.values()), default=0)
 
     def check(self) -> None:
         """Raise MalformedFile if two files have different values of one name."""
@@ -87,6 +94,7 @@ class _Moments:
             for value, snapshot in values:
                 if value == expected:
                     continue
+
                 raise MalformedFile(
                     snapshot.path,
                     place=name,
@@ -118,20 +126,18 @@ def _check_optimizer_steps(parts: Sequence[Snapshot]) -> None:
     Parameters in several files are copies, whose steps are compared as tensors. Some parameters make fewer steps, such
     as experts without tokens, so only the largest step of the other parameters counts.
     """
-    steps = [_list_optimizer_steps(snapshot) for snapshot in parts]
-    counts: Counter[str] = Counter()
-    for of_file in steps:
-        counts.update(dict.fromkeys(of_file, 1))
-
+    steps = [_list_optimizer_steps(part) for part in parts]
+    # The number of files with a step, by the name of the step.
+    counts = Counter(chain.from_iterable(steps))
     largest = _Moments()
     with Files(jobs=1) as files:
-        for snapshot, of_file in zip(parts, steps, strict=True):
+        for part, of_file in zip(parts, steps, strict=True):
             numbers: list[float] = []
             for name, step in of_file.items():
                 if counts[name] == 1:
                     numbers.append(_read_number(step, files))
 
-            largest.add("the step of the optimizer", max(numbers, default=None), snapshot)
+            largest.add("the step of the optimizer", max(numbers, default=None), part)
 
     largest.check()
 
@@ -141,28 +147,36 @@ def _list_optimizer_steps(snapshot: Snapshot) -> dict[str, Tensor | float]:
     steps: dict[str, Tensor | float] = {}
     # Most trainers store a tensor, and Muon stores a number.
     candidates = {**normalize_keys(snapshot.tensors), **snapshot.values}
-    for name in filter(_OPTIMIZER_STEP.fullmatch, candidates):
-        step = candidates[name]
-        if isinstance(step, int):
-            step = float(step)
-        if isinstance(step, float) or _is_readable(step):
+    for name, step in candidates.items():
+        if _OPTIMIZER_STEP.fullmatch(name) is None:
+            continue
+
+        if isinstance(step, (int, float)):
+            steps[name] = float(step)
+        elif _is_readable(step):
             steps[name] = step
 
     return steps
 
 
 def _is_readable(step: object) -> bool:
-    """Whether a value is a tensor of a single number."""
-    if not isinstance(step, Tensor) or step.numel != 1 or step.dtype not in DTYPES:
+    """Whether a value is a tensor of a single number with readable bytes."""
+    if not isinstance(step, Tensor):
         return False
 
-    has_bytes = step.refused is None and step.digest is None
+    # Refused tensors and tensors of fingerprints have no bytes.
+    if step.refused is not None or step.digest is not None:
+        return False
+
     # Bytes on another rank are not fetched for this check.
     is_local = isinstance(step.data, (bytes, NoneType))
-    return all((has_bytes, is_local, DTYPES[step.dtype].struct))
+    row = DTYPES.get(step.dtype)
+    is_number = row is not None and row.struct != ""
+    return step.numel == 1 and is_local and is_number
 
 
 def _read_number(step: Tensor | float, files: Files) -> float:
+    """Return the step of a parameter as a number."""
     if isinstance(step, float):
         return step
 

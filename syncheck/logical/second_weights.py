@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from syncheck.messages import Note
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from syncheck.snapshots import Snapshot
+    from syncheck.snapshots import Snapshot, Tensor
 
 _FORMATS = ("huggingface", "accelerate")
 # Other files and folders may hold modules of the model, such as `2_Dense/` of sentence-transformers.
@@ -34,16 +33,17 @@ def separate_copies(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     Folders that all hold the same second copies are copies of each other, and nothing is removed.
     """
     copies: dict[str, frozenset[str]] = {}
+    remaining: dict[str, Snapshot] = {}
     for snapshot in snapshots:
+        remaining[snapshot.path] = snapshot
         if snapshot.format in _FORMATS:
             copies[snapshot.path] = _list_copies(snapshot, snapshots)
 
     # Replicas of a folder are compared as a whole, so a difference in a second copy counts, too.
-    counts = Counter(copies.values())
-    if max(counts.values(), default=0) > 1 == len(counts):
+    have_same_copies = len(set(copies.values())) == 1
+    if have_same_copies and len(copies) > 1:
         return list(snapshots)
 
-    remaining = {snapshot.path: snapshot for snapshot in snapshots}
     for folder, names in copies.items():
         remaining[folder] = _note_unused(remaining[folder], names)
         for name in names:
@@ -55,14 +55,15 @@ def separate_copies(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
 
 def _list_copies(folder: Snapshot, snapshots: Sequence[Snapshot]) -> frozenset[str]:
     """Return the paths of second copies, relative to their folder. A folder without weights has no copies of them."""
-    start = os.path.join(folder.path, "")
-    names: set[str] = set()
     if not folder.tensors:
         return frozenset()
 
+    start = os.path.join(folder.path, "")
+    names: set[str] = set()
     for snapshot in snapshots:
+        is_in_folder = snapshot.path.startswith(start)
         name = snapshot.path.removeprefix(start).replace(os.sep, "/")
-        if snapshot.path.startswith(start) and _SECOND.fullmatch(name):
+        if is_in_folder and _SECOND.fullmatch(name):
             names.add(name)
 
     return frozenset(names)
@@ -81,20 +82,21 @@ def drop_unmatched_copies(models: Sequence[Snapshot]) -> list[Snapshot]:
 
 
 def _list_second_files(model: Snapshot) -> set[str]:
+    """Return the second files of weights, which the reader of a folder lists in notes."""
     return {note.parameters["file"] for note in model.notes if note.code is Note.SECOND_WEIGHTS}
 
 
 def _drop_files(model: Snapshot, files: Collection[str]) -> Snapshot:
     """Return a model without the tensors of some files, and without the notes that announced a comparison."""
-    tensors = dict(model.tensors)
-    # The note of the reader promised a comparison.
-    notes = [note for note in model.notes if note.parameters.get("file") not in files]
-    for file in files:
-        for name in model.tensors:
-            if name.startswith(f"{file}."):
-                del tensors[name]
+    prefixes = tuple(f"{file}." for file in files)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.tensors.items():
+        if not name.startswith(prefixes):
+            tensors[name] = tensor
 
-    reduced = replace(model, tensors=tensors, notes=tuple(notes))
+    # The note of the reader promised a comparison.
+    notes = tuple(note for note in model.notes if note.parameters.get("file") not in files)
+    reduced = replace(model, tensors=tensors, notes=notes)
     return _note_unused(reduced, files)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.kernel.blocks import BLOCK
@@ -26,19 +27,37 @@ def find_not_finite(tensors: Mapping[int, Tensor]) -> list[int]:
     Buffers count with NaN only, because masks hold infinity. Tensors without bytes are skipped.
     """
     suspects: list[int] = []
-    sums: dict[Any, dict[int, Any]] = {}
+    sums: dict[Any, dict[int, Any]] = defaultdict(dict)
     with as_plain_tensors():
-        for key, tensor in tensors.items():
-            source = getattr(tensor.data, "source", None)
-            if source is None or not tensor.numel or not FiniteScan(tensor.dtype).is_float:
-                continue
-            if not is_torch(source) or source.element_size() == 1:  # torch has no sums of 8-bit floats
+        for key, source in _list_floats(tensors).items():
+            if _has_sum(source):
+                sums[source.device][key] = _start_sum(source)
+            else:
                 suspects.append(key)
-                continue
-            sums.setdefault(source.device, {})[key] = _start_sum(source)
-        for by_key in sums.values():
-            suspects += _list_suspects(by_key)
-    return sorted(key for key in suspects if _holds_nonfinite(tensors[key]))
+
+        # All sums of a device are computed before the first of them is waited for.
+        for sums_of_device in sums.values():
+            suspects += _list_suspects(sums_of_device)
+
+    return [key for key in sorted(suspects) if _holds_nonfinite(tensors[key])]
+
+
+def _list_floats(tensors: Mapping[int, Tensor]) -> dict[int, Any]:
+    """Return the tensors or arrays in memory that have elements, and may have NaN or infinity, by key."""
+    sources: dict[int, Any] = {}
+    for key, tensor in tensors.items():
+        # Only data in memory has a source. Files are searched when their digests are computed.
+        source = getattr(tensor.data, "source", None)
+        may_be_special = FiniteScan(tensor.dtype).is_float and tensor.numel > 0
+        if source is not None and may_be_special:
+            sources[key] = source
+
+    return sources
+
+
+def _has_sum(source: Any) -> bool:
+    """Whether torch computes the sum of a tensor: not of arrays, and not of 8-bit floats."""
+    return is_torch(source) and source.element_size() > 1
 
 
 def _start_sum(source: Any) -> Any:
@@ -46,21 +65,35 @@ def _start_sum(source: Any) -> Any:
     torch: Any = sys.modules["torch"]
     if source.is_complex():
         source = torch.view_as_real(source.resolve_conj())
+
     # Sums of 16-bit floats would overflow.
-    return source.sum(dtype=torch.float64 if source.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if source.dtype == torch.float64 else torch.float32
+    return source.sum(dtype=dtype)
 
 
 def _list_suspects(sums: Mapping[int, Any]) -> list[int]:
-    """Return the keys of the sums that are not finite. sums: of one device, which returns all of them at once."""
+    """Return the keys of the sums that are not finite.
+
+    sums: of one device, which returns all of them at once.
+    """
     torch: Any = sys.modules["torch"]
-    values = torch.stack([value.double() for value in sums.values()]).tolist()
-    return [key for key, value in zip(sums, values, strict=True) if not math.isfinite(value)]
+    doubles = [total.double() for total in sums.values()]
+    numbers = torch.stack(doubles).tolist()
+    suspects: list[int] = []
+    for key, number in zip(sums, numbers, strict=True):
+        if not math.isfinite(number):
+            suspects.append(key)
+
+    return suspects
 
 
 def _holds_nonfinite(tensor: Tensor) -> bool:
+    """Whether a tensor in memory holds NaN or infinity: the exact search, block by block."""
+    # State of an optimizer is no parameter, and infinity is not usual in it either.
     is_buffer = not tensor.parameter and not tensor.name.startswith("optimizer.")
     scan = FiniteScan(tensor.dtype, nan_only=is_buffer)
     data: Any = tensor.data
     for start in range(0, data.source.nbytes, BLOCK):
         scan.look(data[start : start + BLOCK])
+
     return scan.found

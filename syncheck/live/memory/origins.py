@@ -25,6 +25,9 @@ _LAYERS = "torch.nn.modules."
 _READ_OF_TORCH = ("torch.distributions.", "torch.optim.", "torch.amp.", "torch.nn.utils.rnn")
 # Modules of the standard library whose objects hold values of the program.
 _READ_OF_LIBRARY = frozenset("argparse builtins collections fractions functools queue types weakref".split())
+_UNREAD_PACKAGES = (_FRAMEWORKS | _TOOLS | sys.stdlib_module_names) - _READ_OF_LIBRARY
+# The names under which wrappers of torch hold the module of the user.
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 @lru_cache(maxsize=1024)
@@ -40,25 +43,27 @@ def is_read(module: Any) -> bool:
     Frameworks derive classes from the user's, as FSDP2 does, so any class outside of frameworks is sufficient.
     """
     kind: Any = type(module)
-    return bool(list_packages(kind) - _FRAMEWORKS) or kind.__module__.startswith(_LAYERS)
+    return not reads_only_values(module) or kind.__module__.startswith(_LAYERS)
 
 
 def reads_only_values(module: Any) -> bool:
     """Whether only numbers, texts and tensors are read, as for torch's layers."""
     kind: Any = type(module)
-    return not list_packages(kind) - _FRAMEWORKS
+    return list_packages(kind) <= _FRAMEWORKS
 
 
 def is_unread_class(kind: type) -> bool:
     """Whether the objects of a class differ between ranks by design, or cannot hold a part of the model."""
-    package = kind.__module__.partition(".")[0]
+    # The generators of numpy are states of random numbers.
     if kind.__module__.startswith("numpy.random"):
         return True
-    if package == "torch":
-        return not f"{kind.__module__}.".startswith(_READ_OF_TORCH)
-    if package in _FRAMEWORKS or package in _TOOLS:
-        return True
-    return package in sys.stdlib_module_names and package not in _READ_OF_LIBRARY
+
+    # torch is a framework, and some of its objects hold values of the model.
+    if f"{kind.__module__}.".startswith(_READ_OF_TORCH):
+        return False
+
+    package, _, _ = kind.__module__.partition(".")
+    return package in _UNREAD_PACKAGES
 
 
 @cache
@@ -69,11 +74,18 @@ def list_internal_names() -> frozenset[str]:
 
 
 def find_plain_path(path: str, modules: Mapping[str, Any]) -> str:
-    """Return the path of a module without the wrappers around it. modules: all modules of the root, by path."""
-    kept: list[str] = []
-    at = ""
-    for segment in path.split(".") if path else ():
-        wraps = segment in ("module", "_orig_mod", "_fsdp_wrapped_module") and not is_read(modules[at])
-        kept += [] if wraps else [segment]
-        at = f"{at}.{segment}" if at else segment
-    return ".".join(kept)
+    """Return the path of a module without the wrappers around it.
+
+    modules: all modules of the root, by path.
+    """
+    plain_segments: list[str] = []
+    parent = ""
+    for segment in path.split("."):
+        # A module of the user may have a submodule with such a name.
+        is_wrapped = segment in _WRAPPED and not is_read(modules[parent])
+        if not is_wrapped:
+            plain_segments.append(segment)
+
+        parent = f"{parent}.{segment}".removeprefix(".")
+
+    return ".".join(plain_segments)

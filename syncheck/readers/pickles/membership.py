@@ -48,56 +48,91 @@ def holds_tensors(value: Any) -> bool:
 
 
 def find_membership(container: Any, parts: Mapping[str, Any], inherited: Membership) -> Membership:
-    """Return the membership of the direct values of a container. parts: by name. inherited: from its own container."""
+    """Return the membership of the direct values of a container.
+
+    parts: the parts of the container, by name.
+    inherited: the membership that the container has as a part of its own container.
+    """
     if inherited is not Membership.NONE:
         return inherited
     if isinstance(container, Inert) and _is_module(container, parts):
         return Membership.MODULE
+
     # Numbers beside tensors often belong to them: the position in a queue, the temperature of a head.
-    return Membership.BESIDE if _is_state_dict(parts) else Membership.NONE
+    if _is_state_dict(parts):
+        return Membership.BESIDE
 
-
-def _is_state_dict(parts: Mapping[str, Any]) -> bool:
-    """Whether a container has tensors, and no models or optimizers, beside which a checkpoint has the run's values."""
-    has_tensors = False
-    for key, value in parts.items():
-        if isinstance(value, TensorLocation):
-            # A checkpoint has the states of random number generators beside its model.
-            has_tensors |= not is_rng_state([key])
-        elif holds_tensors(value) & (not is_extra_state(key)) or (isinstance(value, dict) and "param_groups" in value):
-            return False
-    return has_tensors
-
-
-def find_membership_of_part(key: str, value: Any, container: Membership) -> Membership:
-    """Return the membership of a part of a container. container: the membership of the container's direct values."""
-    if is_extra_state(key):
-        return Membership.MODEL
-    if container in CERTAIN:
-        # All parts of a model belong to it, whatever their names are.
-        described = _NOT_OF_MODEL.fullmatch(key) is not None
-        return Membership.NONE if described else container
-    if not isinstance(value, (dict, Inert)):
-        return container
-    # A dictionary beside tensors is part of the model only if its key or its own content shows this.
-    return _find_membership_of_model(value) if key in MODEL_CONTAINERS else Membership.NONE
-
-
-def _find_membership_of_model(value: Any) -> Membership:
-    """Return the membership of the values below a key such as `model`."""
-    if not isinstance(value, dict):
-        return Membership.NONE
-    if holds_tensors(value):
-        return Membership.MODEL
-    # A model of several state dicts, such as {"encoder": {...}, "decoder": {...}, "temperature": 0.5}.
-    has_parts = any(map(holds_tensors, value.values()))
-    return Membership.BESIDE if has_parts else Membership.NONE
+    return Membership.NONE
 
 
 def _is_module(container: Inert, parts: Mapping[str, Any]) -> bool:
     """Whether an object is a pickled nn.Module, or a module or another object of a TorchScript archive."""
-    is_scripted = container.name.startswith(_SCRIPTED)
-    return is_scripted | (parts.keys() >= _OF_MODULES)
+    if container.name.startswith(_SCRIPTED):
+        return True
+
+    # The class of a pickled module may be of any package, so its attributes show what it is.
+    return parts.keys() >= _OF_MODULES
+
+
+def _is_state_dict(parts: Mapping[str, Any]) -> bool:
+    """Whether a container has tensors, and no models or optimizers, beside which a checkpoint has the run's values."""
+    tensor_keys: list[str] = []
+    for key, value in parts.items():
+        if isinstance(value, TensorLocation):
+            tensor_keys.append(key)
+        elif isinstance(value, dict) and _is_model_or_optimizer(key, value):
+            return False
+
+    # A checkpoint has the states of random number generators beside its model.
+    return not all(is_rng_state([key]) for key in tensor_keys)
+
+
+def _is_model_or_optimizer(key: str, content: Mapping[str, Any]) -> bool:
+    """Whether a dictionary in a checkpoint is the state dict of a model or of an optimizer."""
+    if "param_groups" in content:
+        return True
+
+    # The extra state of a module is beside the tensors of the module, and may contain further tensors.
+    return holds_tensors(content) and not is_extra_state(key)
+
+
+def find_membership_of_part(key: str, value: Any, container: Membership) -> Membership:
+    """Return the membership of a part of a container.
+
+    key: the name of the part.
+    value: the part itself.
+    container: the membership of the container's direct values.
+    """
+    if is_extra_state(key):
+        return Membership.MODEL
+
+    if container in CERTAIN:
+        # All parts of a model belong to it, whatever their names are.
+        if _NOT_OF_MODEL.fullmatch(key):
+            return Membership.NONE
+        return container
+
+    if not isinstance(value, (dict, Inert)):
+        return container
+
+    # A dictionary beside tensors is part of the model only if its key or its own content shows this.
+    if key in MODEL_CONTAINERS:
+        return _find_membership_in_model(value)
+
+    return Membership.NONE
+
+
+def _find_membership_in_model(value: dict[str, Any] | Inert) -> Membership:
+    """Return the membership of the values below a key such as `model`."""
+    if holds_tensors(value):
+        return Membership.MODEL
+
+    # A model of several state dicts, such as {"encoder": {...}, "decoder": {...}, "temperature": 0.5}.
+    if isinstance(value, dict) and any(map(holds_tensors, value.values())):
+        return Membership.BESIDE
+
+    # The attributes of an object show whether it is a module: see find_membership().
+    return Membership.NONE
 
 
 def name_of_class(kind: Inert | type[Inert]) -> str:
@@ -109,7 +144,9 @@ def name_of_object(value: Any) -> str | None:
     """Return the name of a dtype, class or function, which is a plain value; None for other objects."""
     if isinstance(value, TypeName):
         return value.full_name
+
     # Unknown classes and functions are subclasses of Inert, and objects are instances.
     if isinstance(value, type) and issubclass(value, Inert):
         return name_of_class(value)
+
     return None
