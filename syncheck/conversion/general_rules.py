@@ -10,26 +10,24 @@ from syncheck.conversion.numbering import join_numbers, split_numbers
 from syncheck.conversion.templates import escape, parse_template
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.conversion.numbering import Numbers
     from syncheck.conversion.pairings import Pairing
 
-# The placeholders of layers, and of the index in a stack.
-_LETTERS, _INDEX = "ijklmn", "e"
+# The placeholders for the numbers of layers, and for the index in a stack.
+_PLACEHOLDERS, _INDEX = ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}"), "{e}"
 
 
 def make_rules(pairings: Iterable[Pairing]) -> list[Rule]:
     """Return the rules for these pairings, those without placeholders first: the first rule of a name counts."""
-    families: dict[object, dict[object, list[Pairing]]] = defaultdict(lambda: defaultdict(list))
+    families: dict[object, _Family] = defaultdict(_Family)
     for pairing in pairings:
         pattern, _ = split_numbers(pairing.stored)
-        part_patterns = tuple(split_numbers(part)[0] for part in pairing.parts)
-        families[pairing.side, pattern][part_patterns, pairing.layout].append(pairing)
+        families[pairing.side, pattern].add(pairing)
     rules: list[Rule] = []
     for family in families.values():
-        groups = sorted(family.values(), key=len, reverse=True)
-        rules += _make_family(groups)
+        rules += family.make_rules()
     return sorted(rules, key=_sort_key)
 
 
@@ -37,109 +35,151 @@ def _sort_key(rule: Rule) -> tuple[bool, str]:
     return bool(parse_template(rule.name).placeholders), rule.name
 
 
-def _make_family(groups: Sequence[Sequence[Pairing]]) -> list[Rule]:
-    """Return the rules for tensors with names that differ only in numbers. groups: tensors with one rule each."""
-    rules: list[Rule] = []
-    covered: list[str] = []
-    for group in groups:
-        names = [pairing.stored for pairing in group]
-        general = _make_rule(group)
-        # A smaller group must not change what the rule of a larger group does.
-        if general is not None and not _matches_any(general, covered) and not _match_any(rules, names):
-            rules.append(general)
-        else:
-            singles = [_make_rule([pairing]) for pairing in group]
-            rules += [rule for rule in singles if rule is not None]
-        covered += names
+class _Family:
+    """The pairings of tensors whose names differ only in numbers."""
+
+    def __init__(self) -> None:
+        # The pairings that may have one rule, by the patterns and the layout of their parts.
+        self._groups: dict[object, list[Pairing]] = defaultdict(list)
+
+    def add(self, pairing: Pairing) -> None:
+        """Add a pairing."""
+        patterns = tuple(split_numbers(part)[0] for part in pairing.parts)
+        self._groups[patterns, pairing.layout].append(pairing)
+
+    def make_rules(self) -> list[Rule]:
+        """Return one rule for each group, or for each of its pairings if their names follow no template."""
+        rules: list[Rule] = []
+        larger_groups: list[Pairing] = []
+        for group in sorted(self._groups.values(), key=len, reverse=True):
+            rule = _make_rule(group)
+            # A smaller group must not change what the rule of a larger group does.
+            if rule is None or _match_any([rule], larger_groups) or _match_any(rules, group):
+                rules += _make_single_rules(group)
+            else:
+                rules.append(rule)
+            larger_groups += group
+        return rules
+
+
+def _match_any(rules: Iterable[Rule], pairings: Sequence[Pairing]) -> bool:
+    """Whether a rule matches the name of a stored tensor."""
+    for rule in rules:
+        for pairing in pairings:
+            if rule.match(pairing.stored) is not None:
+                return True
+    return False
+
+
+def _make_single_rules(group: Iterable[Pairing]) -> list[Rule]:
+    """Return a rule for each pairing of a group."""
+    rules = []
+    for pairing in group:
+        rule = _make_rule([pairing])
+        # A stack whose parts do not count from 0 has no rule.
+        if rule is not None:
+            rules.append(rule)
     return rules
-
-
-def _matches_any(rule: Rule, names: Iterable[str]) -> bool:
-    return any(rule.match(name) is not None for name in names)
-
-
-def _match_any(rules: Iterable[Rule], names: Sequence[str]) -> bool:
-    return any(_matches_any(rule, names) for rule in rules)
 
 
 def _make_rule(group: Sequence[Pairing]) -> Rule | None:
     """Return one rule for all tensors of a group; None if their numbers follow no template."""
-    first = group[0]
-    columns = _list_columns([split_numbers(pairing.stored)[1] for pairing in group])
-    letters = dict(zip(columns, _LETTERS, strict=False))
-    if len(letters) < len(columns):
+    rows = [(pairing.stored, *pairing.parts) for pairing in group]
+    stored_names, *part_names = zip(*rows, strict=True)
+    columns = _list_columns(stored_names)
+    if len(columns) > len(_PLACEHOLDERS):
         return None
-    parts = []
-    positions = [0] if first.layout.stacked else range(len(first.parts))
-    for position in positions:
-        part = _make_part(group, position, columns, letters)
-        if part is None:
-            return None
-        parts.append(part)
-    pattern, numbers = split_numbers(first.stored)
+    by_position = dict(zip(columns, _PLACEHOLDERS, strict=False))
+    by_column: dict[Numbers, str] = {}
+    for position, column in columns.items():
+        # Parts do not show which one of two equal numbers they have: it is the first.
+        by_column.setdefault(column, by_position[position])
+
+    if group[0].layout.stacked:
+        parts = _make_stack_parts(group, part_names[0], by_column)
+    else:
+        parts = _make_parts(part_names, by_column)
+    if parts is None:
+        return None
+    layout = group[0].layout
     return Rule(
-        _fill(pattern, numbers, {place: letters[place] for place in columns}),
+        _make_template(stored_names[0], by_position),
         tuple(parts),
-        sizes=first.layout.sizes,
-        groups=first.layout.groups,
-        transpose=first.layout.transpose,
-        rotary=bool(first.layout.head_dim),
+        sizes=layout.sizes,
+        groups=layout.groups,
+        transpose=layout.transpose,
+        rotary=layout.head_dim > 0,
     )
 
 
-def _list_columns(rows: Sequence[Numbers]) -> dict[int, tuple[int, ...]]:
-    """Return the numbers of all layers at each place where they differ."""
+def _list_columns(names: Iterable[str]) -> dict[int, Numbers]:
+    """Return the numbers of all names at each position where they differ."""
+    rows = [split_numbers(name)[1] for name in names]
     columns = {}
-    for place, column in enumerate(zip(*rows, strict=True)):
+    for position, column in enumerate(zip(*rows, strict=True)):
         if len(set(column)) > 1:
-            columns[place] = column
+            columns[position] = column
     return columns
 
 
-def _make_part(
-    group: Sequence[Pairing], position: int, columns: dict[int, tuple[int, ...]], letters: dict[int, str]
-) -> str | None:
-    """Return the template of a part; None if its numbers do not follow from those of the layers."""
-    first = group[0]
-    pattern, numbers = split_numbers(first.parts[position])
-    places: dict[int, str] = {}
-    if first.layout.stacked:
-        index_place = _find_index_place(group)
-        if index_place is None:
+def _make_parts(part_names: Iterable[Sequence[str]], by_column: Mapping[Numbers, str]) -> list[str] | None:
+    """Return the templates of the parts; None if their numbers do not follow from the numbers of the layers.
+
+    part_names: the names of each part in all layers.
+    by_column: the placeholder for the numbers of all layers at a position.
+    """
+    templates = []
+    for names in part_names:
+        placeholders = _find_placeholders(names, by_column)
+        if placeholders is None:
             return None
-        places[index_place] = _INDEX
-    part_columns = _list_columns([split_numbers(pairing.parts[position])[1] for pairing in group])
-    for part_place, column in part_columns.items():
-        equal = [place for place, numbers_of_layers in columns.items() if numbers_of_layers == column]
-        if not equal or letters[equal[0]] in places.values():
+        templates.append(_make_template(names[0], placeholders))
+    return templates
+
+
+def _make_stack_parts(
+    group: Sequence[Pairing], names: Sequence[str], by_column: Mapping[Numbers, str]
+) -> list[str] | None:
+    """Return the template of all parts of stacks; None if their numbers do not follow, or do not count from 0.
+
+    names: of the first part of each stack.
+    by_column: see `_make_parts`.
+    """
+    placeholders = _find_placeholders(names, by_column)
+    _, numbers = split_numbers(names[0])
+    index_positions = list(range(len(numbers)))
+    for pairing in group:
+        index_positions = [position for position in index_positions if _counts_parts(pairing.parts, position)]
+    if placeholders is None or not index_positions:
+        return None
+    placeholders[index_positions[0]] = _INDEX
+    return [_make_template(names[0], placeholders)]
+
+
+def _find_placeholders(names: Iterable[str], by_column: Mapping[Numbers, str]) -> dict[int, str] | None:
+    """Return the placeholder at each position where the names of a part differ; None if there is no placeholder."""
+    placeholders: dict[int, str] = {}
+    for position, column in _list_columns(names).items():
+        placeholder = by_column.get(column)
+        # A template contains each placeholder once.
+        if placeholder is None or placeholder in placeholders.values():
             return None
-        places[part_place] = letters[equal[0]]
-    return _fill(pattern, numbers, places)
+        placeholders[position] = placeholder
+    return placeholders
 
 
-def _find_index_place(group: Sequence[Pairing]) -> int | None:
-    """Return the place of the index in the names of the parts of stacks; None if it does not count from 0."""
-    for place in range(len(split_numbers(group[0].parts[0])[1])):
-        counts = True
-        for pairing in group:
-            indices = [split_numbers(part)[1][place] for part in pairing.parts]
-            # All other numbers of the parts of one stack are equal.
-            names = {join_numbers(*_without(part, place)) for part in pairing.parts}
-            counts = counts and indices == list(range(len(indices))) and len(names) == 1
-        if counts:
-            return place
-    return None
+def _counts_parts(parts: tuple[str, ...], position: int) -> bool:
+    """Whether the names of the parts of a stack differ only in the number at a position, which counts from 0."""
+    pattern, numbers = split_numbers(parts[0])
+    counted = []
+    for index in range(len(parts)):
+        indexed = [*numbers[:position], index, *numbers[position + 1 :]]
+        counted.append(join_numbers(pattern, indexed))
+    return parts == tuple(counted)
 
 
-def _without(part: str, place: int) -> tuple[Sequence[str], Sequence[int | str]]:
-    """Return the pattern and the numbers of a name, without the number at a place."""
-    pattern, numbers = split_numbers(part)
-    return pattern, [*numbers[:place], "", *numbers[place + 1 :]]
-
-
-def _fill(pattern: Sequence[str], numbers: Numbers, letters: dict[int, str]) -> str:
-    """Return the template of a name. letters: the placeholders of some of its numbers."""
-    texts: list[str] = []
-    for place, number in enumerate(numbers):
-        texts.append(f"{{{letters[place]}}}" if place in letters else str(number))
-    return join_numbers([escape(text) for text in pattern], texts)
+def _make_template(name: str, placeholders: Mapping[int, str]) -> str:
+    """Return the template of a name. placeholders: for the numbers at some positions."""
+    pattern, numbers = split_numbers(escape(name))
+    texts = [placeholders.get(position, str(number)) for position, number in enumerate(numbers)]
+    return join_numbers(pattern, texts)

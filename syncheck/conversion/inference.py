@@ -62,8 +62,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
     _pair_converted(found, files)
     assignment = assign_parts(found)
     guesses = _guess_pairs(assignment, found)
-    for pairing in guesses.pairings:
-        assignment.add(pairing)
+    assignment.add(guesses.pairings)
     rules = make_rules(assignment.list_pairings())
     if not rules and not any(guesses.ambiguous):
         return None
@@ -137,8 +136,8 @@ def _guess_pairs(assignment: Assignment, candidates: Candidates) -> _Guesses:
     layers = _Layers(assignment.list_pairings())
     constants = _group_constants(candidates)
     for group in [*candidates.ambiguous, *constants]:
-        names_a = [name for name in group[0] if name not in assignment.claimed[0]]
-        names_b = [name for name in group[1] if name not in assignment.claimed[1]]
+        names_a = [name for name in group[0] if (0, name) not in assignment.claimed]
+        names_b = [name for name in group[1] if (1, name) not in assignment.claimed]
         if not names_a or not names_b:
             continue
         if group in constants:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.numbering import find_mirror, find_numbering, mirror, split_numbers
 from syncheck.conversion.pairings import Layout, Pairing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.conversion.numbering import Numbers, Pair
     from syncheck.conversion.pairings import Candidates
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
 class LayerRule:
     """A rule for all layers of a name.
 
-    side: of the stored tensors. pattern: their name without numbers. parts: the names of their parts without numbers.
+    side: of the stored tensors.
+    pattern: their name without numbers.
+    parts: the names of their parts without numbers; one for all parts of a stack.
     pairings: of the layers whose data shows this rule.
+    expected: the pairing of each stored tensor by this rule, as far as its parts exist.
     """
 
     side: int
@@ -37,31 +41,35 @@ class LayerRule:
     parts: tuple[Pattern, ...]
     layout: Layout
     pairings: list[Pairing] = field(default_factory=list)
-    expected: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The parts of each stored tensor by this rule."""
+    expected: dict[str, Pairing] = field(default_factory=dict)
+
+    @property
+    def votes(self) -> int:
+        """The number of layers that show this rule."""
+        return len(self.pairings)
 
 
-@dataclass(slots=True)
 class Assignment:
-    """The parts of every stored tensor; each tensor of the other model is a part of one tensor at most."""
+    """The parts of every stored tensor; each tensor of the other model is a part of one tensor at most.
 
-    parts: tuple[dict[str, Pairing], dict[str, Pairing]] = field(default_factory=lambda: ({}, {}))
-    claimed: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
-    """For each side, the names of stored tensors and of parts."""
+    pairings: for each side, in the order in which they were added.
+    claimed: stored tensors and parts, by side and name.
+    """
+
+    def __init__(self) -> None:
+        self.pairings: tuple[list[Pairing], list[Pairing]] = ([], [])
+        self.claimed: set[tuple[int, str]] = set()
 
     def list_pairings(self) -> list[Pairing]:
         """Return all pairings."""
-        return [*self.parts[0].values(), *self.parts[1].values()]
+        return [*self.pairings[0], *self.pairings[1]]
 
-    def add(self, pairing: Pairing) -> bool:
-        """Add a pairing, unless another pairing has one of its tensors. Return whether it was added."""
-        own, other = self.claimed[pairing.side], self.claimed[1 - pairing.side]
-        if pairing.stored in own or not other.isdisjoint(pairing.parts):
-            return False
-        own.add(pairing.stored)
-        other.update(pairing.parts)
-        self.parts[pairing.side][pairing.stored] = pairing
-        return True
+    def add(self, pairings: Iterable[Pairing]) -> None:
+        """Add pairings in this order, except those with a tensor of an earlier one."""
+        for pairing in pairings:
+            if self.claimed.isdisjoint(pairing.tensors):
+                self.claimed.update(pairing.tensors)
+                self.pairings[pairing.side].append(pairing)
 
 
 class LayerNames:
@@ -84,89 +92,101 @@ class LayerNames:
 
 def assign_parts(candidates: Candidates) -> Assignment:
     """Return the parts of each stored tensor, by the rule of most layers where their names allow it."""
-    names = LayerNames(candidates.tensors)
-    pairings = _unify_sides(_unify_heads(candidates.pairings))
-    rules = _list_rules(pairings, names)
-    # The rule of most layers for each tensor, as a whole and as a part.
-    usual: dict[tuple[int, str], LayerRule] = {}
-    for rule in rules:
-        for stored, parts in rule.expected.items():
-            usual.setdefault((rule.side, stored), rule)
-            for part in parts:
-                usual.setdefault((1 - rule.side, part), rule)
-    assignment = Assignment()
+    pairings = _unify_rotary(candidates.pairings)
+    rules = _list_rules(pairings, LayerNames(candidates.tensors))
+    usual_rules = _find_usual_rules(rules)
+    usual: list[Pairing] = []
     deviating: list[Pairing] = []
     for rule in rules:
-        # Not all layers show this rule, so the tensors of its layers may belong to a rule of more layers.
-        is_disputed = len(rule.pairings) < len(rule.expected)
         for pairing in rule.pairings:
-            tensors = [(rule.side, pairing.stored)]
-            if is_disputed:
-                tensors += [(1 - rule.side, part) for part in pairing.parts]
-            has_other_rule = any(usual.get(tensor, rule) is not rule for tensor in tensors)
-            if has_other_rule or pairing.parts != rule.expected.get(pairing.stored, pairing.parts):
-                deviating.append(pairing)
+            if _follows_usual_rules(pairing, rule, usual_rules):
+                usual.append(pairing)
             else:
-                assignment.add(pairing)
+                deviating.append(pairing)
+
+    assignment = Assignment()
+    assignment.add(usual)
+    # Layers without equal data get the rule of most layers.
     for rule in rules:
-        for stored, parts in rule.expected.items():
-            assignment.add(Pairing(rule.side, stored, parts, rule.layout))
-    # Layers for which the rule of most layers has no tensors left.
-    for pairing in deviating:
-        assignment.add(pairing)
+        assignment.add(rule.expected.values())
+    # The rule of most layers has no tensors for these layers.
+    assignment.add(deviating)
     _assign_siblings(assignment, candidates)
     return assignment
 
 
-def _unify_heads(pairings: Sequence[Pairing]) -> list[Pairing]:
-    """Give all rotary layouts the size of a head that most of them have: a model has one size."""
-    sizes = Counter(pairing.layout.head_dim for pairing in pairings if pairing.layout.head_dim)
-    if len(sizes) < 2:
+def _unify_rotary(pairings: Sequence[Pairing]) -> list[Pairing]:
+    """Make rules comparable that differ only because each pairing was found alone.
+
+    All rotary layouts get the size of a head that most of them have, because a model has one size. A rotary rule has a
+    direction, equal and transposed tensors have none: one model stores all of them.
+    """
+    rotary = [pairing for pairing in pairings if pairing.layout.head_dim]
+    if not rotary:
         return list(pairings)
-    usual = sizes.most_common(1)[0][0]
+    sizes = Counter(pairing.layout.head_dim for pairing in rotary)
+    sides = Counter(pairing.side for pairing in rotary)
+    ((head_dim, _),) = sizes.most_common(1)
+    ((side, _),) = sides.most_common(1)
     unified = []
     for pairing in pairings:
         layout = pairing.layout
-        unified.append(replace(pairing, layout=replace(layout, head_dim=usual)) if layout.head_dim else pairing)
+        if layout.head_dim:
+            unified.append(replace(pairing, layout=replace(layout, head_dim=head_dim)))
+        # The parts of a fused tensor or of a stack have no layout that contains it.
+        elif pairing.side == side or layout.stacked or len(pairing.parts) > 1:
+            unified.append(pairing)
+        else:
+            unified.append(Pairing(side, pairing.parts[0], (pairing.stored,), layout))
     return unified
 
 
-def _unify_sides(pairings: Sequence[Pairing]) -> list[Pairing]:
-    """Let one model store all single tensors: rules for a name can be compared if they start from the same model.
+def _find_usual_rules(rules: Iterable[LayerRule]) -> dict[tuple[int, str], LayerRule]:
+    """Return the rule of most layers for each tensor, stored or part, by side and name."""
+    usual_rules: dict[tuple[int, str], LayerRule] = {}
+    for rule in rules:
+        for pairing in rule.expected.values():
+            for tensor in pairing.tensors:
+                usual_rules.setdefault(tensor, rule)
+    return usual_rules
 
-    A rotary rule has a direction, equal and transposed tensors have none.
-    """
-    sides = Counter(pairing.side for pairing in pairings if pairing.layout.head_dim)
-    unified = []
-    for pairing in pairings:
-        has_direction = len(pairing.parts) > 1 or pairing.layout.stacked or pairing.layout.head_dim
-        if sides and not has_direction and pairing.side != sides.most_common(1)[0][0]:
-            pairing = Pairing(1 - pairing.side, pairing.parts[0], (pairing.stored,), pairing.layout)
-        unified.append(pairing)
-    return unified
+
+def _follows_usual_rules(pairing: Pairing, rule: LayerRule, usual_rules: Mapping[tuple[int, str], LayerRule]) -> bool:
+    """Whether a pairing has the parts that its rule expects, and no rule of more layers has its tensors."""
+    tensors = pairing.tensors
+    # If all layers show a rule, its parts belong to it.
+    if len(rule.pairings) >= len(rule.expected):
+        tensors = tensors[:1]
+    for tensor in tensors:
+        if usual_rules.get(tensor, rule) is not rule:
+            return False
+    return rule.expected.get(pairing.stored, pairing) == pairing
 
 
 def _list_rules(pairings: Sequence[Pairing], names: LayerNames) -> list[LayerRule]:
     """Return the rules that the pairings show, those with the most layers first."""
-    rules: dict[tuple[int, Pattern, tuple[Pattern, ...], Layout], LayerRule] = {}
+    rules: dict[object, LayerRule] = {}
     for pairing in sorted(pairings, key=_get_numbers):
-        pattern = split_numbers(pairing.stored)[0]
+        pattern, _ = split_numbers(pairing.stored)
         parts = tuple(split_numbers(part)[0] for part in pairing.parts)
         if pairing.layout.stacked:
             parts = tuple(set(parts))
+            # A rule for a stack names its parts by their index.
             if len(parts) > 1:
-                continue  # a rule for a stack names its parts by their index
+                continue
         key = (pairing.side, pattern, parts, pairing.layout)
-        rules.setdefault(key, LayerRule(*key)).pairings.append(pairing)
-    ordered = sorted(rules.values(), key=lambda rule: -len(rule.pairings))
+        rule = rules.setdefault(key, LayerRule(*key))
+        rule.pairings.append(pairing)
+
     numberings = _Numberings(pairings, names)
-    for rule in ordered:
-        rule.expected = numberings.expect_parts(rule)
-    return ordered
+    for rule in rules.values():
+        rule.expected = numberings.expect_pairings(rule)
+    return sorted(rules.values(), key=attrgetter("votes"), reverse=True)
 
 
 def _get_numbers(pairing: Pairing) -> Numbers:
-    return split_numbers(pairing.stored)[1]
+    _, numbers = split_numbers(pairing.stored)
+    return numbers
 
 
 class _Numberings:
@@ -179,72 +199,110 @@ class _Numberings:
         self._containers: dict[tuple[int, str, str], list[Pair]] = defaultdict(list)
         for pairing in pairings:
             pattern, numbers = split_numbers(pairing.stored)
-            for i, part in enumerate(pairing.parts):
+            layer = numbers
+            for index, part in enumerate(pairing.parts):
                 part_pattern, part_numbers = split_numbers(part)
-                index = (i,) if pairing.layout.stacked else ()
-                self._pairs[pairing.side, pattern, part_pattern].append(((*numbers, *index), part_numbers))
+                if pairing.layout.stacked:
+                    layer = (*numbers, index)
+                self._pairs[pairing.side, pattern, part_pattern].append((layer, part_numbers))
                 if numbers and part_numbers:
                     self._containers[pairing.side, pattern[0], part_pattern[0]].append((numbers, part_numbers))
 
-    def expect_parts(self, rule: LayerRule) -> dict[str, tuple[str, ...]]:
-        """Return the parts of all layers of a rule, as far as these tensors exist."""
-        expected: dict[str, list[str]] = {name: [] for name in self._names.of(rule.side, rule.pattern).values()}
+    def expect_pairings(self, rule: LayerRule) -> dict[str, Pairing]:
+        """Return the pairings of all layers of a rule by stored name, as far as their parts exist."""
+        layers = self._list_layers(rule)
+        parts: dict[str, list[str]] = defaultdict(list)
         for part_pattern in rule.parts:
-            parts = self._names.of(1 - rule.side, part_pattern)
-            layers = self._list_layers(rule)
-            numbering = self._find(rule, part_pattern, layers, parts)
-            for numbers, name in layers.items():
-                part_numbers = numbering.get(numbers, ())
-                expected[name].append(parts.get(part_numbers, "") if numbers in numbering else "")
-        complete = {}
-        for name, part_names in expected.items():
-            if "" not in part_names and len(set(part_names)) == len(part_names):
-                complete[name] = tuple(part_names)
-        return complete
+            part_names = self._names.of(1 - rule.side, part_pattern)
+            numbering = self._find_numbering(rule, part_pattern, layers, part_names)
+            for layer, name in layers.items():
+                part = _find_part(layer, numbering, part_names)
+                parts[name].append(part)
+
+        expected = {}
+        for name, parts_of_layer in parts.items():
+            # A layer may lack a part, or have a part twice.
+            if "" not in parts_of_layer and len(set(parts_of_layer)) == len(parts_of_layer):
+                expected[name] = Pairing(rule.side, name, tuple(parts_of_layer), rule.layout)
+        return expected
 
     def _list_layers(self, rule: LayerRule) -> dict[Numbers, str]:
         """Return the names of the layers of a rule by their numbers; for stacks, with each index."""
         names = self._names.of(rule.side, rule.pattern)
         if not rule.layout.stacked:
             return dict(names)
-        layers = {}
+        layers: dict[Numbers, str] = {}
         for numbers, name in names.items():
-            for i in range(self._names.tensors[rule.side][name].shape[0]):
-                layers[*numbers, i] = name
+            length = self._names.tensors[rule.side][name].shape[0]
+            for index in range(length):
+                layers[*numbers, index] = name
         return layers
 
-    def _find(
-        self, rule: LayerRule, part_pattern: Pattern, layers: Mapping[Numbers, str], parts: Mapping[Numbers, str]
+    def _find_numbering(
+        self, rule: LayerRule, part_pattern: Pattern, layers: Collection[Numbers], parts: Collection[Numbers]
     ) -> Mapping[Numbers, Numbers]:
+        """Return the numbers of the part with this pattern in each layer of a rule.
+
+        layers: the numbers of the layers.
+        parts: the numbers of all tensors with this pattern.
+        """
         pairs = self._pairs[rule.side, rule.pattern, part_pattern]
         container = self._containers.get((rule.side, rule.pattern[0], part_pattern[0]), ())
         total = find_mirror(container)
         if total is None:
             return find_numbering(pairs, layers, parts)
+        # Numbers from the other end are mirrored before the search and after it.
         mirrored_pairs = [(layer, mirror(part, total)) for layer, part in pairs]
         mirrored_parts = [mirror(part, total) for part in parts]
         numbering = find_numbering(mirrored_pairs, layers, mirrored_parts)
         return {layer: mirror(part, total) for layer, part in numbering.items()}
 
 
+def _find_part(layer: Numbers, numbering: Mapping[Numbers, Numbers], part_names: Mapping[Numbers, str]) -> str:
+    """Return the name of the part of a layer, empty if there is no such tensor."""
+    if layer not in numbering:
+        return ""
+    part_numbers = numbering[layer]
+    return part_names.get(part_numbers, "")
+
+
 def _assign_siblings(assignment: Assignment, candidates: Candidates) -> None:
     """Try the rule of a weight for the other tensors of its module: biases that are all 0 have no data to pair."""
     for side in (0, 1):
-        modules: dict[str, Pairing] = {}
-        for pairing in assignment.parts[side].values():
-            modules.setdefault(pairing.stored.rpartition(".")[0], pairing)
+        weights = _group_by_module(assignment.pairings[side])
+        part_tensors = candidates.tensors[1 - side]
         for name, tensor in candidates.tensors[side].items():
-            module, _, last = name.rpartition(".")
-            weight = modules.get(module)
-            if weight is None or not module or name in assignment.claimed[side] or weight.layout.stacked:
+            weight = weights.get(_find_module(name))
+            # A bias has no rows of a stack, so it needs a rule of its own.
+            if weight is None or weight.layout.stacked:
                 continue
-            parts = []
-            for part in weight.parts:
-                sibling = f"{part.rpartition('.')[0]}.{last}"
-                if sibling in candidates.tensors[1 - side]:
-                    parts.append(sibling)
-            layout = weight.layout
-            if len(tensor.shape) < 2:
-                layout = replace(layout, transpose=False)
-            if len(parts) == len(weight.parts):
-                assignment.add(Pairing(side, name, tuple(parts), layout))
+            sibling = _move_rule(weight, name, tensor)
+            # The other model may lack the bias of a part.
+            if part_tensors.keys() >= set(sibling.parts):
+                assignment.add([sibling])
+
+
+def _group_by_module(pairings: Iterable[Pairing]) -> dict[str, Pairing]:
+    """Return the first pairing of each module."""
+    weights: dict[str, Pairing] = {}
+    for pairing in pairings:
+        weights.setdefault(_find_module(pairing.stored), pairing)
+    # Tensors outside of all modules do not belong together.
+    weights.pop("", None)
+    return weights
+
+
+def _find_module(name: str) -> str:
+    """Return the name of the module of a tensor."""
+    return name.rpartition(".")[0]
+
+
+def _move_rule(weight: Pairing, name: str, tensor: Tensor) -> Pairing:
+    """Return the pairing of another tensor in the module of a weight by the rule of the weight."""
+    _, _, last = name.rpartition(".")
+    parts = [f"{_find_module(part)}.{last}" for part in weight.parts]
+    layout = weight.layout
+    # A bias has one dimension, so it is not transposed.
+    if len(tensor.shape) < 2:
+        layout = replace(layout, transpose=False)
+    return Pairing(weight.side, name, tuple(parts), layout)

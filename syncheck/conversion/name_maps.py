@@ -19,7 +19,7 @@ from syncheck.conversion.templates import Template, parse_template
 from syncheck.logical import views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from syncheck.snapshots import Tensor
 
@@ -29,6 +29,14 @@ MOST_PARTS, _MOST_GROUPS = 1 << 14, 1 << 12
 _MOST_JSON = 1 << 20  # bytes
 # Limit of heads and sizes in a configuration, more than any model has: JSON integers have no upper limit.
 _MOST_SETTING = 1 << 24
+# The names of the variables in the settings of several libraries.
+_SETTINGS = {
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_query_groups", "n_kv_heads"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "vocabulary": ("vocab_size",),
+    "vocabulary_multiple": ("make_vocab_size_divisible_by",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,11 @@ class Rule:
     @property
     def variables(self) -> frozenset[str]:
         """The variables of the rule."""
-        used = {value for value in (*self.sizes, self.groups) if isinstance(value, str)} - {"rows"}
-        return frozenset(used | ({"head_dim"} if self.rotary else set()))
+        variables = {value for value in (*self.sizes, self.groups) if isinstance(value, str)}
+        variables.discard("rows")
+        if self.rotary:
+            variables.add("head_dim")
+        return frozenset(variables)
 
     @property
     def turns(self) -> bool:
@@ -89,39 +100,49 @@ class NameMap:
     def find_rule(self, name: str) -> tuple[Rule, dict[str, str]] | None:
         """Return the first rule for a stored tensor, and the values of the placeholders."""
         position = self._positions.get(name, len(self.rules))
-        for i, template in self._templates:
-            if i > position:
+        for template_position, template in self._templates:
+            # The first rule applies, with or without placeholders.
+            if template_position > position:
                 break
             values = template.match(name)
             if values is not None:
-                return self.rules[i], values
-        return (self.rules[position], {}) if position < len(self.rules) else None
+                return self.rules[template_position], values
+        if position < len(self.rules):
+            return self.rules[position], {}
+        return None
 
     @cached_property
     def _templates(self) -> list[tuple[int, Template]]:
         """The positions and names of the rules with placeholders."""
-        templates = [(i, parse_template(rule.name)) for i, rule in enumerate(self.rules)]
-        return [(i, template) for i, template in templates if template.placeholders]
+        templates = []
+        for position, rule in enumerate(self.rules):
+            template = parse_template(rule.name)
+            if template.placeholders:
+                templates.append((position, template))
+        return templates
 
     @cached_property
     def _positions(self) -> dict[str, int]:
         """The position of the first rule of each name without placeholders."""
         positions: dict[str, int] = {}
-        for i, rule in enumerate(self.rules):
+        for position, rule in enumerate(self.rules):
             template = parse_template(rule.name)
             if not template.placeholders:
-                positions.setdefault(template.literals[0], i)
+                positions.setdefault(template.literals[0], position)
         return positions
 
     def select_rules(self, model: Mapping[str, Tensor]) -> NameMap:
         """Return the map with the rules that apply to a model."""
-        present = {"": True}
-        for beside in {rule.beside for rule in self.rules} - {""}:
+        # Rules without a condition always apply.
+        present = {""}
+        for beside in {rule.beside for rule in self.rules}:
             template = parse_template(beside)
-            present[beside] = any(template.match(name) is not None for name in model)
-        if all(present.values()):
+            if any(template.match(name) is not None for name in model):
+                present.add(beside)
+        rules = tuple(rule for rule in self.rules if rule.beside in present)
+        if len(rules) == len(self.rules):
             return self
-        return replace(self, rules=tuple(rule for rule in self.rules if present[rule.beside]))
+        return replace(self, rules=rules)
 
 
 def is_size(value: object, least: int = 1) -> bool:
@@ -134,62 +155,97 @@ def split_tensor(
 ) -> dict[str, Tensor] | None:
     """Return the parts of a stored tensor by name; None if the rule does not fit its shape.
 
-    values: of the placeholders. variables: numbers of heads and their size.
+    values: of the placeholders.
+    variables: numbers of heads and their size.
     """
     placeholders = parse_template(rule.parts[0]).placeholders
-    inner = next((name for name in placeholders if name not in values), None)
-    if tensor.digest is not None and (inner or len(rule.parts) > 1 or rule.transpose or rule.rotary):
-        return None  # a digest is of the whole tensor
-    if inner is None:
+    index_placeholders = [placeholder for placeholder in placeholders if placeholder not in values]
+    # A digest is of the whole tensor.
+    if tensor.digest is not None and (index_placeholders or rule.transpose or rule.rotary or len(rule.parts) > 1):
+        return None
+    if not index_placeholders:
         return dict(_split_one(rule, values, tensor, variables)) or None
     if not tensor.shape or tensor.shape[0] > MOST_PARTS:
         return None
     parts: dict[str, Tensor] = {}
-    for i, one in enumerate(views.unstack(tensor)):
-        parts.update(_split_one(rule, {**values, inner: str(i)}, one, variables))
+    for index, part in enumerate(views.unstack(tensor)):
+        indexed_values = {**values, index_placeholders[0]: str(index)}
+        parts.update(_split_one(rule, indexed_values, part, variables))
     return parts or None
 
 
 def _split_one(
     rule: Rule, values: Mapping[str, str], tensor: Tensor, variables: Mapping[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and views of the parts of a tensor that is no stack; nothing if the rule does not fit."""
     if rule.transpose:
         if len(tensor.shape) < 2:
             return
-        dims = [*range(len(tensor.shape))]
-        tensor = views.permute(tensor, [*dims[:-2], dims[-1], dims[-2]])
-    if len(rule.parts) == 1 and not rule.rotary:
-        yield parse_template(rule.parts[0]).fill(values), tensor
-        return
-    if rule.dim >= len(tensor.shape):
-        return
-    length = tensor.shape[rule.dim]
-    shares = [variables[size] if isinstance(size, str) else size for size in rule.sizes] or [1] * len(rule.parts)
-    total = sum(shares)
-    groups = length // total if rule.groups == "rows" else rule.groups
-    groups = variables[groups] if isinstance(groups, str) else groups
-    if (
-        not length
-        or not 0 < groups <= (length if rule.groups == "rows" else _MOST_GROUPS)
-        or any(length * share % (total * groups) for share in shares)
-    ):
-        return
-    grouped = views.unflatten(tensor, rule.dim, (groups, length // groups)) if len(shares) > 1 else tensor
-    at = 0
-    for template, share in zip(rule.parts, shares, strict=True):
-        part = tensor
-        if len(shares) > 1:
-            size = length * share // total // groups
-            part = views.flatten(views.narrow(grouped, rule.dim + 1, at, size), rule.dim)
-            at += size
+        *dims, rows, columns = range(len(tensor.shape))
+        tensor = views.permute(tensor, [*dims, columns, rows])
+    parts = [tensor]
+    # A tensor with one name may have any shape, even none.
+    if len(rule.parts) > 1 or rule.rotary:
+        parts = _divide(rule, tensor, variables)
+    # Without parts, nothing is yielded.
+    for name, part in zip(rule.parts, parts, strict=False):
         if rule.rotary:
-            head = variables["head_dim"]
-            if head % 2 or part.shape[0] % head:
+            head_dim = variables["head_dim"]
+            if head_dim % 2 or part.shape[0] % head_dim:
                 return
-            part = views.unflatten(part, 0, (part.shape[0] // head, head // 2, 2))
-            part = views.permute(part, (0, 2, 1, *range(3, len(part.shape))))
-            part = views.flatten(views.flatten(part, 0), 0)
-        yield parse_template(template).fill(values), part
+            part = _separate_halves(part, head_dim)
+        yield parse_template(name).fill(values), part
+
+
+def _divide(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:
+    """Return the parts of a tensor along the dimension of a rule; none if the rule does not fit its shape."""
+    if rule.dim >= len(tensor.shape):
+        return []
+    length = tensor.shape[rule.dim]
+    shares = [_get_number(size, variables) for size in rule.sizes]
+    if not shares:
+        shares = [1] * len(rule.parts)
+    total = sum(shares)
+    # A group of single rows has one row for each share.
+    groups, most_groups = length // total, length
+    if rule.groups != "rows":
+        groups, most_groups = _get_number(rule.groups, variables), _MOST_GROUPS
+    if length == 0 or not 0 < groups <= most_groups:
+        return []
+
+    sizes = []
+    for share in shares:
+        size, remainder = divmod(length * share, total * groups)
+        if remainder:
+            return []
+        sizes.append(size)
+    if len(sizes) == 1:
+        return [tensor]
+
+    grouped = views.unflatten(tensor, rule.dim, (groups, length // groups))
+    parts = []
+    begin = 0
+    for size in sizes:
+        part = views.narrow(grouped, rule.dim + 1, begin, size)
+        parts.append(views.flatten(part, rule.dim))
+        begin += size
+    return parts
+
+
+def _get_number(size: int | str, variables: Mapping[str, int]) -> int:
+    """Return a number, or the value of a variable."""
+    if isinstance(size, str):
+        return variables[size]
+    return size
+
+
+def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:
+    """Return a view with the two halves of each head in turn, from rows that alternate between them."""
+    heads = tensor.shape[0] // head_dim
+    pairs = views.unflatten(tensor, 0, (heads, head_dim // 2, 2))
+    further_dims = range(3, len(pairs.shape))
+    halves = views.permute(pairs, (0, 2, 1, *further_dims))
+    return views.flatten(views.flatten(halves, 0), 0)
 
 
 def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, int]:
@@ -197,37 +253,58 @@ def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
 
     values: the Python values of the files by dotted name, such as Megatron's saved arguments.
     """
-    settings: dict[str, Any] = {name.rpartition(".")[2]: value for name, value in values.items()}
-    for folder in dict.fromkeys(path if os.path.isdir(path) else os.path.dirname(path) for path in paths):
+    settings = _read_settings(paths, values)
+    variables: dict[str, int] = {}
+    for variable, names in _SETTINGS.items():
+        number = _find_number(settings, names)
+        if number:
+            variables[variable] = number
+    ranks = _find_number(settings, ("tensor_model_parallel_size",))
+    # Each rank has a multiple.
+    if "vocabulary_multiple" in variables and ranks:
+        variables["vocabulary_multiple"] *= ranks
+    if "heads" in variables:
+        width = _find_number(settings, ("hidden_size", "n_embd"))
+        head_dim, remainder = divmod(width, variables["heads"])
+        if head_dim and not remainder:
+            variables.setdefault("head_dim", head_dim)
+        variables.setdefault("kv_heads", variables["heads"])
+    return variables
+
+
+def _read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the configurations beside the files, and the last parts of the names of values."""
+    settings: dict[str, Any] = {}
+    for name, value in values.items():
+        _, _, last = name.rpartition(".")
+        settings[last] = value
+    folders: dict[str, None] = {}
+    for path in paths:
+        # A path is a folder, or a file in a folder.
+        folder = path if os.path.isdir(path) else os.path.dirname(path)
+        folders[folder] = None
+    for folder in folders:
         config = read_json(os.path.join(folder, "config.json"))
-        inner = config.get("text_config")
-        settings |= config | (inner if isinstance(inner, dict) else {})
-    found: dict[str, int] = {}
-    keys = {
-        "heads": ("num_attention_heads", "n_head", "n_heads"),
-        "kv_heads": ("num_key_value_heads", "num_query_groups", "n_kv_heads"),
-        "head_dim": ("head_dim", "kv_channels"),
-        "vocabulary": ("vocab_size",),
-        "vocabulary_multiple": ("make_vocab_size_divisible_by",),
-    }
-    for variable, names in keys.items():
-        numbers = [settings[name] for name in names if _is_setting(settings.get(name))]
-        if numbers:
-            found[variable] = numbers[0]
-    ranks = settings.get("tensor_model_parallel_size", 1)
-    if "vocabulary_multiple" in found and isinstance(ranks, int) and _is_setting(ranks):
-        found["vocabulary_multiple"] *= ranks  # each rank has a multiple
-    width = next((settings[name] for name in ("hidden_size", "n_embd") if _is_setting(settings.get(name))), 0)
-    if "heads" in found:
-        if width and width % found["heads"] == 0:
-            found.setdefault("head_dim", width // found["heads"])
-        found.setdefault("kv_heads", found["heads"])
-    return found
+        settings.update(config)
+        # The settings of the language model in a model with several modalities.
+        text_config = config.get("text_config")
+        if isinstance(text_config, dict):
+            settings.update(text_config)
+    return settings
 
 
-def _is_setting(value: object) -> bool:
+def _find_number(settings: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Return the first of these settings that is a valid number, 0 if there is none."""
+    for name in names:
+        value: Any = settings.get(name)
+        if _is_setting(value):
+            return int(value)
+    return 0
+
+
+def _is_setting(value: Any) -> bool:
     """Whether a value of a configuration is a number of heads, or a size, that a model can have."""
-    return is_size(value) and isinstance(value, int) and value <= _MOST_SETTING
+    return is_size(value) and value <= _MOST_SETTING
 
 
 def read_json(path: str) -> dict[str, Any]:

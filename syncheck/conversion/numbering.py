@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     Numbers = tuple[int, ...]
     Numbering = Mapping[Numbers, Numbers]
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Longer numbers and numbers with leading zeros are text.
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 # Limit of the numbers in a name whose order is tried.
-_MOST_PLACES = 3
+_MOST_COLUMNS = 3
 # Fewer layers do not show a reversed order: two exchanged layers of two or three are a mistake.
 _LEAST_REVERSED = 4
 
@@ -48,17 +48,19 @@ def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Co
     layers: the numbers of all tensors with the name of the layers.
     parts: the numbers of all tensors of the other model with the name of the parts.
     """
-    if len(pairs[0][0]) != len(pairs[0][1]):
+    first_layer, first_part = pairs[0]
+    if len(first_layer) != len(first_part):
         return _find_without_constants(pairs, layers, parts)
-    same_numbers = []
+
+    numberings = []
     for numbering in _list_permutations(layers):
+        # Layers and parts with other numbers follow another rule.
         if set(numbering.values()) == set(parts):
-            same_numbers.append(numbering)
-    if not same_numbers:
+            numberings.append(numbering)
+    if not numberings:
         return _number_in_order(pairs, layers, parts)
-    votes = [_count_votes(numbering, pairs) for numbering in same_numbers]
     # A tie goes to the first numbering, in which all numbers keep their places.
-    return same_numbers[votes.index(max(votes))]
+    return max(numberings, key=lambda numbering: len(numbering.items() & pairs))
 
 
 def find_mirror(pairs: Collection[Pair]) -> int | None:
@@ -66,11 +68,14 @@ def find_mirror(pairs: Collection[Pair]) -> int | None:
 
     pairs: of all tensors in these layers, because exchanged layers of one tensor may look like another order.
     """
-    sums = {layer[0] + part[0] for layer, part in pairs}
-    layers = {layer[0] for layer, _ in pairs}
-    if len(sums) == 1 and len(layers) >= _LEAST_REVERSED:
-        return sums.pop()
-    return None
+    sums = set()
+    first_numbers = set()
+    for layer, part in pairs:
+        sums.add(layer[0] + part[0])
+        first_numbers.add(layer[0])
+    if len(sums) != 1 or len(first_numbers) < _LEAST_REVERSED:
+        return None
+    return sums.pop()
 
 
 def mirror(numbers: Numbers, total: int) -> Numbers:
@@ -82,65 +87,65 @@ def _find_without_constants(
     pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]
 ) -> Numbering:
     """Return the numbering if one of the names has more numbers, such as the position of a module in its layer."""
-    layer_constants = _find_constants([layer for layer, _ in pairs])
-    part_constants = _find_constants([part for _, part in pairs])
-    short_layers = _remove_constants(layers, layer_constants)
-    short_parts = _remove_constants(parts, part_constants)
+    paired_layers, paired_parts = zip(*pairs, strict=True)
+    short_layers = _remove_constants(layers, _find_constants(paired_layers))
+    short_parts = _remove_constants(parts, _find_constants(paired_parts))
     short_pairs = []
     for layer, part in pairs:
         if layer in short_layers and part in short_parts:
             short_pairs.append((short_layers[layer], short_parts[part]))
+
+    # The names may have more variable numbers in one model, too.
     if not short_pairs or len(short_pairs[0][0]) != len(short_pairs[0][1]):
         return _number_in_order(pairs, layers, parts)
     numbering = find_numbering(short_pairs, short_layers.values(), short_parts.values())
-    full_parts = {short: part for part, short in short_parts.items()}
+    full_layers = dict(zip(short_layers.values(), short_layers.keys(), strict=True))
+    full_parts = dict(zip(short_parts.values(), short_parts.keys(), strict=True))
     full_numbering = {}
-    for layer, short in short_layers.items():
-        if short in numbering:
-            full_numbering[layer] = full_parts[numbering[short]]
+    for short_layer, short_part in numbering.items():
+        layer = full_layers[short_layer]
+        full_numbering[layer] = full_parts[short_part]
     return full_numbering
 
 
-def _find_constants(rows: Sequence[Numbers]) -> dict[int, int]:
-    """Return the places where most names have one number, and this number."""
-    constants = {}
-    for place, column in enumerate(zip(*rows, strict=True)):
+def _find_constants(rows: Sequence[Numbers]) -> set[tuple[int, int]]:
+    """Return the positions where most names have one number, and this number."""
+    constants = set()
+    for position, column in enumerate(zip(*rows, strict=True)):
         number, count = Counter(column).most_common(1)[0]
         if count * 2 > len(rows):
-            constants[place] = number
+            constants.add((position, number))
     return constants
 
 
-def _remove_constants(rows: Collection[Numbers], constants: Mapping[int, int]) -> dict[Numbers, Numbers]:
+def _remove_constants(rows: Collection[Numbers], constants: set[tuple[int, int]]) -> dict[Numbers, Numbers]:
     """Return the numbers of the names with these constants, but without the constants."""
     shortened = {}
     for row in rows:
-        if all(row[place] == number for place, number in constants.items()):
-            shortened[row] = tuple(number for place, number in enumerate(row) if place not in constants)
+        numbers = set(enumerate(row))
+        # A name with another number at one of these positions belongs to other layers.
+        if numbers >= constants:
+            variable_numbers = sorted(numbers - constants)
+            shortened[row] = tuple(number for _, number in variable_numbers)
     return shortened
-
-
-def _count_votes(numbering: Numbering, pairs: Sequence[Pair]) -> int:
-    """Return the number of pairs that follow a numbering."""
-    votes = 0
-    for layer, part in pairs:
-        votes += numbering[layer] == part
-    return votes
 
 
 def _list_permutations(layers: Collection[Numbers]) -> Iterator[Numbering]:
     """Yield the numberings with the numbers of each name in another order, such as layer and expert."""
-    places = len(next(iter(layers)))
+    columns = tuple(zip(*layers, strict=True))
+    orders: Iterable[tuple[Numbers, ...]] = itertools.permutations(columns)
     # The number of orders grows fast, and no library exchanges four numbers.
-    orders = itertools.permutations(range(places)) if places <= _MOST_PLACES else [range(places)]
+    if len(columns) > _MOST_COLUMNS:
+        orders = [columns]
     for order in orders:
-        yield {layer: tuple(layer[place] for place in order) for layer in layers}
+        part_numbers = zip(*order, strict=True)
+        # Names without numbers have no columns, so their numbering is empty.
+        yield dict(zip(layers, part_numbers, strict=False))
 
 
 def _number_in_order(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:
     """Return the numbering that keeps the order of the layers, such as those of an nn.Sequential with gaps."""
     if len(layers) != len(parts):
         # The order shows nothing about layers that have no partner.
-        layers = [layer for layer, _ in pairs]
-        parts = [part for _, part in pairs]
+        layers, parts = zip(*pairs, strict=True)
     return dict(zip(sorted(layers), sorted(parts), strict=True))

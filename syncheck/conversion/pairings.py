@@ -31,6 +31,9 @@ _FEW = 8
 class Layout:
     """How a stored tensor contains its parts; see `Rule`.
 
+    sizes: shares of the parts, none if they are equal.
+    groups: the groups in which the parts alternate, or "rows".
+    transpose: whether the last two dimensions are exchanged.
     head_dim: rows of a head whose halves alternate, 0 if they do not.
     stacked: whether each index of the first dimension is a part.
     """
@@ -47,6 +50,8 @@ class Pairing:
     """A stored tensor of one model, and the tensors of the other model with its data.
 
     side: 0 if A stores it, 1 if B does.
+    stored: the name of the stored tensor.
+    parts: the names of its parts in the other model.
     """
 
     side: int
@@ -54,13 +59,22 @@ class Pairing:
     parts: tuple[str, ...]
     layout: Layout = Layout()
 
+    @property
+    def tensors(self) -> list[tuple[int, str]]:
+        """All tensors of the pairing by side and name, the stored one first."""
+        parts = [(1 - self.side, part) for part in self.parts]
+        return [(self.side, self.stored), *parts]
+
 
 @dataclass(slots=True)
 class Candidates:
-    """The tensors that only one of two models has, and the pairings found so far.
+    """The tensors that only one of two models has, and their pairings.
 
-    tensors, rows: for each side, tensors and the digests of their rows by name.
+    tensors: of each side by name.
+    rows: the digests of the rows of these tensors.
+    pairings: tensors with the same data.
     ambiguous: names of A and of B with equal data, whose pairs no number in their names shows.
+    used: for each side, the names in `pairings` and `ambiguous`.
     """
 
     tensors: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
@@ -76,9 +90,19 @@ class Candidates:
         self.used[pairing.side].add(pairing.stored)
         self.used[1 - pairing.side].update(pairing.parts)
 
+    def add_ambiguous(self, names_a: list[str], names_b: list[str]) -> None:
+        """Add names of A and of B with equal data, whose tensors are then used."""
+        self.ambiguous.append((names_a, names_b))
+        self.used[0].update(names_a)
+        self.used[1].update(names_b)
+
     def unused(self, side: int) -> list[str]:
         """Return the names of the tensors of a side without a pairing."""
         return [name for name in self.tensors[side] if name not in self.used[side]]
+
+    def unused_rows(self, side: int) -> dict[str, Sequence[bytes]]:
+        """Return the rows of the tensors of a side without a pairing."""
+        return {name: self.rows[side][name] for name in self.unused(side)}
 
 
 def find_pairings(models: Sequence[Mapping[str, Tensor]], files: Files) -> Candidates:
@@ -86,151 +110,228 @@ def find_pairings(models: Sequence[Mapping[str, Tensor]], files: Files) -> Candi
 
     models: the tensors that only one of two models has, by name. Reads each once, and some matrices twice.
     """
-    rows = []
-    for model in models:
-        digests = {}
-        for name, tensor in model.items():
-            digests[name] = digest_rows(tensor, files, tensor.shape[0] if tensor.shape else 1)
-        rows.append(digests)
-    candidates = Candidates((models[0], models[1]), (rows[0], rows[1]), files)
+    model_a, model_b = models
+    rows_a, rows_b = _digest_model(model_a, files), _digest_model(model_b, files)
+    candidates = Candidates((model_a, model_b), (rows_a, rows_b), files)
     _pair_equal(candidates)
-    for side in (0, 1):
-        _join_parts(candidates, side, candidates.rows[side], transpose=False)
+    _join_rows(candidates, 0)
+    _join_rows(candidates, 1)
     # B first, as for equal tensors.
-    for side in (1, 0):
-        _join_parts(candidates, side, _digest_columns(candidates, side), transpose=True)
-    for side in (1, 0):
-        _unstack(candidates, side)
+    _join_columns(candidates, 1)
+    _join_columns(candidates, 0)
+    _join_stacks(candidates, 1)
+    _join_stacks(candidates, 0)
     return candidates
+
+
+def _digest_model(model: Mapping[str, Tensor], files: Files) -> dict[str, list[bytes]]:
+    """Return the digests of the rows of each tensor."""
+    digests = {}
+    for name, tensor in model.items():
+        # A number without dimensions is one row.
+        row_count = math.prod(tensor.shape[:1])
+        digests[name] = digest_rows(tensor, files, row_count)
+    return digests
 
 
 def _pair_equal(candidates: Candidates) -> None:
     """Pair each tensor of B with the tensor of A of equal data, and list tensors with several equals."""
-    groups: dict[tuple[bytes, tuple[int, ...], str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for side in (0, 1):
-        for name, digests in candidates.rows[side].items():
-            tensor = candidates.tensors[side][name]
-            groups[b"".join(digests), tensor.shape, tensor.dtype][side].append(name)
-    for ours, theirs in groups.values():
-        if len(ours) == len(theirs) == 1:
-            candidates.add(Pairing(1, theirs[0], (ours[0],)))
-        elif ours and theirs:
-            candidates.ambiguous.append((ours, theirs))
-            candidates.used[0].update(ours)
-            candidates.used[1].update(theirs)
+    contents_a = _group_by_content(candidates, 0)
+    contents_b = _group_by_content(candidates, 1)
+    for content, names_a in contents_a.items():
+        names_b = contents_b.get(content, [])
+        if len(names_a) == len(names_b) == 1:
+            candidates.add(Pairing(1, names_b[0], tuple(names_a)))
+        elif names_b:
+            candidates.add_ambiguous(names_a, names_b)
 
 
-def _digest_columns(candidates: Candidates, side: int) -> dict[str, list[bytes]]:
-    """Return the digests of the columns of the matrices of a side without a pairing."""
-    lengths = {candidates.tensors[1 - side][name].shape[1:] for name in candidates.unused(1 - side)}
-    digests = {}
+def _group_by_content(candidates: Candidates, side: int) -> dict[object, list[str]]:
+    """Return the names of the tensors of a side with each dtype, shape and data."""
+    groups: dict[object, list[str]] = defaultdict(list)
+    for name, digests in candidates.rows[side].items():
+        tensor = candidates.tensors[side][name]
+        data = b"".join(digests)
+        groups[tensor.dtype, tensor.shape, data].append(name)
+    return groups
+
+
+def _join_rows(candidates: Candidates, side: int) -> None:
+    """Pair each tensor of a side with tensors of the other side whose rows it consists of."""
+    _join_parts(candidates, side, candidates.unused_rows(side), transpose=False)
+
+
+def _join_columns(candidates: Candidates, side: int) -> None:
+    """Pair each matrix of a side with tensors of the other side whose rows are its columns."""
+    part_tensors = candidates.tensors[1 - side]
+    row_shapes = {part_tensors[name].shape[1:] for name in candidates.unused(1 - side)}
+    columns = {}
     for name in candidates.unused(side):
         tensor = candidates.tensors[side][name]
+        is_matrix = len(tensor.shape) == 2 and tensor.shape[1] <= MOST_ROWS
         # Columns of another length than all rows of the other model are no rows of it.
-        if len(tensor.shape) == 2 and tensor.shape[:1] in lengths and tensor.shape[1] <= MOST_ROWS:
-            digests[name] = digest_rows(views.permute(tensor, (1, 0)), candidates.files, tensor.shape[1])
-    return digests
+        if is_matrix and tensor.shape[:1] in row_shapes:
+            transposed = views.permute(tensor, (1, 0))
+            columns[name] = digest_rows(transposed, candidates.files, tensor.shape[1])
+    _join_parts(candidates, side, columns, transpose=True)
+
+
+class _RowIndex:
+    """The tensors of a side without a pairing, to be found by the digests of their rows."""
+
+    def __init__(self, candidates: Candidates, side: int) -> None:
+        self._used = candidates.used[side]
+        self._rows = candidates.unused_rows(side)
+        # For each digest, names of tensors and numbers of their rows.
+        self._places: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
+        for name, digests in self._rows.items():
+            for row, digest in enumerate(digests):
+                self._places[digest].append((name, row))
+
+    def find_parts(self, digests: Sequence[bytes]) -> dict[str, list[int]]:
+        """Return the positions of the rows of each tensor whose rows are all in a tensor with these digests.
+
+        The part that begins first is the first.
+        """
+        positions: dict[str, dict[int, int]] = defaultdict(dict)
+        for position, digest in enumerate(digests):
+            for name, row in self._places.get(digest, [])[:_MOST_EQUAL]:
+                # Equal rows have the position of the first of them.
+                positions[name].setdefault(row, position)
+
+        parts = {}
+        for name, positions_by_row in positions.items():
+            is_complete = len(positions_by_row) == len(self._rows[name])
+            # A part of another tensor is not a part of this one too.
+            if is_complete and name not in self._used:
+                parts[name] = [positions_by_row[row] for row in range(len(positions_by_row))]
+        return dict(sorted(parts.items(), key=_get_begin))
+
+
+def _get_begin(part: tuple[str, list[int]]) -> int:
+    """Return the position of the first row of a part."""
+    _, positions = part
+    return positions[0]
 
 
 def _join_parts(candidates: Candidates, side: int, joined: Mapping[str, Sequence[bytes]], *, transpose: bool) -> None:
-    """Pair each tensor of a side with tensors of the other side whose rows it consists of.
+    """Pair tensors of a side with tensors of the other side that they consist of.
 
-    joined: the digests of its rows, or of its columns if they are transposed.
+    joined: the digests of the rows of each tensor, or of its columns.
+    transpose: whether they are columns.
     """
-    parts = candidates.rows[1 - side]
-    places: dict[bytes, list[tuple[str, int]]] = defaultdict(list)
-    for name in candidates.unused(1 - side):
-        for i, digest in enumerate(parts[name]):
-            places[digest].append((name, i))
-    for name in candidates.unused(side):
-        # The rows of each part, as positions in the joined tensor.
-        positions: dict[str, dict[int, int]] = defaultdict(dict)
-        for at, digest in enumerate(joined.get(name, ())):
-            for part, i in places.get(digest, ())[:_MOST_EQUAL]:
-                positions[part].setdefault(i, at)
-        whole = {}
-        for part, found in positions.items():
-            if len(found) == len(parts[part]) and part not in candidates.used[1 - side]:
-                whole[part] = [found[i] for i in range(len(found))]
-        arrangement = _find_arrangement(whole, len(joined.get(name, ())))
-        if arrangement is None:
+    index = _RowIndex(candidates, 1 - side)
+    for name, digests in joined.items():
+        parts = index.find_parts(digests)
+        layout = _find_layout(list(parts.values()), len(digests))
+        if layout is None:
             continue
-        order, layout = arrangement
-        shape = candidates.tensors[side][name].shape
-        shapes = {candidates.tensors[1 - side][part].shape[1:] for part in order}
-        elements = sum(candidates.tensors[1 - side][part].numel for part in order)
-        if shapes == {shape[:1] if transpose else shape[1:]} and elements >= _FEW:
-            candidates.add(Pairing(side, name, order, replace(layout, transpose=transpose)))
+        pairing = Pairing(side, name, tuple(parts), replace(layout, transpose=transpose))
+        if _has_fitting_shapes(pairing, candidates):
+            candidates.add(pairing)
 
 
-def _find_arrangement(parts: Mapping[str, Sequence[int]], length: int) -> tuple[tuple[str, ...], Layout] | None:
-    """Return the order of the parts of a tensor and its layout; None if the parts do not alternate in groups.
+def _has_fitting_shapes(pairing: Pairing, candidates: Candidates) -> bool:
+    """Whether a tensor and its parts have rows of one shape, and enough of them."""
+    row_shape = candidates.tensors[pairing.side][pairing.stored].shape[1:]
+    if pairing.layout.transpose:
+        row_shape = candidates.tensors[pairing.side][pairing.stored].shape[:1]
+    part_row_shapes = set()
+    elements = 0
+    for part in pairing.parts:
+        tensor = candidates.tensors[1 - pairing.side][part]
+        part_row_shapes.add(tensor.shape[1:])
+        elements += tensor.numel
+    # Rows with the same bytes in another shape are other rows.
+    return part_row_shapes == {row_shape} and elements >= _FEW
 
-    parts: the rows of each part, as positions in the tensor of this length.
+
+def _find_layout(parts: Sequence[list[int]], length: int) -> Layout | None:
+    """Return the layout of a tensor of this length; None if its rows are in an order that no layout has.
+
+    parts: for each part, the position of each of its rows in the tensor; the part that begins first is the first.
     """
-    if not parts:
-        return None
-    order = tuple(sorted(parts, key=lambda part: parts[part][0]))
-    total = sum(map(len, parts.values()))
-    if len(order) == 1 and list(parts[order[0]]) == list(range(total)):
-        # The first rows of a longer tensor: a pair of tensors with another number of rows, which is a difference.
-        return order, Layout()
-    if total != length:
-        return None
-    if len(order) == 1:
-        head_dim = _find_head_dim(parts[order[0]])
-        return (order, Layout(head_dim=head_dim)) if head_dim else None
-    layout = _find_groups([parts[part] for part in order], length)
-    return None if layout is None else (order, layout)
-
-
-def _find_head_dim(rows: Sequence[int]) -> int:
-    """Return the number of rows of a head if the halves of each head alternate, else 0. rows: their positions."""
+    if len(parts) != 1:
+        return _find_groups(parts, length)
+    (rows,) = parts
+    # The first rows of a longer tensor: a pair of tensors with another number of rows, which is a difference.
+    if rows == list(range(len(rows))):
+        return Layout()
     for head_dim in HEAD_SIZES:
-        half = head_dim // 2
-        if len(rows) % head_dim:
-            continue
-        for i, at in enumerate(rows):
-            start = i - i % head_dim
-            if at != start + 2 * (i % half) + i % head_dim // half:
-                break
-        else:
-            return head_dim
-    return 0
+        if rows == _alternate_halves(length, head_dim):
+            return Layout(head_dim=head_dim)
+    return None
 
 
-def _find_groups(parts: Sequence[Sequence[int]], length: int) -> Layout | None:
-    """Return the layout of parts that alternate in groups of equal size. parts: positions of the rows of each part."""
-    first = parts[0]
-    run = 1
-    while run < len(first) and first[run] == first[run - 1] + 1:
-        run += 1
-    groups = len(first) // run
-    if len(first) % run or any(len(part) % groups for part in parts):
+def _alternate_halves(length: int, head_dim: int) -> list[int]:
+    """Return the positions of all rows if the halves of each head alternate."""
+    positions: list[int] = []
+    for start in range(0, length, head_dim):
+        head = range(start, start + head_dim)
+        first_half, second_half = head[::2], head[1::2]
+        positions += first_half
+        positions += second_half
+    return positions
+
+
+def _find_groups(parts: Sequence[list[int]], length: int) -> Layout | None:
+    """Return the layout of parts that alternate in groups of equal size; None for any other order.
+
+    parts, length: see `_find_layout`.
+    """
+    sizes = [len(part) for part in parts]
+    # The parts of a rule are the whole tensor.
+    if not sizes or sum(sizes) != length:
         return None
+    # The rows of the first group of the first part are consecutive.
+    offsets = [position - row for row, position in enumerate(parts[0])]
+    first_group = offsets.count(offsets[0])
+    groups = sizes[0] // first_group
+    if parts != _alternate_parts(sizes, groups):
+        return None
+
+    unit = math.gcd(*sizes)
+    shares = tuple(size // unit for size in sizes)
+    layout = Layout(shares, groups)
+    if len(set(shares)) == 1:
+        layout = replace(layout, sizes=())
+    # The smallest groups have one unit of rows; their number depends on the length, but the rule does not.
+    if groups > 1 and groups == unit:
+        layout = replace(layout, groups="rows")
+    return layout
+
+
+def _alternate_parts(sizes: Sequence[int], groups: int) -> list[list[int]]:
+    """Return the positions of the rows of each part if parts of these sizes alternate in so many groups."""
+    positions: list[list[int]] = []
+    group_length = sum(sizes) // groups
     begin = 0
-    for part in parts:
-        step = len(part) // groups
-        for i, at in enumerate(part):
-            if at != i // step * (length // groups) + begin + i % step:
-                return None
-        begin += step
-    unit = math.gcd(*map(len, parts))
-    shares = tuple(len(part) // unit for part in parts)
-    by_row = groups > 1 and groups == length // sum(shares)
-    return Layout(sizes=() if len(set(shares)) == 1 else shares, groups="rows" if by_row else groups)
+    for size in sizes:
+        share = size // groups
+        rows: list[int] = []
+        for group in range(groups):
+            start = group * group_length + begin
+            rows += range(start, start + share)
+        positions.append(rows)
+        begin += share
+    return positions
 
 
-def _unstack(candidates: Candidates, side: int) -> None:
+def _join_stacks(candidates: Candidates, side: int) -> None:
     """Pair each tensor of a side with the tensors of the other side at each index of its first dimension."""
+    # A tensor with one index is no stack.
     stacks = [name for name in candidates.unused(side) if candidates.tensors[side][name].shape[:1] > (1,)]
-    wanted = {candidates.tensors[side][name].shape[1:] for name in stacks}
-    single: dict[bytes, str] = {}
+    index_shapes = {candidates.tensors[side][name].shape[1:] for name in stacks}
+    names_by_digest: dict[bytes, str] = {}
     for name in candidates.unused(1 - side):
         tensor = candidates.tensors[1 - side][name]
-        if tensor.shape in wanted:
-            single[digest_rows(tensor, candidates.files, 1)[0]] = name
+        if tensor.shape in index_shapes:
+            (digest,) = digest_rows(tensor, candidates.files, 1)
+            names_by_digest[digest] = name
+
     for name in stacks:
-        parts = [single[digest] for digest in candidates.rows[side][name] if digest in single]
-        if len(parts) == len(candidates.rows[side][name]) == len(set(parts)):
-            candidates.add(Pairing(side, name, tuple(parts), Layout(stacked=True)))
+        digests = candidates.rows[side][name]
+        parts = tuple(names_by_digest[digest] for digest in digests if digest in names_by_digest)
+        # Each index is another part.
+        if len(parts) == len(set(parts)) == len(digests):
+            candidates.add(Pairing(side, name, parts, Layout(stacked=True)))

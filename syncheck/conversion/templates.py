@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 # Limit of the placeholders of one template: more than any name of a model has.
 MOST_PLACEHOLDERS = 8
-_TOKEN = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]{0,31})\}|[{}]")
+# A literal up to the next placeholder, a placeholder, or a brace that belongs to neither.
+_TOKEN = re.compile(r"((?:[^{}]|\{\{|\}\})+)|\{([A-Za-z_][A-Za-z0-9_]{0,31})\}|[{}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +39,23 @@ class Template:
         """
         if not self.placeholders:
             return {} if name == self.literals[0] else None
-        first, last = self.literals[0], self.literals[-1]
-        if not name.startswith(first) or not name.endswith(last):
+        first, *separators, last = self.literals
+        values_text = name[len(first) : len(name) - len(last)]
+        # The literals at both ends may not overlap.
+        if name != first + values_text + last:
             return None
-        values: dict[str, str] = {}
-        start, end = len(first), len(name) - len(last)
-        # All placeholders but the last end where the next literal begins.
-        for placeholder, literal in zip(self.placeholders, self.literals[1:-1], strict=False):
-            stop = name.find(literal, start + 1, end)
-            values[placeholder] = name[start : max(start, stop)]
-            start = stop + len(literal)
-        values[self.placeholders[-1]] = name[start:end]
-        for value in values.values():
-            if not value or "." in value:
-                return None
-        return values
+
+        values = []
+        for separator in separators:
+            # A value has at least one character, so its separator cannot begin at this character.
+            begin = values_text[:1]
+            end, _, values_text = values_text[1:].partition(separator)
+            values.append(begin + end)
+        # Without a separator, no text remains for the last value.
+        values.append(values_text)
+        if not all(values) or "." in "".join(values):
+            return None
+        return dict(zip(self.placeholders, values, strict=True))
 
     def fill(self, values: Mapping[str, str]) -> str:
         """Return the name with these values of the placeholders."""
@@ -67,21 +70,19 @@ def parse_template(text: str) -> Template:
     """Return the parsed template. Raises ValueError with the reason for text that is not a template."""
     literals = [""]
     placeholders: list[str] = []
-    start = 0
     for token in _TOKEN.finditer(text):
-        literals[-1] += text[start : token.start()]
-        start = token.end()
-        if token[0] in ("{{", "}}"):
-            literals[-1] += token[0][0]
-            continue
-        if not token[1]:
+        literal, placeholder = token.groups()
+        if literal:
+            literals[-1] = _unescape(literal)
+        elif placeholder:
+            placeholders.append(placeholder)
+            # Between two placeholders, nothing shows where the first of them ends.
+            if "" in literals[1:]:
+                raise ValueError("two placeholders need a separator")
+            literals.append("")
+        else:
             raise ValueError("a placeholder is a name in braces, such as {i}; literal braces are doubled")
-        # Between two placeholders, nothing shows where the first of them ends.
-        if placeholders and not literals[-1]:
-            raise ValueError("two placeholders need a separator")
-        placeholders.append(token[1])
-        literals.append("")
-    literals[-1] += text[start:]
+
     if len(placeholders) > MOST_PLACEHOLDERS:
         raise ValueError(f"{len(placeholders)} placeholders; at most {MOST_PLACEHOLDERS} are allowed")
     return Template(tuple(literals), tuple(placeholders))
@@ -90,3 +91,8 @@ def parse_template(text: str) -> Template:
 def escape(name: str) -> str:
     """Return the template that matches only this name."""
     return name.replace("{", "{{").replace("}", "}}")
+
+
+def _unescape(literal: str) -> str:
+    """Return the text of a name that a literal matches."""
+    return literal.replace("{{", "{").replace("}}", "}")
