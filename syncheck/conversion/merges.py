@@ -193,6 +193,13 @@ def find_adapted(tensor: Tensor) -> Merged | Replaced | None:
     return data
 
 
+def are_comparable(tensor: Tensor, partner: Tensor) -> bool:
+    """Whether two tensors have one shape, and readable numbers."""
+    if tensor.shape != partner.shape:
+        return False
+    return is_readable(tensor) and is_readable(partner)
+
+
 def view_base(tensor: Tensor, data: Merged | Replaced) -> Tensor | None:
     """Return the part of the base model that a tensor with an adapter is a view of; None for another shape."""
     base = data.base
