@@ -56,9 +56,11 @@ def _accept(
     diff: TensorDiff, models: Sequence[AdaptedModel], dtype: str | None, doubts: _Doubts, files: Files
 ) -> TensorDiff:
     """Return a tensor that differs as close or not compared, if a conversion or a doubt explains the difference."""
-    a, b = (model.tensors.get(diff.name) for model in models)
+    pair = [model.tensors[diff.name] for model in models if diff.name in model.tensors]
     explained = None
-    if a is not None and b is not None:
+    # A tensor that one model lacks is no conversion.
+    if len(pair) == len(models):
+        a, b = pair
         explained = _explain_conversion(diff, a, b, dtype, files)
     # Doubts come last: a proven conversion needs no explanation.
     if explained is None:
@@ -68,10 +70,8 @@ def _accept(
 
 def _mark_close(diff: TensorDiff, tolerance: str) -> TensorDiff:
     """Return a tensor as close. tolerance: the conversion that explains the difference."""
-    mismatched = None
     # The number of different elements is unknown if the dtypes differ, which is the reason of the difference then.
-    if diff.reason is None:
-        mismatched = diff.mismatched
+    mismatched = diff.mismatched if diff.reason is None else None
     plain = _drop_explanation(diff)
     return replace(plain, status="close", tolerance=tolerance, mismatched=mismatched)
 

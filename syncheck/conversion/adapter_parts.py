@@ -88,7 +88,8 @@ def group_parts(stored_names: Iterable[str]) -> tuple[list[PartGroup], set[str]]
         part = read_part_name(stored_name)
         adapters.add(part.adapter)
         if part.kind:
-            group = groups.setdefault((part.kind, part.target), PartGroup(part.target, part.kind))
+            empty_group = PartGroup(part.target, part.kind)
+            group = groups.setdefault((part.kind, part.target), empty_group)
             group.stored_names[part.role] = stored_name
     # A part in a file of the adapter's own has no name of an adapter.
     adapters.discard("")
@@ -111,7 +112,7 @@ def find_path(tensor: Tensor) -> str:
 
 def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors of the base model by its own names, and the parts of an adapter by stored name."""
-    states = {name for name in tensors if name.startswith(_STATE)}
+    states = _select(tensors, _STATE)
     marked = {name for name, tensor in tensors.items() if _is_marked(name, tensor)}
     prefixed = _find_prefixed(tensors.keys() - states - marked)
     part_names = (marked | prefixed | _find_beside_base(tensors)) - states
@@ -141,29 +142,31 @@ def _find_prefixed(names: Collection[str]) -> set[str]:
 
     names: of all tensors without another mark.
     """
-    prefixed = {name for name in names if name.startswith(_ROOT)}
+    prefixed = _select(names, _ROOT)
     # Beside a base model without PEFT's prefix, these are all names with the prefix.
     if len(prefixed) < len(names):
         return prefixed
     # Otherwise, they are the tensors beside the wrapped model, which several modules of an adapter share.
-    beside_model = set()
-    for name in prefixed:
-        if not name.startswith(_PREFIX):
-            beside_model.add(name)
-    return beside_model
+    wrapped_model = _select(prefixed, _PREFIX)
+    return prefixed - wrapped_model
 
 
-def _find_beside_base(names: Iterable[str]) -> set[str]:
+def _select(names: Iterable[str], prefix: str) -> set[str]:
+    return {name for name in names if name.startswith(prefix)}
+
+
+def _find_beside_base(names: Collection[str]) -> set[str]:
     """Return the tensors of modules that wrap a module of the base model, without the wrapped modules."""
     wrapped_modules = set()
     for name in names:
         for match in _INNER.finditer(name):
             wrapped_modules.add(name[: match.start()])
+    # The wrapped module itself belongs to the base model.
+    outer_names = [name for name in names if _INNER.search(name) is None]
     beside_base = set()
-    for name in names:
+    for name in outer_names:
         modules = _list_modules(name)
-        # Only a tensor without such a segment is beside the wrapped module.
-        if _INNER.search(name) is None and not wrapped_modules.isdisjoint(modules):
+        if not wrapped_modules.isdisjoint(modules):
             beside_base.add(name)
     return beside_base
 

@@ -14,19 +14,20 @@ from syncheck.errors import brief
 from syncheck.messages import AdapterProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from syncheck.messages import Message
 
 # Settings that are read here, or that do not change which weights a merge writes: the file shows the adapted modules.
+# Any value of them is supported, except for the settings below.
 _HARMLESS = frozenset(
     "alpha_pattern auto_mapping base_model_name_or_path bias corda_config eva_config exclude_modules fan_in_fan_out "
     "inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_bias "
     "lora_dropout lora_ga_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern "
     "revision runtime_config target_modules task_type token_indices trainable_token_indices use_rslora".split()
 )
-# Understood values. Initial values leave the base model as it is: PiSSA, OLoRA and others change it at load.
-_VALUES = {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
+# Initial values that leave the base model as it is. PiSSA, OLoRA and similar values change the base model at load.
+_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 _FLAGS = ("fan_in_fan_out", "use_rslora", "lora_bias")
 # Settings that change the function of a model with this adapter.
 _MEANING = (
@@ -125,14 +126,34 @@ class AdapterSettings:
         return None
 
 
+def _is_anything(_value: object) -> bool:
+    return True
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_initial(value: object) -> bool:
+    return value in _INITIAL
+
+
+def _is_off(value: object) -> bool:
+    return not value
+
+
+# The supported values of each setting. Unknown settings may change the merge, unless they are off.
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(_HARMLESS, _is_anything),
+    **dict.fromkeys(_FLAGS, _is_flag),
+    "init_lora_weights": _is_initial,
+}
+
+
 def _is_supported(name: str, value: object) -> bool:
     """Whether the merge of an adapter with this setting is known."""
-    if name in _FLAGS:
-        return isinstance(value, bool)
-    if name in _VALUES:
-        return value in _VALUES[name]
-    # Unknown settings may change the merge, unless they are off.
-    return name in _HARMLESS or not value
+    check = _CHECKS.get(name, _is_off)
+    return check(value)
 
 
 def _divide(alpha: Any, divisor: float) -> float:
