@@ -5,10 +5,12 @@ from __future__ import annotations
 import glob
 import os
 import re
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from syncheck import paths
 from syncheck.layout.grouping import group_replicas
+from syncheck.layout.groups import partition_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,29 +28,56 @@ def find_earlier(files: Sequence[str]) -> Iterator[tuple[str, ReplicaGroup]]:
     Other steps have the same path with other numbers, in the name of the file and of its folder.
     files: of one step of the run.
     """
-    beside: list[str] = []
-    for pattern in dict.fromkeys(map(_make_pattern, files)):
-        beside += glob.iglob(pattern)
-    if not 1 < len(beside) <= _MOST_FILES:
-        return
-    opened = paths.open_checkpoints(beside)
-    groups = group_replicas(opened.snapshots, roots=opened.roots)
-    current = next((group for group in groups if files[0] in _list_paths(group)), None)
+    groups = _group_all_steps(files)
+    current = _index_by_path(groups).get(files[0])
     if current is None or current.step is None:
         return
-    earlier: dict[int, ReplicaGroup] = {}
+    runs = partition_by(groups, attrgetter("run"))
+    groups_by_step = _index_by_step(runs[current.run])
+    steps = sorted(groups_by_step)
+    # The current step is one of these steps, so everything before it is earlier.
+    earlier_steps = steps[: steps.index(current.step)]
+    latest_steps = earlier_steps[-_MOST_STEPS:]
+    for step in reversed(latest_steps):
+        title = f"{current.run} step {step}"
+        yield title, groups_by_step[step]
+
+
+def _group_all_steps(files: Sequence[str]) -> Sequence[ReplicaGroup]:
+    """Return the groups of all files whose paths differ from the files of one step in numbers only."""
+    # The files of all ranks usually share one pattern.
+    patterns = dict.fromkeys(_make_pattern(path) for path in files)
+    candidates: list[str] = []
+    for pattern in patterns:
+        candidates += glob.iglob(pattern)
+    if not 1 < len(candidates) <= _MOST_FILES:
+        return ()
+    opened = paths.open_checkpoints(candidates)
+    return group_replicas(opened.snapshots, roots=opened.roots)
+
+
+def _index_by_path(groups: Sequence[ReplicaGroup]) -> dict[str, ReplicaGroup]:
+    """Return the group of each file."""
+    groups_by_path = {}
     for group in groups:
-        if group.run == current.run and group.step is not None and group.step < current.step:
-            earlier[group.step] = group
-    for step in sorted(earlier, reverse=True)[:_MOST_STEPS]:
-        yield f"{current.run} step {step}", earlier[step]
+        for _, snapshot in group.ranks:
+            groups_by_path[snapshot.path] = group
+    return groups_by_path
 
 
-def _list_paths(group: ReplicaGroup) -> list[str]:
-    return [snapshot.path for _, snapshot in group.ranks]
+def _index_by_step(groups: Sequence[ReplicaGroup]) -> dict[int, ReplicaGroup]:
+    """Return the groups of a run by step, without groups of an unknown step."""
+    groups_by_step = {}
+    for group in groups:
+        if group.step is not None:
+            groups_by_step[group.step] = group
+    return groups_by_step
 
 
 def _make_pattern(path: str) -> str:
     """Return a glob for the paths with other numbers in the names of the file and of its folder."""
-    home = os.path.dirname(os.path.dirname(path))
-    return glob.escape(home) + _NUMBER.sub("*", glob.escape(path[len(home) :]))
+    folder = os.path.dirname(path)
+    parent = os.path.dirname(folder)
+    # Special characters are escaped in both parts: a folder may be called `run[a]`.
+    varying_names = _NUMBER.sub("*", glob.escape(path[len(parent) :]))
+    return glob.escape(parent) + varying_names

@@ -5,10 +5,9 @@ Whoever edits an event file, or damages it, must not turn a run out of sync into
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections import defaultdict
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
-
-from syncheck.records import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,38 +20,75 @@ def find_contradiction(check: Group, event: Mapping[str, Any]) -> str:
 
     check: made from the event.
     """
-    verdict, failing = check.verdict, [finding.code for finding in check.findings if finding.fails]
-    softened = [finding.code for finding in check.findings if _is_softened(finding)]
-    allowed = [finding.code for finding in check.findings if finding.allowed]
-    differing = [diff.name for diff in check.tensors if diff.out_of_sync]
-    different = check.counts.different + len(differing)
+    problems = {**_compare_counts(check, event), **_compare_verdict(check)}
+    return _first_problem(problems)
+
+
+def _compare_verdict(check: Group) -> dict[str, bool]:
+    """Return the ways in which a verdict may contradict its findings and tensors, and whether it does."""
+    verdict = check.verdict
+    out_of_sync = verdict == "out_of_sync"
+    codes: dict[str, list[str]] = defaultdict(list)
+    for finding in check.findings:
+        role = _find_role(finding)
+        codes[role].append(finding.code)
+    softened, failing = codes["softened"], codes["failing"]
     # An allowed finding explains differences in a check in sync; nothing else does.
-    problems = {
+    explaining = failing + codes["allowed"]
+    differing = [diff.name for diff in check.tensors if diff.out_of_sync]
+    differs = check.counts.different + len(differing) > 0
+    # A check without compared tensors is undecided.
+    unfounded = verdict == "in_sync" and not check.counts.compared
+    return {
         f"severity info contradicts the code {', '.join(softened)}": bool(softened),
-        f"verdict {verdict} contradicts the finding {', '.join(failing)}": bool(failing) and verdict != "out_of_sync",
-        "verdict out_of_sync has no finding that fails": verdict == "out_of_sync" and not failing,
-        f"verdict {verdict} contradicts tensors that differ": bool(different) and not (failing or allowed),
-        "verdict in_sync, although no tensor was compared": verdict == "in_sync" and not check.counts.compared,
+        f"verdict {verdict} contradicts the finding {', '.join(failing)}": bool(failing) and not out_of_sync,
+        "verdict out_of_sync has no finding that fails": out_of_sync and not failing,
+        f"verdict {verdict} contradicts tensors that differ": differs and not explaining,
+        "verdict in_sync, although no tensor was compared": unfounded,
     }
-    return _find_wrong_count(check, event) or _first_problem(problems)
+
+
+def _find_role(finding: Finding) -> str:
+    """Return what a finding means for the verdict of its check: softened, failing, allowed or neutral."""
+    if _is_softened(finding):
+        return "softened"
+    if finding.fails:
+        return "failing"
+    if finding.allowed:
+        return "allowed"
+    return "neutral"
 
 
 def find_contradicted_check(event: Mapping[str, Any], check: Group | None) -> str:
     """Return why an event `desync` or `end` contradicts the check before it, or an empty text."""
+    problems: dict[str, bool] = {}
     if check is None:
         return ""
-    verdict = event.get("verdict")
-    problems = {}
     if event["event"] == "end":
-        # A monitor that never checked has no verdict.
-        contradicts = verdict is not None and verdict != check.verdict
-        problems[f"event end with verdict {verdict}, but the last check is {check.verdict}"] = contradicts
+        problems = _compare_end(event, check)
+    # An event `desync` belongs to the check of its step only.
     elif event["step"] == check.step:
-        codes = {str(finding["code"]) for finding in event["findings"]}
-        missing = sorted(codes - {finding.code for finding in check.findings})
-        problems[f"event desync, but the check is {check.verdict}"] = check.verdict != "out_of_sync"
-        problems[f"event desync with {', '.join(missing)}, which the check does not have"] = bool(missing)
+        problems = _compare_desync(event, check)
     return _first_problem(problems)
+
+
+def _compare_end(event: Mapping[str, Any], check: Group) -> dict[str, bool]:
+    """Return how the end of a run may contradict its last check, and whether it does."""
+    verdict = event.get("verdict")
+    # A monitor that never checked has no verdict.
+    contradicts = verdict not in (None, check.verdict)
+    return {f"event end with verdict {verdict}, but the last check is {check.verdict}": contradicts}
+
+
+def _compare_desync(event: Mapping[str, Any], check: Group) -> dict[str, bool]:
+    """Return how an event `desync` may contradict the check of the same step, and whether it does."""
+    missing_codes = {str(finding["code"]) for finding in event["findings"]}
+    for finding in check.findings:
+        missing_codes.discard(finding.code)
+    return {
+        f"event desync, but the check is {check.verdict}": check.verdict != "out_of_sync",
+        f"event desync with {', '.join(sorted(missing_codes))}, which the check does not have": bool(missing_codes),
+    }
 
 
 def _first_problem(problems: Mapping[str, bool]) -> str:
@@ -60,20 +96,19 @@ def _first_problem(problems: Mapping[str, bool]) -> str:
     return next((text for text, holds in problems.items() if holds), "")
 
 
-def _find_wrong_count(check: Group, event: Mapping[str, Any]) -> str:
-    """Return which number of tensors is negative or contradicts the other numbers, or an empty text."""
-    totals = int(event["tensors"]), int(event["compared"])
-    problems = {
-        f"{totals[1]} of {totals[0]} tensors compared contradicts the counts by kind": totals
-        != (check.counts.tensors, check.counts.compared)
-    }
+def _compare_counts(check: Group, event: Mapping[str, Any]) -> dict[str, bool]:
+    """Return which numbers of tensors may be negative or contradict the other numbers, and whether they do."""
+    tensors, compared = int(event["tensors"]), int(event["compared"])
+    expected = (check.counts.tensors, check.counts.compared)
+    sentence = f"{compared} of {tensors} tensors compared contradicts the counts by kind"
+    problems = {sentence: (tensors, compared) != expected}
     for kind, counts in check.kinds.items():
-        numbers = [getattr(counts, part.name) for part in fields(Counts)]
+        numbers = astuple(counts)
         # The first number is the sum of the others.
         results = sum(numbers) - counts.tensors
         problems[f"a negative number of tensors of kind {kind:.40}"] = min(numbers) < 0
         problems[f"{counts.tensors} tensors of kind {kind:.40}, but {results} results"] = results != counts.tensors
-    return _first_problem(problems)
+    return problems
 
 
 def _is_softened(finding: Finding) -> bool:
@@ -82,5 +117,8 @@ def _is_softened(finding: Finding) -> bool:
         return False
     from syncheck.diagnose import RULES  # 30 modules, only needed for events with findings of severity info
 
-    severities = {rule.CODE: rule.SEVERITY for rule in RULES}
-    return severities.get(finding.code, "info") != "info"
+    severities = {}
+    for rule in RULES:
+        severities[rule.CODE] = rule.SEVERITY
+    severity = severities.get(finding.code, "info")
+    return severity != "info"

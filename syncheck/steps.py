@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# This module imports only the standard library, because `records` imports it.
 Trend = Literal["constant", "shrinking", "growing", "varying"]
 
 
@@ -23,25 +24,27 @@ class HistoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The history of a finding over the compared steps of its run.
-
-    since: the first step with a tensor out of sync. agreed: the compared step before it, None if `since` is the first
-    compared step. tensors, ranks: the tensors out of sync and the suspects at step `since`.
-    """
+    """The history of a finding over the compared steps of its run."""
 
     points: tuple[HistoryPoint, ...]
+    """One per compared step, in the order of steps."""
     since: int
+    """The first step with a tensor out of sync."""
     agreed: int | None
+    """The compared step before `since`; None if `since` is the first compared step."""
     tensors: tuple[str, ...]
+    """The tensors out of sync at step `since`."""
     ranks: tuple[int, ...]
+    """The suspects at step `since`."""
     trend: Trend | None = None
     """The trend from the first to the last step with differences; None with only one of these steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The tensors that hold NaN or infinity on all replicas. Buffers count with NaN only: masks hold infinity."""
+    """The tensors that hold NaN or infinity on all replicas."""
 
+    # Buffers count with NaN only, because masks legitimately hold infinity.
     names: tuple[str, ...]
     count: int
     """Number of these tensors; events of a monitor list only the first names."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import Merged, Replaced, find_adapted, is_merge
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.merges import Merged, Replaced, are_comparable, find_adapted, is_merge
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.messages import Detail
 from syncheck.records import Counts, Reason
@@ -15,10 +14,10 @@ from syncheck.records import Counts, Reason
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.conversion.adapters import AdaptedModel
+    from syncheck.conversion.adapters import AdaptedModel, Adapter
     from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
-    from syncheck.records import Comparison, TensorDiff
+    from syncheck.records import Comparison, Status, TensorDiff
     from syncheck.snapshots import Tensor
 
 
@@ -28,6 +27,10 @@ def accept_conversions(
     """Count tensors as close if they are merges of an adapter, or converted to `dtype` and to the dtype of B.
 
     A tensor that differs is not compared if parts of an adapter, which were not merged, may change it.
+
+    comparison: of the two models.
+    models: A and B.
+    dtype: of the accepted conversion; None if the user accepts no conversion.
     """
     doubts = _Doubts(models)
     kinds = dict(comparison.kinds)
@@ -36,106 +39,153 @@ def accept_conversions(
         accepted = diff
         if diff.out_of_sync:
             accepted = _accept(diff, models, dtype, doubts, files)
-        if accepted.status != diff.status:
-            counts = kinds[diff.kind]
-            fewer = getattr(counts, diff.status) - 1
-            more = getattr(counts, accepted.status) + 1
-            kinds[diff.kind] = replace(counts, **{diff.status: fewer, accepted.status: more})
+            kinds[diff.kind] = _move_count(kinds[diff.kind], diff.status, accepted.status)
         tensors.append(accepted)
-    return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=sum(kinds.values(), Counts()))
+    counts = sum(kinds.values(), Counts())
+    return replace(comparison, tensors=tuple(tensors), kinds=kinds, counts=counts)
+
+
+def _move_count(counts: Counts, old_status: Status, new_status: Status) -> Counts:
+    """Return the numbers of tensors after one tensor has changed its status."""
+    fewer = Counts(**{old_status: -1})
+    more = Counts(**{new_status: 1})
+    return counts + fewer + more
 
 
 def _accept(
     diff: TensorDiff, models: Sequence[AdaptedModel], dtype: str | None, doubts: _Doubts, files: Files
 ) -> TensorDiff:
     """Return a tensor that differs as close or not compared, if a conversion or a doubt explains the difference."""
-    a, b = (model.tensors.get(diff.name) for model in models)
-    result: str | Message | None = None
-    if a is not None and b is not None:
-        result = _find_tolerance(a, b, dtype, files)
+    pair = [model.tensors[diff.name] for model in models if diff.name in model.tensors]
+    explained = None
+    # A tensor that one model lacks is no conversion.
+    if len(pair) == len(models):
+        a, b = pair
+        explained = _explain_conversion(diff, a, b, dtype, files)
     # Doubts come last: a proven conversion needs no explanation.
-    if result is None:
-        result = doubts.find(diff)
-    if result is None:
-        return diff
-    explained = replace(diff, reason=None, detail=None, facts=(), minority=())
-    if isinstance(result, str):
-        # The number of different elements is unknown if the dtypes differ.
-        measured = None
-        if diff.reason is None:
-            measured = diff.mismatched
-        return replace(explained, status="close", tolerance=result, mismatched=measured)
-    return replace(explained, status="not_compared", reason=Reason.REFUSED, detail=result, mismatched=None)
+    if explained is None:
+        explained = doubts.apply(diff)
+    return explained
 
 
-def _find_tolerance(a: Tensor, b: Tensor, dtype: str | None, files: Files) -> str | Message | None:
-    """Return the conversion that explains a difference; None for a difference that is not accepted.
+def _mark_close(diff: TensorDiff, tolerance: str) -> TensorDiff:
+    """Return a tensor as close. tolerance: the conversion that explains the difference."""
+    # The number of different elements is unknown if the dtypes differ, which is the reason of the difference then.
+    mismatched = diff.mismatched if diff.reason is None else None
+    plain = _drop_explanation(diff)
+    return replace(plain, status="close", tolerance=tolerance, mismatched=mismatched)
 
-    Returns a message if rounding hides the product of an adapter.
+
+def _mark_not_compared(diff: TensorDiff, detail: Message) -> TensorDiff:
+    """Return a tensor as not compared. detail: why its difference may come from an adapter."""
+    plain = _drop_explanation(diff)
+    return replace(plain, status="not_compared", reason=Reason.REFUSED, detail=detail, mismatched=None)
+
+
+def _drop_explanation(diff: TensorDiff) -> TensorDiff:
+    """Return a tensor without the evidence for a difference that is no difference any more."""
+    return replace(diff, reason=None, detail=None, facts=(), minority=())
+
+
+def _explain_conversion(diff: TensorDiff, a: Tensor, b: Tensor, dtype: str | None, files: Files) -> TensorDiff | None:
+    """Return a tensor whose difference is a conversion; None for a difference that is not accepted.
+
+    The tensor is not compared if rounding hides the product of an adapter.
     """
     if isinstance(find_adapted(a), Merged):
-        return _find_merge(a, b, dtype, files, to_partner=True)
+        return _explain_merge(diff, a, b, dtype, files, to_partner=True)
     if isinstance(find_adapted(b), Merged):
-        return _find_merge(b, a, dtype, files, to_partner=False)
+        return _explain_merge(diff, b, a, dtype, files, to_partner=False)
     if dtype is not None and _is_cast(a, b, dtype, files):
-        return f"cast {dtype}"
+        return _mark_close(diff, f"cast {dtype}")
     return None
 
 
-def _find_merge(
-    merged: Tensor, tensor: Tensor, dtype: str | None, files: Files, *, to_partner: bool
-) -> str | Message | None:
-    """Return how a tensor is a merge, as `_find_tolerance` does. to_partner: whether it is the copy."""
-    result = is_merge(merged, tensor, None, files, to_partner=to_partner)
-    if result:
-        return "rounding of a merge"
-    if dtype is not None:
-        result = is_merge(merged, tensor, dtype, files, to_partner=to_partner)
-    if result:
-        return f"cast {dtype}, rounding of a merge"
+def _explain_merge(
+    diff: TensorDiff, merged: Tensor, partner: Tensor, dtype: str | None, files: Files, *, to_partner: bool
+) -> TensorDiff | None:
+    """Return a tensor whose difference is the rounding of a merge, as `_explain_conversion` does.
+
+    merged: the tensor with the product of the adapter.
+    partner: the tensor of the other model.
+    dtype: of the accepted conversion.
+    to_partner: whether the partner is the converted copy.
+    """
+    # A merge without the conversion comes first, because it is the simpler explanation.
+    tolerances: dict[str | None, str] = {None: "rounding of a merge"}
+    tolerances.setdefault(dtype, f"cast {dtype}, rounding of a merge")
+    result: bool | None = False
+    for conversion, tolerance in tolerances.items():
+        result = is_merge(merged, partner, conversion, files, to_partner=to_partner)
+        if result:
+            return _mark_close(diff, tolerance)
     # Neither a merge nor a difference: the bounds of rounding include weights without the product.
     if result is None:
-        return Detail.HIDDEN_ADAPTER()
+        return _mark_not_compared(diff, Detail.HIDDEN_ADAPTER())
     return None
 
 
 def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
-    if a.shape != b.shape or not (is_readable(a) and is_readable(b)):
+    """Whether B is exactly A after a conversion to `dtype` and to the dtype of B."""
+    if not are_comparable(a, b):
         return False
-    return len(cluster_replicas([convert(a, (dtype, b.dtype), files), b], files)) == 1
+    converted = convert(a, (dtype, b.dtype), files)
+    clusters = cluster_replicas([converted, b], files)
+    return len(clusters) == 1
 
 
 class _Doubts:
     """The tensors of two models that parts of an adapter may change."""
 
     def __init__(self, models: Sequence[AdaptedModel]) -> None:
-        self._models = models
-        self._touched: list[Mapping[str, list[str]]] = []
+        self._remainders: list[_Remainder] = []
         self._untied: set[str] = set()
-        for model in models:
-            touched: Mapping[str, list[str]] = {}
-            if model.adapter is not None:
-                touched = model.adapter.list_touched()
-            self._touched.append(touched)
+        for index, model in enumerate(models):
             self._untied |= _find_untied(model)
+            if model.adapter is not None:
+                parts_by_prefix = model.adapter.list_touched()
+                remainder = _Remainder(index, model.adapter, model.stored_names, parts_by_prefix)
+                self._remainders.append(remainder)
 
-    def find(self, diff: TensorDiff) -> Message | None:
-        """Return why a difference may come from an adapter; None if it certainly does not."""
-        for index, model in enumerate(self._models):
-            # A merge changes and adds tensors, and never removes them.
-            lost = diff.reason is Reason.MISSING and diff.clusters == ((index,),)
-            if lost or model.adapter is None:
-                continue
-            stored_name = model.stored_names.get(diff.name, diff.name)
-            parts = []
-            for prefix, names in self._touched[index].items():
-                if stored_name.startswith(prefix):
-                    parts += names
+    def apply(self, diff: TensorDiff) -> TensorDiff:
+        """Return a tensor as not compared if its difference may come from an adapter, and unchanged otherwise."""
+        for remainder in self._remainders:
+            parts = remainder.find_parts(diff)
             if parts:
-                return Detail.ADAPTER_PARTS(names=tuple(parts), problem=model.adapter.problems[parts[0]])
+                # One problem is enough: the parts of one module usually share it.
+                problem = remainder.adapter.problems[parts[0]]
+                detail = Detail.ADAPTER_PARTS(names=tuple(parts), problem=problem)
+                return _mark_not_compared(diff, detail)
         if diff.name in self._untied:
-            return Detail.UNTIED()
-        return None
+            return _mark_not_compared(diff, Detail.UNTIED())
+        return diff
+
+
+@dataclass(frozen=True, slots=True)
+class _Remainder:
+    """The parts of an adapter that were not merged."""
+
+    index: int
+    """0 for an adapter of A, 1 for an adapter of B."""
+    adapter: Adapter
+    """The adapter with the problems of its parts."""
+    stored_names: Mapping[str, str]
+    """The stored names of mapped tensors."""
+    parts_by_prefix: Mapping[str, list[str]]
+    """The parts by the prefix of all tensors that they may change."""
+
+    def find_parts(self, diff: TensorDiff) -> list[str]:
+        """Return the parts that may explain a difference."""
+        parts: list[str] = []
+        # A merge changes and adds tensors, and never removes them.
+        removed = (Reason.MISSING, ((self.index,),))
+        if (diff.reason, diff.clusters) == removed:
+            return parts
+        stored_name = self.stored_names.get(diff.name, diff.name)
+        for prefix, names in self.parts_by_prefix.items():
+            if stored_name.startswith(prefix):
+                parts += names
+        return parts
 
 
 def _find_untied(model: AdaptedModel) -> set[str]:
@@ -148,9 +198,6 @@ def _find_untied(model: AdaptedModel) -> set[str]:
         data = find_adapted(tensor)
         if isinstance(data, Replaced):
             whole_names[name] = data.whole_name
-    untied = set()
-    for name, whole_name in whole_names.items():
-        # Without its own name, the tensor was renamed by a map.
-        if name != whole_name and whole_name in whole_names:
-            untied.add(name)
-    return untied
+    second_names = {name for name, whole_name in whole_names.items() if name != whole_name}
+    # Without its own name, the tensor was renamed by a map.
+    return {name for name in second_names if whole_names[name] in whole_names}

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from syncheck.snapshots import Tensor
 
 _ROOT, _PREFIX = "base_model.", "base_model.model."
+# Of the tensors of an optimizer, whose states have the names of parts.
+_STATE = "optimizer."
 # Files of adapters alone: PEFT, torchtune, MLX.
 _FILE = re.compile(r"(?:adapters?|adapter_\d+|adapter_model(?:-.*)?)\.\w+")
 # Segments of names that the adapters of PEFT add, by the prefixes of its tuners.
@@ -68,9 +70,10 @@ def read_part_name(stored_name: str) -> PartName:
         match = pattern.fullmatch(name)
         if match is None:
             continue
-        groups = match.groupdict()
-        leaf, role = groups.get("leaf", "weight"), groups.get("role", "new")
-        return PartName(f"{match['module']}.{leaf}", kind, role, match["adapter"] or "")
+        groups = match.groupdict(default="")
+        leaf = groups.get("leaf", "weight")
+        role = groups.get("role", "new")
+        return PartName(f"{match['module']}.{leaf}", kind, role, groups["adapter"])
     if _MARKER.search(name):
         return PartName(name)
     # Files of adapters store replaced tensors under their own names.
@@ -83,11 +86,13 @@ def group_parts(stored_names: Iterable[str]) -> tuple[list[PartGroup], set[str]]
     adapters = set()
     for stored_name in stored_names:
         part = read_part_name(stored_name)
-        if part.adapter:
-            adapters.add(part.adapter)
+        adapters.add(part.adapter)
         if part.kind:
-            group = groups.setdefault((part.kind, part.target), PartGroup(part.target, part.kind))
+            empty_group = PartGroup(part.target, part.kind)
+            group = groups.setdefault((part.kind, part.target), empty_group)
             group.stored_names[part.role] = stored_name
+    # A part in a file of the adapter's own has no name of an adapter.
+    adapters.discard("")
     return sorted(groups.values(), key=_find_order), adapters
 
 
@@ -107,56 +112,68 @@ def find_path(tensor: Tensor) -> str:
 
 def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors of the base model by its own names, and the parts of an adapter by stored name."""
-    wrapped_modules = set()
-    has_plain_base = False
-    for name, tensor in tensors.items():
-        for match in _INNER.finditer(name):
-            wrapped_modules.add(name[: match.start()])
-        if not name.startswith(_ROOT):
-            has_plain_base |= not (_is_state(name) or _is_marked(name, tensor))
+    states = _select(tensors, _STATE)
+    marked = {name for name, tensor in tensors.items() if _is_marked(name, tensor)}
+    prefixed = _find_prefixed(tensors.keys() - states - marked)
+    part_names = (marked | prefixed | _find_beside_base(tensors)) - states
     base, parts = {}, {}
     for name, tensor in tensors.items():
-        if _is_state(name):
-            base[name] = tensor
-            continue
-        is_part = _is_marked(name, tensor) or _is_beside_base(name, wrapped_modules)
-        if is_part or _is_prefixed_part(name, has_plain_base):
+        if name in part_names:
             parts[name] = tensor
+        elif name in states:
+            base[name] = tensor
         else:
             base[strip_prefixes(name)] = tensor
     return base, parts
 
 
-def _is_state(name: str) -> bool:
-    """Whether a tensor belongs to the optimizer, whose states have the names of parts."""
-    return name.startswith("optimizer.")
-
-
-def _is_prefixed_part(name: str, has_plain_base: bool) -> bool:
-    """Whether the prefix of a name shows that it belongs to the adapter.
-
-    Beside a base model without PEFT's prefix, these are all names with the prefix. Otherwise, they are the tensors
-    beside the wrapped model, which several modules of an adapter share.
-    """
-    if has_plain_base:
-        return name.startswith(_ROOT)
-    return name.startswith(_ROOT) and not name.startswith(_PREFIX)
-
-
 def _is_marked(name: str, tensor: Tensor) -> bool:
     """Whether the name or the file of a tensor is that of an adapter."""
-    if _FILE.fullmatch(os.path.basename(find_path(tensor))):
+    file_name = os.path.basename(find_path(tensor))
+    if _FILE.fullmatch(file_name):
         return True
-    return _MARKER.search(_INNER.sub("", name)) is not None
+    # A wrapped module of the base model has segments of an adapter, too.
+    base_name = _INNER.sub("", name)
+    return _MARKER.search(base_name) is not None
 
 
-def _is_beside_base(name: str, wrapped_modules: Collection[str]) -> bool:
-    """Whether a tensor belongs to a module that wraps one of the base model, and not to the wrapped module."""
-    if _INNER.search(name):
-        return False
+def _find_prefixed(names: Collection[str]) -> set[str]:
+    """Return the tensors whose prefix shows that they belong to the adapter.
+
+    names: of all tensors without another mark.
+    """
+    prefixed = _select(names, _ROOT)
+    # Beside a base model without PEFT's prefix, these are all names with the prefix.
+    if len(prefixed) < len(names):
+        return prefixed
+    # Otherwise, they are the tensors beside the wrapped model, which several modules of an adapter share.
+    wrapped_model = _select(prefixed, _PREFIX)
+    return prefixed - wrapped_model
+
+
+def _select(names: Iterable[str], prefix: str) -> set[str]:
+    return {name for name in names if name.startswith(prefix)}
+
+
+def _find_beside_base(names: Collection[str]) -> set[str]:
+    """Return the tensors of modules that wrap a module of the base model, without the wrapped modules."""
+    wrapped_modules = set()
+    for name in names:
+        for match in _INNER.finditer(name):
+            wrapped_modules.add(name[: match.start()])
+    # The wrapped module itself belongs to the base model.
+    outer_names = [name for name in names if _INNER.search(name) is None]
+    beside_base = set()
+    for name in outer_names:
+        modules = _list_modules(name)
+        if not wrapped_modules.isdisjoint(modules):
+            beside_base.add(name)
+    return beside_base
+
+
+def _list_modules(name: str) -> Iterator[str]:
+    """Yield the modules of a tensor, the innermost module first."""
     module = name.rpartition(".")[0]
     while module:
-        if module in wrapped_modules:
-            return True
+        yield module
         module = module.rpartition(".")[0]
-    return False

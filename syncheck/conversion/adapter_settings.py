@@ -14,11 +14,12 @@ from syncheck.errors import brief
 from syncheck.messages import AdapterProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from syncheck.messages import Message
 
 # Settings that are read here, or that do not change which weights a merge writes: the file shows the adapted modules.
+# Any value of them is supported, except for the settings below.
 _HARMLESS = frozenset(
     "alpha_pattern auto_mapping base_model_name_or_path bias corda_config eva_config exclude_modules fan_in_fan_out "
     "inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_bias "
@@ -56,15 +57,11 @@ class AdapterSettings:
         kind = self.content.get("peft_type", _LORA)
         if kind != _LORA:
             return AdapterProblem.KIND(kind=brief(kind))
-        for name, value in self.content.items():
-            # Unknown settings may change the merge, unless they are off.
-            harmless = name in _HARMLESS or not value
-            if name == "init_lora_weights":
-                harmless = value in _INITIAL
-            elif name in _FLAGS:
-                harmless = isinstance(value, bool)
-            if not harmless:
-                return AdapterProblem.SETTING(name=brief(name), value=brief(value))
+        unsupported = [name for name, value in self.content.items() if not _is_supported(name, value)]
+        if unsupported:
+            # One setting is enough to refuse the merge.
+            name = unsupported[0]
+            return AdapterProblem.SETTING(name=brief(name), value=brief(self.content[name]))
         return None
 
     def find_scale(self, module: str, rank: int) -> float | Message:
@@ -74,27 +71,39 @@ class AdapterSettings:
             expected_rank = self._find_value("rank_pattern", module, self.content.get("r", rank))
         except UnsupportedPatternError as error:
             return AdapterProblem.PATTERN(problem=str(error))
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or expected_rank != rank or not rank:
-            return AdapterProblem.SCALE(alpha=brief(alpha), rank=brief(expected_rank), shape=rank)
-        divisor = float(rank)
-        if self.content.get("use_rslora"):
-            divisor = math.sqrt(rank)
-        try:
-            scale = float(alpha) / divisor
-        except OverflowError:  # the integers of JSON have no bound
-            scale = math.inf
+        scale = math.nan
+        # The shapes of the factors must confirm the settings.
+        if expected_rank == rank:
+            scale = _divide(alpha, self._find_divisor(rank))
         if not math.isfinite(scale):
-            return AdapterProblem.SCALE(alpha=brief(alpha), rank=rank, shape=rank)
+            return AdapterProblem.SCALE(alpha=brief(alpha), rank=brief(expected_rank), shape=rank)
         return scale
 
-    def _find_value(self, name: str, module: str, default: object) -> object:
-        patterns = self.content.get(name) or {}
+    def _find_divisor(self, rank: int) -> float:
+        """Return the number by which lora_alpha is divided."""
+        if self.content.get("use_rslora"):
+            return math.sqrt(rank)
+        return float(rank)
+
+    def _find_value(self, table_name: str, module: str, default: object) -> object:
+        """Return the value for a module in a table of patterns.
+
+        table_name: of the setting with the table.
+        default: the value of a module that no pattern matches.
+        """
+        patterns = self._read(table_name, off={})
         if not isinstance(patterns, dict):
-            raise UnsupportedPatternError(f"{name} is no table")
+            raise UnsupportedPatternError(f"{table_name} is no table")
         pattern = find_pattern(patterns, module, self.budget)
-        if pattern is None:
-            return default
-        return patterns[pattern]
+        # Without a match, the pattern is None, which is no key of a JSON table.
+        return patterns.get(pattern, default)
+
+    def _read(self, name: str, off: object = None) -> object:
+        """Return the value of a setting.
+
+        off: the value of a setting that is off, which is missing in older files.
+        """
+        return self.content.get(name) or off
 
     def find_tokens(self, module: str) -> list[int] | None:
         """Return the rows of an embedding that the adapter replaces, None if they are unknown."""
@@ -102,27 +111,72 @@ class AdapterSettings:
         if self.content.get("peft_type") == _TOKENS:
             tokens = self.content.get("token_indices")
         if isinstance(tokens, dict):
-            # Keys are ends of the names of modules.
+            # Keys are ends of the names of modules. Two keys of one module contradict each other.
             rows = [tokens[name] for name in tokens if module.endswith(name)]
-            if len(rows) != 1:
-                return None
-            tokens = rows[0]
-        if not isinstance(tokens, list):
-            return None
-        for token in tokens:
-            if type(token) is not int or token < 0:
-                return None
-        # A row that is listed twice has two values.
-        if len(set(tokens)) < len(tokens):
-            return None
-        return tokens
+            tokens = rows[0] if len(rows) == 1 else None
+        return _read_rows(tokens)
 
     def find_difference(self, partner: AdapterSettings) -> str | None:
         """Return a setting that makes two models with the same parts different; None without one of the files."""
         if not (self.content and partner.content):
             return None
         for name in _MEANING:
-            # Older files lack settings, which are off.
-            if (self.content.get(name) or None) != (partner.content.get(name) or None):
+            if self._read(name) != partner._read(name):
                 return name
         return None
+
+
+def _is_anything(_value: object) -> bool:
+    return True
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_initial(value: object) -> bool:
+    return value in _INITIAL
+
+
+def _is_off(value: object) -> bool:
+    return not value
+
+
+# The supported values of each setting. Unknown settings may change the merge, unless they are off.
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(_HARMLESS, _is_anything),
+    **dict.fromkeys(_FLAGS, _is_flag),
+    "init_lora_weights": _is_initial,
+}
+
+
+def _is_supported(name: str, value: object) -> bool:
+    """Whether the merge of an adapter with this setting is known."""
+    check = _CHECKS.get(name, _is_off)
+    return check(value)
+
+
+def _divide(alpha: Any, divisor: float) -> float:
+    """Return the scale of a product, which is NaN or infinite if the settings have no usable number.
+
+    alpha: a value of a JSON file, usually lora_alpha.
+    divisor: the rank of the factors, or its root.
+    """
+    # The type is compared, because booleans are integers for `isinstance`.
+    if type(alpha) not in (int, float):
+        return math.nan
+    try:
+        return float(alpha) / divisor
+    except ArithmeticError:  # the integers of JSON have no bound, and a factor may have no rows
+        return math.inf
+
+
+def _read_rows(tokens: object) -> list[int] | None:
+    """Return a list of different rows, None for anything else in the file."""
+    if not isinstance(tokens, list):
+        return None
+    rows = [token for token in tokens if type(token) is int and token >= 0]
+    # A row that is listed twice has two values.
+    if len(set(rows)) < len(tokens):
+        return None
+    return rows

@@ -5,6 +5,7 @@ A merged weight is W + scale * B @ A (peft/tuners/lora/layer.py). Weights are co
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from threading import get_ident
@@ -29,23 +30,27 @@ _SHARE, _SIGMAS = 0.02, 6.0
 # The rounding of a product may be this share of the product at most, by root mean square over a block. Otherwise the
 # bound would accept weights without the product.
 _MOST_SLACK = 0.25
-# Unit roundoff of float32, in which PEFT computes products.
-_SINGLE = 2.0**-24
+# Unit roundoff of float32, in which PEFT computes products, and the distance of numbers of float64.
+_SINGLE, _DOUBLE = 2.0**-24, 2.0**-52
+# Bits of the significand by dtype; the fewest bits for a dtype of another kind.
+_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
+_FEWEST_BITS = 2
+# Elements that a computed weight reads at once.
+_BLOCK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The product that an adapter adds to a weight: scale * up @ down, in the C order of the weight.
-
-    With `transposed` (embeddings, fan_in_fan_out), the product is transposed.
-    """
+    """The product that an adapter adds to a weight: scale * up @ down, in the C order of the weight."""
 
     up: Tensor
     """lora_B: (rows, rank), or the addend of a bias."""
     down: Tensor | None
     """lora_A: (rank, columns) with any further dimensions of a convolution; None for a bias."""
     scale: float
+    """lora_alpha divided by the rank, or by its root."""
     transposed: bool
+    """Whether the weight gets the transposed product, as embeddings and layers with fan_in_fan_out do."""
     columns: int
     """Elements of the weight for each index of its first dimension."""
     files: Files
@@ -53,25 +58,27 @@ class LowRank:
     @property
     def rank(self) -> int:
         """The number of terms of each element."""
-        if self.down is None:
-            return 1
-        return self.down.shape[0]
+        return 1 if self.down is None else self.down.shape[0]
 
     def read(self, start: int, count: int, *, magnitude: bool) -> Any:
-        """Return elements `start` to `start + count` of the product as float64.
+        """Return some elements of the product as float64.
 
+        start: the first element.
+        count: the number of elements.
         magnitude: whether to return the sums of the absolute values of their terms instead.
         """
         import numpy as np
 
-        first, last = start // self.columns, -(-(start + count) // self.columns)
+        first = start // self.columns
+        last = -(-(start + count) // self.columns)
         rows, columns = self._read_factors(first, last)
         scale = self.scale
         if magnitude:
             rows, columns, scale = np.abs(rows), np.abs(columns), abs(scale)
         skipped = start - first * self.columns
         with np.errstate(all="ignore"):  # infinities and NaNs of a factor belong to the result
-            return scale * (rows @ columns).reshape(-1)[skipped : skipped + count]
+            block = (rows @ columns).reshape(-1)
+            return scale * block[skipped : skipped + count]
 
     def _read_factors(self, first: int, last: int) -> tuple[Any, Any]:
         """Return the factors of some rows of the weight: (rows, rank) and (rank, columns)."""
@@ -79,16 +86,18 @@ class LowRank:
 
         from syncheck.differences import read_float64
 
+        # A comparison of two tensors uses slots from 0 on in each of its threads.
         slot = -get_ident()
+        count = last - first
         if self.down is None:
-            return read_float64(self.up, self.files, first, last - first, slot).reshape(-1, 1), np.ones((1, 1))
+            addend = read_float64(self.up, self.files, first, count, slot)
+            return addend.reshape(-1, 1), np.ones((1, 1))
+        down = read_float64(self.down, self.files, 0, self.down.numel, slot).reshape(self.rank, -1)
         if self.transposed:
-            down = read_float64(self.down, self.files, 0, self.down.numel, slot).reshape(self.rank, -1)
             up = read_float64(self.up, self.files, 0, self.up.numel, slot).reshape(-1, self.rank)
             return down[:, first:last].T, up.T
-        up = read_float64(self.up, self.files, first * self.rank, (last - first) * self.rank, slot)
-        down = read_float64(self.down, self.files, 0, self.down.numel, slot)
-        return up.reshape(-1, self.rank), down.reshape(self.rank, -1)
+        up = read_float64(self.up, self.files, first * self.rank, count * self.rank, slot)
+        return up.reshape(-1, self.rank), down
 
     def convert(self, dtype: str) -> LowRank:
         """Return the product of factors that were converted before."""
@@ -103,7 +112,9 @@ class Merged:
     """The bytes of a base weight plus its adapter's product, in the dtype of the weight."""
 
     base: Tensor
+    """The weight without the adapter."""
     product: LowRank
+    """The product that is added to it."""
     files: Files
 
     @property
@@ -114,15 +125,18 @@ class Merged:
     def __getitem__(self, part: slice) -> bytes:
         from syncheck.differences import read_float64
 
-        row = DTYPES[self.base.dtype]
-        start, stop = part.start // row.size, part.stop // row.size
-        step = max(1, (1 << 18) // self.product.columns) * self.product.columns
+        dtype = DTYPES[self.base.dtype]
+        start, count = _find_elements(part, dtype.size)
+        stop = start + count
+        # Whole rows, at least one of them.
+        rows = max(1, _BLOCK // self.product.columns)
+        step = rows * self.product.columns
         blocks = []
         for first in range(start, stop, step):
-            count = min(step, stop - first)
-            weight = read_float64(self.base, self.files, first, count, -get_ident())
-            total = weight + self.product.read(first, count, magnitude=False)
-            blocks.append(round_values(total, (row,)).tobytes())
+            length = min(step, stop - first)
+            weight = read_float64(self.base, self.files, first, length, -get_ident())
+            total = weight + self.product.read(first, length, magnitude=False)
+            blocks.append(round_values(total, (dtype,)).tobytes())
         return b"".join(blocks)
 
 
@@ -131,7 +145,9 @@ class Replaced:
     """The bytes of a tensor that the adapter stores instead of the base model's."""
 
     base: Tensor
+    """The tensor without the adapter."""
     new: Tensor
+    """The tensor of the adapter, or both tensors in boxes if only some rows are replaced."""
     files: Files
     whole_name: str = ""
     """The name of a tensor that is replaced as a whole; empty for some rows. Then tied weights differ."""
@@ -142,9 +158,7 @@ class Replaced:
         return self.new.shape
 
     def __getitem__(self, part: slice) -> bytes:
-        size = DTYPES[self.new.dtype].size
-        start, stop = part.start // size, part.stop // size
-        return bytes(self.files.read(self.new, start, stop - start, -get_ident()))
+        return _read_bytes(self.new, self.files, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +169,7 @@ class _Stored:
     files: Files
 
     def __getitem__(self, part: slice) -> bytes:
-        size = DTYPES[self.tensor.dtype].size
-        start, stop = part.start // size, part.stop // size
-        return bytes(self.files.read(self.tensor, start, stop - start, -get_ident()))
+        return _read_bytes(self.tensor, self.files, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,29 +180,47 @@ class _Product:
     magnitude: bool
 
     def __getitem__(self, part: slice) -> bytes:
-        start, stop = part.start // 8, part.stop // 8
-        return bytes(self.product.read(start, stop - start, magnitude=self.magnitude).tobytes())
+        start, count = _find_elements(part, 8)
+        return bytes(self.product.read(start, count, magnitude=self.magnitude).tobytes())
+
+
+def _find_elements(part: slice, size: int) -> tuple[int, int]:
+    """Return the first element and the number of elements of a range of bytes. size: of an element."""
+    start, stop = part.start // size, part.stop // size
+    return start, stop - start
+
+
+def _read_bytes(tensor: Tensor, files: Files, part: slice) -> bytes:
+    """Return a range of the bytes of a tensor in C order."""
+    size = DTYPES[tensor.dtype].size
+    start, count = _find_elements(part, size)
+    return bytes(files.read(tensor, start, count, -get_ident()))
 
 
 def make_adapted(name: str, data: Merged | Replaced) -> Tensor:
     """Return the tensor with computed data."""
-    source = data.base
-    if isinstance(data, Replaced):
-        source = data.new
+    source = data.new if isinstance(data, Replaced) else data.base
     strides = contiguous_strides(data.shape)
     return Tensor(name, source.dtype, data.shape, strides, source.path, 0, data=data)
 
 
 def find_adapted(tensor: Tensor) -> Merged | Replaced | None:
     """Return the data of a tensor with an adapter, or of a view of it; None for other tensors."""
-    boxes = views.list_boxes(tensor)
-    if not boxes:
-        return None
-    data = boxes[0].tensor.data
+    sources = {id(box.tensor.data): box.tensor.data for box in views.list_boxes(tensor)}
     # Boxes of different tensors are not a view of one of them.
-    if not isinstance(data, (Merged, Replaced)) or any(box.tensor.data is not data for box in boxes):
+    if len(sources) != 1:
         return None
-    return data
+    (data,) = sources.values()
+    if isinstance(data, (Merged, Replaced)):
+        return data
+    return None
+
+
+def are_comparable(tensor: Tensor, partner: Tensor) -> bool:
+    """Whether two tensors have one shape, and readable numbers."""
+    if tensor.shape != partner.shape:
+        return False
+    return is_readable(tensor) and is_readable(partner)
 
 
 def view_base(tensor: Tensor, data: Merged | Replaced) -> Tensor | None:
@@ -216,88 +246,106 @@ def _reread(view: Tensor, dtype: str, data: Sliced) -> Tensor:
 def is_merge(tensor: Tensor, partner: Tensor, dtype: str | None, files: Files, *, to_partner: bool) -> bool | None:
     """Return whether a tensor is a possible result of a merge; None if rounding hides the product.
 
-    tensor: of `Merged` data. partner: the tensor of the other model. dtype: of one accepted conversion; None without a
-    conversion. to_partner: whether the partner is the converted copy; else it is the source.
+    tensor: of `Merged` data.
+    partner: the tensor of the other model.
+    dtype: of one accepted conversion; None without a conversion.
+    to_partner: whether the partner is the converted copy; else it is the source.
     """
     data = find_adapted(tensor)
-    if (
-        not isinstance(data, Merged)
-        or tensor.shape != partner.shape
-        or not (is_readable(tensor) and is_readable(partner))
-    ):
+    if not isinstance(data, Merged) or not are_comparable(tensor, partner):
         return False
     if dtype is None and tensor.dtype != partner.dtype:
         return False
-    merged = _Way(tensor, _reread(tensor, data.base.dtype, _Stored(data.base, data.files)), data.product)
-    narrow = tensor.dtype
-    if dtype is None:
-        merged = replace(merged, rounding=(tensor.dtype,))
-    elif to_partner:
-        merged, narrow = replace(merged, rounding=(dtype, partner.dtype)), dtype
-    else:
-        merged = replace(merged, rounding=(tensor.dtype,), partner_rounding=(dtype, tensor.dtype))
-    ways = [merged]
-    if dtype is not None and to_partner:
-        # Loaded in the other dtype, and then merged.
-        ways.append(replace(merged, base=convert(merged.base, (dtype,), files)))
-    if unit_roundoff(narrow) > unit_roundoff(data.product.up.dtype):
-        # The adapter was loaded in this dtype, too.
-        ways += [replace(way, product=way.product.convert(narrow)) for way in ways]
-    results = []
-    for way in ways:
-        results.append(_agrees(way, partner, files))
-        if results[-1]:
+    computations = _list_computations(tensor, partner, data, dtype, files, to_partner=to_partner)
+    results = set()
+    for computation in computations:
+        result = _agrees(computation, partner, files)
+        if result:
             return True
-    # One way whose bounds are too wide leaves the merge possible.
-    if None in results:
-        return None
-    return False
+        results.add(result)
+    # One computation whose bounds are too wide leaves the merge possible.
+    return None if None in results else False
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to compute a merged tensor."""
+class _Computation:
+    """One of the ways to compute a merged tensor."""
 
     tensor: Tensor
     """A view of the merged weight."""
     base: Tensor
     """The same view of the weight without the adapter, after any conversion."""
     product: LowRank
-    rounding: tuple[str, ...] = ()
+    """The product of the factors, after any conversion of them."""
+    rounding: tuple[str, ...]
     """The dtypes of the sum, in turn."""
     partner_rounding: tuple[str, ...] = ()
     """The dtypes to which the other tensor is converted before the comparison."""
 
 
-def _agrees(way: _Way, partner: Tensor, files: Files) -> bool | None:
-    """Return whether all elements are within the bounds of one way to merge; None if the bounds are too wide.
+def _list_computations(
+    tensor: Tensor, partner: Tensor, data: Merged, dtype: str | None, files: Files, *, to_partner: bool
+) -> list[_Computation]:
+    """Return the ways to compute a merged tensor. Parameters are those of `is_merge`, and the data of the tensor."""
+    bases = [_view_weight(tensor, data)]
+    products = [data.product]
+    rounding: tuple[str, ...] = (tensor.dtype,)
+    partner_rounding: tuple[str, ...] = ()
+    if dtype is not None and to_partner:
+        rounding = (dtype, partner.dtype)
+        # Loaded in the other dtype, and then merged.
+        bases.append(convert(bases[0], (dtype,), files))
+    elif dtype is not None:
+        partner_rounding = (dtype, tensor.dtype)
+    narrow = rounding[0]
+    if unit_roundoff(narrow) > unit_roundoff(data.product.up.dtype):
+        # The adapter was loaded in this dtype, too.
+        products.append(data.product.convert(narrow))
+    computations = []
+    for product, base in itertools.product(products, bases):
+        computations.append(_Computation(tensor, base, product, rounding, partner_rounding))
+    return computations
+
+
+def _view_weight(tensor: Tensor, data: Merged) -> Tensor:
+    """Return the same view of the weight without the adapter."""
+    return _reread(tensor, data.base.dtype, _Stored(data.base, data.files))
+
+
+def _agrees(computation: _Computation, partner: Tensor, files: Files) -> bool | None:
+    """Return whether all elements are within the bounds of a computation; None if the bounds are too wide.
 
     Rounding keeps the order of numbers. So if the sum lies between two bounds, the rounded sum lies between the rounded
     bounds.
     """
     import numpy as np
 
-    target, last = [DTYPES[name] for name in way.rounding], 2.0**-52
-    if target[-1].size < 4:
-        last = _SINGLE  # a sum may be rounded to float32 before it is rounded to a smaller dtype
+    product = computation.product
+    target = [DTYPES[name] for name in computation.rounding]
+    partner_target = [DTYPES[name] for name in computation.partner_rounding]
+    # A sum may be rounded to float32 before it is rounded to a smaller dtype.
+    last = _SINGLE if target[-1].size < 4 else _DOUBLE
     # PEFT rounds a product and its multiple to the dtype of the adapter, and the result to the dtype of the weight.
-    weight_unit = max(unit_roundoff(way.base.dtype), unit_roundoff(way.rounding[0]))
-    unit = (1 + unit_roundoff(way.product.up.dtype)) ** 2 * (1 + weight_unit) - 1
-    for weight, delta, magnitude, value in _read_blocks(way.tensor, way.base, way.product, partner, files):
-        rounded = _round(value, [DTYPES[name] for name in way.partner_rounding])
+    weight_unit = max(unit_roundoff(computation.base.dtype), unit_roundoff(computation.rounding[0]))
+    unit = (1 + unit_roundoff(product.up.dtype)) ** 2 * (1 + weight_unit) - 1
+    blocks = _read_blocks(computation.tensor, computation.base, product, partner, files)
+    for weight, delta, magnitude, value in blocks:
+        rounded = _round(value, partner_target)
         with np.errstate(all="ignore"):
             expected = weight + delta
-            noise = (way.product.rank + 4) * _SINGLE * magnitude
+            noise = (product.rank + 4) * _SINGLE * magnitude
             slack = noise + unit * (np.abs(delta) + noise)
             finite = np.isfinite(expected) & np.isfinite(slack)
-            if np.sum(slack[finite] ** 2) > _MOST_SLACK**2 * np.sum(delta[finite] ** 2):
+            total_slack, total_delta = np.sum(slack[finite] ** 2), np.sum(delta[finite] ** 2)
+            if total_slack > _MOST_SLACK**2 * total_delta:
                 return None
             slack += last * np.abs(expected)
-            is_within = finite & (_round(expected - slack, target) <= rounded)
-            is_within &= rounded <= _round(expected + slack, target)
+            lower, upper = _round(expected - slack, target), _round(expected + slack, target)
+            is_within = finite & (lower <= rounded) & (rounded <= upper)
             # An infinity or a NaN of the sum is exactly that in the result, and a finite number is none of them.
             equal = (rounded == expected) | (np.isnan(rounded) & np.isnan(expected))
-        if not (is_within | (~finite & equal)).all():
+            accepted = is_within | (~finite & equal)
+        if not accepted.all():
             return False
     return True
 
@@ -319,8 +367,10 @@ def _read_blocks(
     """Yield blocks of the weight, of the product, of the sums of its absolute terms, and of another tensor."""
     from syncheck.differences import read_float64
 
-    delta, magnitude = (_reread(tensor, "float64", _Product(product, flag)) for flag in (False, True))
+    delta = _reread(tensor, "float64", _Product(product, magnitude=False))
+    magnitude = _reread(tensor, "float64", _Product(product, magnitude=True))
     sources = (base, delta, magnitude, partner)
+    # The products are float64, so blocks of their size fit into memory for all tensors.
     for start, count in ranges([delta]):
         weight, added, terms, value = (read_float64(t, files, start, count, i) for i, t in enumerate(sources))
         yield weight, added, terms, value
@@ -333,54 +383,83 @@ def fit_factor(tensor: Tensor, partner: Tensor, files: Files) -> float | None:
     rounding hides the adapter, and if an element is not finite.
     """
     data = find_adapted(tensor)
-    if (
-        not isinstance(data, Merged)
-        or tensor.shape != partner.shape
-        or not (is_readable(tensor) and is_readable(partner))
-    ):
+    if not isinstance(data, Merged) or not are_comparable(tensor, partner):
+        return None
+    weight = _view_weight(tensor, data)
+    unit = max(unit_roundoff(data.base.dtype), unit_roundoff(partner.dtype))
+    factor, noise = _fit_least_squares(tensor, weight, data.product, partner, unit, files)
+    is_precise = math.isfinite(factor) and noise <= 0.5
+    # A factor of about 1 is the adapter as it is, which explains nothing.
+    if not is_precise or abs(factor - 1) <= _SHARE:
         return None
     import numpy as np
 
-    weight = _reread(tensor, data.base.dtype, _Stored(data.base, data.files))
-    unit = max(unit_roundoff(data.base.dtype), unit_roundoff(partner.dtype))
+    smallest = 1e-38
+    for base, delta, terms, value in _read_blocks(tensor, weight, data.product, partner, files):
+        with np.errstate(all="ignore"):
+            multiple = factor * delta
+            expected = base + multiple
+            bound = unit * (2 * np.abs(multiple) + 1.01 * np.abs(expected)) + noise * np.abs(delta)
+            bound += (data.product.rank + 4) * _SINGLE * abs(factor) * terms + smallest
+            fits = np.abs(value - expected) <= bound
+        if not fits.all():
+            return None
+    return factor
+
+
+def _fit_least_squares(
+    tensor: Tensor, weight: Tensor, product: LowRank, partner: Tensor, unit: float, files: Files
+) -> tuple[float, float]:
+    """Return the factor of a product in another tensor, and the uncertainty of the factor by rounding.
+
+    Both are not finite without a product. The factor is not finite if an element is not finite.
+
+    tensor: of `Merged` data.
+    weight: the same view of the weight without the adapter.
+    unit: the unit roundoff of the weights.
+    """
+    import numpy as np
+
     sums = np.zeros(3)
     with np.errstate(all="ignore"):
-        for base, delta, _, value in _read_blocks(tensor, weight, data.product, partner, files):
+        for base, delta, _, value in _read_blocks(tensor, weight, product, partner, files):
             sums += ((value - base) @ delta, delta @ delta, base @ base)
         factor = float(sums[0] / sums[1])
         noise = float(_SIGMAS * unit * np.sqrt(sums[2] / sums[1] / tensor.numel))
-    # Not finite without a product, and if an element is not finite.
-    if not math.isfinite(factor) or not noise <= 0.5 or abs(factor - 1) <= _SHARE:
-        return None
-    with np.errstate(all="ignore"):
-        for base, delta, terms, value in _read_blocks(tensor, weight, data.product, partner, files):
-            expected = base + factor * delta
-            bound = unit * (2 * np.abs(factor * delta) + 1.01 * np.abs(expected)) + noise * np.abs(delta)
-            bound += (data.product.rank + 4) * _SINGLE * abs(factor) * terms + 1e-38
-            if not (np.abs(value - expected) <= bound).all():
-                return None
-    return factor
+    return factor, noise
 
 
 def unit_roundoff(dtype: str) -> float:
     """Return the unit roundoff of a dtype: half the distance between 1 and the next number."""
-    bits = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
-    return 2.0 ** -bits.get(dtype, 2)
+    return 2.0 ** -_BITS.get(dtype, _FEWEST_BITS)
 
 
 def fits_weight(base: Tensor, up: Tensor, down: Tensor, most: int, *, transposed: bool) -> bool:
     """Whether all tensors are numbers, and the product of the factors has the shape of the weight.
 
-    most: limit of the elements of a factor, which is read as a whole. Factors of a convolution have its kernel in
-    `down`, and dimensions of length 1 in `up`.
+    Factors of a convolution have its kernel in `down`, and dimensions of length 1 in `up`.
+
+    base: the weight.
+    up: lora_B.
+    down: lora_A.
+    most: limit of the elements of a factor, which is read as a whole.
+    transposed: whether the weight gets the transposed product.
     """
-    if not all(is_readable(tensor) for tensor in (base, up, down)) or max(up.numel, down.numel) > most:
+    tensors = (base, up, down)
+    if not all(is_readable(tensor) for tensor in tensors):
         return False
-    if len({len(tensor.shape) for tensor in (base, up, down)}) > 1 or len(base.shape) < 2 or not base.numel:
+    largest = max(up.numel, down.numel)
+    if largest > most or not base.numel:
         return False
-    if up.shape[1] != down.shape[0] or set(up.shape[2:]) - {1}:
+    dimensions = {len(tensor.shape) for tensor in tensors}
+    if len(dimensions) > 1 or min(dimensions) < 2:
         return False
-    product: Sequence[int] = (up.shape[0], *down.shape[1:])
+    kernel_dimensions = len(base.shape) - 2
+    rank, *columns = down.shape
+    rows = up.shape[0]
+    expected_up = (rows, rank, *(1,) * kernel_dimensions)
+    product = (rows, *columns)
+    # Only matrices are transposed: the shape of a convolution has more than two dimensions.
     if transposed:
-        return len(base.shape) == 2 and base.shape == (product[1], product[0])
-    return base.shape == product
+        product = (columns[0], rows)
+    return up.shape == expected_up and base.shape == product

@@ -2,13 +2,16 @@
 
 The expressions come from untrusted files, and Python's `re` needs exponential time for some of them. Here a node of the
 parsed expression maps a set of positions in the name to the positions after it, so the time is polynomial, and a budget
-of steps limits it. Expressions consist of literals, `.`, classes, groups, `|`, `^`, `$` and quantifiers. Lookarounds,
-references, flags, possessive quantifiers, and escapes of letters other than d, w and s are not supported.
+of steps limits it. `re` only finds single characters and the edges of the name.
+
+Expressions consist of literals, `.`, classes, groups, `|`, `^`, `$` and quantifiers. Lookarounds, references, flags,
+possessive quantifiers, and escapes of letters other than d, w and s are not supported.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -17,15 +20,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 # Limits of an expression and of a name in characters, of nested groups, and of the count of a quantifier.
-_LONGEST, _LONGEST_NAME, _DEEPEST, _MOST_COUNT = 1024, 1024, 20, 1000
+_LONGEST, _DEEPEST, _MOST_COUNT = 1024, 20, 1000
 # Only literals and `.`: Python's `re` matches these expressions in linear time.
 _PLAIN = re.compile(r"[\w.-]*")
-_CATEGORIES = {"d": str.isdecimal, "w": lambda char: char.isalnum() or char == "_", "s": str.isspace}
-_COUNTS = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_WORD = re.compile(r"\w")
+# Letters that stand for a set of characters after a backslash.
+_CATEGORIES = frozenset("dDwWsS")
+# Characters that repeat the part before them, and the numbers of repetitions of those without braces.
+_QUANTIFIERS = frozenset("*+?{")
+_COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+# Braces have a number at least, and few digits: Python refuses to read integers of many digits.
+_BRACES = re.compile(r"\{(?!,?\})(?=[\d,]{1,10}\})(\d*)(,?)(\d*)\}")
+# A hyphen before the closing bracket of a class is a literal.
+_HYPHEN = re.compile(r"-(?!\])")
+_ENDS_OF_SEQUENCE = frozenset(("", "|", ")"))
 
 
 class UnsupportedPatternError(ValueError):
     """An expression that is not supported, or that needs too many steps."""
+
+
+def _require(supported: bool, problem: str) -> None:
+    """Raise UnsupportedPatternError if a condition of supported expressions is false."""
+    if not supported:
+        raise UnsupportedPatternError(problem)
 
 
 @dataclass(slots=True)
@@ -37,8 +55,7 @@ class Budget:
     def spend(self) -> None:
         """Count one step. Raises UnsupportedPatternError if none is left."""
         self.steps -= 1
-        if self.steps < 0:
-            raise UnsupportedPatternError("too many steps")
+        _require(self.steps >= 0, "too many steps")
 
 
 def find_pattern(patterns: Iterable[str], name: str, budget: Budget) -> str | None:
@@ -55,64 +72,19 @@ def find_pattern(patterns: Iterable[str], name: str, budget: Budget) -> str | No
 
 
 def _matches(pattern: str, name: str, budget: Budget) -> bool:
-    if max(len(pattern), len(name)) > _LONGEST:
-        raise UnsupportedPatternError("too long")
+    """Whether a pattern matches a whole name or its end after a dot."""
+    longest = max(len(pattern), len(name))
+    _require(longest <= _LONGEST, "too long")
     if _PLAIN.fullmatch(pattern):
         return re.match(rf"(.*\.)?({pattern})$", name) is not None
     text = _Text(name, budget)
     # As `(.*\.)?`: the start of the name, or the position after a dot in its first line.
-    starts = 1
-    for position, char in enumerate(name.partition("\n")[0], 1):
-        if char == ".":
-            starts |= 1 << position
-    return bool(_advance(_parse(pattern), text, starts) & text.ends)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chars:
-    """A set of characters."""
-
-    single: str = ""
-    ranges: tuple[tuple[str, str], ...] = ()
-    categories: str = ""
-    """Letters of escapes: a capital letter is the complement."""
-    negated: bool = False
-
-    def holds(self, char: str) -> bool:
-        """Whether a character belongs to the set."""
-        belongs = char in self.single
-        for first, last in self.ranges:
-            belongs |= first <= char <= last
-        for letter in self.categories:
-            belongs |= _CATEGORIES[letter.lower()](char) == letter.islower()
-        return belongs != self.negated
-
-
-@dataclass(frozen=True, slots=True)
-class _Edge:
-    """The start or the end of the name."""
-
-    start: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    parts: tuple[_Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    options: tuple[_Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    part: _Node
-    least: int
-    most: int | None
-
-
-_Node = _Chars | _Edge | _Sequence | _Choice | _Repeat
+    first_line = name.partition("\n")[0]
+    line_positions = (1 << len(first_line)) - 1
+    dots = text.find(r"\.") & line_positions
+    starts = 1 | (dots << 1)
+    reached = _parse(pattern).advance(text, starts)
+    return reached & text.find("$") != 0
 
 
 @dataclass(slots=True)
@@ -121,69 +93,114 @@ class _Text:
 
     name: str
     budget: Budget
-    masks: dict[_Chars, int] = field(default_factory=dict)
+    masks: dict[str, int] = field(default_factory=dict)
+    """The positions of each expression."""
 
-    @property
-    def ends(self) -> int:
-        """The positions of `$`: the end, and before a line break at the end."""
-        end = 1 << len(self.name)
-        if self.name.endswith("\n"):
-            end |= end >> 1
-        return end
-
-    def find(self, chars: _Chars) -> int:
-        """Return the positions before the characters of a set."""
-        if chars not in self.masks:
+    def find(self, expression: str) -> int:
+        """Return the positions of a set of characters, or of an edge. expression: at most one character long."""
+        # A pattern may repeat a set many times.
+        if expression not in self.masks:
             mask = 0
-            for position, char in enumerate(self.name):
-                if chars.holds(char):
-                    mask |= 1 << position
-            self.masks[chars] = mask
-        return self.masks[chars]
+            for match in re.finditer(expression, self.name):
+                mask |= 1 << match.start()
+            self.masks[expression] = mask
+        return self.masks[expression]
 
 
-def _advance(node: _Node, text: _Text, positions: int) -> int:
-    """Return the positions after a node from all positions before it."""
-    text.budget.spend()
-    if isinstance(node, _Chars):
-        return (positions & text.find(node)) << 1
-    if isinstance(node, _Edge):
-        if node.start:
-            return positions & 1
-        return positions & text.ends
-    if isinstance(node, _Repeat):
-        return _advance_repeat(node, text, positions)
-    if isinstance(node, _Choice):
+class _Node(ABC):
+    """A part of an expression."""
+
+    __slots__ = ()
+
+    def advance(self, text: _Text, positions: int) -> int:
+        """Return the positions after the part from all positions before it. Counts one step."""
+        text.budget.spend()
+        return self._advance(text, positions)
+
+    @abstractmethod
+    def _advance(self, text: _Text, positions: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Chars(_Node):
+    """One character of a set."""
+
+    expression: str
+    """An expression of `re` for one character, without a quantifier: `re` matches it in constant time."""
+
+    def _advance(self, text: _Text, positions: int) -> int:
+        matching = positions & text.find(self.expression)
+        return matching << 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge(_Node):
+    """The start or the end of the name."""
+
+    expression: str
+    """`^` or `$`; the end is before a line break at the end of the name, too."""
+
+    def _advance(self, text: _Text, positions: int) -> int:
+        return positions & text.find(self.expression)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence(_Node):
+    """One part after another."""
+
+    parts: tuple[_Node, ...]
+
+    def _advance(self, text: _Text, positions: int) -> int:
+        for part in self.parts:
+            # Most names differ from a pattern early.
+            if not positions:
+                break
+            positions = part.advance(text, positions)
+        return positions
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice(_Node):
+    """Any of several alternatives."""
+
+    options: tuple[_Node, ...]
+
+    def _advance(self, text: _Text, positions: int) -> int:
         reached = 0
-        for option in node.options:
-            reached |= _advance(option, text, positions)
+        for option in self.options:
+            reached |= option.advance(text, positions)
         return reached
-    for part in node.parts:
-        # Most names differ from a pattern early.
-        if not positions:
-            break
-        positions = _advance(part, text, positions)
-    return positions
 
 
-def _advance_repeat(node: _Repeat, text: _Text, positions: int) -> int:
-    for _ in range(node.least):
-        positions = _advance(node.part, text, positions)
-    reached, count = positions, node.least
-    while positions and (node.most is None or count < node.most):
-        # A position that fewer repetitions reach needs no second visit.
-        positions = _advance(node.part, text, positions) & ~reached
-        reached |= positions
-        count += 1
-    return reached
+@dataclass(frozen=True, slots=True)
+class _Repeat(_Node):
+    """A part, several times."""
+
+    part: _Node
+    least: int
+    most: int | None
+    """None for any number of times."""
+
+    def _advance(self, text: _Text, positions: int) -> int:
+        for _ in range(self.least):
+            positions = self.part.advance(text, positions)
+        reached, count = positions, self.least
+        while positions and count != self.most:
+            # A position that fewer repetitions reach needs no second visit.
+            positions = self.part.advance(text, positions) & ~reached
+            reached |= positions
+            count += 1
+        return reached
+
+
+_SPECIAL: dict[str, _Node] = {"^": _Edge("^"), "$": _Edge("$"), ".": _Chars(".")}
 
 
 @lru_cache(maxsize=4096)
 def _parse(pattern: str) -> _Node:
     parser = _Parser(pattern)
     node = parser.read_choice(0)
-    if parser.next:
-        raise UnsupportedPatternError(f"unbalanced {parser.next}")
+    _require(not parser.next, f"unbalanced {parser.next}")
     return node
 
 
@@ -199,122 +216,122 @@ class _Parser:
         return self._pattern[self._position : self._position + 1]
 
     def _take(self) -> str:
+        """Return the next character, and move to the character after it."""
         char = self.next
-        if not char:
-            raise UnsupportedPatternError("ends too early")
+        _require(char != "", "ends too early")
         self._position += 1
         return char
 
+    def _skip(self, char: str) -> bool:
+        """Move after the next character if it is `char`. Returns whether it is."""
+        if self.next != char:
+            return False
+        self._position += 1
+        return True
+
     def read_choice(self, depth: int) -> _Node:
         """Read alternatives up to a closing parenthesis or the end."""
-        if depth > _DEEPEST:
-            raise UnsupportedPatternError("too many nested groups")
+        _require(depth <= _DEEPEST, "too many nested groups")
         options = [self._read_sequence(depth)]
-        while self.next == "|":
-            self._take()
+        while self._skip("|"):
             options.append(self._read_sequence(depth))
         return _Choice(tuple(options))
 
     def _read_sequence(self, depth: int) -> _Node:
         parts = []
-        while self.next and self.next not in "|)":
+        while self.next not in _ENDS_OF_SEQUENCE:
             parts.append(self._read_repeat(depth))
         return _Sequence(tuple(parts))
 
     def _read_repeat(self, depth: int) -> _Node:
+        """Read an atom with its quantifier, if it has any."""
         node = self._read_atom(depth)
-        if not self.next or self.next not in "*+?{":
+        if self.next not in _QUANTIFIERS:
             return node
-        if isinstance(node, _Edge):
-            raise UnsupportedPatternError("a repeated edge")
+        _require(not isinstance(node, _Edge), "a repeated edge")
         least, most = self._read_counts()
         # A lazy quantifier matches the same names. Other characters make it possessive, or repeat it.
-        if self.next == "?":
-            self._take()
-        if self.next and self.next in "*+?{":
-            raise UnsupportedPatternError("a repeated or possessive quantifier")
+        self._skip("?")
+        _require(self.next not in _QUANTIFIERS, "a repeated or possessive quantifier")
         return _Repeat(node, least, most)
 
     def _read_counts(self) -> tuple[int, int | None]:
-        counts = _COUNTS.match(self._pattern, self._position)
+        """Read a quantifier: the least and the most repetitions."""
         if self.next != "{":
-            return {"*": (0, None), "+": (1, None), "?": (0, 1)}[self._take()]
-        if counts is None or counts[0] in ("{}", "{,}") or len(counts[0]) > 12:
+            return _COUNTS[self._take()]
+        braces = _BRACES.match(self._pattern, self._position)
+        if braces is None:
             raise UnsupportedPatternError("braces")
-        self._position = counts.end()
-        least = int(counts[1] or 0)
+        self._position = braces.end()
+        first, comma, last = braces.groups()
+        # Without the first number, the part may be absent.
+        least = int(f"0{first}")
         most = least
-        if counts[2]:
-            most = int(counts[3] or _MOST_COUNT)
-        if not least <= most <= _MOST_COUNT:
-            raise UnsupportedPatternError("counts")
+        if comma:
+            most = int(last or _MOST_COUNT)
+        _require(least <= most <= _MOST_COUNT, "counts")
         # A comma without a number after it: any number of times.
-        if counts[2] and not counts[3]:
+        if braces[0].endswith(",}"):
             return least, None
         return least, most
 
     def _read_atom(self, depth: int) -> _Node:
+        """Read a group, or the set of one character."""
         char = self._take()
-        if char in "*+?{":
-            raise UnsupportedPatternError("nothing to repeat")
+        _require(char not in _QUANTIFIERS, "nothing to repeat")
         if char == "(":
             return self._read_group(depth)
         if char == "[":
             return self._read_class()
-        if char in "^$":
-            return _Edge(start=char == "^")
-        if char == ".":
-            return _Chars("\n", negated=True)
         if char == "\\":
-            return self._read_escape()
-        return _Chars(char)
+            return _Chars(self._read_escape())
+        return _SPECIAL.get(char, _Chars(re.escape(char)))
 
     def _read_group(self, depth: int) -> _Node:
-        if self.next == "?":
-            self._take()
-            if self._take() != ":":
-                raise UnsupportedPatternError("a group with an extension")
+        """Read the content of a group and its closing parenthesis."""
+        if self._skip("?"):
+            _require(self._take() == ":", "a group with an extension")
         node = self.read_choice(depth + 1)
-        if self._take() != ")":
-            raise UnsupportedPatternError("an open group")
+        _require(self._take() == ")", "an open group")
         return node
 
-    def _read_escape(self) -> _Chars:
+    def _read_escape(self) -> str:
+        """Read the character after a backslash. Returns an expression for one character."""
         char = self._take()
-        if char.lower() in _CATEGORIES and char.isascii():
-            return _Chars(categories=char)
+        if char in _CATEGORIES:
+            return f"\\{char}"
         # Other letters have meanings that this module lacks; Python escapes punctuation only.
-        if char.isalnum() or char == "_":
-            raise UnsupportedPatternError(f"\\{char}")
-        return _Chars(char)
+        _require(_WORD.match(char) is None, f"\\{char}")
+        return re.escape(char)
 
-    def _read_class(self) -> _Node:
-        negated = self.next == "^"
-        if negated:
-            self._take()
-        single, categories, ranges = "", "", []
-        # A closing bracket in the first place is a literal.
-        first = True
-        while first or self.next != "]":
-            first = False
-            item = self._read_member()
-            # A hyphen before the closing bracket is a literal.
-            is_range = self._pattern[self._position : self._position + 1] == "-" and not self._pattern.startswith(
-                "-]", self._position
-            )
-            if is_range:
-                self._take()
-                last = self._read_member()
-                if item.categories or last.categories or last.single < item.single:
-                    raise UnsupportedPatternError("a range of characters")
-                ranges.append((item.single, last.single))
-            else:
-                single, categories = single + item.single, categories + item.categories
+    def _read_class(self) -> _Chars:
+        """Read a class and its closing bracket."""
+        expression = "["
+        if self._skip("^"):
+            expression = "[^"
+        # The first character is a member even if it is a bracket.
+        expression += self._read_range()
+        while not self._skip("]"):
+            expression += self._read_range()
+        return _Chars(f"{expression}]")
+
+    def _read_range(self) -> str:
+        """Read a member of a class, and the range that begins with it."""
+        first = self._read_member()
+        if _HYPHEN.match(self._pattern, self._position) is None:
+            return first
         self._take()
-        return _Chars(single, tuple(ranges), categories, negated)
+        last = self._read_member()
+        bounds = f"{first}-{last}"
+        try:
+            re.compile(f"[{bounds}]")
+        except re.error:  # the last character is before the first, or one of them is a category
+            raise UnsupportedPatternError("a range of characters") from None
+        return bounds
 
-    def _read_member(self) -> _Chars:
+    def _read_member(self) -> str:
+        """Read a character of a class."""
         char = self._take()
         if char == "\\":
             return self._read_escape()
-        return _Chars(char)
+        return re.escape(char)

@@ -21,33 +21,63 @@ if TYPE_CHECKING:
 def replace_tensor(name: str, base: Tensor, new: Tensor, partner: Tensor | None, files: Files) -> Tensor | Message:
     """Return a tensor that the adapter stores as a whole.
 
-    It is loaded into the dtype of the base model, unless the tensor of the other model (partner) has its own dtype.
+    It is loaded into the dtype of the base model, unless the tensor of the other model has the dtype of the adapter.
+
+    name: of the tensor in the base model.
+    base: the tensor of the base model.
+    new: the tensor of the adapter.
+    partner: the tensor of the other model; None if it has no tensor of this name.
     """
-    if not is_readable(base) or not is_readable(new):
+    if not _are_readable(base, new):
         return AdapterProblem.SHAPES()
     # Libraries that load each tensor in its own dtype keep that of the adapter.
     keeps_dtype = partner is not None and partner.dtype == new.dtype
-    if new.dtype != base.dtype and not keeps_dtype:
-        new = convert(new, (base.dtype,), files)
-    return make_adapted(name, Replaced(base, new, files, whole_name=name))
+    if not keeps_dtype:
+        new = _load_as(base, new, files)
+    data = Replaced(base, new, files, whole_name=name)
+    return make_adapted(name, data)
 
 
 def replace_rows(base: Tensor, new: Tensor, rows: Sequence[int] | None, files: Files) -> Tensor | Message:
-    """Return an embedding with some rows of the adapter. rows: their numbers, None if they are unknown."""
+    """Return an embedding with some rows of the adapter.
+
+    base: the embedding of the base model.
+    new: the rows of the adapter.
+    rows: their numbers in the embedding; None if they are unknown.
+    """
     if rows is None:
         return AdapterProblem.TOKENS()
-    if not is_readable(base) or not is_readable(new) or len(base.shape) != 2:
-        return AdapterProblem.SHAPES()
-    expected_shape = (len(rows), base.shape[1])
-    if new.shape != expected_shape or max(rows, default=0) >= base.shape[0]:
+    if not _fits_rows(base, new, rows):
         return AdapterProblem.SHAPES()
     # PEFT copies the rows into the weight, which keeps its dtype.
-    if new.dtype != base.dtype:
-        new = convert(new, (base.dtype,), files)
-    boxes = tuple(_list_boxes(base, new, rows))
+    new = _load_as(base, new, files)
+    boxes = _list_boxes(base, new, rows)
     strides = contiguous_strides(base.shape)
-    joined = Tensor(base.name, base.dtype, base.shape, strides, base.path, 0, shards=boxes)
-    return make_adapted(base.name, Replaced(base, joined, files))
+    joined = Tensor(base.name, base.dtype, base.shape, strides, base.path, 0, shards=tuple(boxes))
+    data = Replaced(base, joined, files)
+    return make_adapted(base.name, data)
+
+
+def _are_readable(base: Tensor, new: Tensor) -> bool:
+    return is_readable(base) and is_readable(new)
+
+
+def _fits_rows(base: Tensor, new: Tensor, rows: Sequence[int]) -> bool:
+    """Whether the adapter has one row for each number, and the matrix has rows of these numbers."""
+    if len(base.shape) != 2 or not _are_readable(base, new):
+        return False
+    length, columns = base.shape
+    expected_shape = (len(rows), columns)
+    # No row at all fits every matrix.
+    last_row = max(rows, default=0)
+    return new.shape == expected_shape and last_row < length
+
+
+def _load_as(base: Tensor, new: Tensor, files: Files) -> Tensor:
+    """Return a tensor of the adapter in the dtype of the base model."""
+    if new.dtype == base.dtype:
+        return new
+    return convert(new, (base.dtype,), files)
 
 
 def _list_boxes(base: Tensor, new: Tensor, rows: Sequence[int]) -> list[Shard]:
@@ -55,20 +85,28 @@ def _list_boxes(base: Tensor, new: Tensor, rows: Sequence[int]) -> list[Shard]:
     boxes: list[Shard] = []
     position = 0
     # In the order of the matrix, which need not be that of the adapter.
-    for row, index in sorted(zip(rows, range(len(rows)), strict=True)):
-        if row > position:
-            boxes += _place_rows(views.narrow(base, 0, position, row - position), position)
-        boxes += _place_rows(views.narrow(new, 0, index, 1), row)
+    indices = range(len(rows))
+    replaced_rows = sorted(zip(rows, indices, strict=True))
+    for row, index in replaced_rows:
+        boxes += _copy_rows(base, position, row, position)
+        boxes += _copy_rows(new, index, index + 1, row)
         position = row + 1
-    if position < base.shape[0]:
-        boxes += _place_rows(views.narrow(base, 0, position, base.shape[0] - position), position)
+    length = base.shape[0]
+    boxes += _copy_rows(base, position, length, position)
     return boxes
 
 
-def _place_rows(part: Tensor, position: int) -> list[Shard]:
-    """Return the boxes of some rows at their position in the matrix."""
-    boxes = []
+def _copy_rows(source: Tensor, start: int, stop: int, position: int) -> list[Shard]:
+    """Return the boxes of the rows from `start` to `stop` of a matrix, none if there is no row between them.
+
+    position: of the first row in the result.
+    """
+    boxes: list[Shard] = []
+    if start >= stop:
+        return boxes
+    part = views.narrow(source, 0, start, stop - start)
     for box in views.list_boxes(part):
-        start = (box.start[0] + position, *box.start[1:])
-        boxes.append(Shard(box.tensor, start))
+        first_row, *other_dimensions = box.start
+        moved = (first_row + position, *other_dimensions)
+        boxes.append(Shard(box.tensor, moved))
     return boxes
