@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.casts import convert
+from syncheck.conversion.casts import is_conversion
 from syncheck.conversion.merges import Merged, Replaced, are_comparable, find_adapted, is_merge
-from syncheck.kernel.clustering import cluster_replicas
 from syncheck.messages import Detail
 from syncheck.records import Counts, Reason
 
@@ -96,7 +95,7 @@ def _explain_conversion(diff: TensorDiff, a: Tensor, b: Tensor, dtype: str | Non
         return _explain_merge(diff, a, b, dtype, files, to_partner=True)
     if isinstance(find_adapted(b), Merged):
         return _explain_merge(diff, b, a, dtype, files, to_partner=False)
-    if dtype is not None and _is_cast(a, b, dtype, files):
+    if dtype is not None and are_comparable(a, b) and is_conversion(a, b, dtype, files):
         return _mark_close(diff, f"cast {dtype}")
     return None
 
@@ -123,15 +122,6 @@ def _explain_merge(
     if result is None:
         return _mark_not_compared(diff, Detail.HIDDEN_ADAPTER())
     return None
-
-
-def _is_cast(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
-    """Whether B is exactly A after a conversion to `dtype` and to the dtype of B."""
-    if not are_comparable(a, b):
-        return False
-    converted = convert(a, (dtype, b.dtype), files)
-    clusters = cluster_replicas([converted, b], files)
-    return len(clusters) == 1
 
 
 class _Doubts:

@@ -6,6 +6,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
+from syncheck.kernel.clustering import cluster_replicas
 from syncheck.snapshots import Tensor, contiguous_strides
 
 if TYPE_CHECKING:
@@ -15,6 +16,29 @@ if TYPE_CHECKING:
     from syncheck.kernel.blocks import Files
 
 _LARGEST_E4M3FN = 448
+# Smaller numbers are rounded to the largest one; torch replaces all others by it, however large they are.
+_BEYOND_E4M3FN = 464
+# Masks use the largest number of float32 for infinity, which it becomes in bfloat16.
+_AS_GOOD_AS_INFINITE = 3.38e38
+
+
+def is_conversion(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
+    """Whether B is exactly A after one conversion to a dtype.
+
+    B may store the result in a dtype that holds it exactly, such as float32 for numbers of bfloat16. A number beyond
+    the range of the dtype is no conversion: it becomes infinite, or another number.
+
+    a, b: two tensors of equal shape, whose elements can be compared.
+    dtype: name of the dtype of the conversion.
+    """
+    converted = convert(a, (dtype, b.dtype), files)
+    if len(cluster_replicas([converted, b], files)) > 1:
+        return False
+    # The elements were read until here, and the dtype of B may have rounded them a second time.
+    results = [convert(a, (dtype,), files), convert(b, (dtype,), files)]
+    if len(cluster_replicas(results, files)) > 1:
+        return False
+    return not any(isinstance(tensor.data, _Converted) and tensor.data.overflowed for tensor in (converted, *results))
 
 
 def convert(tensor: Tensor, dtypes: Sequence[str], files: Files) -> Tensor:
@@ -28,6 +52,8 @@ def convert(tensor: Tensor, dtypes: Sequence[str], files: Files) -> Tensor:
 class _Converted:
     """The bytes of a tensor after conversions, read in blocks.
 
+    overflowed: whether the blocks read so far had numbers beyond the range of a dtype.
+
     As torch does, numbers are rounded to the nearest representable value, and ties to even. float64 becomes float32
     before it becomes a smaller dtype, and float8_e4m3fn, which has no infinity, becomes its largest number instead.
     """
@@ -35,6 +61,7 @@ class _Converted:
     def __init__(self, source: Tensor, dtypes: Sequence[str], files: Files) -> None:
         self._source, self._files = source, files
         self._dtypes = [DTYPES[name] for name in (source.dtype, *dtypes)]
+        self.overflowed = False
 
     def __getitem__(self, part: slice) -> bytes:
         import numpy as np
@@ -43,7 +70,22 @@ class _Converted:
         start, stop = (at // others[-1].size for at in (part.start, part.stop))
         # A comparison of two tensors uses slots from 0 on in each of its threads.
         values = np.frombuffer(self._files.read(self._source, start, stop - start, -get_ident()), own.dtype())
-        return bytes(round_values(values, others).tobytes())
+        rounded = round_values(values, others)
+        if not self.overflowed:
+            self.overflowed = _overflows(values, rounded, others)
+        return bytes(rounded.tobytes())
+
+
+def _overflows(values: Any, rounded: Any, dtypes: Sequence[DType]) -> bool:
+    """Whether a finite number became infinite, or was replaced by the largest number of a dtype without infinity."""
+    import numpy as np
+
+    wide = values.astype(np.float64)
+    finite = np.abs(wide) < _AS_GOOD_AS_INFINITE
+    if not np.isfinite(rounded.astype(np.float64)[finite]).all():
+        return True
+    saturates = any(row.name == "float8_e4m3fn" for row in dtypes)
+    return saturates and bool((np.abs(wide[finite]) >= _BEYOND_E4M3FN).any())
 
 
 def round_values(values: Any, dtypes: Sequence[DType]) -> Any:

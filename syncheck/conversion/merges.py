@@ -256,6 +256,10 @@ def is_merge(tensor: Tensor, partner: Tensor, dtype: str | None, files: Files, *
         return False
     if dtype is None and tensor.dtype != partner.dtype:
         return False
+    copy = partner if to_partner else tensor
+    if dtype is not None and unit_roundoff(copy.dtype) > unit_roundoff(dtype):
+        # The dtype of the copy would round once more than the user accepts.
+        return False
     computations = _list_computations(tensor, partner, data, dtype, files, to_partner=to_partner)
     results = set()
     for computation in computations:
@@ -341,7 +345,8 @@ def _agrees(computation: _Computation, partner: Tensor, files: Files) -> bool | 
                 return None
             slack += last * np.abs(expected)
             lower, upper = _round(expected - slack, target), _round(expected + slack, target)
-            is_within = finite & (lower <= rounded) & (rounded <= upper)
+            # A number beyond the range of the dtype became infinite, which is more than rounding.
+            is_within = finite & np.isfinite(rounded) & (lower <= rounded) & (rounded <= upper)
             # An infinity or a NaN of the sum is exactly that in the result, and a finite number is none of them.
             equal = (rounded == expected) | (np.isnan(rounded) & np.isnan(expected))
             accepted = is_within | (~finite & equal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_any_other_difference_is_out_of_sync(tmp_path: Path, fault: str) -> None
 def test_conversions_of_torch_are_accepted(tmp_path: Path, source: str, cast: str) -> None:
     """Numbers of every magnitude, converted by torch to each dtype and to B's dtype, are close."""
     torch.manual_seed(0)
-    most = 400 if cast == "float8_e4m3fn" else 1e5  # beyond 448, older versions of torch store NaN
+    most = {"float8_e4m3fn": 400, "float16": 6e4, "float8_e5m2": 5e4}.get(cast, 1e5)
     numbers = (torch.randn(1 << 18).double() * torch.logspace(-9, 6, 1 << 18).double()).clamp(-most, most)
     a = torch.cat([numbers, torch.randn(1 << 18).double()]).to(getattr(torch, source))
     torch.save({"w": a}, tmp_path / "a.pth")
@@ -70,6 +71,32 @@ def test_conversions_of_torch_are_accepted(tmp_path: Path, source: str, cast: st
         torch.save({"w": a.to(getattr(torch, cast)).to(getattr(torch, b))}, tmp_path / "b.pth")
         options = syncheck.DiffOptions(cast=cast)
         assert syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=options).verdict == "in_sync"
+
+
+@pytest.mark.parametrize("cast", ["float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_numbers_beyond_the_range_are_out_of_sync(tmp_path: Path, source: str, cast: str) -> None:
+    """A number that becomes infinite, or the largest one, is no conversion; infinity itself is."""
+    # float8_e4m3fn has no infinity, and NaN has several forms in float8_e5m2.
+    numbers = {"float16": [math.inf, math.nan], "float8_e5m2": [math.inf], "float8_e4m3fn": [math.nan]}
+    for number in (1e5, *numbers[cast]):
+        model = torch.tensor([number, 1.1]).to(getattr(torch, source))
+        torch.save({"w": model}, tmp_path / "a.pth")
+        torch.save({"w": model.to(getattr(torch, cast))}, tmp_path / "b.pth")
+        options = syncheck.DiffOptions(cast=cast)
+        report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=options)
+        assert report.exit_code == (1 if number == 1e5 else 0)
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("cast", ["float32", "float64", "float16"])
+def test_a_second_rounding_is_out_of_sync(tmp_path: Path, stored: str, cast: str) -> None:
+    """Only one conversion is accepted: the dtype of B must hold the numbers of the other dtype."""
+    model = torch.randn(8, 8)
+    torch.save({"w": model}, tmp_path / "a.pth")
+    torch.save({"w": model.to(getattr(torch, stored))}, tmp_path / "b.pth")
+    report = syncheck.diff(tmp_path / "a.pth", tmp_path / "b.pth", options=syncheck.DiffOptions(cast=cast))
+    assert report.exit_code == (0 if stored == cast else 1)
 
 
 def test_shards_are_converted(tmp_path: Path) -> None:
