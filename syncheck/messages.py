@@ -249,6 +249,10 @@ class Note(Sentence):
         "equal data does not show the pairs of {count:count rule}, which follow from the order of names: {names:names}"
     )
     ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
+    GUESSED_HEADS = (
+        "{names:list} {names:verb was|were} chosen because {names:verb it fits|they fit} the data; no configuration "
+        "beside the files states {names:verb it|them}"
+    )
     NO_MAP = "{file} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (
         "the inferred map is ambiguous: {count:count tensor} of A {count:verb equals|equal} several tensors of B: "
@@ -435,6 +439,10 @@ class Undecided(Sentence):
     UNREADABLE = "{count} of the files given could not be read"
     INFERRED_MAP = (
         "equal under an inferred map: review it, write it with {write_map:option FILE}, then pass {map:option FILE}"
+    )
+    GUESSED_HEADS = (
+        "equal if {names:list} {names:verb is|are} as the data suggests: put config.json beside the files, or pass "
+        "{accept_inferred:option}"
     )
     ALL_LINKS = "all files given are links to one file; compare copies"
     ONE_FILE = (

@@ -18,9 +18,9 @@ from syncheck.conversion.inference import describe_inferred, extend_map, infer_m
 from syncheck.conversion.map_files import read_map, write_map
 from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
 from syncheck.conversion.merges import find_adapted
-from syncheck.conversion.name_maps import find_variables
+from syncheck.conversion.name_maps import add_variables, find_variables
 from syncheck.conversion.quantized import dequantize
-from syncheck.conversion.recognition import complete_variables, recognize_map
+from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map
 from syncheck.diagnose.case import relation_of
 from syncheck.earlier_steps import find_earlier
 from syncheck.errors import SyncheckError, UsageError
@@ -249,11 +249,14 @@ def compare_sides(
     notes += mapped.notes
     if mapped.inferred and options.accept_inferred:
         notes.append(Note.ACCEPTED_MAP())
+    if mapped.guessed:
+        notes.append(Note.GUESSED_HEADS(names=mapped.guessed))
     is_proposal = mapped.inferred and not options.accept_inferred
+    guessed = () if options.accept_inferred else mapped.guessed
     comparison = replace(
         comparison,
         notes=(*notes, *comparison.notes),
-        evidence=replace(comparison.evidence, inferred=is_proposal),
+        evidence=replace(comparison.evidence, inferred=is_proposal, guessed=guessed),
     )
     # Shards of a side are no reason for doubt, but copies that could not be compared are.
     doubtful = [
@@ -321,12 +324,14 @@ def _adapted(side: Side) -> AdaptedModel:
 class MappedSides:
     """Two sides after a map of their names.
 
-    notes: about the map. inferred: whether the names of some tensors follow from an inferred map.
+    notes: about the map. inferred: whether the names of some tensors follow from an inferred map. guessed: the numbers
+    of heads that fit the data, and that no configuration states.
     """
 
     sides: tuple[Side, ...]
     notes: tuple[Message, ...]
     inferred: bool = False
+    guessed: tuple[str, ...] = ()
 
 
 def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> MappedSides:
@@ -337,7 +342,12 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Map
     if stated := [side.variables["vocabulary"] for side in sides if "vocabulary" in side.variables]:
         variables["vocabulary"] = max(stated)
     names = recognize_map(models, variables) if options.map is None else read_map(options.map)
+    stated_variables = dict(variables)
+    guessed: tuple[str, ...] = ()
     if names is not None:
+        variables.update(names.variables)
+        _require_equal_heads(sides)
+        guessed = find_guessed(names, models, variables)
         variables = complete_variables(names, models, variables, files)
     inferred: Inferred | None = None
     if options.map is None:
@@ -349,6 +359,8 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Map
         names, variables = written, {**variables, **inferred.variables}
         models = mark_ambiguous(models, inferred)
     if options.write_map is not None and written is not None:
+        numbers = variables if inferred is None else {**variables, **inferred.variables}
+        written = add_variables(written, numbers, stated_variables)
         write_map(options.write_map, written, () if inferred is None else inferred.guessed)
     elif options.write_map is not None:
         notes.append(Note.NO_MAP(file=options.write_map))
@@ -367,7 +379,18 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Map
     for side, own in zip(sides, mapped, strict=True):
         model = replace(side.model, tensors=own.tensors)
         renamed.append(replace(side, model=model, stored=own.stored, map=names, variables=variables))
-    return MappedSides(tuple(renamed), tuple(notes), inferred=inferred is not None and inferred.applies)
+    is_inferred = inferred is not None and inferred.applies
+    return MappedSides(tuple(renamed), tuple(notes), inferred=is_inferred, guessed=guessed)
+
+
+def _require_equal_heads(sides: Sequence[Side]) -> None:
+    """Raise UsageError if the configurations of two models state different numbers of heads."""
+    counts = [side.variables.get("heads") for side in sides]
+    if None not in counts and len(set(counts)) > 1:
+        raise UsageError(
+            f"A has {counts[0]} attention heads and B has {counts[1]}, as their configurations state; "
+            "two models with one map need equal numbers. Correct config.json or the saved arguments"
+        )
 
 
 def _allowed(options: DiffOptions) -> frozenset[str]:

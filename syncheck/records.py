@@ -357,6 +357,8 @@ class GroupEvidence:
     """For two models on a report page: how A and B store each tensor."""
     inferred: bool = False
     """For two models: whether the pairs of their names were inferred from the data, and not accepted by the user."""
+    guessed: tuple[str, ...] = ()
+    """For two models: numbers of heads that were chosen because they fit, and not accepted by the user."""
     free_running: FreeRunning | None = None
     """For the last step of a run whose running statistics differ: whether they were synchronized."""
 

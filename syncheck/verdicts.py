@@ -42,7 +42,8 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
 
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     judged = with_findings(group, diagnose_difference(comparison, allow))
-    doubtful = comparison.evidence.inferred or any(diff.uncompared for diff in judged.tensors)
+    is_proposal = comparison.evidence.inferred or bool(comparison.evidence.guessed)
+    doubtful = is_proposal or any(diff.uncompared for diff in judged.tensors)
     return replace(judged, verdict="undecided") if doubtful and judged.verdict == "in_sync" else judged
 
 

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from syncheck import outputs
-from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_size
+from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
 from syncheck.conversion.templates import parse_template
 from syncheck.errors import UsageError, brief
 
@@ -57,17 +57,34 @@ def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
         raise UsageError(f"{title}: not a TOML file: {error}") from None
     except (RecursionError, ValueError):  # thousands of nested lists, or a number with thousands of digits
         raise UsageError(f"{title}: nested too deeply, or a number is too large; a map has neither") from None
-    unknown = [key for key in table if key not in ("rule", "tied")]
+    unknown = [key for key in table if key not in ("rule", "tied", *VARIABLES)]
     rows, tied = table.get("rule", []), table.get("tied", [])
     if unknown or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         problem = f"key {brief(unknown[0])}" if unknown else "`rule` is no array of tables"
-        raise UsageError(f"{title}: {problem}; a map contains [[rule]] tables and `tied`")
+        raise UsageError(f"{title}: {problem}; a map contains [[rule]] tables, `tied` and numbers of heads")
     if not isinstance(tied, list) or not all(_are_names(pair) and len(pair) == 2 for pair in tied):
         raise UsageError(f"{title}: tied: must be a list of pairs of names")
     if len(rows) > _MOST_RULES:
         raise UsageError(f"{title}: {len(rows)} rules; at most {_MOST_RULES} are allowed")
     rules = tuple(_parse_rule(row, f"{title}: rule {i}") for i, row in enumerate(rows, 1))
-    return NameMap(title, rules, tuple((first, second) for first, second in tied), built_in=built_in)
+    variables = _parse_variables(table, title)
+    return NameMap(title, rules, tuple((first, second) for first, second in tied), variables, built_in=built_in)
+
+
+def _parse_variables(table: Mapping[str, Any], title: str) -> tuple[tuple[str, int], ...]:
+    """Return the numbers of heads and their size, as far as a map states them. Raises UsageError for other values."""
+    variables: list[tuple[str, int]] = []
+    for name in VARIABLES:
+        value = table.get(name)
+        if value is None:
+            continue
+        if not is_setting(value):
+            raise UsageError(
+                f"{title}: {name}: {brief(value)} is not valid; a number of heads, or the size of one, was expected"
+            )
+        variables.append((name, value))
+
+    return tuple(variables)
 
 
 def _are_names(value: object) -> bool:
@@ -157,7 +174,9 @@ def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
     guessed: rules that no data shows, which get a comment.
     Raises OptionError if the file cannot be written, or would replace an input or a checkpoint.
     """
-    lines = []
+    lines = [f"{name} = {number}" for name, number in names.variables]
+    if lines:
+        lines.append("")
     if names.tied:
         lines += [f"tied = {_to_toml(names.tied)}", ""]
     plain = Rule("")

@@ -94,6 +94,8 @@ class NameMap:
     rules: tuple[Rule, ...]
     tied: tuple[tuple[str, str], ...] = ()
     """Pairs of names; a model without the first uses the second."""
+    variables: tuple[tuple[str, int], ...] = ()
+    """Numbers of heads and their size, of models with no configuration beside them."""
     built_in: bool = False
     """Whether it is a map of this package."""
 
@@ -248,6 +250,23 @@ def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:
     return views.flatten(views.flatten(halves, 0), 0)
 
 
+def add_variables(names: NameMap, variables: Mapping[str, int], stated: Mapping[str, int]) -> NameMap:
+    """Return a map with the numbers of heads that its rules need, and that no configuration states.
+
+    variables: all known numbers.
+    stated: those of a configuration.
+    """
+    needed: set[str] = set()
+    for rule in names.rules:
+        needed |= rule.variables
+    numbers: list[tuple[str, int]] = []
+    for name in VARIABLES:
+        if name in needed and name in variables and name not in stated:
+            numbers.append((name, variables[name]))
+
+    return replace(names, variables=tuple(numbers))
+
+
 def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, int]:
     """Return the numbers of heads and their size, from config.json beside the files or from saved arguments.
 
@@ -297,12 +316,12 @@ def _find_number(settings: Mapping[str, Any], names: Iterable[str]) -> int:
     """Return the first of these settings that is a valid number, 0 if there is none."""
     for name in names:
         value: Any = settings.get(name)
-        if _is_setting(value):
+        if is_setting(value):
             return int(value)
     return 0
 
 
-def _is_setting(value: Any) -> bool:
+def is_setting(value: Any) -> bool:
     """Whether a value of a configuration is a number of heads, or a size, that a model can have."""
     return is_size(value) and value <= _MOST_SETTING
 

@@ -94,6 +94,27 @@ def complete_variables(
     return best
 
 
+def find_guessed(
+    names: NameMap, models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]
+) -> tuple[str, ...]:
+    """Return the variables that no configuration states, and that decide which rows of a tensor are which part.
+
+    variables: those that a configuration states.
+    """
+    guessed: set[str] = set()
+    for own, other in (models, models[::-1]):
+        for name in own.keys() - other.keys():
+            match = names.find_rule(name)
+            if match is None:
+                continue
+            rule, _ = match
+            # Without groups and rotary order, the shapes of the parts determine their rows.
+            if rule.rotary or isinstance(rule.groups, str):
+                guessed |= rule.variables - variables.keys()
+
+    return tuple(sorted(guessed))
+
+
 def _count_heads(
     joined: Sequence[tuple[Rule, Mapping[str, str], Tensor, Mapping[str, Tensor]]], size: int
 ) -> dict[str, int]:

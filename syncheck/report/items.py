@@ -90,7 +90,11 @@ def _undecided_reason(part: Group, *, is_values: bool) -> str:
         reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in part.tensors)
         details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
         return f"no tensor was compared ({details})" if details else "no tensor was compared; options may exclude all"
-    if part.evidence.inferred or (part.labels and any(diff.uncompared for diff in part.tensors)):
+    if (
+        part.evidence.inferred
+        or part.evidence.guessed
+        or (part.labels and any(diff.uncompared for diff in part.tensors))
+    ):
         return str(words.undecided_reason(Report("undecided", (part,), command="diff")))
     if part.verdict == "undecided":
         return "too few tensors of this group were compared for a verdict"

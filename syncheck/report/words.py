@@ -116,6 +116,8 @@ def undecided_reason(report: Report) -> Message:
         return Undecided.NOT_COMPARED(count=len(uncompared), name=f"{first.name:.80}", detail=first.detail)
     if any(group.evidence.inferred for group in report.groups):
         return Undecided.INFERRED_MAP()
+    if guessed := [group.evidence.guessed for group in report.groups if group.evidence.guessed]:
+        return Undecided.GUESSED_HEADS(names=guessed[0])
     unknown = [diff for group in report.groups for diff in group.tensors if diff.unknown]
     if ambiguous := [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]:
         name, detail = f"{ambiguous[0].name:.80}", ambiguous[0].detail

@@ -14,8 +14,9 @@ from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.name_maps import Rule, split_tensor
 from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
-from syncheck.messages import Note
+from syncheck.messages import Note, Undecided
 from syncheck.options import DiffOptions
+from syncheck.report.words import undecided_reason
 from syncheck.snapshots import Tensor, contiguous_strides
 
 if TYPE_CHECKING:
@@ -160,13 +161,50 @@ def test_megatron_names_are_recognized(tmp_path: Path) -> None:
 
 
 def test_sizes_of_heads_are_found_in_the_data(tmp_path: Path) -> None:
-    """Without config.json, the data shows the size of a head; in two unrelated models, nothing does."""
+    """Without config.json, numbers of heads that fit are a proposal; in two unrelated models, none fits."""
     a = llama.write(tmp_path / "hf", llama.make_model())
-    report = syncheck.diff(a, llama.write(tmp_path / "same", llama.to_megatron(llama.make_model())))
-    assert report.exit_code == 0
+    same = llama.write(tmp_path / "same", llama.to_megatron(llama.make_model()))
+    report = syncheck.diff(a, same)
+    assert (report.exit_code, undecided_reason(report).code) == (2, Undecided.GUESSED_HEADS)
+    assert Note.GUESSED_HEADS in notes(report)
+    accepted = syncheck.diff(a, same, options=DiffOptions(accept_inferred=True))
+    assert (accepted.exit_code, Note.GUESSED_HEADS in notes(accepted)) == (0, True)
     report = syncheck.diff(a, llama.write(tmp_path / "other", llama.to_megatron(llama.make_model(seed=1))))
     assert report.exit_code == 1
     assert Note.UNKNOWN_SETTINGS in notes(report)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_of_all_layers_in_another_order(tmp_path: Path, turned: bool) -> None:
+    """Query, key and value that do not alternate fit other numbers of heads: never in sync without a configuration."""
+    model = llama.make_model()
+    joined = llama.to_megatron(model)
+    for layer in range(2):
+        parts = [model[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
+        joined[f"decoder.layers.{layer}.self_attention.linear_qkv.weight"] = np.concatenate(parts)
+    wrong = llama.write(tmp_path / "wrong", joined)
+    for config, exit_code in ((None, 2), (llama.CONFIG, 1)):
+        sides = [llama.write(tmp_path / f"hf{exit_code}", model, config), wrong]
+        assert syncheck.diff(*sides[:: -1 if turned else 1]).exit_code == exit_code
+
+
+def test_two_numbers_of_heads_are_an_error(tmp_path: Path) -> None:
+    """Configurations of two numbers of heads describe two models, whichever is A."""
+    model = llama.make_model()
+    a = llama.write(tmp_path / "hf", model, llama.CONFIG)
+    other = {**llama.CONFIG, "num_attention_heads": 2 * llama.CONFIG["num_attention_heads"]}
+    b = llama.write(tmp_path / "megatron", llama.to_megatron(model), other)
+    for sides in ((a, b), (b, a)):
+        assert main(["diff", "-q", *sides]) == 2
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "true", "'4'", "1" + "0" * 300])
+def test_numbers_of_heads_in_a_map(tmp_path: Path, number: str) -> None:
+    """A map may state numbers of heads; a value that is none is an error."""
+    path = tmp_path / "map.toml"
+    path.write_text(f"head_dim = {number}\n")
+    with pytest.raises(UsageError):
+        read_map(str(path))
 
 
 def test_a_changed_element_is_located_in_both_files(tmp_path: Path) -> None:
@@ -262,9 +300,11 @@ def test_hostile_configurations(tmp_path: Path, config: Any) -> None:
     model = llama.make_model()
     a = llama.write(tmp_path / "hf", model, config)
     report = syncheck.diff(a, llama.write(tmp_path / "megatron", llama.to_megatron(model)))
-    assert report.verdict in ("in_sync", "out_of_sync")
+    # Numbers that are found in the data are a proposal.
+    assert report.verdict != "in_sync"
     (tmp_path / "hf" / "config.json").write_text("[" * 100_000)
-    assert syncheck.diff(a, str(tmp_path / "megatron")).exit_code == 0
+    report = syncheck.diff(a, str(tmp_path / "megatron"), options=DiffOptions(accept_inferred=True))
+    assert report.exit_code == 0
 
 
 def test_digests_are_renamed_and_not_divided(tmp_path: Path) -> None:
