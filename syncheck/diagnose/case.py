@@ -385,6 +385,7 @@ class Common(Sentence):
     LARGEST = "largest difference {difference:number 3} in {element}"
     SIZE_UNKNOWN = "by an unknown amount"
     NOT_FINITE = "no finite difference"
+    NOT_FINITE_IN = "{element} is not finite in all of them"
     AGREE = "{ranks:ranks} agree"
     DIFFERS = "{ranks:ranks} {ranks:verb differs|differ} from all other ranks"
     NO_MAJORITY = "there is no majority"
@@ -409,6 +410,10 @@ def largest_difference(tensors: Iterable[TensorDiff]) -> Message:
     tensors = tuple(tensors)
     if any(diff.mismatched is None for diff in tensors):
         return Common.SIZE_UNKNOWN()
+    # An element that is finite in one replica only counts more than any number.
+    not_finite = [diff for diff in tensors if len(set(diff.nonfinite.values())) > 1]
+    if not_finite and not_finite[0].index:
+        return Common.NOT_FINITE_IN(element=element_name(not_finite[0]))
     measured = [(diff.max_abs, diff) for diff in tensors if diff.max_abs is not None]
     if not measured:
         return Common.NOT_FINITE()

@@ -213,7 +213,7 @@ def place_lines(diffs: Sequence[TensorDiff], group: Group) -> list[str]:
         places = [
             f"{group.labels[side]} {place.path}"
             + ("" if place.rank is None or place.path.endswith(f" on rank {place.rank}") else f" (rank {place.rank})")
-            + (f", {place.tensor}{list(place.index or ())}" if place.tensor else "")
+            + (f", {place.tensor}{list(place.index) if place.index else ''}" if place.tensor else "")
             for side, place in diff.places.items()
         ]
         if places:

@@ -11,6 +11,7 @@ import pytest
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge, to_bfloat16
 
 import syncheck
+from syncheck.diagnose.case import Common
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -156,3 +157,15 @@ def test_causes_ignore_no_nonfinite_element(tmp_path: Path, value: float) -> Non
     for folder, b in (("2", change(scaled, NAME, value)), ("3", {**model, NAME: np.full_like(model[NAME], value)})):
         found = codes(syncheck.diff(base, llama.write(tmp_path / folder, b)))
         assert (sum(found.values()), {"SYN311", "SYN312"} & found.keys()) == (1, set())
+
+
+def test_infinity_precedes_the_largest_number(tmp_path: Path) -> None:
+    """A finding states the element that is infinite in one model, and not the largest finite difference."""
+    model = llama.make_model()
+    wrong = change({**model, NAME: model[NAME] + 1e-3}, NAME, np.inf)
+    report = syncheck.diff(llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", wrong))
+    (finding,) = report.groups[-1].findings
+    (diff,) = (diff for diff in report.groups[-1].tensors if diff.out_of_sync)
+    sizes = [fact.parameters["size"] for fact in finding.facts if "size" in fact.parameters]
+    assert [size.code for size in sizes] == [Common.NOT_FINITE_IN]
+    assert sizes[0].parameters["element"] == f"{NAME}[{', '.join(map(str, diff.index))}]"
