@@ -23,7 +23,7 @@ from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map
 from syncheck.diagnose.case import relation_of
 from syncheck.earlier_steps import find_earlier
-from syncheck.errors import SyncheckError, UsageError
+from syncheck.errors import SyncheckError, UsageError, brief
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import find_outside_model
 from syncheck.layout.grouping import group_replicas
@@ -202,7 +202,10 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
 
 
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
-    """Compare the copies of tensors and values in the files of a side; None for a side in one file."""
+    """Compare the copies of tensors and values in the files of a side; None for a side in one file.
+
+    Raises UsageError for pipeline stages that number their layers from 0.
+    """
     # The adapter of a model has other tensors, and its own run.
     ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if not is_adapter(snapshot))
     if len(ranks) < 2:
@@ -210,7 +213,23 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     own = replace(
         compare_group(replace(side.group, ranks=ranks), api.build_selection(options)), name=side.title, run=side.title
     )
+    _require_own_numbers(side, [snapshot for _, snapshot in ranks], own)
     return judge_group(accept_parts(own), (), _allowed(options))
+
+
+def _require_own_numbers(side: Side, snapshots: Sequence[Snapshot], copies: Comparison) -> None:
+    """Raise UsageError if files of different tensors have other data under all of their common names of layers."""
+    name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
+    differing = [diff.name for diff in copies.tensors if diff.out_of_sync and diff.reason is None]
+    if len(name_sets) < 2 or len(differing) < 2 or copies.counts.compared > len(differing):
+        return
+    # Tied weights, which stages have in common, have no number.
+    if all(any(part.isdigit() for part in name.split(".")) for name in differing):
+        raise UsageError(
+            f"{side.title}: the files have other data under all {len(differing)} names of layers that they have in "
+            f"common, such as {brief(differing[0])}: stages that number their layers from 0, or several models. "
+            "Give each layer its number in the whole model"
+        )
 
 
 def compare_sides(
