@@ -17,6 +17,7 @@ from syncheck.messages import Note
 from syncheck.names import CODE
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Tensor
+from syncheck.value_kinds import is_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,8 +47,22 @@ class ModelValues:
         # Positions of ranks are expensive to find, and most files have no such values.
         self._positions = find_positions(snapshots) if self._certain else Positions()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._certain
+    def includes(self, name: str, by_rank: Mapping[int, Any]) -> bool:
+        """Whether a value belongs to the model, and not to the rank.
+
+        by_rank: the values of the ranks that have it.
+        """
+        if name not in self._certain:
+            return False
+        certain = self._certain[name]
+        # None stands for a value that the rank does not have.
+        values = [value for value in by_rank.values() if value is not None]
+        return not all(is_of_rank(name, value, certain=certain) for value in values)
+
+    def lacks(self, name: str, by_rank: Mapping[int, Any]) -> bool:
+        """Whether a file in the format of all other files lacks a value of a state dict."""
+        is_missing = len(by_rank) < len(self._ranks)
+        return is_missing & self._certain[name] & (len(self._formats) == 1)
 
     def compare(self, name: str, by_rank: Mapping[int, Any], *, selected: bool) -> ValueDiff | None:
         """Return the difference of one value, None if it has none.

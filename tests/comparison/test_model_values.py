@@ -127,6 +127,18 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any, int]] = {
     "loss beside tensors": (lambda x: {"w": W, "val_loss": x, "best_acc": x, "time": x, "note": str(x)}, 0.5, 0.6, 0),
     "arguments": (lambda x: {"model": {"w": W}, "args": {"output": x}}, "a", "b", 0),
     "device": (lambda x: {"model": {"w": W, "device": x}}, "cuda:0", "cuda:1", 0),
+    "device that one file lacks": (lambda x: {"model": {"w": W, "device": x}}, "cuda:0", None, 0),
+    "device of an extra state": (
+        lambda x: {"w": W, "_extra_state": {"device": torch.device("cuda", x)}}, 0, 1, 0,
+    ),
+    "time in a model": (lambda x: {"model": {"w": W, "time": x}}, 1.0, 2.0, 1),
+    "number named device": (lambda x: {"model": {"w": W, "head": {"device_id": x}}}, 3, 4, 1),
+    "rank and time in an extra state": (lambda x: {"model": {"w": W, "_extra_state": {"rank": 0, "time": x}}}, 1, 2, 1),
+    "rank of an adapter that one file lacks": (lambda x: {"model": {"w": W, **x}}, {"rank": 8}, {}, 1),
+    "step that one model lacks": (lambda x: {"model": {"w": W, **x}}, {"step": 8}, {}, 1),
+    "RNG state in an extra state": (lambda x: {"model": {"w": W, "_extra_state": {"rng_state": x}}}, 1, 2, 0),
+    "rank of a process": (lambda x: {"model": {"w": W}, "rank": x, "time": x}, 1, 2, 0),
+    "rank beside tensors": (lambda x: {"w": W, "rank": x}, 1, 2, 0),
 }  # fmt: skip
 
 
@@ -142,6 +154,28 @@ def test_values_of_the_model(tmp_path: Path, name: str) -> None:
     assert syncheck.compare(*paths).exit_code == expected
     copy = shutil.copyfile(paths[0], tmp_path / "copy.pt")
     assert syncheck.diff(paths[0], copy).exit_code == 0
+
+
+def test_names_of_ranks_in_a_model(tmp_path: Path) -> None:
+    """In a state dict and an extra state, values named after ranks and times are in a finding."""
+    trees = [{"model": {"w": W, "time": i, "device": f"cuda:{i}", "_extra_state": {"rank": i}}} for i in range(2)]
+    for rank, tree in enumerate(trees):
+        torch.save(tree, tmp_path / f"a_rank{rank}.pt")
+    (group,) = syncheck.compare(tmp_path).groups
+    assert [(finding.code, finding.values) for finding in group.findings] == [("SYN299", ("time", "_extra_state.rank"))]
+    assert {value.name: (value.kind, value.counts) for value in group.values} == {
+        "time": ("model", True), "_extra_state.rank": ("model", True), "device": ("other", False),
+    }  # fmt: skip
+
+
+def test_rank_of_a_module(tmp_path: Path) -> None:
+    """An attribute of a pickled module that is named after the rank belongs to the rank."""
+    for name, code in (("rank", 0), ("device_id", 0), ("pid", 0), ("groups", 1)):
+        for rank in range(2):
+            module = Attributed(1.0)
+            setattr(module, name, rank)
+            torch.save(module, tmp_path / f"a_rank{rank}.pt")
+        assert syncheck.compare(tmp_path).exit_code == code
 
 
 def test_other_formats(tmp_path: Path) -> None:
