@@ -7,8 +7,14 @@ import shutil
 import struct
 import zipfile
 from collections import OrderedDict
+from datetime import date
+from decimal import Decimal
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import save_safetensors
@@ -31,6 +37,13 @@ class Box:
 
     def __init__(self, content: Any) -> None:
         self.content = content
+
+
+class Mode(Enum):
+    """Members of an enum."""
+
+    FAST = "fast"
+    EXACT = "exact"
 
 
 class OtherBox(Box):
@@ -106,6 +119,26 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any, int]] = {
     "function": (lambda x: {"model": {"w": W, "act": x}}, torch.nn.functional.relu, torch.nn.functional.gelu, 1),
     "object": (lambda x: {"model": {"w": W, "box": Box(x)}}, 1, 2, 1),
     "class of an object": (lambda x: {"model": {"w": W, "box": x(1)}}, Box, OtherBox, 1),
+    "numpy dtype": (lambda x: {"model": {"w": W, "dtype": x}}, np.dtype("f4"), np.dtype("f8"), 1),
+    "equal numpy dtypes": (lambda x: {"model": {"w": W, "dtype": x}}, np.dtype("f4"), np.dtype("float32"), 0),
+    "byte order": (lambda x: {"w": W, "_extra_state": {"dtype": x}}, np.dtype("<f4"), np.dtype(">f4"), 1),
+    "field of a record": (lambda x: {"model": {"w": W, "dtype": np.dtype([(x, "f4")])}}, "a", "b", 1),
+    "dtype of a field": (lambda x: {"model": {"w": W, "dtype": np.dtype([("a", x)])}}, "f4", "i4", 1),
+    "unit of a time": (lambda x: {"model": {"w": W, "t": np.datetime64(1, x)}}, "s", "D", 1),
+    "unit of an array": (lambda x: {"model": {"w": W, "t": np.array([1], f"M8[{x}]")}}, "s", "D", 1),
+    "numpy dtype beside a model": (lambda x: {"model": {"w": W}, "dtype": np.dtype(x)}, "f4", "f8", 0),
+    "storage class": (lambda x: {"model": {"w": W, "s": x}}, torch.FloatStorage, torch.UntypedStorage, 1),
+    "container class": (lambda x: {"model": {"w": W, "c": x}}, OrderedDict, set, 1),
+    "another container class": (lambda x: {"model": {"w": W, "c": x}}, frozenset, set, 1),
+    "equal container classes": (lambda x: {"model": {"w": W, "c": x}}, OrderedDict, OrderedDict, 0),
+    "member of an enum as a key": (lambda x: {"model": {"w": W, "m": {x: 1}}}, Mode.FAST, Mode.EXACT, 1),
+    "path as a key": (lambda x: {"model": {"w": W, "m": {(PurePath(x), 0): 1}}}, "a", "b", 1),
+    "date": (lambda x: {"model": {"w": W, "d": date(2026, 1, x)}}, 1, 2, 1),
+    "decimal": (lambda x: {"model": {"w": W, "d": Decimal(x)}}, "1.5", "1.6", 1),
+    "slice": (lambda x: {"model": {"w": W, "d": slice(x)}}, 1, 2, 1),
+    "size": (lambda x: {"model": {"w": W, "d": torch.Size(x)}}, (1,), (2,), 1),
+    "partial function": (lambda x: {"model": {"w": W, "d": partial(torch.relu, x)}}, 1, 2, 1),
+    "member of an enum": (lambda x: {"model": {"w": W, "d": x}}, Mode.FAST, Mode.EXACT, 1),
     "missing": (lambda x: {"model": {"w": W, **x}}, {}, {"n": 1}, 1),
     "beside parts of a model": (lambda x: {"model": {"a": {"w": W}, "b": {"w": W}, "n": x}}, 0.5, 0.7, 1),
     "another container": (lambda x: {"generator": {"w": W, "n": x}, "critic": {"w": W}}, 0.5, 0.7, 1),
@@ -166,6 +199,16 @@ def test_names_of_ranks_in_a_model(tmp_path: Path) -> None:
     assert {value.name: (value.kind, value.counts) for value in group.values} == {
         "time": ("model", True), "_extra_state.rank": ("model", True), "device": ("other", False),
     }  # fmt: skip
+
+
+def test_objects_of_a_model_are_values(tmp_path: Path) -> None:
+    """The content of a dtype has names of its own, so that a finding shows which part differs."""
+    for rank, size in enumerate((4, 8)):
+        records = np.dtype([("a", f"f{size}")])
+        torch.save({"model": {"w": W, "d": np.dtype(f"f{size}"), "r": records}}, tmp_path / f"a_rank{rank}.pt")
+    (group,) = syncheck.compare(tmp_path).groups
+    (finding,) = group.findings
+    assert (finding.code, finding.values) == ("SYN299", ("d.name", "r.name", "r.fields.a.0.name", "r.itemsize"))
 
 
 def test_rank_of_a_module(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from syncheck.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
-from syncheck.readers.pickles.stand_ins import Inert, TensorLocation, TypeName
+from syncheck.readers.pickles.stand_ins import Inert, Ordered, StandIn, StorageType, TensorLocation, TypeName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,6 +144,12 @@ def name_of_object(value: Any) -> str | None:
     """Return the name of a dtype, class or function, which is a plain value; None for other objects."""
     if isinstance(value, TypeName):
         return value.full_name
+
+    if isinstance(value, (StandIn, StorageType)):
+        return value.name
+
+    if isinstance(value, type) and issubclass(value, Ordered):
+        return "collections.OrderedDict"
 
     # Unknown classes and functions are subclasses of Inert, and objects are instances.
     if isinstance(value, type) and issubclass(value, Inert):

@@ -22,6 +22,7 @@ from syncheck.readers.pickles.membership import (
     name_of_class,
     name_of_object,
 )
+from syncheck.readers.pickles.numpy_stand_ins import NumpyDType
 from syncheck.readers.pickles.optimizer_names import (
     list_ids,
     list_members,
@@ -152,7 +153,7 @@ def _find_owners(tree: Any, path: str, most: int, made: Sequence[TensorLocation]
 def _has_parts(node: Any) -> bool:
     if isinstance(node, Compound):
         return bool(node.inner)
-    return isinstance(node, (*_CONTAINERS, Inert))
+    return isinstance(node, (*_CONTAINERS, Inert, NumpyDType))
 
 
 def _endless_error(path: str, place: str, found: str, needed: str) -> MalformedFile:
@@ -232,6 +233,8 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [(str(i), value) for i, value in enumerate(node)]
     if isinstance(node, (set, frozenset)):
         return [(str(i), value) for i, value in enumerate(_sort_set(node))]
+    if isinstance(node, NumpyDType):
+        return list(node.list_parts().items())
     if isinstance(node, Inert):
         parts = [(keys.to_text(key), value) for key, value in node.items.items()]
         for i, given in enumerate(node.given):
