@@ -10,6 +10,7 @@ from syncheck.comparison.model_values import ModelValues, to_comparable
 from syncheck.messages import Note
 from syncheck.names import is_rng_state
 from syncheck.records import ValueDiff
+from syncheck.snapshots import Membership
 from syncheck.value_kinds import SCALES, differs_by_design, is_of_rank, make_value_classifier
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
     selected = {}
     for name, value in values.items():
         if name in snapshot.model_values:
-            if not is_of_rank(name, value, certain=snapshot.model_values[name]):
+            if not is_of_rank(name, value, certain=snapshot.model_values[name] is Membership.MODEL):
                 selected[name] = to_comparable(value)
         elif kind_of(name) != "other" and not differs_by_design(name):
             selected[name] = value

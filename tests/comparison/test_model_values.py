@@ -140,6 +140,17 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any, int]] = {
     "partial function": (lambda x: {"model": {"w": W, "d": partial(torch.relu, x)}}, 1, 2, 1),
     "member of an enum": (lambda x: {"model": {"w": W, "d": x}}, Mode.FAST, Mode.EXACT, 1),
     "missing": (lambda x: {"model": {"w": W, **x}}, {}, {"n": 1}, 1),
+    "number beside tensors that one file lacks": (lambda x: {"w": W, **x}, {"scale": 2.0}, {}, 1),
+    "text beside tensors that one file lacks": (lambda x: {"w": W, **x}, {}, {"mode": "relu"}, 1),
+    "shorter tuple beside tensors": (lambda x: {"w": W, "t": x}, (1, 2), (1,), 1),
+    "nothing beside tensors that one file lacks": (lambda x: {"w": W, **x}, {}, {"scale": None}, 0),
+    "epoch that one file lacks": (lambda x: {"w": W, **x}, {}, {"epoch": 3, "global_step": 5}, 0),
+    "loss that one file lacks": (lambda x: {"w": W, **x}, {}, {"val_loss": 3.0, "note": "x"}, 0),
+    "configuration that one file lacks": (lambda x: {"w": W, **x}, {}, {"cfg": {"scale": 3.0}}, 0),
+    "rank that one file lacks": (lambda x: {"w": W, **x}, {}, {"rank": 3}, 0),
+    "number beside a model and a tensor that one file lacks": (
+        lambda x: {"model": {"w": W}, "mask": W, **x}, {}, {"scale": 2.0}, 0,
+    ),
     "beside parts of a model": (lambda x: {"model": {"a": {"w": W}, "b": {"w": W}, "n": x}}, 0.5, 0.7, 1),
     "another container": (lambda x: {"generator": {"w": W, "n": x}, "critic": {"w": W}}, 0.5, 0.7, 1),
     "no container": (lambda x: {"layer.weight": W, "temperature": x}, 0.5, 0.7, 1),
@@ -211,6 +222,31 @@ def test_objects_of_a_model_are_values(tmp_path: Path) -> None:
     assert (finding.code, finding.values) == ("SYN299", ("d.name", "r.name", "r.fields.a.0.name", "r.itemsize"))
 
 
+def test_a_number_beside_tensors_is_missing(tmp_path: Path) -> None:
+    """A number beside tensors that one file of the same format lacks is SYN101, also in a subset and a fingerprint."""
+    for rank, tree in enumerate(({"w": W, "scale": 2.0, "epoch": 1}, {"w": W})):
+        torch.save(tree, tmp_path / f"a_rank{rank}.pt")
+        (tmp_path / f"a_rank{rank}.json").write_text(fingerprint(syncheck.read(str(tmp_path / f"a_rank{rank}.pt"))))
+    for ending in ("pt", "json"):
+        paths = [tmp_path / f"a_rank{rank}.{ending}" for rank in range(2)]
+        for options in (DiffOptions(), DiffOptions(subset=True)):
+            (finding,) = syncheck.diff(*paths, options=options).groups[-1].findings
+            assert (finding.code, finding.values) == ("SYN101", ("scale",))
+
+
+def test_values_of_pipeline_stages(tmp_path: Path) -> None:
+    """A number that only a later pipeline stage of each model has is compared."""
+    for side, number in (("a", 1), ("b", 2)):
+        (tmp_path / side).mkdir()
+        for rank in range(2):
+            model = {f"layers.{rank}.w": W, f"layers.{rank}.n": rank * number}
+            block = {"schema": 1, "rank": rank, "world_size": 2, "mesh": {"pp": rank}}
+            torch.save({"model": model, "syncheck": block}, tmp_path / side / f"m_rank{rank}.pt")
+    report = syncheck.diff(tmp_path / "a", tmp_path / "b")
+    assert [value.name for value in report.groups[-1].values if value.counts] == ["layers.1.n"]
+    assert syncheck.diff(tmp_path / "a", tmp_path / "a").exit_code == 0
+
+
 def test_rank_of_a_module(tmp_path: Path) -> None:
     """An attribute of a pickled module that is named after the rank belongs to the rank."""
     for name, code in (("rank", 0), ("device_id", 0), ("pid", 0), ("groups", 1)):
@@ -227,7 +263,9 @@ def test_other_formats(tmp_path: Path) -> None:
     torch.save({"model": model}, tmp_path / "extra.pt")
     torch.save({"model": model | {"n": 0.5}}, tmp_path / "number.pt")
     copy = save_safetensors(tmp_path / "b.safetensors", {"w": W.numpy()})
+    torch.save({"w": W, "scale": 2.0}, tmp_path / "beside.pt")
     assert syncheck.diff(tmp_path / "extra.pt", copy).exit_code == 0
+    assert syncheck.diff(tmp_path / "beside.pt", copy).exit_code == 0
     assert syncheck.diff(tmp_path / "number.pt", copy).exit_code == 2
     for options, code in ((DiffOptions(exclude=("n",)), 0), (DiffOptions(subset=True), 2)):
         assert syncheck.diff(tmp_path / "number.pt", copy, options=options).exit_code == code

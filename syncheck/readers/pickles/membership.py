@@ -8,11 +8,11 @@ dictionary may belong to the model.
 from __future__ import annotations
 
 import re
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from syncheck.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
 from syncheck.readers.pickles.stand_ins import Inert, Ordered, StandIn, StorageType, TensorLocation, TypeName
+from syncheck.snapshots import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,18 +25,6 @@ _MANGLED = re.compile(r"\.___torch_mangle_\d+")
 # Attributes that do not belong to the weights: the same model is saved in both modes, and torch.compile leaves notes on
 # tensors about the sizes that were constant.
 _NOT_OF_MODEL = re.compile(r"training|_dynamo_.*")
-
-
-class Membership(Enum):
-    """How certain it is that the plain values in a container belong to the model."""
-
-    NONE = "none"
-    BESIDE = "beside"
-    """They are directly beside tensors, and their names may show that they describe the run."""
-    MODULE = "module"
-    """They are attributes of a module or tensor. Other files of the model may lack them, such as state dicts."""
-    MODEL = "model"
-    """They are as much a part of the model as its tensors."""
 
 
 CERTAIN = (Membership.MODULE, Membership.MODEL)

@@ -15,7 +15,6 @@ from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.cycles import ContainsItself, Owners, find_owners
 from syncheck.readers.pickles.membership import (
     CERTAIN,
-    Membership,
     find_membership,
     find_membership_of_part,
     holds_tensors,
@@ -31,6 +30,7 @@ from syncheck.readers.pickles.optimizer_names import (
     stored_names,
 )
 from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
+from syncheck.snapshots import Membership
 from syncheck.value_kinds import is_aside
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Flat:
     metadata: Metadata | None = None
     block: Any = None
     """The metadata block, whose parts have no names."""
-    model_values: dict[str, bool] = field(default_factory=dict)
+    model_values: dict[str, Membership] = field(default_factory=dict)
     """Values that belong to the model; see `Snapshot.model_values`."""
     numbered: tuple[str, ...] = ()
     """Parameters of the only optimizer, if the file does not name them."""
@@ -94,7 +94,7 @@ class Flat:
         self.values[unique_name] = value
         described = membership is Membership.BESIDE and not is_aside(name)
         if membership in CERTAIN or described:
-            self.model_values[unique_name] = membership is Membership.MODEL
+            self.model_values[unique_name] = membership
 
     def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
         """Return the name, or `name#2` if it is taken: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
