@@ -27,6 +27,8 @@ _DEVICE = re.compile(r"[a-z]+(?::\d+)?")
 _OWN_ATTRIBUTE = re.compile(r"(?:\w+_)?(?:rank|device|device_id|device_index|hostname|pid)")
 # Names of the values about the order of registration. Their values are the names that are not at the same positions.
 ORDERS = ("(order of parameters)", "(order of buffers)")
+# The last part of the names of the values with the submodules of pickled modules. In containers they have an order.
+MODULES = "(modules)"
 # The last part of the names of the values about modes of modules and `requires_grad`.
 TRAINING, REQUIRES_GRAD = "training", "requires_grad"
 # Marks the states of metrics, which are sums of one rank until `compute()`.

@@ -87,6 +87,37 @@ def parameter(**attributes: Any) -> torch.nn.Parameter:
     return weight
 
 
+class Block(torch.nn.Module):
+    """A module with submodules, which it registers in the order of its arguments."""
+
+    def __init__(self, **submodules: torch.nn.Module | None) -> None:
+        super().__init__()
+        self.weight = parameter()
+        for name, submodule in submodules.items():
+            self.add_module(name, submodule)
+
+
+class Numbered(torch.nn.Sequential):
+    """A class that computes in the order of its submodules, like its base class."""
+
+
+def layers(names: str, kind: Callable[[Any], torch.nn.Module] = torch.nn.Sequential) -> torch.nn.Module:
+    """Return a container with layers: `a` and `b` with weights of their own, and `r` for ReLU."""
+    made: dict[str, torch.nn.Module] = {"r": torch.nn.ReLU()}
+    for number, name in enumerate("ab"):
+        made[name] = torch.nn.Linear(3, 3, bias=False)
+        torch.nn.init.constant_(made[name].weight, number)
+    return kind(OrderedDict((name, made[name]) for name in names))
+
+
+def renumbered(numbers: Any) -> torch.nn.Module:
+    """Return a module of a class derived from Sequential, whose submodules are in this order."""
+    module = Numbered(torch.nn.Tanh(), torch.nn.ReLU())
+    module.weight = parameter()
+    module._modules = {number: module._modules[number] for number in numbers}
+    return module
+
+
 # A file with a value, two values, and the exit code of their comparison.
 CASES: dict[str, tuple[Callable[[Any], Any], Any, Any, int]] = {
     "scale": (lambda x: {"w": quantized(x)}, 0.1, 0.2, 1),
@@ -160,6 +191,16 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, Any, int]] = {
     "attribute of a parameter": (lambda x: {"model": {"w": parameter(scale=x)}}, 0.1, 0.2, 1),
     "attribute of a library": (lambda x: {"model": {"w": parameter(**x)}}, {}, {"_has_been_cloned": True}, 0),
     "attribute of a module": (Attributed, 0.1, 0.2, 1),
+    "order in a Sequential": (layers, "ab", "ba", 1),
+    "order in a Sequential of a checkpoint": (lambda x: {"model": layers(x), "epoch": 1}, "ab", "ba", 1),
+    "order in a nested ModuleDict": (lambda x: Block(d=layers(x, torch.nn.ModuleDict)), "ab", "ba", 1),
+    "order in both replicas": (lambda x: torch.nn.DataParallel(layers(x)), "ab", "ba", 1),
+    "order in a subclass of Sequential": (renumbered, "01", "10", 1),
+    "order in another module": (lambda x: layers(x, lambda named: Block(**named)), "ab", "ba", 0),
+    "ReLU that one Sequential lacks": (layers, "ar", "a", 1),
+    "ReLU that one module lacks": (lambda x: Block(**x), {"act": torch.nn.ReLU()}, {}, 1),
+    "None instead of a module": (lambda x: Block(act=x), torch.nn.ReLU(), None, 1),
+    "None that one module lacks": (lambda x: Block(**x), {"act": None}, {}, 0),
     "training flag": (lambda x: Attributed(1.0).train(x), True, False, 0),
     "run beside a model and a tensor": (
         lambda x: {"model": {"w": W}, "rng_state": W, "mask": W, "temperature": x, "note": str(x)}, 0.5, 0.6, 0,
@@ -245,6 +286,23 @@ def test_values_of_pipeline_stages(tmp_path: Path) -> None:
     report = syncheck.diff(tmp_path / "a", tmp_path / "b")
     assert [value.name for value in report.groups[-1].values if value.counts] == ["layers.1.n"]
     assert syncheck.diff(tmp_path / "a", tmp_path / "a").exit_code == 0
+
+
+def test_submodules_of_a_module(tmp_path: Path) -> None:
+    """The submodules of a pickled module are one value: in their order if the module computes in this order."""
+    paths = []
+    for rank, names in enumerate(("abr", "bra", "ba")):
+        paths.append(tmp_path / f"a_rank{rank}.pt")
+        torch.save(Block(s=layers(names), m=layers(names, lambda named: Block(**named))), paths[rank])
+    moved = syncheck.compare(*paths[:2]).groups[-1]
+    removed = syncheck.compare(*paths[1:]).groups[-1]
+    for group, code, names in (
+        (moved, "SYN299", {"_modules.s.(modules)": ("a, b, r", "b, r, a")}),
+        (removed, "SYN299", {"_modules.s.(modules)": ("b, r, a", "b, a"), "_modules.m.(modules)": ("a, b, r", "a, b")}),
+    ):
+        (finding,) = [finding for finding in group.findings if finding.counts]
+        assert (finding.code, finding.values) == (code, tuple(names))
+        assert {value.name: tuple(value.by_rank.values()) for value in group.values if value.counts} == names
 
 
 def test_rank_of_a_module(tmp_path: Path) -> None:

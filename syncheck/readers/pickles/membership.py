@@ -11,6 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from syncheck.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
+from syncheck.readers.pickles.keys import to_text
 from syncheck.readers.pickles.stand_ins import Inert, Ordered, StandIn, StorageType, TensorLocation, TypeName
 from syncheck.snapshots import Membership
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # Attributes of every pickled nn.Module.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
+# The module of the containers of torch, such as Sequential and ModuleList, which compute in the order of registration.
+_ORDERED = "torch.nn.modules.container."
 # The prefix of all classes in a TorchScript archive.
 _SCRIPTED = "__torch__."
 _MANGLED = re.compile(r"\.___torch_mangle_\d+")
@@ -126,6 +129,25 @@ def _find_membership_in_model(value: dict[str, Any] | Inert) -> Membership:
 def name_of_class(kind: Inert | type[Inert]) -> str:
     """Return the name of a class, without the number that torch.jit adds to the name of a class that it knows."""
     return _MANGLED.sub("", kind.name)
+
+
+def list_submodules(module: Inert, parts: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the names of the submodules of a pickled nn.Module, None for another object.
+
+    The names are in the order of registration if it determines what the module computes, and otherwise sorted.
+    parts: the attributes of the module.
+    """
+    submodules = parts.get("_modules")
+    if not isinstance(submodules, dict) or not parts.keys() >= _OF_MODULES:
+        return None
+
+    # None stands for a module that an architecture may have, such as the downsampling of a residual block.
+    names = [to_text(key) for key, submodule in submodules.items() if submodule is not None]
+    # Subclasses of Sequential and ModuleList number their submodules, too.
+    are_numbered = all(name.isdecimal() for name in names)
+    if are_numbered or module.name.startswith(_ORDERED):
+        return tuple(names)
+    return tuple(sorted(names))
 
 
 def name_of_object(value: Any) -> str | None:

@@ -18,6 +18,7 @@ from syncheck.readers.pickles.membership import (
     find_membership,
     find_membership_of_part,
     holds_tensors,
+    list_submodules,
     name_of_class,
     name_of_object,
 )
@@ -31,7 +32,7 @@ from syncheck.readers.pickles.optimizer_names import (
 )
 from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
 from syncheck.snapshots import Membership
-from syncheck.value_kinds import is_aside
+from syncheck.value_kinds import MODULES, is_aside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -321,6 +322,9 @@ def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
     if isinstance(content, Inert) and own in CERTAIN:
         # The class of an object in the model determines what its attributes mean.
         flat.add_value(f"{start}(class)", name_of_class(content), own)
+        submodules = list_submodules(content, dict(parts))
+        if submodules is not None:
+            flat.add_value(start + MODULES, ", ".join(submodules), own)
     above = (*node.above, id(content))
     named = []
     for position, (key, part) in enumerate(parts):
