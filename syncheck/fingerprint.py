@@ -55,7 +55,7 @@ def fingerprint(snapshot: Snapshot) -> str:
         "algorithm": ALGORITHM,
         "metadata": None if snapshot.metadata is None else _encode_metadata(snapshot.metadata),
         "values": values,
-        "model_values": {name: certain for name, certain in snapshot.model_values.items() if name in values},
+        "model_values": {name: value.value for name, value in snapshot.model_values.items() if name in values},
         "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
         "notes": [str(note)[:MOST_TEXT] for note in (*snapshot.notes, *sorted(dropped))],
     }

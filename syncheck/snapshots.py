@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -43,6 +44,19 @@ def unravel_index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
         flat, at = divmod(flat, size)
         index.append(at)
     return tuple(reversed(index))
+
+
+class Membership(Enum):
+    """How certain it is that the plain values in a container belong to the model, in ascending order."""
+
+    NONE = "none"
+    BESIDE = "beside"
+    """They are directly beside tensors, and their names do not show that they describe the run. Files in formats that
+    store tensors only may lack them."""
+    MODULE = "module"
+    """They are attributes of a module or tensor. Other files of the model may lack them, such as state dicts."""
+    MODEL = "model"
+    """They are as much a part of the model as its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +220,5 @@ class Snapshot:
     or if they were not read."""
     shard_labels: frozenset[str] = frozenset()
     """Labels (within tensor names) of the shards in a folder, if other folders can contain other shards."""
-    model_values: Mapping[str, bool] = field(default_factory=dict)
-    """Names of values that belong to the model: scales of quantized tensors, numbers in a state dict, extra states.
-    False for values directly beside tensors, which may describe the run as well."""
+    model_values: Mapping[str, Membership] = field(default_factory=dict)
+    """Values that belong to the model, by name: scales of quantized tensors, numbers in a state dict, extra states."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.names import is_rng_state
 
@@ -21,10 +21,14 @@ _OWN = frozenset(
     "local_process_index ip ip_address time timestamp wall_time elapsed_time "
     "prev_loss".split()  # LBFGS stores the loss of the rank's own batch
 )
-# The same in attributes of modules, which often say whose rank or device it is.
+# The text of a torch.device.
+_DEVICE = re.compile(r"[a-z]+(?::\d+)?")
+# Like _OWN, in attributes of modules, which often say whose rank or device it is.
 _OWN_ATTRIBUTE = re.compile(r"(?:\w+_)?(?:rank|device|device_id|device_index|hostname|pid)")
 # Names of the values about the order of registration. Their values are the names that are not at the same positions.
 ORDERS = ("(order of parameters)", "(order of buffers)")
+# The last part of the names of the values with the submodules of pickled modules. In containers they have an order.
+MODULES = "(modules)"
 # The last part of the names of the values about modes of modules and `requires_grad`.
 TRAINING, REQUIRES_GRAD = "training", "requires_grad"
 # Marks the states of metrics, which are sums of one rank until `compute()`.
@@ -68,6 +72,23 @@ def differs_by_design(name: str) -> bool:
     """Whether a value differs between ranks by design: a rank, host, device, time, or RNG state."""
     parts = name.split(".")
     return parts[-1].lower() in _OWN or is_rng_state(parts)
+
+
+def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
+    """Whether a value of a model belongs to the rank and may differ.
+
+    name: with the names of the containers.
+    certain: whether the value is in a state dict or an extra state. There, a name such as `rank` or `time` has a
+    meaning of its own (the rank of an adapter), but RNG states and devices belong to the rank.
+    """
+    if not differs_by_design(name):
+        return False
+
+    if not certain or is_rng_state(name.split(".")):
+        return True
+
+    has_device_name = name.rpartition(".")[2].lower() == "device"
+    return has_device_name and isinstance(value, str) and _DEVICE.fullmatch(value) is not None
 
 
 @lru_cache(maxsize=4096)  # live checks ask for the same names again and again

@@ -174,7 +174,7 @@ ALLOWED = {
     "comparison.owners": BASE | {"names"},
     "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.owners", "comparison.ties"},
     "comparison.attributes": BASE | {"names", "value_kinds", "comparison.replica_groups"},
-    "comparison.model_values": BASE | {"names", "comparison.replica_groups"},
+    "comparison.model_values": BASE | {"names", "value_kinds", "comparison.replica_groups"},
     "comparison.values": BASE | {"names", "value_kinds", "comparison.model_values"},
     "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
     "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},

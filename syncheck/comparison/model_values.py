@@ -16,7 +16,8 @@ from syncheck.comparison.replica_groups import Positions, divide, find_positions
 from syncheck.messages import Note
 from syncheck.names import CODE
 from syncheck.records import ValueDiff
-from syncheck.snapshots import Tensor
+from syncheck.snapshots import Membership, Tensor
+from syncheck.value_kinds import is_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
 
 _DIGEST = 16  # bytes
-
+_ORDER = tuple(Membership)
 
 # The key of an extra state within a name.
 _EXTRA_STATE = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
@@ -38,16 +39,32 @@ class ModelValues:
     def __init__(self, snapshots: Mapping[int, Snapshot]) -> None:
         self._ranks = tuple(snapshots)
         self._formats = set[str]()
-        self._certain = dict[str, bool]()
+        self._memberships = dict[str, Membership]()
         for snapshot in snapshots.values():
             self._formats.add(snapshot.format)
-            for name, certain in snapshot.model_values.items():
-                self._certain[name] = certain | self._certain.get(name, False)
+            for name, membership in snapshot.model_values.items():
+                known = self._memberships.get(name, membership)
+                self._memberships[name] = max(known, membership, key=_ORDER.index)
         # Positions of ranks are expensive to find, and most files have no such values.
-        self._positions = find_positions(snapshots) if self._certain else Positions()
+        self._positions = find_positions(snapshots) if self._memberships else Positions()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._certain
+    def includes(self, name: str, by_rank: Mapping[int, Any]) -> bool:
+        """Whether a value belongs to the model, and not to the rank.
+
+        by_rank: the values of the ranks that have it.
+        """
+        if name not in self._memberships:
+            return False
+        certain = self._memberships[name] is Membership.MODEL
+        # None stands for a value that the rank does not have.
+        values = [value for value in by_rank.values() if value is not None]
+        return not all(is_of_rank(name, value, certain=certain) for value in values)
+
+    def lacks(self, name: str, by_rank: Mapping[int, Any]) -> bool:
+        """Whether a file in the format of all other files lacks a value of a state dict."""
+        is_missing = len(by_rank) < len(self._ranks)
+        is_certain = self._memberships[name] is Membership.MODEL
+        return is_missing & is_certain & (len(self._formats) == 1)
 
     def compare(self, name: str, by_rank: Mapping[int, Any], *, selected: bool) -> ValueDiff | None:
         """Return the difference of one value, None if it has none.
@@ -79,12 +96,13 @@ class ModelValues:
         # Equal programs may have different code.
         if name == CODE:
             return False, differs
-        # A value that describes the run as well may be missing in a file of the same model.
-        missing &= self._certain[name]
+        membership = self._memberships[name]
         if len(self._formats) == 1:
-            return differs | missing, False
+            # A state dict of a pickled module has none of the module's attributes.
+            is_required = membership is not Membership.MODULE
+            return differs | (missing & is_required), False
         # Conversions to other formats omit extra states on purpose; a note counts them.
-        is_expected = _EXTRA_STATE.search(name) is None
+        is_expected = (membership is Membership.MODEL) & (_EXTRA_STATE.search(name) is None)
         return differs, missing & is_expected
 
 

@@ -10,7 +10,8 @@ from syncheck.comparison.model_values import ModelValues, to_comparable
 from syncheck.messages import Note
 from syncheck.names import is_rng_state
 from syncheck.records import ValueDiff
-from syncheck.value_kinds import SCALES, differs_by_design, make_value_classifier
+from syncheck.snapshots import Membership
+from syncheck.value_kinds import SCALES, differs_by_design, is_of_rank, make_value_classifier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +55,8 @@ def compare_values(
     of_model = ModelValues(snapshots)
     diffs = []
     for name, present in by_name.items():
-        if name in of_model and kind_of(name) == "other" and not differs_by_design(name):
+        # A step or a setting in a state dict must not be missing, and its differences have findings of their own.
+        if of_model.includes(name, present) and (kind_of(name) == "other" or of_model.lacks(name, present)):
             # `wanted` selects by kind: parts of the model are parameters or buffers.
             selected = wanted(name, "parameter") or wanted(name, "buffer")
             diff = of_model.compare(name, present, selected=selected)
@@ -159,8 +161,9 @@ def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
     selected = {}
     for name, value in values.items():
         if name in snapshot.model_values:
-            value = to_comparable(value)
-        if (kind_of(name) != "other" or name in snapshot.model_values) and not differs_by_design(name):
+            if not is_of_rank(name, value, certain=snapshot.model_values[name] is Membership.MODEL):
+                selected[name] = to_comparable(value)
+        elif kind_of(name) != "other" and not differs_by_design(name):
             selected[name] = value
     return selected
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
-    from syncheck.snapshots import Snapshot, Tensor
+    from syncheck.snapshots import Membership, Snapshot, Tensor
 
 # Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.
 _BOXES_PER_PART, _MOST_BOXES = 8, 1 << 16
@@ -74,7 +74,7 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
         stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
         notes=tuple(dict.fromkeys(note for s in named.values() for note in s.notes)), ties=(), mesh={}, host=None,
-        numbered=(), shard_labels=frozenset(),
+        numbered=(), shard_labels=frozenset(), model_values=_join_model_values(named),
     )  # fmt: skip
 
 
@@ -158,6 +158,15 @@ def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
         for name, found in by_name.items()
         if not is_membership(name) or (len(found) == len(snapshots) and all(value == found[0] for value in found))
     }
+
+
+def _join_model_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Membership]:
+    """Return the values of the model on all ranks; pipeline stages have different values."""
+    joined: dict[str, Membership] = {}
+    for snapshot in snapshots.values():
+        for name, membership in snapshot.model_values.items():
+            joined.setdefault(name, membership)
+    return joined
 
 
 def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Tensor, list[Shard] | None]]:

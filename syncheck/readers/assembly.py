@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from syncheck.messages import Message
+    from syncheck.snapshots import Membership
 
 # Top-level keys that stay before the label, because they determine the kinds of tensors.
 _TOPS = ("optimizer", "scaler")
@@ -39,7 +40,7 @@ class Assembly:
     format: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    model_values: dict[str, bool] = field(default_factory=dict)
+    model_values: dict[str, Membership] = field(default_factory=dict)
     stubs: set[str] = field(default_factory=set)
     bytes: int = 0
     metadata: Metadata | None = None

@@ -20,6 +20,7 @@ from syncheck.snapshots import (
     MOST_DIMENSIONS,
     MOST_ELEMENTS,
     Digest,
+    Membership,
     Sharding,
     Snapshot,
     Tensor,
@@ -90,14 +91,15 @@ def _get_dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
     return found
 
 
-def _get_model_values(document: dict[str, Any], path: str) -> dict[str, bool]:
+def _get_model_values(document: dict[str, Any], path: str) -> dict[str, Membership]:
     """Return the names of the model's values; fingerprints of version 0.2 have none."""
     if "model_values" not in document:
         return {}
     found = _get_dict(document, "model_values", path)
-    if not all(isinstance(certain, bool) for certain in found.values()):
-        raise _malformed(path, "model_values", brief(found), "true or false by name")
-    return found
+    known = [membership.value for membership in Membership]
+    if not all(text in known for text in found.values()):
+        raise _malformed(path, "model_values", brief(found), f"{', '.join(known)} by name")
+    return {name: Membership(text) for name, text in found.items()}
 
 
 def _get_texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile
 from syncheck.names import CODE
 from syncheck.readers.pickles.tree import flatten
+from syncheck.snapshots import Membership
 
 if TYPE_CHECKING:
     from syncheck.readers.torch_zip import Archive
@@ -50,7 +51,7 @@ def add_script(archive: Archive, snapshot: Snapshot) -> Snapshot:
     tensors, values = _read_constants(archive)
     values[CODE] = _digest_code(archive)
     # A state dict of the same model has neither code nor constants.
-    may_be_missing = dict.fromkeys(values, False)
+    may_be_missing = dict.fromkeys(values, Membership.MODULE)
     return replace(
         snapshot,
         tensors={**snapshot.tensors, **tensors},

@@ -214,9 +214,26 @@ def test_keys_and_values_of_any_size(state: Any, name: str) -> None:
 
 
 def test_keys_that_are_objects_have_one_name_everywhere() -> None:
-    """A key of an unknown class is printed as its class, without an address."""
+    """A key of an unknown class is printed as its class and plain arguments, without an address."""
     names = read_bare_pickle(pickle.dumps({PurePosixPath("x"): 1, "s": {PurePosixPath("y")}}, 2)).values
-    assert list(names) == [f"<{PurePosixPath.__module__}.PurePosixPath>", "s.0.0"]  # Python 3.13 moved it
+    assert list(names) == [f"<{PurePosixPath.__module__}.PurePosixPath('x')>", "s.0.0"]  # Python 3.13 moved it
+
+
+class Key:
+    """An object with arguments, as a key."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Key, self.arguments
+
+
+def test_keys_with_much_content_have_the_name_of_their_class() -> None:
+    """A key with containers or many arguments is printed as its class, because it may have parts without end."""
+    for key in (Key([1]), Key(*range(200)), Key(Key()), Key((1, (2,)))):
+        (name,) = read_bare_pickle(pickle.dumps({key: 1}, 2)).values
+        assert name == f"<{__name__}.Key>"
 
 
 def test_an_error_has_no_address() -> None:

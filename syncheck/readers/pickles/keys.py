@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncheck.readers.pickles.stand_ins import TensorLocation
+from syncheck.readers.pickles.stand_ins import Inert, TensorLocation
 
 # Limits of one key: its parts, and their nesting.
 _MOST_PARTS = 10_000
 _MOST_DEEP = 100
+# Limit of the arguments of an object that are written into a key.
+_MOST_ARGUMENTS = 100
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Bits of the largest integer that a float can represent. Python also limits decimal text to 4,300 digits.
 _MOST_BITS = 1023
 
@@ -45,6 +48,25 @@ def sort_key(part: Any) -> str:
     return _write(part, [_MOST_PARTS], 0)
 
 
+def _list_arguments(key: Inert) -> list[Any]:
+    """Return what distinguishes an object from others of its class, such as the value of a member of an enum.
+
+    Returns nothing if this is not a few plain values: an object such as a module may have parts without end.
+    """
+    arguments: list[Any] = []
+    for argument in key.given:
+        # The state of an object is a dictionary of its attributes.
+        arguments += argument.items() if isinstance(argument, dict) else [argument]
+    if key.items or len(arguments) > _MOST_ARGUMENTS:
+        return []
+
+    for argument in arguments:
+        parts = argument if isinstance(argument, tuple) else (argument,)
+        if not all(isinstance(part, _PLAIN) for part in parts):
+            return []
+    return arguments
+
+
 def _write(value: Any, left: list[int], depth: int) -> str:
     left[0] -= 1
     if left[0] < 0 or depth > _MOST_DEEP:
@@ -57,6 +79,10 @@ def _write(value: Any, left: list[int], depth: int) -> str:
             return f"[{', '.join(parts)}]"
         inside = f"{{{', '.join(sorted(parts))}}}" if parts else ""
         return f"frozenset({inside})" if isinstance(value, frozenset) else inside or "set()"
+    if isinstance(value, Inert):
+        arguments = _list_arguments(value)
+        inside = ", ".join(_write(argument, left, depth + 1) for argument in arguments)
+        return f"<{value.name}({inside})>" if arguments else f"<{value.name}>"
     if isinstance(value, int):
         return str(to_plain(value))
     if isinstance(value, (str, bytes, bytearray, float, complex, type(None))):

@@ -8,35 +8,26 @@ dictionary may belong to the model.
 from __future__ import annotations
 
 import re
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from syncheck.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
-from syncheck.readers.pickles.stand_ins import Inert, TensorLocation, TypeName
+from syncheck.readers.pickles.keys import to_text
+from syncheck.readers.pickles.stand_ins import Inert, Ordered, StandIn, StorageType, TensorLocation, TypeName
+from syncheck.snapshots import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Attributes of every pickled nn.Module.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
+# The module of the containers of torch, such as Sequential and ModuleList, which compute in the order of registration.
+_ORDERED = "torch.nn.modules.container."
 # The prefix of all classes in a TorchScript archive.
 _SCRIPTED = "__torch__."
 _MANGLED = re.compile(r"\.___torch_mangle_\d+")
 # Attributes that do not belong to the weights: the same model is saved in both modes, and torch.compile leaves notes on
 # tensors about the sizes that were constant.
 _NOT_OF_MODEL = re.compile(r"training|_dynamo_.*")
-
-
-class Membership(Enum):
-    """How certain it is that the plain values in a container belong to the model."""
-
-    NONE = "none"
-    BESIDE = "beside"
-    """They are directly beside tensors, and their names may show that they describe the run."""
-    MODULE = "module"
-    """They are attributes of a module or tensor. Other files of the model may lack them, such as state dicts."""
-    MODEL = "model"
-    """They are as much a part of the model as its tensors."""
 
 
 CERTAIN = (Membership.MODULE, Membership.MODEL)
@@ -140,10 +131,35 @@ def name_of_class(kind: Inert | type[Inert]) -> str:
     return _MANGLED.sub("", kind.name)
 
 
+def list_submodules(module: Inert, parts: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the names of the submodules of a pickled nn.Module, None for another object.
+
+    The names are in the order of registration if it determines what the module computes, and otherwise sorted.
+    parts: the attributes of the module.
+    """
+    submodules = parts.get("_modules")
+    if not isinstance(submodules, dict) or not parts.keys() >= _OF_MODULES:
+        return None
+
+    # None stands for a module that an architecture may have, such as the downsampling of a residual block.
+    names = [to_text(key) for key, submodule in submodules.items() if submodule is not None]
+    # Subclasses of Sequential and ModuleList number their submodules, too.
+    are_numbered = all(name.isdecimal() for name in names)
+    if are_numbered or module.name.startswith(_ORDERED):
+        return tuple(names)
+    return tuple(sorted(names))
+
+
 def name_of_object(value: Any) -> str | None:
     """Return the name of a dtype, class or function, which is a plain value; None for other objects."""
     if isinstance(value, TypeName):
         return value.full_name
+
+    if isinstance(value, (StandIn, StorageType)):
+        return value.name
+
+    if isinstance(value, type) and issubclass(value, Ordered):
+        return "collections.OrderedDict"
 
     # Unknown classes and functions are subclasses of Inert, and objects are instances.
     if isinstance(value, type) and issubclass(value, Inert):

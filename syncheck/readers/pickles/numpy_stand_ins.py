@@ -14,6 +14,7 @@ from typing import Any
 from syncheck.dtypes import DTYPES, DType
 from syncheck.errors import brief
 from syncheck.messages import Refusal
+from syncheck.readers.pickles.limits import check_nesting
 from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorLocation, TypeName, check_sizes
 
 # numpy's codes of the dtypes that torch has; strings, objects, records and dates are not among them.
@@ -27,23 +28,30 @@ _CODES = {
 }
 
 
+# The elements of a dtype's state after its byte order. Alignment and flags follow from the other elements.
+_DETAILS = ("subarray", "names", "fields", "itemsize", "", "", "metadata")
+
+
 def restore_bytes(data: Any) -> Any:
     """Return the bytes of a byte string of Python 2, which the unpickler reads as text; other data as it is."""
     return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
 
 
-class _NumpyDType:
+class NumpyDType:
     """A numpy dtype: numpy.dtype('f8', False, True), then its byte order by BUILD. ml_dtypes passes a class.
 
     code: as numpy writes it, f8, or the name of a class: ml_dtypes.bfloat16.
+    details: what the code does not contain, by name: the unit of a time, the fields of a record.
     """
 
-    __slots__ = ("big_endian", "code")
+    __slots__ = ("big_endian", "code", "details")
+    details: dict[str, Any]
 
     def __init__(self, code: Any, *_: Any) -> None:
         code = getattr(code, "name", code)
         # `brief` limits the time for nested objects that contain each other many times.
         self.code, self.big_endian = code if isinstance(code, str) else brief(code), False
+        self.details = {}
 
     def __repr__(self) -> str:
         return f"<numpy.dtype {self.code:.40}>"
@@ -51,7 +59,24 @@ class _NumpyDType:
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|"):
             raise pickle.UnpicklingError("invalid byte order of a numpy dtype")
+        check_nesting(state)
         self.big_endian = state[1] == ">"
+        self.details = {}
+        for detail, value in zip(_DETAILS, state[2:], strict=False):
+            # numpy writes None or -1 if the code determines the detail.
+            is_default = value is None or value == -1
+            if detail and not is_default:
+                self.details[detail] = value
+
+    @property
+    def name(self) -> str:
+        """The name of the dtype, with its byte order."""
+        order = ">" if self.big_endian else ""
+        return f"numpy.dtype {order}{self.code}"
+
+    def list_parts(self) -> dict[str, Any]:
+        """Return everything that distinguishes the dtype from others, by name."""
+        return {"name": self.name, **self.details}
 
     @property
     def dtype(self) -> DType | None:
@@ -71,13 +96,15 @@ class _NumpyArray(Compound):
         _, shape, kind, fortran, stored = state
         data = restore_bytes(stored)
         shape = check_sizes(shape)
-        dtype = kind.dtype if isinstance(kind, _NumpyDType) else None
+        dtype = kind.dtype if isinstance(kind, NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
-            code = kind.code if isinstance(kind, _NumpyDType) else "?"
+            code = kind.code if isinstance(kind, NumpyDType) else "?"
             refusal = Refusal.NUMPY_DTYPE(name=f"{code:.40}")
             parts: dict[str, Any] = {"elements": data}  # objects, which may contain tensors
             if isinstance(data, bytes):  # texts, records and times are compared as bytes
                 parts = {"bytes": TensorLocation(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)}
+            if isinstance(kind, NumpyDType):  # equal bytes are another time in another unit
+                parts["dtype"] = kind
             self._fill(shape=shape, refused=Refusal.IN_PARTS(refusal=refusal), inner=parts)
             return
         if len(data) != math.prod(shape) * dtype.size:
@@ -97,18 +124,22 @@ def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) 
 
 
 def _read_scalar(kind: Any, data: Any = None) -> Any:
-    """Return a numpy scalar as a Python number, or its bytes if it has no Python equivalent."""
+    """Return a numpy scalar as a Python number, or its bytes if it has no Python equivalent.
+
+    Bytes of a time or a record are returned with the dtype, because it determines their meaning.
+    """
     data = restore_bytes(data)
-    if not isinstance(kind, _NumpyDType) or not isinstance(data, bytes):
+    if not isinstance(kind, NumpyDType) or not isinstance(data, bytes):
         return None
     dtype = kind.dtype
     if dtype is None or not dtype.struct or len(data) != dtype.size:
-        return data
+        has_own_dtype = "metadata" in kind.details or "fields" in kind.details
+        return {"bytes": data, "dtype": kind} if has_own_dtype else data
     return struct.unpack((">" if kind.big_endian else "<") + dtype.struct, data)[0]
 
 
 NUMPY: dict[str, Any] = {
-    "numpy.dtype": StandIn(_NumpyDType),
+    "numpy.dtype": StandIn(NumpyDType),
     "numpy.ndarray": StandIn(lambda *_: None),
     **{code: TypeName(code) for code in _CODES if code.startswith("ml_dtypes.")},
     **{f"numpy.{core}.numeric._frombuffer": StandIn(_from_buffer) for core in ("_core", "core")},

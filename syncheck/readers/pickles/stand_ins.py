@@ -135,10 +135,13 @@ def attributes_of(state: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StandIn(_Immutable):
-    """A callable for a name in a pickle. made: collects all rebuilt tensors, so that none is lost."""
+    """A callable for a name in a pickle."""
 
     call: Callable[..., Any]
     made: list[TensorLocation] | None = None
+    """Collects all rebuilt tensors, so that none is lost."""
+    name: str = ""
+    """The name in the pickle."""
 
     def __call__(self, *args: Any) -> Any:
         """Rebuild what the pickle asks for."""
@@ -159,6 +162,12 @@ class StorageType(_Immutable):
     dtype: DType | None
     itemsize: int = 1
     quantized: str = ""
+
+    @property
+    def name(self) -> str:
+        """A name that distinguishes the class from other storage classes."""
+        dtype_name = self.quantized if self.dtype is None else self.dtype.name
+        return f"torch storage of {dtype_name or 'bytes'}"
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -15,13 +15,14 @@ from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.cycles import ContainsItself, Owners, find_owners
 from syncheck.readers.pickles.membership import (
     CERTAIN,
-    Membership,
     find_membership,
     find_membership_of_part,
     holds_tensors,
+    list_submodules,
     name_of_class,
     name_of_object,
 )
+from syncheck.readers.pickles.numpy_stand_ins import NumpyDType
 from syncheck.readers.pickles.optimizer_names import (
     list_ids,
     list_members,
@@ -30,7 +31,8 @@ from syncheck.readers.pickles.optimizer_names import (
     stored_names,
 )
 from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
-from syncheck.value_kinds import is_aside
+from syncheck.snapshots import Membership
+from syncheck.value_kinds import MODULES, is_aside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,7 +65,7 @@ class Flat:
     metadata: Metadata | None = None
     block: Any = None
     """The metadata block, whose parts have no names."""
-    model_values: dict[str, bool] = field(default_factory=dict)
+    model_values: dict[str, Membership] = field(default_factory=dict)
     """Values that belong to the model; see `Snapshot.model_values`."""
     numbered: tuple[str, ...] = ()
     """Parameters of the only optimizer, if the file does not name them."""
@@ -93,7 +95,7 @@ class Flat:
         self.values[unique_name] = value
         described = membership is Membership.BESIDE and not is_aside(name)
         if membership in CERTAIN or described:
-            self.model_values[unique_name] = membership is Membership.MODEL
+            self.model_values[unique_name] = membership
 
     def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
         """Return the name, or `name#2` if it is taken: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
@@ -152,7 +154,7 @@ def _find_owners(tree: Any, path: str, most: int, made: Sequence[TensorLocation]
 def _has_parts(node: Any) -> bool:
     if isinstance(node, Compound):
         return bool(node.inner)
-    return isinstance(node, (*_CONTAINERS, Inert))
+    return isinstance(node, (*_CONTAINERS, Inert, NumpyDType))
 
 
 def _endless_error(path: str, place: str, found: str, needed: str) -> MalformedFile:
@@ -232,6 +234,8 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [(str(i), value) for i, value in enumerate(node)]
     if isinstance(node, (set, frozenset)):
         return [(str(i), value) for i, value in enumerate(_sort_set(node))]
+    if isinstance(node, NumpyDType):
+        return list(node.list_parts().items())
     if isinstance(node, Inert):
         parts = [(keys.to_text(key), value) for key, value in node.items.items()]
         for i, given in enumerate(node.given):
@@ -318,6 +322,9 @@ def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
     if isinstance(content, Inert) and own in CERTAIN:
         # The class of an object in the model determines what its attributes mean.
         flat.add_value(f"{start}(class)", name_of_class(content), own)
+        submodules = list_submodules(content, dict(parts))
+        if submodules is not None:
+            flat.add_value(start + MODULES, ", ".join(submodules), own)
     above = (*node.above, id(content))
     named = []
     for position, (key, part) in enumerate(parts):

@@ -102,7 +102,7 @@ class _Rules:
         full = f"{module}.{name}"
         if full in TABLE:
             known = TABLE[full]
-            return StandIn(known.call, self.made) if type(known) is StandIn else known
+            return StandIn(known.call, self.made, full) if type(known) is StandIn else known
         if len(full) > _LONGEST:
             raise pickle.UnpicklingError(f"a name of {len(full)} characters")
         if full == "builtins.getattr":
