@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from syncheck.conversion.affine_parameters import correct_kinds
 from syncheck.conversion.numbering import find_mirror, find_numbering, mirror, split_numbers
 from syncheck.conversion.pairings import Layout, Pairing
 
@@ -92,7 +93,22 @@ class LayerNames:
 
 def assign_parts(candidates: Candidates) -> Assignment:
     """Return the parts of each stored tensor, by the rule of most layers where their names allow it."""
-    pairings = _unify_rotary(candidates.pairings)
+    pairings = correct_kinds(candidates.pairings, candidates.tensors)
+    assignment = Assignment()
+    _assign_by_rules(assignment, _unify_rotary(pairings), candidates)
+    _assign_siblings(assignment, candidates)
+    return assignment
+
+
+def assign_guesses(assignment: Assignment, guesses: Sequence[Pairing], candidates: Candidates) -> list[Pairing]:
+    """Add pairings that only names show, by the rule of most layers. Return all pairings that were added."""
+    earlier = set(assignment.list_pairings())
+    _assign_by_rules(assignment, guesses, candidates)
+    return [pairing for pairing in assignment.list_pairings() if pairing not in earlier]
+
+
+def _assign_by_rules(assignment: Assignment, pairings: Sequence[Pairing], candidates: Candidates) -> None:
+    """Add pairings to an assignment, with the rule of most layers for each layer that has the tensors for it."""
     rules = _list_rules(pairings, LayerNames(candidates.tensors))
     usual_rules = _find_usual_rules(rules)
     usual: list[Pairing] = []
@@ -104,15 +120,12 @@ def assign_parts(candidates: Candidates) -> Assignment:
             else:
                 deviating.append(pairing)
 
-    assignment = Assignment()
     assignment.add(usual)
     # Layers without equal data get the rule of most layers.
     for rule in rules:
         assignment.add(rule.expected.values())
     # The rule of most layers has no tensors for these layers.
     assignment.add(deviating)
-    _assign_siblings(assignment, candidates)
-    return assignment
 
 
 def _unify_rotary(pairings: Sequence[Pairing]) -> list[Pairing]:

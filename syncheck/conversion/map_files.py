@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from dataclasses import fields
 from importlib import resources
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck import outputs
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_size
 from syncheck.conversion.templates import parse_template
+from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.errors import UsageError, brief
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # Limits of a file that may come from anywhere. The largest map of this package has 60 rules in 8 kB.
 _MOST_BYTES, _MOST_RULES, _MOST_PARTS, _MOST_LETTERS = 1 << 24, 1 << 16, 256, 1024
-# The modules with a row for each token of a vocabulary: embeddings and output layers.
-_VOCABULARY = re.compile(r"\w*(?:embed|token|vocab|wte|shared|head|output|decoder|logits|classifier|cls|score)\w*")
 
 
 def list_built_in() -> tuple[str, ...]:
@@ -120,8 +118,7 @@ def _check_rule(rule: Rule, place: str) -> None:
         counted.append(inner)
     if any(names != counted[0] or len(names) > 1 for names in counted):
         raise UsageError(f"{place}: parts: all must have the placeholders of the name, and at most one more")
-    modules = [name.split(".")[-2:][0] for name in (rule.name, *rule.parts)]
-    if rule.pad and not any(map(_VOCABULARY.fullmatch, modules)):
+    if rule.pad and not any(map(has_vocabulary, (rule.name, *rule.parts))):
         raise UsageError(f"{place}: pad: {brief(rule.name)} is not the name of an embedding or output layer; remove it")
 
 
