@@ -144,8 +144,7 @@ def _find_layer(name: str) -> Layer | None:
 
 def _get_numbers(name: str, _: int) -> tuple[int, ...]:
     """Return the numbers of a name."""
-    _, numbers = split_numbers(name)
-    return numbers
+    return split_numbers(name)[1]
 
 
 def _pair_by_layer(
