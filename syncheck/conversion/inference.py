@@ -63,7 +63,7 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
     _pair_converted(found, files)
     assignment = assign_parts(found)
     guesses = Guesses(assignment, found)
-    names = NameMap("an inferred map", tuple(make_rules(assignment.list_pairings())))
+    names = NameMap("an inferred map", tuple(make_rules(assignment.list_pairings(), found.tensors)))
     if not names.rules and not any(guesses.ambiguous):
         return None
     tied = tuple((_map_copy(copy, names), stored_once) for copy, stored_once in guesses.tied)

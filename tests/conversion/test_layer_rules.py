@@ -263,6 +263,16 @@ def test_a_stack_beside_another_tensor(tmp_path: Path) -> None:
         assert syncheck.diff(a, b).exit_code == code
 
 
+def test_a_transposed_copy_of_one_layer(tmp_path: Path) -> None:
+    """An extra tensor that could replace a layer is a difference, not an error."""
+    a, b = make_pair()
+    # The first of both tensors gets the data of the layer.
+    b = {"net.h.1.extra.w": b["net.h.1.out.w"], **b}
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((one, other), (other, one)):
+        assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 1
+
+
 def test_a_model_with_a_second_prefix(tmp_path: Path) -> None:
     """A second `model.` in front of every name is no container, but another naming."""
     model = llama.make_model()
