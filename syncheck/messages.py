@@ -245,10 +245,12 @@ class Note(Sentence):
     RULE = "  {name} = {parts}"
     COPY_RULE = "  {name} = {copied}, of which it is a copy in one model"
     MORE_RULES = "  {count:count more rule}"
-    GUESSED_RULES = (
-        "equal data does not show the pairs of {count:count rule}, which follow from the order of names: {names:names}"
-    )
+    GUESSED_RULES = "names, not data, show the pairs of {count:count rule} with equal tensors: {names:names}"
     ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
+    PREFIX = (
+        "{count:count name} of {longer} {count:verb is that|are those} of {shorter} with `{prefix}` in front: "
+        "no program that expects the names of {shorter} finds {count:verb it|them}"
+    )
     NO_MAP = "{file} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (
         "the inferred map is ambiguous: {count:count tensor} of A {count:verb equals|equal} several tensors of B: "

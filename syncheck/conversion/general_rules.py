@@ -74,9 +74,8 @@ class _Family:
         for group in sorted(self._groups.values(), key=len, reverse=True):
             rule = _make_rule(group)
             # A smaller group must not change what the rule of a larger group does.
-            if rule is None or _match_any([rule], larger_groups) or _match_any(rules, group):
-                rules += _make_single_rules(group)
-            elif self._takes_parts(rule, paired_parts):
+            is_single = rule is None or _match_any([rule], larger_groups) or _match_any(rules, group)
+            if rule is None or is_single or self._takes_parts(rule, paired_parts):
                 rules += _make_single_rules(group)
             else:
                 rules.append(rule)

@@ -25,7 +25,7 @@ from syncheck.kernel.blocks import has_elements
 from syncheck.messages import Note, Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.conversion.layer_rules import Assignment
     from syncheck.kernel.blocks import Files
@@ -47,6 +47,8 @@ class Inferred:
     """Rules of the map for tensors with equal data, whose pairs only their names suggest."""
     ambiguous: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """Names of A and of B with equal data, whose pairs nothing shows."""
+    prefix: Message | None = None
+    """A note, if the names of one model are those of the other one with a prefix."""
     applies: bool = True
     """Whether few names of the models are equal. Otherwise they have one naming, and another name is a mistake."""
 
@@ -77,8 +79,25 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
         _find_head_dim(assignment),
         guessed=_list_guessed(names, guesses),
         ambiguous=(tuple(ambiguous_a), tuple(ambiguous_b)),
+        prefix=_find_prefix(models),
         applies=2 * len(shared_names) < least_names,
     )
+
+
+def _find_prefix(models: Sequence[Iterable[str]]) -> Message | None:
+    """Return a note if all names that differ are those of the other model with one prefix, else None."""
+    names_a, names_b = set(models[0]), set(models[1])
+    only_a, only_b = sorted(names_a - names_b), sorted(names_b - names_a)
+    if len(only_a) != len(only_b):
+        return None
+    shorter, longer, sides = only_a, only_b, ("A", "B")
+    if len(only_a[0]) > len(only_b[0]):
+        shorter, longer, sides = only_b, only_a, ("B", "A")
+    # A prefix keeps the order of names.
+    prefix = longer[0].removesuffix(shorter[0])
+    if longer != [prefix + name for name in shorter]:
+        return None
+    return Note.PREFIX(count=len(longer), longer=sides[1], shorter=sides[0], prefix=prefix)
 
 
 def _map_copy(name: str, names: NameMap) -> str:
@@ -176,6 +195,8 @@ def describe_inferred(inferred: Inferred) -> list[Message]:
         if len(rules) > _MOST_PRINTED:
             notes.append(Note.MORE_RULES(count=len(rules) - _MOST_PRINTED))
         notes += [Note.COPY_RULE(name=first, copied=second) for first, second in inferred.map.tied[:_MOST_PRINTED]]
+    if inferred.prefix is not None:
+        notes.append(inferred.prefix)
     if inferred.guessed:
         names = tuple(rule.name for rule in inferred.guessed)
         notes.append(Note.GUESSED_RULES(count=len(names), names=names))

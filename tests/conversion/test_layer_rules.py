@@ -10,6 +10,7 @@ import pytest
 
 import syncheck
 from syncheck.conversion.numbering import find_numbering
+from syncheck.messages import Note
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -273,12 +274,29 @@ def test_a_transposed_copy_of_one_layer(tmp_path: Path) -> None:
         assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 1
 
 
-def test_a_model_with_a_second_prefix(tmp_path: Path) -> None:
-    """A second `model.` in front of every name is no container, but another naming."""
+@pytest.mark.parametrize("prefix", ["model.", "net."])
+def test_a_prefix_of_all_names(tmp_path: Path, prefix: str) -> None:
+    """A second `model.` is no container, but another naming, and a note names the prefix, also with an accepted map."""
     model = llama.make_model()
-    a = llama.write(tmp_path / "a", model)
-    b = llama.write(tmp_path / "b", {f"model.{name}": weight for name, weight in model.items()})
-    assert [syncheck.diff(a, b).exit_code, syncheck.diff(b, a).exit_code] == [2, 2]
+    other = {f"{prefix}{name}": weight for name, weight in model.items()}
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", other)
+    for pair, longer in (((a, b), "B"), ((b, a), "A")):
+        for accept in (False, True):
+            report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=accept))
+            (note,) = [note for note in report.groups[-1].notes if note.code is Note.PREFIX]
+            assert report.exit_code == (0 if accept else 2)
+            assert (note.parameters["longer"], note.parameters["prefix"]) == (longer, prefix)
+
+
+def test_prefixes_that_differ(tmp_path: Path) -> None:
+    """Another name, besides the prefix, is another naming."""
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((8, 8)).astype("f4") for _ in range(3)]
+    a = llama.write(tmp_path / "a", dict(zip(["h.0.w", "h.1.w", "head.w"], weights, strict=True)))
+    b = llama.write(tmp_path / "b", dict(zip(["net.h.0.w", "net.h.1.w", "out.w"], weights, strict=True)))
+    report = syncheck.diff(a, b)
+    assert report.exit_code == 2
+    assert Note.PREFIX not in {note.code for note in report.groups[-1].notes}
 
 
 @pytest.mark.parametrize(
