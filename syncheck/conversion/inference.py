@@ -58,15 +58,17 @@ def infer_map(models: Sequence[Mapping[str, Tensor]], files: Files) -> Inferred 
 
     models: tensors by name. Reads all of these tensors once or twice.
     """
-    candidates = [_list_candidates(models[0], models[1]), _list_candidates(models[1], models[0])]
-    if not candidates[0] or not candidates[1]:
+    only_a = _list_candidates(models[0], models[1])
+    only_b = _list_candidates(models[1], models[0])
+    # If one model has no other names, there is nothing to pair.
+    if 0 in (len(only_a), len(only_b)):
         return None
-    found = find_pairings(candidates, files)
-    _pair_converted(found, files)
-    assignment = assign_parts(found)
-    guesses = Guesses(assignment, found)
-    names = NameMap("an inferred map", tuple(make_rules(assignment.list_pairings(), found.tensors)))
-    if not names.rules and not any(guesses.ambiguous):
+    candidates = find_pairings([only_a, only_b], files)
+    _pair_converted(candidates, files)
+    assignment = assign_parts(candidates)
+    guesses = Guesses(assignment, candidates)
+    names = NameMap("an inferred map", tuple(make_rules(assignment.list_pairings(), candidates.tensors)))
+    if not names.rules and not guesses.ambiguous[0]:
         return None
     tied = tuple((_map_copy(copy, names), stored_once) for copy, stored_once in guesses.tied)
     ambiguous_a, ambiguous_b = guesses.ambiguous
@@ -110,18 +112,23 @@ def _map_copy(name: str, names: NameMap) -> str:
 
 
 def _find_head_dim(assignment: Assignment) -> dict[str, int]:
-    """Return the size of a head as a variable, if rows were permuted."""
-    head_dim = max((pairing.layout.head_dim for pairing in assignment.list_pairings()), default=0)
-    return {"head_dim": head_dim} if head_dim else {}
+    """Return the size of a head as a variable, if rows were permuted: a model has one size."""
+    for pairing in assignment.list_pairings():
+        # 0 is the size of layouts that are not rotary.
+        if pairing.layout.head_dim:
+            return {"head_dim": pairing.layout.head_dim}
+    return {}
 
 
 def _list_guessed(names: NameMap, guesses: Guesses) -> tuple[Rule, ...]:
     """Return the rules of a map for pairings that no data shows."""
-    guessed_names = {pairing.stored for pairing in guesses.pairings}
-    guessed = []
-    for rule in names.rules:
-        if any(rule.match(name) is not None for name in guessed_names):
-            guessed.append(rule)
+    guessed: dict[Rule, None] = {}
+    for pairing in guesses.pairings:
+        match = names.find_rule(pairing.stored)
+        # A stack whose parts do not count from 0 has no rule.
+        if match is not None:
+            rule, _ = match
+            guessed[rule] = None
     return tuple(guessed)
 
 
@@ -141,30 +148,40 @@ def _has_rows(tensor: Tensor) -> bool:
 
 
 def _pair_converted(candidates: Candidates, files: Files) -> None:
-    """Pair tensors that are equal after a conversion to a dtype of the other model."""
-    left = []
-    for side in (0, 1):
-        left.append({name: candidates.tensors[side][name] for name in candidates.unused(side)})
-    dtypes = [Counter(tensor.dtype for tensor in own.values() if is_readable(tensor)) for own in left]
-    converted: list[dict[str, Tensor]] = [{}, {}]
-    for side in (0, 1):
-        for name, tensor in left[side].items():
-            size = DTYPES[tensor.dtype].size
-            narrower = [dtype for dtype, _ in dtypes[1 - side].most_common() if DTYPES[dtype].size < size]
-            is_wider = is_readable(tensor) and bool(narrower)
-            converted[side][name] = convert(tensor, (narrower[0],), files) if is_wider else tensor
-    if converted == left or not left[0] or not left[1]:
+    """Pair tensors that are equal after a conversion to a dtype of the other model.
+
+    Only tensors without a pair are converted: a pair in another dtype is a difference if equal data exists.
+    """
+    unused_a, unused_b = candidates.unused_tensors(0), candidates.unused_tensors(1)
+    converted_a = _convert_tensors(unused_a, unused_b, files)
+    converted_b = _convert_tensors(unused_b, unused_a, files)
+    if not converted_a and not converted_b:
         return
-    found = find_pairings(converted, files)
-    for pairing in found.pairings:
+    converted = find_pairings([unused_a | converted_a, unused_b | converted_b], files)
+    for pairing in converted.pairings:
         candidates.add(pairing)
-    candidates.ambiguous += found.ambiguous
+    for names_a, names_b in converted.ambiguous:
+        candidates.add_ambiguous(names_a, names_b)
+
+
+def _convert_tensors(tensors: Mapping[str, Tensor], partners: Mapping[str, Tensor], files: Files) -> dict[str, Tensor]:
+    """Return tensors in the most frequent narrower dtype of the other model, as far as it has one."""
+    dtypes = Counter(tensor.dtype for tensor in partners.values() if is_readable(tensor))
+    converted = {}
+    for name, tensor in tensors.items():
+        # A narrower dtype follows from a wider one, and the wider one does not follow from it.
+        size = DTYPES[tensor.dtype].size
+        narrower = [dtype for dtype, _ in dtypes.most_common() if DTYPES[dtype].size < size]
+        if narrower and is_readable(tensor):
+            converted[name] = convert(tensor, (narrower[0],), files)
+    return converted
 
 
 def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
     """Return a known map together with the inferred one."""
     if names is None:
         return inferred.map
+    # The known rules come first, so the inferred ones are for tensors without a known rule.
     title = f"{names.title} and an inferred map"
     tied = (*names.tied, *inferred.map.tied)
     return NameMap(title, (*names.rules, *inferred.map.rules), tied, built_in=names.built_in)
@@ -172,34 +189,43 @@ def extend_map(names: NameMap | None, inferred: Inferred) -> NameMap:
 
 def mark_ambiguous(models: Sequence[Mapping[str, Tensor]], inferred: Inferred) -> list[Mapping[str, Tensor]]:
     """Return the models with all ambiguous tensors under the names of A, and refused: they are never "in sync"."""
-    names = inferred.ambiguous
-    if not names[0]:
-        return list(models)
-    marked = []
-    for side, own in enumerate(models):
-        removed = set(names[side])
-        marked.append({name: tensor for name, tensor in own.items() if name not in removed})
-    for name in names[0]:
-        refused = replace(models[0][name], name=name, refused=Refusal.AMBIGUOUS_NAME())
-        marked[0][name] = marked[1][name] = refused
-    return [*marked]
+    names_a, names_b = inferred.ambiguous
+    marked_a, marked_b = dict(models[0]), dict(models[1])
+    # The names of B would be missing in A.
+    for name in names_b:
+        marked_b.pop(name, None)
+    for name in names_a:
+        refused = replace(marked_a[name], name=name, refused=Refusal.AMBIGUOUS_NAME())
+        marked_a[name] = marked_b[name] = refused
+    return [marked_a, marked_b]
 
 
 def describe_inferred(inferred: Inferred) -> list[Message]:
     """Return notes with the rules and the ambiguous tensors."""
     notes: list[Message] = []
-    if rules := inferred.map.rules:
+    if inferred.map.rules:
         sentence = Note.INFERRED if inferred.applies else Note.PROPOSED
         notes.append(sentence())
-        notes += [Note.RULE(name=rule.name, parts=describe_rule(rule)) for rule in rules[:_MOST_PRINTED]]
-        if len(rules) > _MOST_PRINTED:
-            notes.append(Note.MORE_RULES(count=len(rules) - _MOST_PRINTED))
-        notes += [Note.COPY_RULE(name=first, copied=second) for first, second in inferred.map.tied[:_MOST_PRINTED]]
+        notes += _list_rules(inferred.map)
     if inferred.prefix is not None:
         notes.append(inferred.prefix)
     if inferred.guessed:
-        names = tuple(rule.name for rule in inferred.guessed)
-        notes.append(Note.GUESSED_RULES(count=len(names), names=names))
-    if inferred.applies and (names := inferred.ambiguous[0]):
-        notes.append(Note.AMBIGUOUS_MAP(count=len(names), names=names))
+        guessed_names = tuple(rule.name for rule in inferred.guessed)
+        notes.append(Note.GUESSED_RULES(count=len(guessed_names), names=guessed_names))
+    ambiguous_names, _ = inferred.ambiguous
+    # A map that does not apply leaves all tensors under their names.
+    if inferred.applies and ambiguous_names:
+        notes.append(Note.AMBIGUOUS_MAP(count=len(ambiguous_names), names=ambiguous_names))
+    return notes
+
+
+def _list_rules(names: NameMap) -> list[Message]:
+    """Return notes with the first rules of a map: a report is read by people, and `--write-map` writes all rules."""
+    notes = []
+    for rule in names.rules[:_MOST_PRINTED]:
+        notes.append(Note.RULE(name=rule.name, parts=describe_rule(rule)))
+    if len(names.rules) > _MOST_PRINTED:
+        notes.append(Note.MORE_RULES(count=len(names.rules) - _MOST_PRINTED))
+    for copy, stored_once in names.tied[:_MOST_PRINTED]:
+        notes.append(Note.COPY_RULE(name=copy, copied=stored_once))
     return notes

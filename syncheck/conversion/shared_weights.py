@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,15 +25,20 @@ def is_shared_weight(names: Sequence[str], tensors: Mapping[str, Tensor]) -> boo
 def _share_memory(names: Sequence[str], tensors: Mapping[str, Tensor]) -> bool:
     """Whether tensors have the same bytes in a file, as torch.save stores them."""
     named_tensors = [replace(tensors[name], name=name) for name in names]
-    return any(len(shared_names) == len(names) for shared_names in find_shared_tensors(named_tensors))
+    sizes = [len(shared_names) for shared_names in find_shared_tensors(named_tensors)]
+    return sizes == [len(names)]
 
 
 def _is_tied_vocabulary(names: Sequence[str]) -> bool:
     """Whether the names are an embedding and its output layer, or the embeddings of an encoder and a decoder."""
-    counts = Counter(classify_vocabulary(name) for name in names)
-    # An output layer needs the embedding that it uses; two models in one file, such as teacher and student, have two.
-    most = {"output": 1, "embedding": 1, "encoder or decoder": 2}
-    return len(names) > counts["output"] and all(count <= most.get(kind, 0) for kind, count in counts.items())
+    allowed_kinds = ["output", "embedding", "encoder or decoder", "encoder or decoder"]
+    for name in names:
+        kind = classify_vocabulary(name)
+        # Two models in one file, such as teacher and student, have two embeddings.
+        if kind not in allowed_kinds:
+            return False
+        allowed_kinds.remove(kind)
+    return True
 
 
 def _is_tied_bias(names: Sequence[str]) -> bool:
