@@ -245,13 +245,15 @@ class Note(Sentence):
     RULE = "  {name} = {parts}"
     COPY_RULE = "  {name} = {copied}, of which it is a copy in one model"
     MORE_RULES = "  {count:count more rule}"
-    GUESSED_RULES = (
-        "equal data does not show the pairs of {count:count rule}, which follow from the order of names: {names:names}"
-    )
+    GUESSED_RULES = "names, not data, show the pairs of {count:count rule} with equal tensors: {names:names}"
     ACCEPTED_MAP = "the inferred map was accepted ({accept_inferred:option}): the verdict rests on it"
     GUESSED_HEADS = (
         "{names:list} {names:verb was|were} chosen because {names:verb it fits|they fit} the data; no configuration "
         "beside the files states {names:verb it|them}"
+    )
+    PREFIX = (
+        "{count:count name} of {longer} {count:verb is that|are those} of {shorter} with `{prefix}` in front: "
+        "no program that expects the names of {shorter} finds {count:verb it|them}"
     )
     NO_MAP = "{file} was not written: no map was needed or found"
     AMBIGUOUS_MAP = (
@@ -486,21 +488,3 @@ class Hint(Sentence):
         "{group_by:option REGEX}."
     )
     UPDATE_BASELINE = "remove it from the baseline with {update_baseline:option}"
-
-
-class PytestText(Sentence):
-    """Texts of the pytest plugin that mention options."""
-
-    NOT_COMPARED = "syncheck: {path}: its checkpoints are not compared; pass --syncheck {path} to compare them"
-    CHECKPOINTS_UNUSED = "syncheck_checkpoints: ignored, because {reason}"
-    UPDATE_NEEDS_CHECKPOINTS = "--syncheck-update-baseline: no checkpoints to compare; pass --syncheck GLOB"
-    OUTPUT_NEEDS_CHECKPOINTS = "--syncheck-output {path}: no checkpoints to report on; pass --syncheck GLOB"
-    NO_SUCH_TEST = "{nodeid}: no such test; available are {tests} (--collect-only -q lists all)"
-    TIME_LIMIT = (
-        "time limit of {seconds:g} s exceeded; change it with @pytest.mark.syncheck(timeout=...) or --syncheck-timeout"
-    )
-    NO_DEBUGGER = (
-        "{option}: not supported in tests on several ranks, such as {test}, because ranks have no terminal; deselect "
-        "these tests with -m 'not syncheck'"
-    )
-    TIMEOUT = "{option} {value}: must be a number of seconds above 0"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api, outputs, paths
-from syncheck.comparison.copies import accept_parts, list_ties
+from syncheck.comparison.copies import accept_parts, list_ties, require_own_numbers
 from syncheck.comparison.group import compare_group
 from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, Adapter, finish_adapters, merge_adapters
@@ -20,10 +20,10 @@ from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_p
 from syncheck.conversion.merges import find_adapted
 from syncheck.conversion.name_maps import add_variables, find_variables
 from syncheck.conversion.quantized import dequantize
-from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map
+from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
 from syncheck.diagnose.case import relation_of
 from syncheck.earlier_steps import find_earlier
-from syncheck.errors import SyncheckError, UsageError, brief
+from syncheck.errors import SyncheckError, UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import find_outside_model
 from syncheck.layout.grouping import group_replicas
@@ -213,23 +213,8 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     own = replace(
         compare_group(replace(side.group, ranks=ranks), api.build_selection(options)), name=side.title, run=side.title
     )
-    _require_own_numbers(side, [snapshot for _, snapshot in ranks], own)
+    require_own_numbers(side.title, [snapshot for _, snapshot in ranks], own)
     return judge_group(accept_parts(own), (), _allowed(options))
-
-
-def _require_own_numbers(side: Side, snapshots: Sequence[Snapshot], copies: Comparison) -> None:
-    """Raise UsageError if files of different tensors have other data under all of their common names of layers."""
-    name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
-    differing = [diff.name for diff in copies.tensors if diff.out_of_sync and diff.reason is None]
-    if len(name_sets) < 2 or len(differing) < 2 or copies.counts.compared > len(differing):
-        return
-    # Tied weights, which stages have in common, have no number.
-    if all(any(part.isdigit() for part in name.split(".")) for name in differing):
-        raise UsageError(
-            f"{side.title}: the files have other data under all {len(differing)} names of layers that they have in "
-            f"common, such as {brief(differing[0])}: stages that number their layers from 0, or several models. "
-            "Give each layer its number in the whole model"
-        )
 
 
 def compare_sides(
@@ -365,7 +350,7 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Map
     guessed: tuple[str, ...] = ()
     if names is not None:
         variables.update(names.variables)
-        _require_equal_heads(sides)
+        require_equal_heads([side.variables for side in sides])
         guessed = find_guessed(names, models, variables)
         variables = complete_variables(names, models, variables, files)
     inferred: Inferred | None = None
@@ -400,16 +385,6 @@ def _map_sides(sides: Sequence[Side], options: DiffOptions, files: Files) -> Map
         renamed.append(replace(side, model=model, stored=own.stored, map=names, variables=variables))
     is_inferred = inferred is not None and inferred.applies
     return MappedSides(tuple(renamed), tuple(notes), inferred=is_inferred, guessed=guessed)
-
-
-def _require_equal_heads(sides: Sequence[Side]) -> None:
-    """Raise UsageError if the configurations of two models state different numbers of heads."""
-    counts = [side.variables.get("heads") for side in sides]
-    if None not in counts and len(set(counts)) > 1:
-        raise UsageError(
-            f"A has {counts[0]} attention heads and B has {counts[1]}, as their configurations state; "
-            "two models with one map need equal numbers. Correct config.json or the saved arguments"
-        )
 
 
 def _allowed(options: DiffOptions) -> frozenset[str]:

@@ -80,7 +80,11 @@ ALLOWED = {
     "conversion.templates": set(),
     "conversion.numbering": set(),
     "conversion.name_maps": BASE | {"logical.views", "conversion.templates"},
-    "conversion.map_files": BASE | {"conversion.name_maps", "conversion.templates", "outputs", "syncheck"},
+    "conversion.vocabularies": set(),
+    "conversion.shared_weights": BASE | {"comparison.ties", "conversion.vocabularies"},
+    "conversion.map_files": BASE
+    | {"outputs", "syncheck"}
+    | {f"conversion.{part}" for part in ("name_maps", "templates", "vocabularies")},
     "conversion.mapped_models": BYTES | {"logical.views", "conversion.name_maps", "conversion.rows"},
     "conversion.recognition": BYTES
     | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
@@ -100,8 +104,13 @@ ALLOWED = {
     "conversion.scales": set(),
     "conversion.quantized": BYTES | {"conversion.recognition", "conversion.scales", "differences"},
     "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
-    "conversion.layer_rules": BYTES
-    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
+    "conversion.affine_parameters": BASE | {"conversion.pairings"},
+    "conversion.layer_rules": BYTES | {f"conversion.{part}" for part in ("affine_parameters", "numbering", "pairings")},
+    "conversion.guesses": BYTES
+    | {
+        f"conversion.{part}"
+        for part in ("affine_parameters", "layer_rules", "numbering", "pairings", "shared_weights", "vocabularies")
+    },
     "conversion.general_rules": BYTES
     | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
     "conversion.causes": BYTES
@@ -113,13 +122,14 @@ ALLOWED = {
         for part in (
             "casts",
             "general_rules",
+            "guesses",
             "layer_rules",
             "map_files",
             "name_maps",
-            "numbering",
             "pairings",
             "recognition",
             "rows",
+            "templates",
         )
     },
     "earlier_steps": BASE | {"paths", "syncheck", "layout.groups", "layout.grouping"},

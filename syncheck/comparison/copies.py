@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from syncheck.comparison.replica_groups import PIPELINE, coordinates_in
 from syncheck.comparison.values import is_membership
+from syncheck.errors import UsageError, brief
 from syncheck.records import Counts, Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.records import Comparison
     from syncheck.snapshots import Snapshot, Tensor
@@ -141,3 +142,25 @@ def accept_parts(comparison: Comparison) -> Comparison:
     )
     tensors = tuple(diff for diff in comparison.tensors if diff.name not in parts)
     return replace(comparison, tensors=tensors, values=values, kinds=kinds, counts=sum(kinds.values(), Counts()))
+
+
+def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Comparison) -> None:
+    """Raise UsageError if files of different tensors have other data under all of their common names of layers.
+
+    title: of the side.
+    snapshots: its files.
+    copies: the comparison of the tensors that several files have.
+    """
+    name_sets = {frozenset(snapshot.tensors) for snapshot in snapshots}
+    differing = [diff.name for diff in copies.tensors if diff.out_of_sync and diff.reason is None]
+    if len(name_sets) < 2 or len(differing) < 2 or copies.counts.compared > len(differing):
+        return
+    for name in differing:
+        # Tied weights, which stages have in common, have no number.
+        if not any(part.isdigit() for part in name.split(".")):
+            return
+    raise UsageError(
+        f"{title}: the files have other data under all {len(differing)} names of layers that they have in common, such "
+        f"as {brief(differing[0])}: stages that number their layers from 0, or several models. Give each layer its "
+        "number in the whole model"
+    )

@@ -10,24 +10,37 @@ from syncheck.conversion.numbering import join_numbers, split_numbers
 from syncheck.conversion.templates import escape, parse_template
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from syncheck.conversion.numbering import Numbers
     from syncheck.conversion.pairings import Pairing
+
+    Pattern = tuple[str, ...]
 
 # The placeholders for the numbers of layers, and for the index in a stack.
 _PLACEHOLDERS, _INDEX = ("{i}", "{j}", "{k}", "{l}", "{m}", "{n}"), "{e}"
 
 
-def make_rules(pairings: Iterable[Pairing]) -> list[Rule]:
-    """Return the rules for these pairings, those without placeholders first: the first rule of a name counts."""
-    families: dict[object, _Family] = defaultdict(_Family)
+def make_rules(pairings: Iterable[Pairing], models: Sequence[Iterable[str]]) -> list[Rule]:
+    """Return the rules for these pairings, those without placeholders first: the first rule of a name counts.
+
+    models: the names of the tensors of A and of B that may be paired.
+    """
+    families: dict[tuple[int, Pattern], _Family] = defaultdict(_Family)
+    paired_parts: set[str] = set()
     for pairing in pairings:
         pattern, _ = split_numbers(pairing.stored)
         families[pairing.side, pattern].add(pairing)
+        paired_parts.update(pairing.parts)
+    for side, names in enumerate(models):
+        for name in names:
+            pattern, _ = split_numbers(name)
+            if (side, pattern) in families:
+                families[side, pattern].names.append(name)
+
     rules: list[Rule] = []
     for family in families.values():
-        rules += family.make_rules()
+        rules += family.make_rules(paired_parts)
     return sorted(rules, key=_sort_key)
 
 
@@ -36,9 +49,13 @@ def _sort_key(rule: Rule) -> tuple[bool, str]:
 
 
 class _Family:
-    """The pairings of tensors whose names differ only in numbers."""
+    """The pairings of tensors whose names differ only in numbers.
+
+    names: of these tensors, and of tensors without a pairing.
+    """
 
     def __init__(self) -> None:
+        self.names: list[str] = []
         # The pairings that may have one rule, by the patterns and the layout of their parts.
         self._groups: dict[object, list[Pairing]] = defaultdict(list)
 
@@ -47,19 +64,39 @@ class _Family:
         patterns = tuple(split_numbers(part)[0] for part in pairing.parts)
         self._groups[patterns, pairing.layout].append(pairing)
 
-    def make_rules(self) -> list[Rule]:
-        """Return one rule for each group, or for each of its pairings if their names follow no template."""
+    def make_rules(self, paired_parts: Collection[str]) -> list[Rule]:
+        """Return one rule for each group, or for each of its pairings if their names follow no template.
+
+        paired_parts: the names of the parts of all families.
+        """
         rules: list[Rule] = []
         larger_groups: list[Pairing] = []
         for group in sorted(self._groups.values(), key=len, reverse=True):
             rule = _make_rule(group)
             # A smaller group must not change what the rule of a larger group does.
-            if rule is None or _match_any([rule], larger_groups) or _match_any(rules, group):
+            is_single = rule is None or _match_any([rule], larger_groups) or _match_any(rules, group)
+            if rule is None or is_single or self._takes_parts(rule, paired_parts):
                 rules += _make_single_rules(group)
             else:
                 rules.append(rule)
             larger_groups += group
         return rules
+
+    def _takes_parts(self, rule: Rule, paired_parts: Collection[str]) -> bool:
+        """Whether a rule gives a tensor without a pairing a part that another tensor has."""
+        paired_names: set[str] = set()
+        for group in self._groups.values():
+            paired_names.update(pairing.stored for pairing in group)
+        for name in self.names:
+            values = rule.match(name)
+            if name in paired_names or values is None:
+                continue
+            for text in rule.parts:
+                template = parse_template(text)
+                # The parts of a stack have numbers of their own.
+                if values.keys() >= set(template.placeholders) and template.fill(values) in paired_parts:
+                    return True
+        return False
 
 
 def _match_any(rules: Iterable[Rule], pairings: Sequence[Pairing]) -> bool:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from syncheck.conversion.numbering import find_mirror, find_numbering, mirror, split_numbers
+from syncheck.conversion.affine_parameters import correct_kinds
+from syncheck.conversion.numbering import find_numbering, split_numbers
 from syncheck.conversion.pairings import Layout, Pairing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.conversion.numbering import Numbers, Pair
     from syncheck.conversion.pairings import Candidates
@@ -92,7 +93,23 @@ class LayerNames:
 
 def assign_parts(candidates: Candidates) -> Assignment:
     """Return the parts of each stored tensor, by the rule of most layers where their names allow it."""
-    pairings = _unify_rotary(candidates.pairings)
+    pairings = correct_kinds(candidates.pairings, candidates.tensors)
+    pairings = [_sort_numbered_parts(pairing) for pairing in pairings]
+    assignment = Assignment()
+    _assign_by_rules(assignment, _unify_rotary(pairings), candidates)
+    _assign_siblings(assignment, candidates)
+    return assignment
+
+
+def assign_guesses(assignment: Assignment, guesses: Sequence[Pairing], candidates: Candidates) -> list[Pairing]:
+    """Add pairings that only names show, by the rule of most layers. Return all pairings that were added."""
+    earlier = set(assignment.list_pairings())
+    _assign_by_rules(assignment, guesses, candidates)
+    return [pairing for pairing in assignment.list_pairings() if pairing not in earlier]
+
+
+def _assign_by_rules(assignment: Assignment, pairings: Sequence[Pairing], candidates: Candidates) -> None:
+    """Add pairings to an assignment, with the rule of most layers for each layer that has the tensors for it."""
     rules = _list_rules(pairings, LayerNames(candidates.tensors))
     usual_rules = _find_usual_rules(rules)
     usual: list[Pairing] = []
@@ -104,15 +121,25 @@ def assign_parts(candidates: Candidates) -> Assignment:
             else:
                 deviating.append(pairing)
 
-    assignment = Assignment()
     assignment.add(usual)
     # Layers without equal data get the rule of most layers.
     for rule in rules:
         assignment.add(rule.expected.values())
     # The rule of most layers has no tensors for these layers.
     assignment.add(deviating)
-    _assign_siblings(assignment, candidates)
-    return assignment
+
+
+def _sort_numbered_parts(pairing: Pairing) -> Pairing:
+    """Return the pairing of a fused tensor with its parts in the order of their numbers, if they have one name.
+
+    Layers and experts in another order are a finding.
+    """
+    patterns = {split_numbers(part)[0] for part in pairing.parts}
+    # Parts of other sizes have names of their own, and the rule of stacks sorts their parts.
+    if len(patterns) > 1 or pairing.layout.sizes or pairing.layout.stacked:
+        return pairing
+    parts = sorted(pairing.parts, key=_get_numbers)
+    return replace(pairing, parts=tuple(parts))
 
 
 def _unify_rotary(pairings: Sequence[Pairing]) -> list[Pairing]:
@@ -166,7 +193,7 @@ def _follows_usual_rules(pairing: Pairing, rule: LayerRule, usual_rules: Mapping
 def _list_rules(pairings: Sequence[Pairing], names: LayerNames) -> list[LayerRule]:
     """Return the rules that the pairings show, those with the most layers first."""
     rules: dict[object, LayerRule] = {}
-    for pairing in sorted(pairings, key=_get_numbers):
+    for pairing in sorted(pairings, key=_get_stored_numbers):
         pattern, _ = split_numbers(pairing.stored)
         parts = tuple(split_numbers(part)[0] for part in pairing.parts)
         if pairing.layout.stacked:
@@ -184,8 +211,12 @@ def _list_rules(pairings: Sequence[Pairing], names: LayerNames) -> list[LayerRul
     return sorted(rules.values(), key=attrgetter("votes"), reverse=True)
 
 
-def _get_numbers(pairing: Pairing) -> Numbers:
-    _, numbers = split_numbers(pairing.stored)
+def _get_stored_numbers(pairing: Pairing) -> Numbers:
+    return _get_numbers(pairing.stored)
+
+
+def _get_numbers(name: str) -> Numbers:
+    _, numbers = split_numbers(name)
     return numbers
 
 
@@ -194,19 +225,17 @@ class _Numberings:
 
     def __init__(self, pairings: Iterable[Pairing], names: LayerNames) -> None:
         self._names = names
-        # Layers and parts with the same data, by their patterns, and by the text before their first number.
-        self._pairs: dict[tuple[int, Pattern, Pattern], list[Pair]] = defaultdict(list)
-        self._containers: dict[tuple[int, str, str], list[Pair]] = defaultdict(list)
+        # Layers and parts with the same data, by their patterns; the layers of stacks have one number more.
+        self._pairs: dict[tuple[int, Pattern, Pattern, bool], list[Pair]] = defaultdict(list)
         for pairing in pairings:
             pattern, numbers = split_numbers(pairing.stored)
+            stacked = pairing.layout.stacked
             layer = numbers
             for index, part in enumerate(pairing.parts):
                 part_pattern, part_numbers = split_numbers(part)
-                if pairing.layout.stacked:
+                if stacked:
                     layer = (*numbers, index)
-                self._pairs[pairing.side, pattern, part_pattern].append((layer, part_numbers))
-                if numbers and part_numbers:
-                    self._containers[pairing.side, pattern[0], part_pattern[0]].append((numbers, part_numbers))
+                self._pairs[pairing.side, pattern, part_pattern, stacked].append((layer, part_numbers))
 
     def expect_pairings(self, rule: LayerRule) -> dict[str, Pairing]:
         """Return the pairings of all layers of a rule by stored name, as far as their parts exist."""
@@ -214,7 +243,8 @@ class _Numberings:
         parts: dict[str, list[str]] = defaultdict(list)
         for part_pattern in rule.parts:
             part_names = self._names.of(1 - rule.side, part_pattern)
-            numbering = self._find_numbering(rule, part_pattern, layers, part_names)
+            pairs = self._pairs[rule.side, rule.pattern, part_pattern, rule.layout.stacked]
+            numbering = find_numbering(pairs, layers, part_names)
             for layer, name in layers.items():
                 part = _find_part(layer, numbering, part_names)
                 parts[name].append(part)
@@ -233,29 +263,12 @@ class _Numberings:
             return dict(names)
         layers: dict[Numbers, str] = {}
         for numbers, name in names.items():
-            length = self._names.tensors[rule.side][name].shape[0]
+            shape = self._names.tensors[rule.side][name].shape
+            # A tensor without dimensions may have the name of a stack, but no index.
+            length = sum(shape[:1])
             for index in range(length):
                 layers[*numbers, index] = name
         return layers
-
-    def _find_numbering(
-        self, rule: LayerRule, part_pattern: Pattern, layers: Collection[Numbers], parts: Collection[Numbers]
-    ) -> Mapping[Numbers, Numbers]:
-        """Return the numbers of the part with this pattern in each layer of a rule.
-
-        layers: the numbers of the layers.
-        parts: the numbers of all tensors with this pattern.
-        """
-        pairs = self._pairs[rule.side, rule.pattern, part_pattern]
-        container = self._containers.get((rule.side, rule.pattern[0], part_pattern[0]), ())
-        total = find_mirror(container)
-        if total is None:
-            return find_numbering(pairs, layers, parts)
-        # Numbers from the other end are mirrored before the search and after it.
-        mirrored_pairs = [(layer, mirror(part, total)) for layer, part in pairs]
-        mirrored_parts = [mirror(part, total) for part in parts]
-        numbering = find_numbering(mirrored_pairs, layers, mirrored_parts)
-        return {layer: mirror(part, total) for layer, part in numbering.items()}
 
 
 def _find_part(layer: Numbers, numbering: Mapping[Numbers, Numbers], part_names: Mapping[Numbers, str]) -> str:

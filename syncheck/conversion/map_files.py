@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
-from dataclasses import fields
+from collections import Counter
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from syncheck import outputs
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
 from syncheck.conversion.templates import parse_template
+from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.errors import UsageError, brief
 
 if TYPE_CHECKING:
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 # Limits of a file that may come from anywhere. The largest map of this package has 60 rules in 8 kB.
 _MOST_BYTES, _MOST_RULES, _MOST_PARTS, _MOST_LETTERS = 1 << 24, 1 << 16, 256, 1024
-# The modules with a row for each token of a vocabulary: embeddings and output layers.
-_VOCABULARY = re.compile(r"\w*(?:embed|token|vocab|wte|shared|head|output|decoder|logits|classifier|cls|score)\w*")
 
 
 def list_built_in() -> tuple[str, ...]:
     """Return the names of the maps of this package."""
     folder = resources.files(__package__) / "maps"
-    return tuple(sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml")))
+    file_names = sorted(file.name for file in folder.iterdir())
+    return tuple(name.removesuffix(".toml") for name in file_names if name.endswith(".toml"))
 
 
 def read_map(source: str) -> NameMap:
@@ -42,33 +41,39 @@ def read_map(source: str) -> NameMap:
     try:
         with open(source, encoding="utf-8") as file:
             text = file.read(_MOST_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UsageError(f"{source}: {problem}; pass a TOML file with a map") from None
+    except OSError as error:
+        raise UsageError(f"{source}: {error.strerror}; pass a TOML file with a map") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{source}: not a text file; pass a TOML file with a map") from None
     if len(text) > _MOST_BYTES:
         raise UsageError(f"{source}: more than {_MOST_BYTES} characters; pass a TOML file with a map")
     return _parse(text, source)
 
 
 def _parse(text: str, title: str, *, built_in: bool = False) -> NameMap:
+    """Return the map in a TOML text. Raises UsageError if it is not a map."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{title}: not a TOML file: {error}") from None
-    except (RecursionError, ValueError):  # thousands of nested lists, or a number with thousands of digits
+    # Thousands of nested lists, or a number with thousands of digits.
+    except (RecursionError, ValueError):
         raise UsageError(f"{title}: nested too deeply, or a number is too large; a map has neither") from None
-    unknown = [key for key in table if key not in ("rule", "tied", *VARIABLES)]
+    for key in table:
+        if key not in ("rule", "tied", *VARIABLES):
+            known_keys = f"[[rule]] tables, `tied`, and {', '.join(VARIABLES)}"
+            raise UsageError(f"{title}: key {brief(key)}; a map contains {known_keys}")
     rows, tied = table.get("rule", []), table.get("tied", [])
-    if unknown or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        problem = f"key {brief(unknown[0])}" if unknown else "`rule` is no array of tables"
-        raise UsageError(f"{title}: {problem}; a map contains [[rule]] tables, `tied` and numbers of heads")
-    if not isinstance(tied, list) or not all(_are_names(pair) and len(pair) == 2 for pair in tied):
+    if not _is_list(rows, _is_table):
+        raise UsageError(f"{title}: `rule` is no array of tables; a map contains [[rule]] tables and `tied`")
+    if not _is_list(tied, _is_pair):
         raise UsageError(f"{title}: tied: must be a list of pairs of names")
     if len(rows) > _MOST_RULES:
         raise UsageError(f"{title}: {len(rows)} rules; at most {_MOST_RULES} are allowed")
-    rules = tuple(_parse_rule(row, f"{title}: rule {i}") for i, row in enumerate(rows, 1))
+    rules = [_parse_rule(row, f"{title}: rule {number}") for number, row in enumerate(rows, 1)]
+    pairs = [(first, second) for first, second in tied]
     variables = _parse_variables(table, title)
-    return NameMap(title, rules, tuple((first, second) for first, second in tied), variables, built_in=built_in)
+    return NameMap(title, tuple(rules), tuple(pairs), variables, built_in=built_in)
 
 
 def _parse_variables(table: Mapping[str, Any], title: str) -> tuple[tuple[str, int], ...]:
@@ -79,92 +84,157 @@ def _parse_variables(table: Mapping[str, Any], title: str) -> tuple[tuple[str, i
         if value is None:
             continue
         if not is_setting(value):
-            raise UsageError(
-                f"{title}: {name}: {brief(value)} is not valid; a number of heads, or the size of one, was expected"
-            )
+            raise UsageError(f"{title}: {name}: {brief(value)} is not a number of heads, or the size of a head")
         variables.append((name, value))
 
     return tuple(variables)
 
 
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
-
-
-def _parse_rule(row: Mapping[str, Any], place: str) -> Rule:
-    known = {part.name for part in fields(Rule)}
-    if unknown := row.keys() - known:
-        raise UsageError(f"{place}: unknown key {brief(min(unknown))}; known keys: {', '.join(sorted(known))}")
-    checks: dict[str, Callable[[Any], object]] = {
-        "name": lambda value: isinstance(value, str) and value,
-        "beside": lambda value: isinstance(value, str),
-        "parts": _are_names,
-        "dim": lambda value: is_size(value, 0),
-        "sizes": lambda value: isinstance(value, list) and all(is_size(v) or v in VARIABLES for v in value),
-        "groups": lambda value: is_size(value) or value in (*VARIABLES, "rows"),
-        "pad": lambda value: isinstance(value, bool) or is_size(value, 2),
-    }
+def _parse_rule(row: Mapping[str, Any], label: str) -> Rule:
+    """Return a rule. Raises UsageError if it is not valid. label: the file and the number of the rule."""
+    unknown_keys = row.keys() - _CHECKS.keys()
+    if unknown_keys:
+        keys = ", ".join(sorted(_CHECKS))
+        raise UsageError(f"{label}: unknown key {brief(min(unknown_keys))}; known keys: {keys}")
+    settings: dict[str, Any] = {}
+    # Every rule has a name.
     for key, value in {"name": None, **row}.items():
-        check = checks.get(key, _is_flag)
-        if not check(value):
-            raise UsageError(f"{place}: {key}: {brief(value)} is not valid; see docs/same-model.md")
-    cells: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    rule = Rule(**cells)
-    _check_rule(rule, place)
+        is_valid = _CHECKS[key]
+        if not is_valid(value):
+            raise UsageError(f"{label}: {key}: {brief(value)} is not valid; see docs/same-model.md")
+        settings[key] = tuple(value) if isinstance(value, list) else value
+    rule = Rule(**settings)
+    _check_rule(rule, label)
     return rule
+
+
+def _is_list(value: object, is_item: Callable[[object], bool]) -> bool:
+    """Whether a value is a list of valid items."""
+    return isinstance(value, list) and all(map(is_item, value))
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _are_names(value: object) -> bool:
+    return _is_list(value, _is_name)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _are_names(value)
+
+
+def _is_dim(value: object) -> bool:
+    return is_size(value, 0)
+
+
+def _is_share(value: object) -> bool:
+    return is_size(value) or value in VARIABLES
+
+
+def _are_shares(value: object) -> bool:
+    return _is_list(value, _is_share)
+
+
+def _is_group_count(value: object) -> bool:
+    return _is_share(value) or value == "rows"
 
 
 def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _check_rule(rule: Rule, place: str) -> None:
-    """Raise UsageError for a rule that contradicts itself."""
+def _is_padding(value: object) -> bool:
+    return _is_flag(value) or is_size(value, 2)
+
+
+# The keys of a rule in the order of a written map, and whether a value is valid.
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    "name": _is_name,
+    "parts": _are_names,
+    "dim": _is_dim,
+    "sizes": _are_shares,
+    "groups": _is_group_count,
+    "transpose": _is_flag,
+    "rotary": _is_flag,
+    "pad": _is_padding,
+    "beside": _is_text,
+}
+
+
+def _check_rule(rule: Rule, label: str) -> None:
+    """Raise UsageError for a rule that contradicts itself. label: the file and the number of the rule."""
     if rule.sizes and len(rule.sizes) != len(rule.parts):
-        raise UsageError(f"{place}: sizes: must have one size for each of the {len(rule.parts)} parts")
+        raise UsageError(f"{label}: sizes: must have one size for each of the {len(rule.parts)} parts")
     if len(rule.parts) > _MOST_PARTS:
-        raise UsageError(f"{place}: parts: {len(rule.parts)} parts; at most {_MOST_PARTS} are allowed")
+        raise UsageError(f"{label}: parts: {len(rule.parts)} parts; at most {_MOST_PARTS} are allowed")
     # A part that is named twice would replace the first of both, which would never be compared.
-    repeated = [part for part in rule.parts if rule.parts.count(part) > 1]
-    if repeated:
-        raise UsageError(f"{place}: parts: {brief(repeated[0])} is named twice; each part needs a name of its own")
-    placeholders = _read_placeholders(rule.name, f"{place}: name")
+    for part, count in Counter(rule.parts).items():
+        if count > 1:
+            raise UsageError(f"{label}: parts: {brief(part)} is named twice; each part needs a name of its own")
+    _check_placeholders(rule, label)
+    if rule.pad and not any(map(has_vocabulary, (rule.name, *rule.parts))):
+        raise UsageError(f"{label}: pad: {brief(rule.name)} is not the name of an embedding or output layer; remove it")
+
+
+def _check_placeholders(rule: Rule, label: str) -> None:
+    """Raise UsageError for names of a rule that are not valid or have other placeholders."""
+    placeholders = set(_read_placeholders(rule.name, f"{label}: name"))
     if rule.beside:
-        _read_placeholders(rule.beside, f"{place}: beside")
-    counted = []
+        _read_placeholders(rule.beside, f"{label}: beside")
+    # The placeholders that count the first dimension of a stack.
+    index_placeholders = set()
     for part in rule.parts:
-        inner = set(_read_placeholders(part, f"{place}: parts")) - set(placeholders)
-        counted.append(inner)
-    if any(names != counted[0] or len(names) > 1 for names in counted):
-        raise UsageError(f"{place}: parts: all must have the placeholders of the name, and at most one more")
-    modules = [name.split(".")[-2:][0] for name in (rule.name, *rule.parts)]
-    if rule.pad and not any(map(_VOCABULARY.fullmatch, modules)):
-        raise UsageError(f"{place}: pad: {brief(rule.name)} is not the name of an embedding or output layer; remove it")
+        further_placeholders = set(_read_placeholders(part, f"{label}: parts")) - placeholders
+        index_placeholders.add(frozenset(further_placeholders))
+    if len(index_placeholders) > 1 or any(len(names) > 1 for names in index_placeholders):
+        raise UsageError(f"{label}: parts: all must have the placeholders of the name, and at most one more")
 
 
-def _read_placeholders(text: str, place: str) -> tuple[str, ...]:
+def _read_placeholders(text: str, label: str) -> tuple[str, ...]:
     """Return the placeholders of a template. Raises UsageError if it is not valid."""
     if len(text) > _MOST_LETTERS:
-        raise UsageError(f"{place}: {len(text)} characters; at most {_MOST_LETTERS} are allowed")
+        raise UsageError(f"{label}: {len(text)} characters; at most {_MOST_LETTERS} are allowed")
     try:
         names = parse_template(text).placeholders
     except ValueError as error:
-        raise UsageError(f"{place}: {brief(text)}: {error}") from None
+        raise UsageError(f"{label}: {brief(text)}: {error}") from None
     if len(set(names)) != len(names):
-        raise UsageError(f"{place}: {brief(text)}: each placeholder may occur once")
+        raise UsageError(f"{label}: {brief(text)}: each placeholder may occur once")
     return names
+
+
+def _list_settings(rule: Rule) -> dict[str, Any]:
+    """Return the settings of a rule that differ from their defaults, without its names."""
+    plain = Rule("", rule.parts)
+    settings = {}
+    for key in _CHECKS:
+        value = getattr(rule, key)
+        if key != "name" and value != getattr(plain, key):
+            settings[key] = value
+    return settings
 
 
 def describe_rule(rule: Rule) -> str:
     """Return the operations of a rule on its parts, as in a formula."""
-    joined = " + ".join(rule.parts)
-    plain = Rule("")
     settings = []
-    for key in ("sizes", "groups", "pad"):
-        value = getattr(rule, key)
-        if value != getattr(plain, key):
-            settings.append(f"{key}={list(value) if isinstance(value, tuple) else value}")
-    settings += [key for key in ("transpose", "rotary") if getattr(rule, key)]
+    for key, value in _list_settings(rule).items():
+        if value is True:
+            settings.append(key)
+        elif isinstance(value, tuple):
+            settings.append(f"{key}={list(value)}")
+        else:
+            settings.append(f"{key}={value}")
+    joined = " + ".join(rule.parts)
     return f"{joined} ({', '.join(settings)})" if settings else joined
 
 
@@ -179,15 +249,11 @@ def write_map(path: str, names: NameMap, guessed: Sequence[Rule] = ()) -> None:
         lines.append("")
     if names.tied:
         lines += [f"tied = {_to_toml(names.tied)}", ""]
-    plain = Rule("")
     for rule in names.rules:
         if rule in guessed:
             lines.append("# A guess: several tensors have equal data, so only their names show this pair.")
         lines += ["[[rule]]", f"name = {_to_toml(rule.name)}", f"parts = {_to_toml(rule.parts)}"]
-        for key in ("dim", "sizes", "groups", "transpose", "rotary", "pad", "beside"):
-            value = getattr(rule, key)
-            if value != getattr(plain, key):
-                lines.append(f"{key} = {_to_toml(value)}")
+        lines += [f"{key} = {_to_toml(value)}" for key, value in _list_settings(rule).items()]
         lines.append("")
     outputs.write(path, "\n".join(lines), outputs.MAP)
 

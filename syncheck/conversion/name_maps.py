@@ -19,7 +19,7 @@ from syncheck.conversion.templates import Template, parse_template
 from syncheck.logical import views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.snapshots import Tensor
 
@@ -166,37 +166,44 @@ def split_tensor(
     if tensor.digest is not None and (index_placeholders or rule.transpose or rule.rotary or len(rule.parts) > 1):
         return None
     if not index_placeholders:
-        return dict(_split_one(rule, values, tensor, variables)) or None
+        return _split_one(rule, values, tensor, variables)
     if not tensor.shape or tensor.shape[0] > MOST_PARTS:
         return None
     parts: dict[str, Tensor] = {}
-    for index, part in enumerate(views.unstack(tensor)):
+    for index, indexed_tensor in enumerate(views.unstack(tensor)):
         indexed_values = {**values, index_placeholders[0]: str(index)}
-        parts.update(_split_one(rule, indexed_values, part, variables))
+        indexed_parts = _split_one(rule, indexed_values, indexed_tensor, variables)
+        if indexed_parts is None:
+            return None
+        parts.update(indexed_parts)
     return parts or None
 
 
 def _split_one(
     rule: Rule, values: Mapping[str, str], tensor: Tensor, variables: Mapping[str, int]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and views of the parts of a tensor that is no stack; nothing if the rule does not fit."""
+) -> dict[str, Tensor] | None:
+    """Return views of the parts of a tensor that is no stack, by name; None if the rule does not fit all of them."""
     if rule.transpose:
         if len(tensor.shape) < 2:
-            return
+            return None
         *dims, rows, columns = range(len(tensor.shape))
         tensor = views.permute(tensor, [*dims, columns, rows])
     parts = [tensor]
     # A tensor with one name may have any shape, even none.
     if len(rule.parts) > 1 or rule.rotary:
         parts = _divide(rule, tensor, variables)
-    # Without parts, nothing is yielded.
-    for name, part in zip(rule.parts, parts, strict=False):
+    if len(parts) != len(rule.parts):
+        return None
+    named_parts = {}
+    for name, part in zip(rule.parts, parts, strict=True):
         if rule.rotary:
             head_dim = variables["head_dim"]
+            # Rows of half a head would be compared with nothing.
             if head_dim % 2 or part.shape[0] % head_dim:
-                return
+                return None
             part = _separate_halves(part, head_dim)
-        yield parse_template(name).fill(values), part
+        named_parts[parse_template(name).fill(values)] = part
+    return named_parts
 
 
 def _divide(rule: Rule, tensor: Tensor, variables: Mapping[str, int]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 A model that is converted correctly numbers its layers by one rule: equal numbers, numbers from another start, or
 numbers in the same order. Data under another number is a mistake, so the rule of most layers counts for all of them.
+Numbers from the other end are no rule: they are the same as layers in the reverse order.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
 # Limit of the numbers in a name whose order is tried.
 _MOST_COLUMNS = 3
-# Fewer layers do not show a reversed order: two exchanged layers of two or three are a mistake.
-_LEAST_REVERSED = 4
 
 
 def split_numbers(name: str) -> tuple[tuple[str, ...], Numbers]:
@@ -61,26 +60,6 @@ def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Co
         return _number_in_order(pairs, layers, parts)
     # A tie goes to the first numbering, in which all numbers keep their places.
     return max(numberings, key=lambda numbering: len(numbering.items() & pairs))
-
-
-def find_mirror(pairs: Collection[Pair]) -> int | None:
-    """Return the sum of the first numbers of layers and parts, if one model counts from the other end, else None.
-
-    pairs: of all tensors in these layers, because exchanged layers of one tensor may look like another order.
-    """
-    sums = set()
-    first_numbers = set()
-    for layer, part in pairs:
-        sums.add(layer[0] + part[0])
-        first_numbers.add(layer[0])
-    if len(sums) != 1 or len(first_numbers) < _LEAST_REVERSED:
-        return None
-    return sums.pop()
-
-
-def mirror(numbers: Numbers, total: int) -> Numbers:
-    """Return the numbers of a name with the first of them counted from the other end."""
-    return (total - numbers[0], *numbers[1:])
 
 
 def _find_without_constants(

@@ -100,6 +100,10 @@ class Candidates:
         """Return the names of the tensors of a side without a pairing."""
         return [name for name in self.tensors[side] if name not in self.used[side]]
 
+    def unused_tensors(self, side: int) -> dict[str, Tensor]:
+        """Return the tensors of a side without a pairing."""
+        return {name: self.tensors[side][name] for name in self.unused(side)}
+
     def unused_rows(self, side: int) -> dict[str, Sequence[bytes]]:
         """Return the rows of the tensors of a side without a pairing."""
         return {name: self.rows[side][name] for name in self.unused(side)}

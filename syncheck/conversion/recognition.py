@@ -10,6 +10,7 @@ from syncheck.conversion.mapped_models import apply_map
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.templates import parse_template
 from syncheck.dtypes import DTYPES
+from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files, has_elements, is_contiguous, ranges
 
 if TYPE_CHECKING:
@@ -113,6 +114,19 @@ def find_guessed(
                 guessed |= rule.variables - variables.keys()
 
     return tuple(sorted(guessed))
+
+
+def require_equal_heads(variables: Sequence[Mapping[str, int]]) -> None:
+    """Raise UsageError if the configurations of two models state different numbers of heads.
+
+    variables: those that the configuration of each model states.
+    """
+    counts = [stated.get("heads") for stated in variables]
+    if None not in counts and len(set(counts)) > 1:
+        raise UsageError(
+            f"A has {counts[0]} attention heads and B has {counts[1]}, as their configurations state; "
+            "two models with one map need equal numbers. Correct config.json or the saved arguments"
+        )
 
 
 def _count_heads(

@@ -10,6 +10,7 @@ import pytest
 
 import syncheck
 from syncheck.conversion.numbering import find_numbering
+from syncheck.messages import Note
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:
@@ -206,44 +207,96 @@ def test_positions_in_a_layer(tmp_path: Path) -> None:
         assert (diff.name, diff.mismatched) == (name, 64)
 
 
-def make_decoder(layers: int) -> tuple[Weights, Weights]:
-    """Return a decoder, and the same decoder with its blocks counted from the other end."""
+@pytest.mark.parametrize("layers", [2, 3, 4, 8])
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 1), (3, 2)])
+def test_layers_in_reverse_order(tmp_path: Path, layers: int, start: int, step: int) -> None:
+    """Numbers from the other end are the same as exchanged layers; other numbers in the same order are accepted."""
+    rng = np.random.default_rng(0)
+    a: Weights = {}
+    ordered: Weights = {}
+    reverse: Weights = {}
+    for i in range(layers):
+        for name in ("w", "block.0.x", "block.1.x"):
+            weight = rng.standard_normal((8, 8)).astype("f4")
+            a[f"h.{i}.{name}"] = ordered[f"layers.{start + step * i}.{name}"] = weight
+            reverse[f"layers.{start + step * (layers - 1 - i)}.{name}"] = weight
+    accept = DiffOptions(accept_inferred=True)
+    one = llama.write(tmp_path / "a", a)
+    for name, model, code in (("ordered", ordered, 0), ("reverse", reverse, 1)):
+        other = llama.write(tmp_path / name, model)
+        assert syncheck.diff(one, other, options=accept).exit_code == code
+        assert syncheck.diff(other, one, options=accept).exit_code == code
+
+
+@pytest.mark.parametrize("join", [np.stack, np.concatenate])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3)])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_experts_in_one_tensor(tmp_path: Path, join: Any, order: tuple[int, ...], layers: int) -> None:
+    """Experts that are stacked or joined have the order of their numbers in every layer."""
     rng = np.random.default_rng(0)
     a: Weights = {}
     b: Weights = {}
     for i in range(layers):
-        for j in range(2):
-            weight = rng.standard_normal((8, 8)).astype("f4")
-            a[f"decoder.up.{layers - 1 - i}.block.{j}.w"] = b[f"decoder.up_blocks.{i}.resnets.{j}.w"] = weight
-        if i < layers - 1:
-            weight = rng.standard_normal((8, 8)).astype("f4")
-            a[f"decoder.up.{layers - 1 - i}.upsample.w"] = b[f"decoder.up_blocks.{i}.upsamplers.0.w"] = weight
-    return a, b
+        experts = [rng.standard_normal((8, 8)).astype("f4") for _ in order]
+        a |= {f"l.{i}.e.{j}.w": expert for j, expert in enumerate(experts)}
+        # Only the first layer has another order.
+        if i == 0:
+            experts = [experts[j] for j in order]
+        b[f"x.{i}.all"] = join(experts)
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((one, other), (other, one)):
+        report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=True))
+        assert report.exit_code == (order != (0, 1, 2, 3))
 
 
-def test_layers_from_the_other_end(tmp_path: Path) -> None:
-    """Four blocks show that they are counted from the other end; blocks of one tensor, or three blocks, do not."""
-    a, b = make_decoder(4)
-    paths = [llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)]
-    accept = DiffOptions(accept_inferred=True)
-    assert syncheck.diff(paths[0], paths[1], options=accept).exit_code == 0
-    assert syncheck.diff(paths[1], paths[0], options=accept).exit_code == 0
-    for name in ("resnets.0", "upsamplers.0"):
-        one, other = f"decoder.up_blocks.0.{name}.w", f"decoder.up_blocks.2.{name}.w"
-        exchanged = b | {one: b[other], other: b[one]}
-        report = syncheck.diff(paths[0], llama.write(tmp_path / name, exchanged), options=accept)
-        assert {finding.code for finding in report.groups[-1].findings} & {"SYN313", "SYN305"}
-    a, b = make_decoder(3)
-    report = syncheck.diff(llama.write(tmp_path / "c", a), llama.write(tmp_path / "d", b), options=accept)
-    assert report.exit_code == 1
+def test_a_stack_beside_another_tensor(tmp_path: Path) -> None:
+    """A number and a transposed matrix with the pattern of a stack are no stacks."""
+    torch = pytest.importorskip("torch")
+    rows, matrices, matrix = torch.randn(2, 8), torch.randn(2, 4, 8), torch.randn(4, 8)
+    a, b = str(tmp_path / "a.pth"), str(tmp_path / "b.pth")
+    torch.save({"w.0": rows, "w.1": torch.tensor(3.5)}, a)
+    torch.save({"v.0": rows[0].clone(), "v.1": rows[1].clone()}, b)
+    (diff,) = syncheck.diff(a, b).groups[-1].tensors
+    assert diff.name == "w.1"
+    torch.save({"v.0": matrices[0].clone(), "v.1": matrices[1].clone(), "v.2": matrix}, a)
+    for converted, code in ((matrix.T.contiguous(), 2), (matrix.T.contiguous().to(torch.bfloat16), 1)):
+        torch.save({"w.0": matrices, "w.1": converted}, b)
+        assert syncheck.diff(a, b).exit_code == code
 
 
-def test_a_model_with_a_second_prefix(tmp_path: Path) -> None:
-    """A second `model.` in front of every name is no container, but another naming."""
+def test_a_transposed_copy_of_one_layer(tmp_path: Path) -> None:
+    """An extra tensor that could replace a layer is a difference, not an error."""
+    a, b = make_pair()
+    # The first of both tensors gets the data of the layer.
+    b = {"net.h.1.extra.w": b["net.h.1.out.w"], **b}
+    one, other = llama.write(tmp_path / "a", a), llama.write(tmp_path / "b", b)
+    for pair in ((one, other), (other, one)):
+        assert syncheck.diff(*pair, options=DiffOptions(accept_inferred=True)).exit_code == 1
+
+
+@pytest.mark.parametrize("prefix", ["model.", "net."])
+def test_a_prefix_of_all_names(tmp_path: Path, prefix: str) -> None:
+    """A second `model.` is no container, but another naming, and a note names the prefix, also with an accepted map."""
     model = llama.make_model()
-    a = llama.write(tmp_path / "a", model)
-    b = llama.write(tmp_path / "b", {f"model.{name}": weight for name, weight in model.items()})
-    assert [syncheck.diff(a, b).exit_code, syncheck.diff(b, a).exit_code] == [2, 2]
+    other = {f"{prefix}{name}": weight for name, weight in model.items()}
+    a, b = llama.write(tmp_path / "a", model), llama.write(tmp_path / "b", other)
+    for pair, longer in (((a, b), "B"), ((b, a), "A")):
+        for accept in (False, True):
+            report = syncheck.diff(*pair, options=DiffOptions(accept_inferred=accept))
+            (note,) = [note for note in report.groups[-1].notes if note.code is Note.PREFIX]
+            assert report.exit_code == (0 if accept else 2)
+            assert (note.parameters["longer"], note.parameters["prefix"]) == (longer, prefix)
+
+
+def test_prefixes_that_differ(tmp_path: Path) -> None:
+    """Another name, besides the prefix, is another naming."""
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((8, 8)).astype("f4") for _ in range(3)]
+    a = llama.write(tmp_path / "a", dict(zip(["h.0.w", "h.1.w", "head.w"], weights, strict=True)))
+    b = llama.write(tmp_path / "b", dict(zip(["net.h.0.w", "net.h.1.w", "out.w"], weights, strict=True)))
+    report = syncheck.diff(a, b)
+    assert report.exit_code == 2
+    assert Note.PREFIX not in {note.code for note in report.groups[-1].notes}
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,21 @@ def test_a_wrong_number_of_heads(tmp_path: Path) -> None:
         assert {diff.name.split(".")[-2] for diff in report.groups[-1].tensors} == {"k_proj"}
 
 
+@pytest.mark.parametrize(("rows", "codes"), [(16, [1, 0]), (8, [1, 1])])
+def test_a_part_that_does_not_fit(tmp_path: Path, rows: int, codes: list[int]) -> None:
+    """If one part of a tensor has half a head, no part of it is compared; otherwise all are."""
+    fused, body = draw(rows * 3 // 2, 4), draw(2, 2)
+    changed = fused.copy()
+    changed[rows:] += 1
+    config = {"num_attention_heads": 1, "head_dim": 8}
+    a = llama.write(tmp_path / "a", {"x.qk": fused, "body": body}, config)
+    rules = [{"name": f"{n}.qk", "parts": ["q", "k"], "sizes": [2, 1], "rotary": True} for n in "xy"]
+    path = write_map(tmp_path / "m.toml", *rules)
+    for i, other in enumerate((changed, fused)):
+        b = llama.write(tmp_path / f"b{i}", {"y.qk": other, "body": body}, config)
+        assert main(["diff", "-q", "--map", path, a, b]) == codes[i]
+
+
 def test_ignored_tensors_that_differ(tmp_path: Path) -> None:
     """A map that ignores what differs is an error, with equal names, other names, and other shapes."""
     weight, mask = draw(4, 4), draw(3, 3)

@@ -104,7 +104,7 @@ def header_lines(config: pytest.Config) -> list[str]:
     if selection is None or not (lines or selection.not_judged or selection.unused):
         return []
     from syncheck.errors import one_line
-    from syncheck.messages import PytestText
+    from syncheck.pytest_plugin.texts import PytestText
 
     if selection.unused:
         lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
@@ -166,7 +166,7 @@ def configure(config: pytest.Config) -> None:
                 raise pytest.UsageError(str(error)) from None  # one line and exit code 4
         config.pluginmanager.register(plugin, "syncheck-checkpoints")
     elif outputs or config.getoption("syncheck_update_baseline"):
-        from syncheck.messages import PytestText
+        from syncheck.pytest_plugin.texts import PytestText
 
         if config.getoption("syncheck_update_baseline"):
             raise pytest.UsageError(str(PytestText.UPDATE_NEEDS_CHECKPOINTS()))
@@ -246,7 +246,8 @@ def _select_items(planned: list[Planned], selection: Selection, config: pytest.C
     """Return the items whose ids were given, or all items."""
     if not selection.ids:
         return planned
-    from syncheck.messages import PytestText, names_text
+    from syncheck.messages import names_text
+    from syncheck.pytest_plugin.texts import PytestText
     from syncheck.pytest_plugin.checkpoints.plan import relative_id
 
     start, known = config.invocation_params.dir, [item.nodeid for item in planned]

@@ -64,7 +64,7 @@ def default_timeout(config: pytest.Config) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        from syncheck.messages import PytestText
+        from syncheck.pytest_plugin.texts import PytestText
 
         name = "syncheck_timeout" if given is None else "--syncheck-timeout"
         raise pytest.UsageError(str(PytestText.TIMEOUT(option=name, value=text)))
@@ -122,7 +122,7 @@ class RanksPlugin:
         marked = [item for item in session.items if item.get_closest_marker(NAME)]
         for option in ("usepdb", "trace"):
             if marked and session.config.getoption(option, False):
-                from syncheck.messages import PytestText
+                from syncheck.pytest_plugin.texts import PytestText
 
                 name = f"--{option.removeprefix('use')}"
                 raise pytest.UsageError(str(PytestText.NO_DEBUGGER(option=name, test=marked[0].nodeid)))

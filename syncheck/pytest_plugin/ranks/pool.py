@@ -6,7 +6,7 @@ import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from syncheck.messages import PytestText
+from syncheck.pytest_plugin.texts import PytestText
 from syncheck.pytest_plugin.ranks.process import Guard, RankProcess, wait_for_stacks
 
 if TYPE_CHECKING:

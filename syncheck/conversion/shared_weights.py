@@ -1,0 +1,48 @@
+"""Recognize weights that a model uses under several names, so that a file may store one of them for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.comparison.ties import find_shared_tensors
+from syncheck.conversion.vocabularies import classify_vocabulary
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.snapshots import Tensor
+
+
+def is_shared_weight(names: Sequence[str], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether tensors of a model with equal data are normally one weight.
+
+    Equal data alone is no evidence: a layer that a conversion lost may be a copy of another layer.
+    """
+    return _share_memory(names, tensors) or _is_tied_vocabulary(names) or _is_tied_bias(names)
+
+
+def _share_memory(names: Sequence[str], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether tensors have the same bytes in a file, as torch.save stores them."""
+    named_tensors = [replace(tensors[name], name=name) for name in names]
+    sizes = [len(shared_names) for shared_names in find_shared_tensors(named_tensors)]
+    return sizes == [len(names)]
+
+
+def _is_tied_vocabulary(names: Sequence[str]) -> bool:
+    """Whether the names are an embedding and its output layer, or the embeddings of an encoder and a decoder."""
+    allowed_kinds = ["output", "embedding", "encoder or decoder", "encoder or decoder"]
+    for name in names:
+        kind = classify_vocabulary(name)
+        # Two models in one file, such as teacher and student, have two embeddings.
+        if kind not in allowed_kinds:
+            return False
+        allowed_kinds.remove(kind)
+    return True
+
+
+def _is_tied_bias(names: Sequence[str]) -> bool:
+    """Whether the names are the bias of an output layer, and the same bias in its inner layer, as in BERT."""
+    shorter, *longer = sorted(names, key=len)
+    container = shorter.removesuffix(".bias")
+    return container != shorter and longer == [f"{container}.decoder.bias"]
