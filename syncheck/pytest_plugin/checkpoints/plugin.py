@@ -247,8 +247,8 @@ def _select_items(planned: list[Planned], selection: Selection, config: pytest.C
     if not selection.ids:
         return planned
     from syncheck.messages import names_text
-    from syncheck.pytest_plugin.texts import PytestText
     from syncheck.pytest_plugin.checkpoints.plan import relative_id
+    from syncheck.pytest_plugin.texts import PytestText
 
     start, known = config.invocation_params.dir, [item.nodeid for item in planned]
     selected: set[str] = set()

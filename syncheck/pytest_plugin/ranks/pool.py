@@ -6,8 +6,8 @@ import time
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from syncheck.pytest_plugin.texts import PytestText
 from syncheck.pytest_plugin.ranks.process import Guard, RankProcess, wait_for_stacks
+from syncheck.pytest_plugin.texts import PytestText
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
