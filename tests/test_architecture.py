@@ -86,7 +86,8 @@ ALLOWED = {
     | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
     | {"differences"},
     "conversion.patterns": set(),
-    "conversion.adapter_settings": BASE | {"conversion.patterns"},
+    "conversion.adapter_targets": BASE | {"conversion.patterns"},
+    "conversion.adapter_settings": BASE | {"conversion.patterns", "conversion.adapter_targets"},
     "conversion.merges": BYTES | {"conversion.casts", "conversion.recognition", "logical.views", "differences"},
     "conversion.adapter_parts": BASE,
     "conversion.replacements": BYTES

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.adapter_targets import Targets
 from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern
 from syncheck.errors import brief
 from syncheck.messages import AdapterProblem
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncheck.messages import Message
 
-# Settings that are read here, or that do not change which weights a merge writes: the file shows the adapted modules.
+# Settings that are read here, or that do not change a merge.
 # Any value of them is supported, except for the settings below.
 _HARMLESS = frozenset(
     "alpha_pattern auto_mapping base_model_name_or_path bias corda_config eva_config exclude_modules fan_in_fan_out "
@@ -44,6 +45,12 @@ class AdapterSettings:
     content: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
     """Steps to match patterns to the names of modules."""
+    targets: Targets = field(init=False)
+    """The settings that select modules."""
+
+    def __post_init__(self) -> None:
+        # A frozen object has no other way to set a field.
+        object.__setattr__(self, "targets", Targets(self.content, self.budget))
 
     @property
     def transposed(self) -> bool:
@@ -63,6 +70,36 @@ class AdapterSettings:
             name = unsupported[0]
             return AdapterProblem.SETTING(name=brief(name), value=brief(self.content[name]))
         return None
+
+    def find_obstacle(self, module: str, *, linear: bool = True) -> Message | None:
+        """Return the reason why PEFT does not load the factors of a module, None if it loads them.
+
+        linear: whether the factors are those of a linear layer.
+        """
+        try:
+            setting = self.targets.find_obstacle(module, linear=linear)
+        except UnsupportedPatternError as error:
+            return AdapterProblem.PATTERN(problem=str(error))
+        return None if setting is None else self.refuse_module(module, setting)
+
+    def find_obstacle_of_bias(self, module: str, *, linear: bool) -> Message | None:
+        """Return the same for the bias of lora_B, which PEFT creates with the setting `lora_bias` only."""
+        if not self._read("lora_bias"):
+            return self.refuse_module(module, "lora_bias")
+        return self.find_obstacle(module, linear=linear)
+
+    def find_obstacle_of_tokens(self, module: str) -> Message | None:
+        """Return the same for the rows of an embedding."""
+        # LoRA has another setting for them, and the other kind selects the input embeddings by default.
+        has_targets = self.content.get("target_modules") is not None
+        if self.content.get("peft_type") == _TOKENS and has_targets:
+            return self.find_obstacle(module)
+        return None
+
+    def refuse_module(self, module: str, setting: str) -> Message:
+        """Return the problem of a part that PEFT does not load into a module because of a setting."""
+        value = brief(self.content.get(setting))
+        return AdapterProblem.NOT_LOADED(module=brief(module), name=setting, value=value)
 
     def find_scale(self, module: str, rank: int) -> float | Message:
         """Return the scale of a module's product, or the reason why it is unknown. rank: of its factors."""

@@ -62,8 +62,8 @@ class Adapter:
     """By stored name of a part."""
     _settings: dict[str, AdapterSettings] = field(default_factory=dict)
     """By folder of a part."""
-    _ranks: dict[str, int] = field(default_factory=dict)
-    """By module."""
+    _factors: dict[str, Tensor] = field(default_factory=dict)
+    """lora_A of each module with both factors."""
     _contradicted: bool = False
     """Whether the shape of a weight contradicts the setting fan_in_fan_out."""
 
@@ -113,26 +113,45 @@ class Adapter:
         """Return a tensor with the parts of a group, or the reason why it is unknown."""
         parts = self._find_parts(group)
         base, partner = tensors.get(group.target), partners.get(group.target)
+        settings = self._find_settings(next(iter(parts.values())))
+        module = group.target.rpartition(".")[0]
         if base is None:
             # A tensor that the adapter adds to the model, such as a new head.
             if group.kind == "saved" and partner is not None:
                 return replace(parts["new"], name=group.target)
             return AdapterProblem.NO_MODULE()
         if group.kind == "saved":
-            return replace_tensor(group.target, base, parts["new"], partner, files)
+            obstacle = self._find_wrapper(group, module, settings)
+            return obstacle or replace_tensor(group.target, base, parts["new"], partner, files)
         # PEFT refuses two products of one weight, or adds them in an unknown order.
         if isinstance(find_adapted(base), Merged):
             return AdapterProblem.TAKEN()
-        settings = self._find_settings(next(iter(parts.values())))
-        module = group.target.rpartition(".")[0]
         if group.kind == "tokens":
-            return replace_rows(base, parts["delta"], settings.find_tokens(module), files)
-        problem = settings.find_problem()
+            obstacle = settings.find_obstacle_of_tokens(module)
+            return obstacle or replace_rows(base, parts["delta"], settings.find_tokens(module), files)
+        problem = settings.find_problem() or self._find_obstacle(group, module, settings)
         if problem is not None:
             return problem
         if group.kind == "bias":
             return self._add_bias(module, base, parts["B"], settings, files)
         return self._add_product(group, base, parts, settings, files)
+
+    def _find_obstacle(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
+        """Return the reason why PEFT does not load the factors of a module, None if it loads them."""
+        factor = self._factors.get(module)
+        # The factors of a convolution have more dimensions, and those of an embedding have another name.
+        is_linear = factor is not None and len(factor.shape) == 2
+        if group.kind == "bias":
+            return settings.find_obstacle_of_bias(module, linear=is_linear)
+        return settings.find_obstacle(module, linear=is_linear)
+
+    def _find_wrapper(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
+        """Return the reason why PEFT does not load a whole tensor, None if it loads the tensor."""
+        # In a model of PEFT, the tensors of a module with factors have another name.
+        is_wrapped = module in self._factors and settings.find_obstacle(module) is None
+        if is_wrapped and ".base_layer." not in group.stored_names["new"]:
+            return settings.refuse_module(module, "target_modules")
+        return None
 
     def _add_product(
         self, group: PartGroup, base: Tensor, parts: Mapping[str, Tensor], settings: AdapterSettings, files: Files
@@ -163,20 +182,20 @@ class Adapter:
         self, module: str, base: Tensor, addend: Tensor, settings: AdapterSettings, files: Files
     ) -> Tensor | Message:
         """Return a bias with the bias of lora_B (`lora_bias`), whose scale is that of the module's product."""
-        rank = self._ranks.get(module)
-        if rank is None:
+        factor = self._factors.get(module)
+        if factor is None:
             return AdapterProblem.INCOMPLETE()
         readable = is_readable(base) and is_readable(addend)
         if not readable or base.shape != addend.shape:
             return AdapterProblem.SHAPES()
-        scale = settings.find_scale(module, rank)
+        scale = settings.find_scale(module, factor.shape[0])
         if not isinstance(scale, float):
             return scale
         product = LowRank(addend, None, scale, transposed=False, columns=1, files=files)
         return make_adapted(f"{module}.bias", Merged(base, product, files))
 
     def _survey_modules(self, tensors: Mapping[str, Tensor]) -> None:
-        """Note the rank of each module, and whether the shape of one contradicts the setting fan_in_fan_out."""
+        """Note a factor of each module, and whether the shape of one contradicts the setting fan_in_fan_out."""
         for group in self._list_groups():
             parts = self._find_parts(group)
             if group.kind != "linear" or parts.keys() != {"A", "B"}:
@@ -184,7 +203,7 @@ class Adapter:
             # The bias of a module has the scale of its product, which may be merged before it.
             factor = parts["A"]
             if factor.shape:
-                self._ranks[group.target.removesuffix(".weight")] = factor.shape[0]
+                self._factors[group.target.removesuffix(".weight")] = factor
             base = tensors.get(group.target)
             if base is None:
                 continue

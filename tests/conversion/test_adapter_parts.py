@@ -295,3 +295,75 @@ def test_tied_weights(tmp_path: Path, model: Weights, adapter: Weights) -> None:
     assert (report.verdict, uncompared(report)) == ("undecided", {f"{HEAD}.weight"})
     report = compare(tmp_path / "3", base, parts, untied | {f"{EMBED}.weight": base[f"{EMBED}.weight"]})
     assert codes(report) == {"SYN303": 1}
+
+
+UP = [module for module in MODULES if "q_proj" in module]
+# Settings, and the modules whose factors PEFT does not load with them.
+SELECTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "one name": ({"target_modules": ["down_proj"]}, UP),
+    "no name": ({"target_modules": []}, MODULES),
+    "no setting": ({"target_modules": None}, MODULES),
+    "the end of a segment": ({"target_modules": ["down_proj", "proj"]}, UP),
+    "excluded": ({"exclude_modules": ["q_proj"]}, UP),
+    "an excluded expression": ({"exclude_modules": r".*\.self_attn\..*"}, UP),
+    "an expression": ({"target_modules": r"model\.layers\.\d+\.mlp\.down_proj"}, UP),
+    "the end of a name as an expression": ({"target_modules": "q_proj|down_proj"}, MODULES),
+    "a layer": ({"layers_to_transform": [1]}, [m for m in MODULES if ".0." in m]),
+    "a layer of a list": ({"layers_to_transform": 0, "layers_pattern": "layers"}, [m for m in MODULES if ".1." in m]),
+    "another list": ({"layers_to_transform": [0, 1], "layers_pattern": ["blocks"]}, MODULES),
+    "a list without layers": ({"layers_pattern": "layers"}, MODULES),
+    "a layer and an expression": ({"target_modules": ".*_proj", "layers_to_transform": [0, 1]}, MODULES),
+    "saved as a whole": ({"modules_to_save": ["self_attn"]}, UP),
+    "all but the output": ({"target_modules": "all-linear", "layers_pattern": []}, MODULES),
+    "a lookahead": ({"target_modules": "(?=model).*_proj"}, MODULES),
+    "no names": ({"target_modules": [["q_proj"], "down_proj"]}, MODULES),
+    "a layer as a text": ({"layers_to_transform": ["1"]}, MODULES),
+}
+
+
+@pytest.mark.parametrize(("settings", "modules"), SELECTIONS.values(), ids=SELECTIONS.keys())
+def test_factors_that_peft_does_not_load(
+    tmp_path: Path, model: Weights, adapter: Weights, settings: dict[str, Any], modules: list[str]
+) -> None:
+    """A merge of factors that the settings do not select is undecided, and their modules are named."""
+    report = compare(tmp_path, model, adapter, merge(model, adapter), **settings)
+    factors = {f"{PREFIX}{module}.lora_{role}.weight" for module in modules for role in "AB"}
+    weights = {f"{module}.weight" for module in modules}
+    assert (report.verdict, uncompared(report)) == ("undecided", factors | weights)
+
+
+LOADED: dict[str, dict[str, Any]] = {
+    "an additional name": {"target_modules": ["q_proj", "down_proj", "o_proj"]},
+    "whole names": {"target_modules": MODULES},
+    "whole names in any layer": {"target_modules": MODULES, "layers_to_transform": [7]},
+    "several segments": {"target_modules": ["self_attn.q_proj", "mlp.down_proj"]},
+    "an expression": {"target_modules": r".*\.(q|down)_proj"},
+    "all": {"target_modules": "ALL-linear"},
+    "excluded": {"exclude_modules": ["proj", "v_proj"], "layers_to_transform": []},
+    "layers": {"layers_to_transform": list(range(llama.LAYERS)), "layers_pattern": ["blocks", "layers"]},
+    "layers of any list": {"layers_to_transform": list(range(llama.LAYERS))},
+    "saved": {"modules_to_save": ["q"]},
+}
+
+
+@pytest.mark.parametrize("settings", LOADED.values(), ids=LOADED.keys())
+def test_factors_that_peft_loads(tmp_path: Path, model: Weights, adapter: Weights, settings: dict[str, Any]) -> None:
+    """Every factor that the settings select is merged."""
+    report = compare(tmp_path, model, adapter, merge(model, adapter), **settings)
+    assert (report.verdict, report.counts.not_compared) == ("in_sync", 0)
+
+
+def test_tensors_that_peft_does_not_load(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """A bias without `lora_bias`, and a whole tensor whose name is that of the adapted module, are not ignored."""
+    base = model | {f"{Q}.bias": -draw(llama.WIDTH)}
+    merged = merge(base, adapter)
+    bias = {f"{PREFIX}{Q}.lora_B.bias": draw(llama.WIDTH)}
+    with_bias = merged | {f"{Q}.bias": base[f"{Q}.bias"] + np.float32(ALPHA / RANK) * draw(llama.WIDTH)}
+    assert compare(tmp_path / "1", base, adapter | bias, with_bias, lora_bias=True).verdict == "in_sync"
+    report = compare(tmp_path / "2", base, adapter | bias, with_bias, lora_bias=False)
+    assert (report.verdict, uncompared(report)) == ("undecided", {*bias, f"{Q}.bias"})
+    new = {f"{PREFIX}{Q}.base_layer.bias": draw(llama.WIDTH)}
+    assert compare(tmp_path / "3", base, adapter | new, merged | {f"{Q}.bias": draw(llama.WIDTH)}).verdict == "in_sync"
+    outer = {f"{PREFIX}{Q}.bias": draw(llama.WIDTH)}
+    report = compare(tmp_path / "4", base, adapter | outer, merged | {f"{Q}.bias": draw(llama.WIDTH)})
+    assert (report.verdict, uncompared(report)) == ("undecided", {*outer, f"{Q}.bias"})
