@@ -283,6 +283,7 @@ class Note(Sentence):
         "the code of the TorchScript archives differs ({ranks:ranks}), and syncheck does not interpret it: compare "
         "torch.jit.load(FILE).code, or skip it with {exclude:option=*(code)}"
     )
+    ADAPTER_SETTINGS_DIFFER = "settings differ ({ranks:ranks}): {names:names 5}; skip with {exclude:option GLOB}"
     MODEL_VALUES_ABSENT = (
         "{count:count value} of the model {count:verb is|are} not compared, because {ranks:ranks} "
         "{ranks:verb lacks|lack} {count:verb it|them}: {names:names 5}; skip with {exclude:option GLOB}"
@@ -386,7 +387,6 @@ class AdapterProblem(Sentence):
     INCOMPLETE = "the module has only one of two factors"
     SHAPES = "the shapes of the module's factors and weight do not fit, or they cannot be read"
     ORIENTATION = "the shapes of other modules contradict fan_in_fan_out, and a square weight does not show it"
-    SETTINGS_DIFFER = "the setting {name} is {a} in A and {b} in B, which are compared as they are stored"
     TAKEN = "another part of the adapter changes the same weight"
     UNKNOWN = "its kind is unknown"
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import Positions, divide, find_positions
 from syncheck.messages import Note
-from syncheck.names import CODE
+from syncheck.names import CODE, is_adapter_setting
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
     from syncheck.messages import Message
@@ -39,7 +39,11 @@ class ModelValues:
         self._ranks = tuple(snapshots)
         self._formats = set[str]()
         self._certain = dict[str, bool]()
-        for snapshot in snapshots.values():
+        self._with_settings = set[int]()
+        for rank, snapshot in snapshots.items():
+            # The first rank may be the only one that writes settings.
+            has_settings = any(map(is_adapter_setting, snapshot.model_values))
+            self._with_settings |= {rank} if has_settings else set()
             self._formats.add(snapshot.format)
             for name, certain in snapshot.model_values.items():
                 self._certain[name] = certain | self._certain.get(name, False)
@@ -62,7 +66,7 @@ class ModelValues:
         division = divide(dict.fromkeys(values, scalar), self._ranks, self._positions)
         differs = _differ(values, division)
         missing_ranks = tuple(sorted(set(division.expected) - values.keys()))
-        counts, unknown = self._judge(name, differs=differs, missing=bool(missing_ranks))
+        counts, unknown = self._judge(name, missing_ranks, differs=differs)
         if not differs and not missing_ranks:
             return None
         return ValueDiff(
@@ -74,13 +78,17 @@ class ModelValues:
             unknown=unknown & selected,
         )
 
-    def _judge(self, name: str, *, differs: bool, missing: bool) -> tuple[bool, bool]:
+    def _judge(self, name: str, missing_ranks: Collection[int], *, differs: bool) -> tuple[bool, bool]:
         """Return whether a difference counts, and whether it is unknown."""
+        if is_adapter_setting(name):
+            # It may change the model or not. Beside other settings, a missing setting has another value than this.
+            has_default = not self._with_settings.isdisjoint(missing_ranks)
+            return False, differs | has_default
         # Equal programs may have different code.
         if name == CODE:
             return False, differs
         # A value that describes the run as well may be missing in a file of the same model.
-        missing &= self._certain[name]
+        missing = bool(missing_ranks) & self._certain[name]
         if len(self._formats) == 1:
             return differs | missing, False
         # Conversions to other formats omit extra states on purpose; a note counts them.
@@ -118,11 +126,11 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for diff in diffs:
         # Differences that count are in a finding.
-        is_listed_only = (diff.kind == "model") & (not diff.counts)
+        is_listed_only = (diff.kind == "model") & (not diff.counts) & (not _is_different_setting(diff))
         if is_listed_only:
             missing_ranks = tuple(rank for rank, value in diff.by_rank.items() if value is None)
             names_by_ranks[missing_ranks].append(diff.name)
-    notes: list[Message] = []
+    notes = _note_settings(diffs)
     # All ranks have the code, which is the only value that is unknown without being missing.
     code_names = names_by_ranks.pop((), [])
     if CODE in code_names:
@@ -130,3 +138,16 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     for ranks, names in names_by_ranks.items():
         notes.append(Note.MODEL_VALUES_ABSENT(ranks=ranks, count=len(names), names=tuple(names)))
     return notes
+
+
+def _is_different_setting(diff: ValueDiff) -> bool:
+    return diff.unknown & is_adapter_setting(diff.name)
+
+
+def _note_settings(diffs: Sequence[ValueDiff]) -> list[Message]:
+    """Return a note about settings of adapters that differ."""
+    settings = [diff for diff in diffs if _is_different_setting(diff)]
+    if not settings:
+        return []
+    names = tuple(diff.name for diff in settings)
+    return [Note.ADAPTER_SETTINGS_DIFFER(ranks=tuple(settings[0].by_rank), names=names)]

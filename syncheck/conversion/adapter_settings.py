@@ -13,6 +13,7 @@ from syncheck.conversion.adapter_targets import Targets
 from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern
 from syncheck.errors import brief
 from syncheck.messages import AdapterProblem
+from syncheck.readers.adapter_config import INITIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,14 +28,7 @@ _HARMLESS = frozenset(
     "lora_dropout lora_ga_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern "
     "revision runtime_config target_modules task_type token_indices trainable_token_indices use_rslora".split()
 )
-# Initial values that leave the base model as it is. PiSSA, OLoRA and similar values change the base model at load.
-_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 _FLAGS = ("fan_in_fan_out", "use_rslora", "lora_bias")
-# Settings that change the function of a model with this adapter.
-_MEANING = (
-    "peft_type", "lora_alpha", "r", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "trainable_token_indices", "token_indices", "layer_replication",
-)  # fmt: skip
 _LORA, _TOKENS = "LORA", "TRAINABLE_TOKENS"
 
 
@@ -153,15 +147,6 @@ class AdapterSettings:
             tokens = rows[0] if len(rows) == 1 else None
         return _read_rows(tokens)
 
-    def find_difference(self, partner: AdapterSettings) -> str | None:
-        """Return a setting that makes two models with the same parts different; None without one of the files."""
-        if not (self.content and partner.content):
-            return None
-        for name in _MEANING:
-            if self._read(name) != partner._read(name):
-                return name
-        return None
-
 
 def _is_anything(_value: object) -> bool:
     return True
@@ -172,7 +157,7 @@ def _is_flag(value: object) -> bool:
 
 
 def _is_initial(value: object) -> bool:
-    return value in _INITIAL
+    return value in INITIAL
 
 
 def _is_off(value: object) -> bool:

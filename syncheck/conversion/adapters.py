@@ -22,8 +22,8 @@ from syncheck.conversion.merges import LowRank, Merged, find_adapted, fits_weigh
 from syncheck.conversion.name_maps import read_json, split_tensor
 from syncheck.conversion.recognition import is_readable
 from syncheck.conversion.replacements import replace_rows, replace_tensor
-from syncheck.errors import brief
 from syncheck.messages import AdapterProblem, Refusal
+from syncheck.readers.adapter_config import NAME
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
 
-_CONFIG = "adapter_config.json"
 # Limit of the elements of a factor, which is read as a whole: 64 MB as float64.
 _MOST_FACTOR = 1 << 23
 
@@ -273,14 +272,14 @@ def merge_adapters(
 ) -> tuple[AdaptedModel, AdaptedModel]:
     """Return two models, one of them with its adapter merged as far as the names of its modules are known.
 
-    memory: whether each model is in memory. Two models with adapters are compared as they are stored, together with
-    their settings. An adapter without its base model is compared as it is stored, too.
+    memory: whether each model is in memory. Two models with adapters are compared as they are stored, and so is an
+    adapter without its base model. Their settings are values of the models.
     """
     divided = [split_parts(model) for model in models]
     with_parts = [index for index, (_, parts) in enumerate(divided) if parts]
     results = [AdaptedModel(models[0]), AdaptedModel(models[1])]
     if len(with_parts) == 2:
-        return _compare_settings(models, memory)
+        return results[0], results[1]
     for index in with_parts:
         # Without a base model, the names of the parts are all that can be compared.
         base, parts = divided[index]
@@ -289,23 +288,6 @@ def merge_adapters(
             merged = adapter.merge(base, models[1 - index], files)
             results[index] = AdaptedModel(merged, adapter)
     return results[0], results[1]
-
-
-def _compare_settings(
-    models: Sequence[Mapping[str, Tensor]], memory: Sequence[bool]
-) -> tuple[AdaptedModel, AdaptedModel]:
-    """Return two models with adapters, and with a refused tensor if their settings differ."""
-    settings = []
-    for model, in_memory in zip(models, memory, strict=True):
-        part = next(iter(split_parts(model)[1].values()))
-        settings.append(_read_settings(part, memory=in_memory))
-    name = settings[0].find_difference(settings[1])
-    if name is None:
-        return AdaptedModel(models[0]), AdaptedModel(models[1])
-    a, b = (brief(each.content.get(name)) for each in settings)
-    problem = AdapterProblem.SETTINGS_DIFFER(name=name, a=a, b=b)
-    row = Tensor(_CONFIG, "uint8", (0,), (1,), "", 0, data=b"", refused=Refusal.ADAPTER_PART(problem=problem))
-    return AdaptedModel({**models[0], _CONFIG: row}), AdaptedModel({**models[1], _CONFIG: row})
 
 
 def finish_adapters(models: Sequence[AdaptedModel], files: Files) -> list[AdaptedModel]:
@@ -325,7 +307,7 @@ def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
     if memory:
         return AdapterSettings()
     folder = os.path.dirname(find_path(part))
-    return AdapterSettings(read_json(os.path.join(folder, _CONFIG)))
+    return AdapterSettings(read_json(os.path.join(folder, NAME)))
 
 
 def _find_orientation(base: Tensor, parts: Mapping[str, Tensor]) -> bool | None:

@@ -70,11 +70,15 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         left -= len(tensors[name].shards)
         if left < 0:
             raise MalformedFile(path, found=f"tensors in more than {most} parts", needed="a readable layout")
+    model_values: dict[str, bool] = {}
+    for snapshot in named.values():
+        for name, certain in snapshot.model_values.items():
+            model_values[name] = certain | model_values.get(name, False)
     return replace(
         first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
         stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
         notes=tuple(dict.fromkeys(note for s in named.values() for note in s.notes)), ties=(), mesh={}, host=None,
-        numbered=(), shard_labels=frozenset(),
+        numbered=(), shard_labels=frozenset(), model_values=model_values,
     )  # fmt: skip
 
 

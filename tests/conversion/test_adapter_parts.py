@@ -11,6 +11,8 @@ import pytest
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
 
 import syncheck
+from syncheck import readers
+from syncheck.fingerprint import fingerprint
 from syncheck.options import DiffOptions
 from syncheck.records import Reason
 
@@ -367,3 +369,103 @@ def test_tensors_that_peft_does_not_load(tmp_path: Path, model: Weights, adapter
     outer = {f"{PREFIX}{Q}.bias": draw(llama.WIDTH)}
     report = compare(tmp_path / "4", base, adapter | outer, merged | {f"{Q}.bias": draw(llama.WIDTH)})
     assert (report.verdict, uncompared(report)) == ("undecided", {*outer, f"{Q}.bias"})
+
+
+# Settings that make two adapters different models, or may do so.
+DIFFERENT_SETTINGS: dict[str, dict[str, Any]] = {
+    "alpha": {"lora_alpha": 2 * ALPHA},
+    "no scale": {"lora_alpha": 0},
+    "rank": {"r": 2 * RANK},
+    "root of the rank": {"use_rslora": True},
+    "DoRA": {"use_dora": True},
+    "order of patterns": {"alpha_pattern": {".*": 4, "q_proj": 2}},
+    "names": {"target_modules": ["q_proj"]},
+    "an expression": {"target_modules": "q_proj"},
+    "no names": {"target_modules": []},
+    "excluded": {"exclude_modules": ["q_proj"]},
+    "layers": {"layers_to_transform": [0]},
+    "layer 0": {"layers_to_transform": 0},
+    "initial values": {"init_lora_weights": "pissa"},
+    "tokens": {"alora_invocation_tokens": [3, 5]},
+    "quantized": {"use_qalora": True},
+    "parameters": {"target_parameters": ["experts.up"]},
+    "unknown": {"foo": 1},
+    "unknown in an object": {"foo": {"scale": 0.5}},
+    "named as a step": {"step": 3},
+    "text": {"bias": "all"},
+    "LoftQ": {"loftq_config": {"loftq_bits": 4}},
+}
+
+
+def write_adapters(folder: Path, adapter: Weights, model: Weights, *settings: dict[str, Any]) -> list[Path]:
+    """Write adapters with equal tensors and these settings."""
+    for number, edit in enumerate(settings):
+        compare(folder / f"rank{number}", model, adapter, model, **{"target_modules": ["q_proj", "down_proj"], **edit})
+    return [folder / f"rank{number}" / "adapter" for number in range(len(settings))]
+
+
+@pytest.mark.parametrize("setting", DIFFERENT_SETTINGS.values(), ids=DIFFERENT_SETTINGS.keys())
+def test_other_settings_may_be_another_model(
+    tmp_path: Path, model: Weights, adapter: Weights, setting: dict[str, Any]
+) -> None:
+    """Adapters with equal tensors and another setting are undecided: as folders, as files, beside their base models."""
+    patterns = {"alpha_pattern": {"q_proj": 2, ".*": 4}} if "alpha_pattern" in setting else {}
+    folders = write_adapters(tmp_path, adapter, model, patterns, setting)
+    files = [folder / "adapter_model.safetensors" for folder in folders]
+    (key,) = setting
+    for pair in (folders, files):
+        report = syncheck.compare(*pair)
+        assert (report.verdict, report.exit_code) == ("undecided", 2)
+        names = [value.name for value in report.groups[-1].values if value.unknown]
+        assert names == [f"(adapter setting {key})"]
+        assert syncheck.diff(*pair).exit_code == 2
+    sides = [[folder.parent / "base", folder] for folder in folders]
+    assert syncheck.diff(*sides).exit_code == 2
+    options = DiffOptions(exclude=("(adapter setting *",))
+    assert syncheck.diff(*folders, options=options).exit_code == 0
+
+
+EQUAL_SETTINGS: dict[str, dict[str, Any]] = {
+    "order of names": {"target_modules": ["down_proj", "q_proj"]},
+    "values of older versions": {"use_dora": False, "foo": None, "layers_to_transform": [], "bias": "none"},
+    "training": {"lora_dropout": 0.1, "inference_mode": True, "task_type": "CAUSAL_LM", "peft_version": "0.21.2"},
+    "base": {"base_model_name_or_path": "/scratch/rank1/base", "revision": "main", "auto_mapping": {"a": "b"}},
+    "initial values": {"init_lora_weights": "gaussian", "loftq_config": {}},
+}
+
+
+@pytest.mark.parametrize("setting", EQUAL_SETTINGS.values(), ids=EQUAL_SETTINGS.keys())
+def test_settings_without_influence(tmp_path: Path, model: Weights, adapter: Weights, setting: dict[str, Any]) -> None:
+    """Adapters whose settings differ without influence on a loaded model are in sync."""
+    folders = write_adapters(tmp_path, adapter, model, {}, setting)
+    assert syncheck.compare(*folders).verdict == "in_sync"
+    assert syncheck.diff(*folders).exit_code == 0
+
+
+def test_settings_of_replicas(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """Ranks with equal settings, with settings of the first rank only, or without any settings are in sync."""
+    folders = write_adapters(tmp_path, adapter, model, {}, {}, {})
+    ranks = [folder.parent for folder in folders]
+    assert syncheck.compare(*folders).verdict == "in_sync"
+    damaged = folders[1] / "adapter_config.json"
+    damaged.write_text("{")
+    assert syncheck.compare(*folders).exit_code == 2
+    assert syncheck.diff(*folders[:2]).exit_code == 2
+    for folder in folders[1:]:
+        (folder / "adapter_config.json").unlink()
+    files = [folder / "adapter_model.safetensors" for folder in folders]
+    assert syncheck.compare(*files).verdict == "in_sync"
+    (folders[0] / "adapter_config.json").unlink()
+    assert syncheck.compare(*files).verdict == "in_sync"
+    assert syncheck.compare(*[rank / "base" for rank in ranks]).verdict == "in_sync"
+
+
+def test_settings_in_fingerprints(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """A fingerprint contains the settings, and not those beside itself."""
+    names = ["q_proj", "down_proj", *(f"layers.{number}.k_proj" for number in range(500))]
+    settings = {"target_modules": names}
+    first, second = write_adapters(tmp_path, adapter, model, settings, {"lora_alpha": 2 * ALPHA})
+    for folder, name in ((first, "first"), (second, "second")):
+        (second / f"{name}.json").write_text(fingerprint(readers.read(str(folder))))
+    assert syncheck.diff(first, second / "first.json").exit_code == 0
+    assert syncheck.diff(first, second / "second.json").exit_code == 2
