@@ -146,8 +146,8 @@ def _is_different_setting(diff: ValueDiff) -> bool:
 
 def _note_settings(diffs: Sequence[ValueDiff]) -> list[Message]:
     """Return a note about settings of adapters that differ."""
-    settings = [diff for diff in diffs if _is_different_setting(diff)]
-    if not settings:
+    names = tuple(diff.name for diff in diffs if _is_different_setting(diff))
+    if not names:
         return []
-    names = tuple(diff.name for diff in settings)
-    return [Note.ADAPTER_SETTINGS_DIFFER(ranks=tuple(settings[0].by_rank), names=names)]
+    ranks = tuple(diffs[0].by_rank)
+    return [Note.ADAPTER_SETTINGS_DIFFER(ranks=ranks, names=names)]

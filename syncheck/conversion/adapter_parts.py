@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.names import has_adapter_segment, is_adapter_file
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from syncheck.snapshots import Tensor
 
@@ -153,22 +154,23 @@ def _select(names: Iterable[str], prefix: str) -> set[str]:
 def _find_beside_base(names: Collection[str]) -> set[str]:
     """Return the tensors of modules that wrap a module of the base model, without the wrapped modules."""
     wrapped_modules = set()
+    outer_names = []
     for name in names:
-        for match in _INNER.finditer(name):
-            wrapped_modules.add(name[: match.start()])
+        # Below the outermost of several wrapped modules, a tensor is beside all of them.
+        match = _INNER.search(name)
+        if match is None:
+            outer_names.append(name)
+        elif match.start():
+            wrapped_modules.add(f"{name[: match.start()]}.")
     # The wrapped module itself belongs to the base model.
-    outer_names = [name for name in names if _INNER.search(name) is None]
+    outermost_modules: list[str] = []
+    for module in sorted(wrapped_modules):
+        if not (outermost_modules and module.startswith(outermost_modules[-1])):
+            outermost_modules.append(module)
     beside_base = set()
     for name in outer_names:
-        modules = _list_modules(name)
-        if not wrapped_modules.isdisjoint(modules):
+        # None of these modules contains another one, so only the last one before the name may contain the name.
+        position = bisect(outermost_modules, name)
+        if position and name.startswith(outermost_modules[position - 1]):
             beside_base.add(name)
     return beside_base
-
-
-def _list_modules(name: str) -> Iterator[str]:
-    """Yield the modules of a tensor, the innermost module first."""
-    module = name.rpartition(".")[0]
-    while module:
-        yield module
-        module = module.rpartition(".")[0]

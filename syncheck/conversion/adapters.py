@@ -6,6 +6,7 @@ Every part of an adapter is merged, or it remains with its problem: then the mod
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -250,19 +251,18 @@ class Adapter:
 
         A part belongs to the innermost module of the base model that its name shows.
         """
-        modules = set()
-        for name in self.base_names:
-            segments = name.split(".")
-            for count in range(1, len(segments)):
-                modules.add(".".join(segments[:count]))
+        base_names = sorted(self.base_names)
         touched: dict[str, list[str]] = defaultdict(list)
         for stored_name in self.parts:
-            module = strip_prefixes(stored_name)
-            while module and module not in modules:
-                module = module.rpartition(".")[0]
-            prefix = f"{module}."
-            if not module:
-                prefix = ""  # it may change any tensor
+            # The name of a part may be that of a module.
+            name = f"{strip_prefixes(stored_name)}."
+            position = bisect(base_names, name)
+            # In this order, a neighbor has the longest start in common with the name.
+            neighbors = base_names[max(position - 1, 0) : position + 1]
+            starts = [_find_common_start(name, neighbor) for neighbor in neighbors]
+            longest = max(starts, key=len, default="")
+            # Without a module, it may change any tensor.
+            prefix = longest[: longest.rfind(".") + 1]
             touched[prefix].append(stored_name)
         return touched
 
@@ -308,6 +308,16 @@ def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
         return AdapterSettings()
     folder = os.path.dirname(find_path(part))
     return AdapterSettings(read_json(os.path.join(folder, NAME)))
+
+
+def _find_common_start(name: str, partner: str) -> str:
+    """Return the characters with which both names begin."""
+    length = 0
+    for character, other_character in zip(name, partner, strict=False):
+        if character != other_character:
+            break
+        length += 1
+    return name[:length]
 
 
 def _find_orientation(base: Tensor, parts: Mapping[str, Tensor]) -> bool | None:

@@ -59,11 +59,12 @@ def add_adapter_settings(snapshot: Snapshot) -> Snapshot:
 
 
 def _has_adapter(snapshot: Snapshot) -> bool:
-    """Whether a checkpoint has tensors of an adapter. The tensors of a fingerprint have no file beside the settings."""
+    """Whether a checkpoint has tensors of an adapter. Those of a fingerprint have no file beside the settings."""
     for name, tensor in snapshot.tensors.items():
-        if tensor.digest is not None or name.startswith("optimizer."):
-            continue
-        if has_adapter_segment(name) or is_adapter_file(os.path.basename(tensor.path)):
+        # The states of an optimizer have the names of parts.
+        is_weight = tensor.digest is None and not name.startswith("optimizer.")
+        is_part = has_adapter_segment(name) | is_adapter_file(os.path.basename(tensor.path))
+        if is_weight and is_part:
             return True
     return False
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import time
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import llama
@@ -12,6 +15,7 @@ from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, me
 
 import syncheck
 from syncheck import readers
+from syncheck.conversion.adapters import Adapter
 from syncheck.fingerprint import fingerprint
 from syncheck.options import DiffOptions
 from syncheck.records import Reason
@@ -369,6 +373,38 @@ def test_tensors_that_peft_does_not_load(tmp_path: Path, model: Weights, adapter
     outer = {f"{PREFIX}{Q}.bias": draw(llama.WIDTH)}
     report = compare(tmp_path / "4", base, adapter | outer, merged | {f"{Q}.bias": draw(llama.WIDTH)})
     assert (report.verdict, uncompared(report)) == ("undecided", {*outer, f"{Q}.bias"})
+
+
+@pytest.mark.parametrize("segment", ["a.", "a.base_layer.", "lora_A.", "modules_to_save."])
+def test_names_with_many_segments(tmp_path: Path, model: Weights, adapter: Weights, segment: str) -> None:
+    """Names with thousands of segments need little time and memory; the parts are undecided."""
+    deep = {f"{PREFIX}{number}.{segment * 8000}lora_B.weight": draw(2) for number in range(8)}
+    base = model | {f"{number}.{segment * 8000}weight": draw(2) for number in range(8)}
+    folders = [llama.write(tmp_path / name, weights) for name, weights in (("a", base | adapter | deep), ("b", base))]
+    tracemalloc.start()
+    start = time.process_time()
+    report = syncheck.diff(*folders)
+    duration, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.exit_code in (1, 2)
+    assert duration < 20
+    assert peak < 300_000_000
+
+
+def test_touched_modules() -> None:
+    """A part touches the innermost module of the base model in its name, as the list of all modules shows it."""
+    draw_names = random.Random(4)
+    for _ in range(500):
+        names = [".".join(draw_names.choices("abc!", k=draw_names.randint(1, 4))) for _ in range(8)]
+        base, parts = frozenset(names[:5]), list(dict.fromkeys(names[5:]))
+        modules = {name[:end] for name in base for end in range(len(name)) if name[end] == "."}
+        touched = Adapter(dict.fromkeys(parts), base, memory=False).list_touched()
+        expected: dict[str, list[str]] = {}
+        for part in parts:
+            ends = [end for end in range(len(part) + 1) if part[end : end + 1] in ("", ".") and part[:end] in modules]
+            prefix = f"{part[: ends[-1]]}." if ends else ""
+            expected.setdefault(prefix, []).append(part)
+        assert touched == expected
 
 
 # Settings that make two adapters different models, or may do so.
