@@ -289,6 +289,7 @@ class Note(Sentence):
         "the code of the TorchScript archives differs ({ranks:ranks}), and syncheck does not interpret it: compare "
         "torch.jit.load(FILE).code, or skip it with {exclude:option=*(code)}"
     )
+    ADAPTER_SETTINGS_DIFFER = "settings differ ({ranks:ranks}): {names:names 5}; skip with {exclude:option GLOB}"
     MODEL_VALUES_ABSENT = (
         "{count:count value} of the model {count:verb is|are} not compared, because {ranks:ranks} "
         "{ranks:verb lacks|lack} {count:verb it|them}: {names:names 5}; skip with {exclude:option GLOB}"
@@ -383,7 +384,8 @@ class AdapterProblem(Sentence):
     NO_CONFIG = "adapter_config.json beside it is missing or cannot be read"
     KIND = "adapters of type {kind} are not merged, only LoRA"
     SETTING = "the setting {name} in adapter_config.json is not supported: {value}"
-    PATTERN = "a pattern of modules in adapter_config.json is not supported ({problem}), so its scale is unknown"
+    NOT_LOADED = "PEFT does not load it into the module {module}, because of {name} in adapter_config.json: {value}"
+    PATTERN = "a pattern of modules in adapter_config.json is not supported ({problem})"
     SCALE = "its scale is unknown (lora_alpha: {alpha}, r: {rank}, rows of lora_A: {shape})"
     TOKENS = "adapter_config.json does not list the rows that it replaces"
     SEVERAL = "the files have several adapters ({names:list}); pass the merged one only"
@@ -391,7 +393,6 @@ class AdapterProblem(Sentence):
     INCOMPLETE = "the module has only one of two factors"
     SHAPES = "the shapes of the module's factors and weight do not fit, or they cannot be read"
     ORIENTATION = "the shapes of other modules contradict fan_in_fan_out, and a square weight does not show it"
-    SETTINGS_DIFFER = "the setting {name} is {a} in A and {b} in B, which are compared as they are stored"
     TAKEN = "another part of the adapter changes the same weight"
     UNKNOWN = "its kind is unknown"
 

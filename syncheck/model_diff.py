@@ -34,7 +34,7 @@ from syncheck.logical.model import add_tied_names, join, list_boxes, split_folde
 from syncheck.logical.progress import is_adapter
 from syncheck.logical.second_weights import drop_unmatched_copies, separate_copies
 from syncheck.messages import Grouping, Note, names_text, relabel
-from syncheck.names import normalize_keys
+from syncheck.names import is_adapter_setting, normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Alias, Place, Reason, Report
 from syncheck.relations import RelationKind, Stored
@@ -304,7 +304,9 @@ def _merge_adapters(sides: Sequence[Side], files: Files) -> tuple[Side, ...]:
     for side, own, before in zip(sides, merged, stored, strict=True):
         # Without a change, the names keep their prefixes, which are reported.
         if own.tensors is not before:
-            side = replace(side, model=replace(side.model, tensors=own.tensors), adapter=own.adapter)
+            # The settings of a merged adapter have no counterpart in the other model.
+            values = {name: value for name, value in side.model.values.items() if not is_adapter_setting(name)}
+            side = replace(side, model=replace(side.model, tensors=own.tensors, values=values), adapter=own.adapter)
         results.append(side)
     return tuple(results)
 

@@ -17,6 +17,15 @@ MODEL_CONTAINERS = frozenset(
 )
 # The name of the value with the digest of the code in a TorchScript archive.
 CODE = "(code)"
+# The names of values with the settings of an adapter.
+_ADAPTER_SETTING = "(adapter setting "
+# Files of adapters alone: PEFT, torchtune, MLX.
+_ADAPTER_FILE = re.compile(r"(?:adapters?|adapter_\d+|adapter_model(?:-.*)?)\.\w+")
+# Segments of names that the adapters of PEFT add, by the prefixes of its tuners.
+_ADAPTER_SEGMENT = re.compile(
+    r"(?:^|\.)(?:modules_to_save|token_adapter|trainable_tokens_\w+|ln_tuning_\w+|oft_[rR]|boft_[rRs]|hada_[wt]\w*"
+    r"|lokr_[wt]\w*|ia3_l|hra_u|vera_lambda_\w+|vera_[AB]|lora_\w+)(?:\.|$)"
+)
 _RNG = ("rng", "random_state", "random_states", "rng_state")
 # torch.compile and FSDP insert these at any level of a name.
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
@@ -82,3 +91,23 @@ def sibling_name(name: str, of: str) -> str:
     """Return the name of a tensor of the same module: ('bn.running_var', 'weight') gives 'bn.weight'."""
     prefix, dot, _ = name.rpartition(".")
     return f"{prefix}{dot}{of}"
+
+
+def name_adapter_setting(key: str) -> str:
+    """Return the name of the value with a setting of an adapter. It has no container."""
+    return f"{_ADAPTER_SETTING}{key})"
+
+
+def is_adapter_setting(name: str) -> bool:
+    """Whether a value is a setting of an adapter."""
+    return name.startswith(_ADAPTER_SETTING)
+
+
+def has_adapter_segment(name: str) -> bool:
+    """Whether a tensor's name has a segment that the adapters of PEFT add."""
+    return _ADAPTER_SEGMENT.search(name) is not None
+
+
+def is_adapter_file(file_name: str) -> bool:
+    """Whether a file contains an adapter only."""
+    return _ADAPTER_FILE.fullmatch(file_name) is not None

@@ -90,12 +90,14 @@ ALLOWED = {
     | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
     | {"differences"},
     "conversion.patterns": set(),
-    "conversion.adapter_settings": BASE | {"conversion.patterns"},
+    "conversion.adapter_targets": BASE | {"conversion.patterns"},
+    "conversion.adapter_settings": BASE | {"readers", "conversion.patterns", "conversion.adapter_targets"},
     "conversion.merges": BYTES | {"conversion.casts", "conversion.recognition", "logical.views", "differences"},
-    "conversion.adapter_parts": BASE,
+    "conversion.adapter_parts": BASE | {"names"},
     "conversion.replacements": BYTES
     | {"logical.views", "conversion.casts", "conversion.merges", "conversion.recognition"},
     "conversion.adapters": BYTES
+    | {"readers"}
     | {
         f"conversion.{part}"
         for part in ("adapter_parts", "adapter_settings", "merges", "name_maps", "recognition", "replacements")

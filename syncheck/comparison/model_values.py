@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import Positions, divide, find_positions
 from syncheck.messages import Note
-from syncheck.names import CODE
+from syncheck.names import CODE, is_adapter_setting
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership, Tensor
 from syncheck.value_kinds import is_of_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division
     from syncheck.messages import Message
@@ -40,7 +40,11 @@ class ModelValues:
         self._ranks = tuple(snapshots)
         self._formats = set[str]()
         self._memberships = dict[str, Membership]()
-        for snapshot in snapshots.values():
+        self._with_settings = set[int]()
+        for rank, snapshot in snapshots.items():
+            # The first rank may be the only one that writes settings.
+            if any(map(is_adapter_setting, snapshot.model_values)):
+                self._with_settings.add(rank)
             self._formats.add(snapshot.format)
             for name, membership in snapshot.model_values.items():
                 known = self._memberships.get(name, membership)
@@ -62,9 +66,10 @@ class ModelValues:
 
     def lacks(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a file in the format of all other files lacks a value of a state dict."""
-        is_missing = len(by_rank) < len(self._ranks)
-        is_certain = self._memberships[name] is Membership.MODEL
-        return is_missing & is_certain & (len(self._formats) == 1)
+        # Settings with their default are not listed.
+        if is_adapter_setting(name) or self._memberships[name] is not Membership.MODEL:
+            return False
+        return len(by_rank) < len(self._ranks) and len(self._formats) == 1
 
     def compare(self, name: str, by_rank: Mapping[int, Any], *, selected: bool) -> ValueDiff | None:
         """Return the difference of one value, None if it has none.
@@ -79,7 +84,7 @@ class ModelValues:
         division = divide(dict.fromkeys(values, scalar), self._ranks, self._positions)
         differs = _differ(values, division)
         missing_ranks = tuple(sorted(set(division.expected) - values.keys()))
-        counts, unknown = self._judge(name, differs=differs, missing=bool(missing_ranks))
+        counts, unknown = self._judge(name, missing_ranks, differs=differs)
         if not differs and not missing_ranks:
             return None
         return ValueDiff(
@@ -91,8 +96,12 @@ class ModelValues:
             unknown=unknown & selected,
         )
 
-    def _judge(self, name: str, *, differs: bool, missing: bool) -> tuple[bool, bool]:
+    def _judge(self, name: str, missing_ranks: Collection[int], *, differs: bool) -> tuple[bool, bool]:
         """Return whether a difference counts, and whether it is unknown."""
+        if is_adapter_setting(name):
+            # It may change the model or not. Beside other settings, a missing setting has another value than this.
+            has_default = not self._with_settings.isdisjoint(missing_ranks)
+            return False, differs or has_default
         # Equal programs may have different code.
         if name == CODE:
             return False, differs
@@ -100,10 +109,10 @@ class ModelValues:
         if len(self._formats) == 1:
             # A state dict of a pickled module has none of the module's attributes.
             is_required = membership is not Membership.MODULE
-            return differs | (missing & is_required), False
+            return differs or (bool(missing_ranks) and is_required), False
         # Conversions to other formats omit extra states on purpose; a note counts them.
-        is_expected = (membership is Membership.MODEL) & (_EXTRA_STATE.search(name) is None)
-        return differs, missing & is_expected
+        is_expected = membership is Membership.MODEL and _EXTRA_STATE.search(name) is None
+        return differs, bool(missing_ranks) and is_expected
 
 
 def _differ(values: Mapping[int, Any], division: Division) -> bool:
@@ -136,11 +145,11 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     names_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for diff in diffs:
         # Differences that count are in a finding.
-        is_listed_only = (diff.kind == "model") & (not diff.counts)
+        is_listed_only = (diff.kind == "model") & (not diff.counts) & (not _is_different_setting(diff))
         if is_listed_only:
             missing_ranks = tuple(rank for rank, value in diff.by_rank.items() if value is None)
             names_by_ranks[missing_ranks].append(diff.name)
-    notes: list[Message] = []
+    notes = _note_settings(diffs)
     # All ranks have the code, which is the only value that is unknown without being missing.
     code_names = names_by_ranks.pop((), [])
     if CODE in code_names:
@@ -148,3 +157,16 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
     for ranks, names in names_by_ranks.items():
         notes.append(Note.MODEL_VALUES_ABSENT(ranks=ranks, count=len(names), names=tuple(names)))
     return notes
+
+
+def _is_different_setting(diff: ValueDiff) -> bool:
+    return diff.unknown & is_adapter_setting(diff.name)
+
+
+def _note_settings(diffs: Sequence[ValueDiff]) -> list[Message]:
+    """Return a note about settings of adapters that differ."""
+    names = tuple(diff.name for diff in diffs if _is_different_setting(diff))
+    if not names:
+        return []
+    ranks = tuple(diffs[0].by_rank)
+    return [Note.ADAPTER_SETTINGS_DIFFER(ranks=ranks, names=names)]

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from syncheck.names import has_adapter_segment, is_adapter_file
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from syncheck.snapshots import Tensor
 
 _ROOT, _PREFIX = "base_model.", "base_model.model."
 # Of the tensors of an optimizer, whose states have the names of parts.
 _STATE = "optimizer."
-# Files of adapters alone: PEFT, torchtune, MLX.
-_FILE = re.compile(r"(?:adapters?|adapter_\d+|adapter_model(?:-.*)?)\.\w+")
-# Segments of names that the adapters of PEFT add, by the prefixes of its tuners.
-_MARKER = re.compile(
-    r"(?:^|\.)(?:modules_to_save|token_adapter|trainable_tokens_\w+|ln_tuning_\w+|oft_[rR]|boft_[rRs]|hada_[wt]\w*"
-    r"|lokr_[wt]\w*|ia3_l|hra_u|vera_lambda_\w+|vera_[AB]|lora_\w+)(?:\.|$)"
-)
 # Segments before the parameters of a wrapped module of the base model.
 _INNER = re.compile(r"\.(?:token_adapter\.base_layer|base_layer|original_module)(?=\.)")
 _ADAPTER = r"(?:\.(?P<adapter>[^.]+))?"
@@ -74,7 +70,7 @@ def read_part_name(stored_name: str) -> PartName:
         leaf = groups.get("leaf", "weight")
         role = groups.get("role", "new")
         return PartName(f"{match['module']}.{leaf}", kind, role, groups["adapter"])
-    if _MARKER.search(name):
+    if has_adapter_segment(name):
         return PartName(name)
     # Files of adapters store replaced tensors under their own names.
     return PartName(name, _SAVED)
@@ -130,11 +126,11 @@ def split_parts(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 def _is_marked(name: str, tensor: Tensor) -> bool:
     """Whether the name or the file of a tensor is that of an adapter."""
     file_name = os.path.basename(find_path(tensor))
-    if _FILE.fullmatch(file_name):
+    if is_adapter_file(file_name):
         return True
     # A wrapped module of the base model has segments of an adapter, too.
     base_name = _INNER.sub("", name)
-    return _MARKER.search(base_name) is not None
+    return has_adapter_segment(base_name)
 
 
 def _find_prefixed(names: Collection[str]) -> set[str]:
@@ -158,22 +154,23 @@ def _select(names: Iterable[str], prefix: str) -> set[str]:
 def _find_beside_base(names: Collection[str]) -> set[str]:
     """Return the tensors of modules that wrap a module of the base model, without the wrapped modules."""
     wrapped_modules = set()
+    outer_names = []
     for name in names:
-        for match in _INNER.finditer(name):
-            wrapped_modules.add(name[: match.start()])
+        # Below the outermost of several wrapped modules, a tensor is beside all of them.
+        match = _INNER.search(name)
+        if match is None:
+            outer_names.append(name)
+        elif match.start():
+            wrapped_modules.add(f"{name[: match.start()]}.")
     # The wrapped module itself belongs to the base model.
-    outer_names = [name for name in names if _INNER.search(name) is None]
+    outermost_modules: list[str] = []
+    for module in sorted(wrapped_modules):
+        if not (outermost_modules and module.startswith(outermost_modules[-1])):
+            outermost_modules.append(module)
     beside_base = set()
     for name in outer_names:
-        modules = _list_modules(name)
-        if not wrapped_modules.isdisjoint(modules):
+        # None of these modules contains another one, so only the last one before the name may contain the name.
+        position = bisect(outermost_modules, name)
+        if position and name.startswith(outermost_modules[position - 1]):
             beside_base.add(name)
     return beside_base
-
-
-def _list_modules(name: str) -> Iterator[str]:
-    """Yield the modules of a tensor, the innermost module first."""
-    module = name.rpartition(".")[0]
-    while module:
-        yield module
-        module = module.rpartition(".")[0]

@@ -9,16 +9,18 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.adapter_targets import Targets
 from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern
 from syncheck.errors import brief
 from syncheck.messages import AdapterProblem
+from syncheck.readers.adapter_config import INITIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from syncheck.messages import Message
 
-# Settings that are read here, or that do not change which weights a merge writes: the file shows the adapted modules.
+# Settings that are read here, or that do not change a merge.
 # Any value of them is supported, except for the settings below.
 _HARMLESS = frozenset(
     "alpha_pattern auto_mapping base_model_name_or_path bias corda_config eva_config exclude_modules fan_in_fan_out "
@@ -26,14 +28,7 @@ _HARMLESS = frozenset(
     "lora_dropout lora_ga_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern "
     "revision runtime_config target_modules task_type token_indices trainable_token_indices use_rslora".split()
 )
-# Initial values that leave the base model as it is. PiSSA, OLoRA and similar values change the base model at load.
-_INITIAL = (None, True, False, "gaussian", "eva", "orthogonal")
 _FLAGS = ("fan_in_fan_out", "use_rslora", "lora_bias")
-# Settings that change the function of a model with this adapter.
-_MEANING = (
-    "peft_type", "lora_alpha", "r", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "trainable_token_indices", "token_indices", "layer_replication",
-)  # fmt: skip
 _LORA, _TOKENS = "LORA", "TRAINABLE_TOKENS"
 
 
@@ -44,6 +39,12 @@ class AdapterSettings:
     content: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
     """Steps to match patterns to the names of modules."""
+    targets: Targets = field(init=False)
+    """The settings that select modules."""
+
+    def __post_init__(self) -> None:
+        # A frozen object has no other way to set a field.
+        object.__setattr__(self, "targets", Targets(self.content, self.budget))
 
     @property
     def transposed(self) -> bool:
@@ -63,6 +64,36 @@ class AdapterSettings:
             name = unsupported[0]
             return AdapterProblem.SETTING(name=brief(name), value=brief(self.content[name]))
         return None
+
+    def find_obstacle(self, module: str, *, linear: bool = True) -> Message | None:
+        """Return the reason why PEFT does not load the factors of a module, None if it loads them.
+
+        linear: whether the factors are those of a linear layer.
+        """
+        try:
+            setting = self.targets.find_obstacle(module, linear=linear)
+        except UnsupportedPatternError as error:
+            return AdapterProblem.PATTERN(problem=str(error))
+        return None if setting is None else self.refuse_module(module, setting)
+
+    def find_obstacle_of_bias(self, module: str, *, linear: bool) -> Message | None:
+        """Return the same for the bias of lora_B, which PEFT creates with the setting `lora_bias` only."""
+        if not self._read("lora_bias"):
+            return self.refuse_module(module, "lora_bias")
+        return self.find_obstacle(module, linear=linear)
+
+    def find_obstacle_of_tokens(self, module: str) -> Message | None:
+        """Return the same for the rows of an embedding."""
+        # LoRA has another setting for them, and the other kind selects the input embeddings by default.
+        has_targets = self.content.get("target_modules") is not None
+        if self.content.get("peft_type") == _TOKENS and has_targets:
+            return self.find_obstacle(module)
+        return None
+
+    def refuse_module(self, module: str, setting: str) -> Message:
+        """Return the problem of a part that PEFT does not load into a module because of a setting."""
+        value = brief(self.content.get(setting))
+        return AdapterProblem.NOT_LOADED(module=brief(module), name=setting, value=value)
 
     def find_scale(self, module: str, rank: int) -> float | Message:
         """Return the scale of a module's product, or the reason why it is unknown. rank: of its factors."""
@@ -116,15 +147,6 @@ class AdapterSettings:
             tokens = rows[0] if len(rows) == 1 else None
         return _read_rows(tokens)
 
-    def find_difference(self, partner: AdapterSettings) -> str | None:
-        """Return a setting that makes two models with the same parts different; None without one of the files."""
-        if not (self.content and partner.content):
-            return None
-        for name in _MEANING:
-            if self._read(name) != partner._read(name):
-                return name
-        return None
-
 
 def _is_anything(_value: object) -> bool:
     return True
@@ -135,7 +157,7 @@ def _is_flag(value: object) -> bool:
 
 
 def _is_initial(value: object) -> bool:
-    return value in _INITIAL
+    return value in INITIAL
 
 
 def _is_off(value: object) -> bool:

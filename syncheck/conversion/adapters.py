@@ -6,6 +6,7 @@ Every part of an adapter is merged, or it remains with its problem: then the mod
 from __future__ import annotations
 
 import os
+from bisect import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -22,8 +23,8 @@ from syncheck.conversion.merges import LowRank, Merged, find_adapted, fits_weigh
 from syncheck.conversion.name_maps import read_json, split_tensor
 from syncheck.conversion.recognition import is_readable
 from syncheck.conversion.replacements import replace_rows, replace_tensor
-from syncheck.errors import brief
 from syncheck.messages import AdapterProblem, Refusal
+from syncheck.readers.adapter_config import NAME
 from syncheck.snapshots import Tensor
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
 
-_CONFIG = "adapter_config.json"
 # Limit of the elements of a factor, which is read as a whole: 64 MB as float64.
 _MOST_FACTOR = 1 << 23
 
@@ -62,8 +62,8 @@ class Adapter:
     """By stored name of a part."""
     _settings: dict[str, AdapterSettings] = field(default_factory=dict)
     """By folder of a part."""
-    _ranks: dict[str, int] = field(default_factory=dict)
-    """By module."""
+    _factors: dict[str, Tensor] = field(default_factory=dict)
+    """lora_A of each module with both factors."""
     _contradicted: bool = False
     """Whether the shape of a weight contradicts the setting fan_in_fan_out."""
 
@@ -113,26 +113,45 @@ class Adapter:
         """Return a tensor with the parts of a group, or the reason why it is unknown."""
         parts = self._find_parts(group)
         base, partner = tensors.get(group.target), partners.get(group.target)
+        settings = self._find_settings(next(iter(parts.values())))
+        module = group.target.rpartition(".")[0]
         if base is None:
             # A tensor that the adapter adds to the model, such as a new head.
             if group.kind == "saved" and partner is not None:
                 return replace(parts["new"], name=group.target)
             return AdapterProblem.NO_MODULE()
         if group.kind == "saved":
-            return replace_tensor(group.target, base, parts["new"], partner, files)
+            obstacle = self._find_wrapper(group, module, settings)
+            return obstacle or replace_tensor(group.target, base, parts["new"], partner, files)
         # PEFT refuses two products of one weight, or adds them in an unknown order.
         if isinstance(find_adapted(base), Merged):
             return AdapterProblem.TAKEN()
-        settings = self._find_settings(next(iter(parts.values())))
-        module = group.target.rpartition(".")[0]
         if group.kind == "tokens":
-            return replace_rows(base, parts["delta"], settings.find_tokens(module), files)
-        problem = settings.find_problem()
+            obstacle = settings.find_obstacle_of_tokens(module)
+            return obstacle or replace_rows(base, parts["delta"], settings.find_tokens(module), files)
+        problem = settings.find_problem() or self._find_obstacle(group, module, settings)
         if problem is not None:
             return problem
         if group.kind == "bias":
             return self._add_bias(module, base, parts["B"], settings, files)
         return self._add_product(group, base, parts, settings, files)
+
+    def _find_obstacle(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
+        """Return the reason why PEFT does not load the factors of a module, None if it loads them."""
+        factor = self._factors.get(module)
+        # The factors of a convolution have more dimensions, and those of an embedding have another name.
+        is_linear = factor is not None and len(factor.shape) == 2
+        if group.kind == "bias":
+            return settings.find_obstacle_of_bias(module, linear=is_linear)
+        return settings.find_obstacle(module, linear=is_linear)
+
+    def _find_wrapper(self, group: PartGroup, module: str, settings: AdapterSettings) -> Message | None:
+        """Return the reason why PEFT does not load a whole tensor, None if it loads the tensor."""
+        # In a model of PEFT, the tensors of a module with factors have another name.
+        is_wrapped = module in self._factors and settings.find_obstacle(module) is None
+        if is_wrapped and ".base_layer." not in group.stored_names["new"]:
+            return settings.refuse_module(module, "target_modules")
+        return None
 
     def _add_product(
         self, group: PartGroup, base: Tensor, parts: Mapping[str, Tensor], settings: AdapterSettings, files: Files
@@ -163,20 +182,20 @@ class Adapter:
         self, module: str, base: Tensor, addend: Tensor, settings: AdapterSettings, files: Files
     ) -> Tensor | Message:
         """Return a bias with the bias of lora_B (`lora_bias`), whose scale is that of the module's product."""
-        rank = self._ranks.get(module)
-        if rank is None:
+        factor = self._factors.get(module)
+        if factor is None:
             return AdapterProblem.INCOMPLETE()
         readable = is_readable(base) and is_readable(addend)
         if not readable or base.shape != addend.shape:
             return AdapterProblem.SHAPES()
-        scale = settings.find_scale(module, rank)
+        scale = settings.find_scale(module, factor.shape[0])
         if not isinstance(scale, float):
             return scale
         product = LowRank(addend, None, scale, transposed=False, columns=1, files=files)
         return make_adapted(f"{module}.bias", Merged(base, product, files))
 
     def _survey_modules(self, tensors: Mapping[str, Tensor]) -> None:
-        """Note the rank of each module, and whether the shape of one contradicts the setting fan_in_fan_out."""
+        """Note a factor of each module, and whether the shape of one contradicts the setting fan_in_fan_out."""
         for group in self._list_groups():
             parts = self._find_parts(group)
             if group.kind != "linear" or parts.keys() != {"A", "B"}:
@@ -184,7 +203,7 @@ class Adapter:
             # The bias of a module has the scale of its product, which may be merged before it.
             factor = parts["A"]
             if factor.shape:
-                self._ranks[group.target.removesuffix(".weight")] = factor.shape[0]
+                self._factors[group.target.removesuffix(".weight")] = factor
             base = tensors.get(group.target)
             if base is None:
                 continue
@@ -232,19 +251,18 @@ class Adapter:
 
         A part belongs to the innermost module of the base model that its name shows.
         """
-        modules = set()
-        for name in self.base_names:
-            segments = name.split(".")
-            for count in range(1, len(segments)):
-                modules.add(".".join(segments[:count]))
+        base_names = sorted(self.base_names)
         touched: dict[str, list[str]] = defaultdict(list)
         for stored_name in self.parts:
-            module = strip_prefixes(stored_name)
-            while module and module not in modules:
-                module = module.rpartition(".")[0]
-            prefix = f"{module}."
-            if not module:
-                prefix = ""  # it may change any tensor
+            # The name of a part may be that of a module.
+            name = f"{strip_prefixes(stored_name)}."
+            position = bisect(base_names, name)
+            # In this order, a neighbor has the longest start in common with the name.
+            neighbors = base_names[max(position - 1, 0) : position + 1]
+            starts = [_find_common_start(name, neighbor) for neighbor in neighbors]
+            longest = max(starts, key=len, default="")
+            # Without a module, it may change any tensor.
+            prefix = longest[: longest.rfind(".") + 1]
             touched[prefix].append(stored_name)
         return touched
 
@@ -254,14 +272,14 @@ def merge_adapters(
 ) -> tuple[AdaptedModel, AdaptedModel]:
     """Return two models, one of them with its adapter merged as far as the names of its modules are known.
 
-    memory: whether each model is in memory. Two models with adapters are compared as they are stored, together with
-    their settings. An adapter without its base model is compared as it is stored, too.
+    memory: whether each model is in memory. Two models with adapters are compared as they are stored, and so is an
+    adapter without its base model. Their settings are values of the models.
     """
     divided = [split_parts(model) for model in models]
     with_parts = [index for index, (_, parts) in enumerate(divided) if parts]
     results = [AdaptedModel(models[0]), AdaptedModel(models[1])]
     if len(with_parts) == 2:
-        return _compare_settings(models, memory)
+        return results[0], results[1]
     for index in with_parts:
         # Without a base model, the names of the parts are all that can be compared.
         base, parts = divided[index]
@@ -270,23 +288,6 @@ def merge_adapters(
             merged = adapter.merge(base, models[1 - index], files)
             results[index] = AdaptedModel(merged, adapter)
     return results[0], results[1]
-
-
-def _compare_settings(
-    models: Sequence[Mapping[str, Tensor]], memory: Sequence[bool]
-) -> tuple[AdaptedModel, AdaptedModel]:
-    """Return two models with adapters, and with a refused tensor if their settings differ."""
-    settings = []
-    for model, in_memory in zip(models, memory, strict=True):
-        part = next(iter(split_parts(model)[1].values()))
-        settings.append(_read_settings(part, memory=in_memory))
-    name = settings[0].find_difference(settings[1])
-    if name is None:
-        return AdaptedModel(models[0]), AdaptedModel(models[1])
-    a, b = (brief(each.content.get(name)) for each in settings)
-    problem = AdapterProblem.SETTINGS_DIFFER(name=name, a=a, b=b)
-    row = Tensor(_CONFIG, "uint8", (0,), (1,), "", 0, data=b"", refused=Refusal.ADAPTER_PART(problem=problem))
-    return AdaptedModel({**models[0], _CONFIG: row}), AdaptedModel({**models[1], _CONFIG: row})
 
 
 def finish_adapters(models: Sequence[AdaptedModel], files: Files) -> list[AdaptedModel]:
@@ -306,7 +307,17 @@ def _read_settings(part: Tensor, *, memory: bool) -> AdapterSettings:
     if memory:
         return AdapterSettings()
     folder = os.path.dirname(find_path(part))
-    return AdapterSettings(read_json(os.path.join(folder, _CONFIG)))
+    return AdapterSettings(read_json(os.path.join(folder, NAME)))
+
+
+def _find_common_start(name: str, partner: str) -> str:
+    """Return the characters with which both names begin."""
+    length = 0
+    for character, other_character in zip(name, partner, strict=False):
+        if character != other_character:
+            break
+        length += 1
+    return name[:length]
 
 
 def _find_orientation(base: Tensor, parts: Mapping[str, Tensor]) -> bool | None:

@@ -29,8 +29,9 @@ _CATEGORIES = frozenset("dDwWsS")
 # Characters that repeat the part before them, and the numbers of repetitions of those without braces.
 _QUANTIFIERS = frozenset("*+?{")
 _COUNTS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-# Braces have a number at least, and few digits: Python refuses to read integers of many digits.
-_BRACES = re.compile(r"\{(?!,?\})(?=[\d,]{1,10}\})(\d*)(,?)(\d*)\}")
+# Braces have a number at least, and few digits: Python refuses to read integers of many digits. `re` takes braces with
+# digits of other alphabets as literals.
+_BRACES = re.compile(r"\{(?!,?\})(?=[0-9,]{1,10}\})([0-9]*)(,?)([0-9]*)\}")
 # A hyphen before the closing bracket of a class is a literal.
 _HYPHEN = re.compile(r"-(?!\])")
 _ENDS_OF_SEQUENCE = frozenset(("", "|", ")"))
@@ -71,20 +72,49 @@ def find_pattern(patterns: Iterable[str], name: str, budget: Budget) -> str | No
     return None
 
 
+def matches_whole(pattern: str, name: str, budget: Budget) -> bool:
+    """Whether a pattern matches a whole name, as `re.fullmatch` does. Raises UnsupportedPatternError."""
+    require_short(pattern, name)
+    text = _Text(name, budget)
+    reached = _parse(pattern).advance(text, 1)
+    return bool(reached >> len(name) & 1)
+
+
+def find_segment_ends(pattern: str, name: str, budget: Budget) -> list[int]:
+    """Return the positions after all matches that begin with the name or after a dot of its first line.
+
+    Raises UnsupportedPatternError, also for alternatives outside a group, which would divide a longer expression.
+    """
+    require_short(pattern, name)
+    node = _parse(pattern)
+    _require(len(node.options) == 1, "alternatives outside a group")
+    reached = _advance_from_segments(node, _Text(name, budget))
+    return [position for position in range(len(name) + 1) if reached >> position & 1]
+
+
+def require_short(*texts: str) -> None:
+    """Raise UnsupportedPatternError for a text that is too long to match."""
+    longest = max(map(len, texts))
+    _require(longest <= _LONGEST, "too long")
+
+
 def _matches(pattern: str, name: str, budget: Budget) -> bool:
     """Whether a pattern matches a whole name or its end after a dot."""
-    longest = max(len(pattern), len(name))
-    _require(longest <= _LONGEST, "too long")
+    require_short(pattern, name)
     if _PLAIN.fullmatch(pattern):
         return re.match(rf"(.*\.)?({pattern})$", name) is not None
     text = _Text(name, budget)
-    # As `(.*\.)?`: the start of the name, or the position after a dot in its first line.
-    first_line = name.partition("\n")[0]
+    reached = _advance_from_segments(_parse(pattern), text)
+    return reached & text.find("$") != 0
+
+
+def _advance_from_segments(node: _Node, text: _Text) -> int:
+    """Return the positions after an expression that begins with the name or after a dot in its first line."""
+    # As `(.*\.)?`, whose `.` matches no line break.
+    first_line = text.name.partition("\n")[0]
     line_positions = (1 << len(first_line)) - 1
     dots = text.find(r"\.") & line_positions
-    starts = 1 | (dots << 1)
-    reached = _parse(pattern).advance(text, starts)
-    return reached & text.find("$") != 0
+    return node.advance(text, 1 | (dots << 1))
 
 
 @dataclass(slots=True)
@@ -197,7 +227,7 @@ _SPECIAL: dict[str, _Node] = {"^": _Edge("^"), "$": _Edge("$"), ".": _Chars(".")
 
 
 @lru_cache(maxsize=4096)
-def _parse(pattern: str) -> _Node:
+def _parse(pattern: str) -> _Choice:
     parser = _Parser(pattern)
     node = parser.read_choice(0)
     _require(not parser.next, f"unbalanced {parser.next}")
@@ -229,7 +259,7 @@ class _Parser:
         self._position += 1
         return True
 
-    def read_choice(self, depth: int) -> _Node:
+    def read_choice(self, depth: int) -> _Choice:
         """Read alternatives up to a closing parenthesis or the end."""
         _require(depth <= _DEEPEST, "too many nested groups")
         options = [self._read_sequence(depth)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnreadableFile
 from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
+from syncheck.readers.adapter_config import add_adapter_settings
 from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.untrusted import open_regular_file
 
@@ -45,7 +46,8 @@ def read(path: str) -> Snapshot:
     Raises CheckpointError with the location of the fault, the finding and the next step.
     """
     reader = sniff_folder(path) if os.path.isdir(path) else None
-    return _read_with(reader, path) if reader else read_file(path)
+    snapshot = _read_with(reader, path) if reader else read_file(path)
+    return add_adapter_settings(snapshot)
 
 
 def read_file(path: str) -> Snapshot:

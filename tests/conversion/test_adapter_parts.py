@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import time
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import llama
@@ -11,6 +14,9 @@ import pytest
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
 
 import syncheck
+from syncheck import readers
+from syncheck.conversion.adapters import Adapter
+from syncheck.fingerprint import fingerprint
 from syncheck.options import DiffOptions
 from syncheck.records import Reason
 
@@ -295,3 +301,207 @@ def test_tied_weights(tmp_path: Path, model: Weights, adapter: Weights) -> None:
     assert (report.verdict, uncompared(report)) == ("undecided", {f"{HEAD}.weight"})
     report = compare(tmp_path / "3", base, parts, untied | {f"{EMBED}.weight": base[f"{EMBED}.weight"]})
     assert codes(report) == {"SYN303": 1}
+
+
+UP = [module for module in MODULES if "q_proj" in module]
+# Settings, and the modules whose factors PEFT does not load with them.
+SELECTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "one name": ({"target_modules": ["down_proj"]}, UP),
+    "no name": ({"target_modules": []}, MODULES),
+    "no setting": ({"target_modules": None}, MODULES),
+    "the end of a segment": ({"target_modules": ["down_proj", "proj"]}, UP),
+    "excluded": ({"exclude_modules": ["q_proj"]}, UP),
+    "an excluded expression": ({"exclude_modules": r".*\.self_attn\..*"}, UP),
+    "an expression": ({"target_modules": r"model\.layers\.\d+\.mlp\.down_proj"}, UP),
+    "the end of a name as an expression": ({"target_modules": "q_proj|down_proj"}, MODULES),
+    "a layer": ({"layers_to_transform": [1]}, [m for m in MODULES if ".0." in m]),
+    "a layer of a list": ({"layers_to_transform": 0, "layers_pattern": "layers"}, [m for m in MODULES if ".1." in m]),
+    "another list": ({"layers_to_transform": [0, 1], "layers_pattern": ["blocks"]}, MODULES),
+    "a list without layers": ({"layers_pattern": "layers"}, MODULES),
+    "a layer and an expression": ({"target_modules": ".*_proj", "layers_to_transform": [0, 1]}, MODULES),
+    "saved as a whole": ({"modules_to_save": ["self_attn"]}, UP),
+    "all but the output": ({"target_modules": "all-linear", "layers_pattern": []}, MODULES),
+    "a lookahead": ({"target_modules": "(?=model).*_proj"}, MODULES),
+    "no names": ({"target_modules": [["q_proj"], "down_proj"]}, MODULES),
+    "a layer as a text": ({"layers_to_transform": ["1"]}, MODULES),
+}
+
+
+@pytest.mark.parametrize(("settings", "modules"), SELECTIONS.values(), ids=SELECTIONS.keys())
+def test_factors_that_peft_does_not_load(
+    tmp_path: Path, model: Weights, adapter: Weights, settings: dict[str, Any], modules: list[str]
+) -> None:
+    """A merge of factors that the settings do not select is undecided, and their modules are named."""
+    report = compare(tmp_path, model, adapter, merge(model, adapter), **settings)
+    factors = {f"{PREFIX}{module}.lora_{role}.weight" for module in modules for role in "AB"}
+    weights = {f"{module}.weight" for module in modules}
+    assert (report.verdict, uncompared(report)) == ("undecided", factors | weights)
+
+
+LOADED: dict[str, dict[str, Any]] = {
+    "an additional name": {"target_modules": ["q_proj", "down_proj", "o_proj"]},
+    "whole names": {"target_modules": MODULES},
+    "whole names in any layer": {"target_modules": MODULES, "layers_to_transform": [7]},
+    "several segments": {"target_modules": ["self_attn.q_proj", "mlp.down_proj"]},
+    "an expression": {"target_modules": r".*\.(q|down)_proj"},
+    "all": {"target_modules": "ALL-linear"},
+    "excluded": {"exclude_modules": ["proj", "v_proj"], "layers_to_transform": []},
+    "layers": {"layers_to_transform": list(range(llama.LAYERS)), "layers_pattern": ["blocks", "layers"]},
+    "layers of any list": {"layers_to_transform": list(range(llama.LAYERS))},
+    "saved": {"modules_to_save": ["q"]},
+}
+
+
+@pytest.mark.parametrize("settings", LOADED.values(), ids=LOADED.keys())
+def test_factors_that_peft_loads(tmp_path: Path, model: Weights, adapter: Weights, settings: dict[str, Any]) -> None:
+    """Every factor that the settings select is merged."""
+    report = compare(tmp_path, model, adapter, merge(model, adapter), **settings)
+    assert (report.verdict, report.counts.not_compared) == ("in_sync", 0)
+
+
+def test_tensors_that_peft_does_not_load(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """A bias without `lora_bias`, and a whole tensor whose name is that of the adapted module, are not ignored."""
+    base = model | {f"{Q}.bias": -draw(llama.WIDTH)}
+    merged = merge(base, adapter)
+    bias = {f"{PREFIX}{Q}.lora_B.bias": draw(llama.WIDTH)}
+    with_bias = merged | {f"{Q}.bias": base[f"{Q}.bias"] + np.float32(ALPHA / RANK) * draw(llama.WIDTH)}
+    assert compare(tmp_path / "1", base, adapter | bias, with_bias, lora_bias=True).verdict == "in_sync"
+    report = compare(tmp_path / "2", base, adapter | bias, with_bias, lora_bias=False)
+    assert (report.verdict, uncompared(report)) == ("undecided", {*bias, f"{Q}.bias"})
+    new = {f"{PREFIX}{Q}.base_layer.bias": draw(llama.WIDTH)}
+    assert compare(tmp_path / "3", base, adapter | new, merged | {f"{Q}.bias": draw(llama.WIDTH)}).verdict == "in_sync"
+    outer = {f"{PREFIX}{Q}.bias": draw(llama.WIDTH)}
+    report = compare(tmp_path / "4", base, adapter | outer, merged | {f"{Q}.bias": draw(llama.WIDTH)})
+    assert (report.verdict, uncompared(report)) == ("undecided", {*outer, f"{Q}.bias"})
+
+
+@pytest.mark.parametrize("segment", ["a.", "a.base_layer.", "lora_A.", "modules_to_save."])
+def test_names_with_many_segments(tmp_path: Path, model: Weights, adapter: Weights, segment: str) -> None:
+    """Names with thousands of segments need little time and memory; the parts are undecided."""
+    deep = {f"{PREFIX}{number}.{segment * 8000}lora_B.weight": draw(2) for number in range(8)}
+    base = model | {f"{number}.{segment * 8000}weight": draw(2) for number in range(8)}
+    folders = [llama.write(tmp_path / name, weights) for name, weights in (("a", base | adapter | deep), ("b", base))]
+    tracemalloc.start()
+    start = time.process_time()
+    report = syncheck.diff(*folders)
+    duration, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.exit_code in (1, 2)
+    assert duration < 20
+    assert peak < 300_000_000
+
+
+def test_touched_modules() -> None:
+    """A part touches the innermost module of the base model in its name, as the list of all modules shows it."""
+    draw_names = random.Random(4)
+    for _ in range(500):
+        names = [".".join(draw_names.choices("abc!", k=draw_names.randint(1, 4))) for _ in range(8)]
+        base, parts = frozenset(names[:5]), list(dict.fromkeys(names[5:]))
+        modules = {name[:end] for name in base for end in range(len(name)) if name[end] == "."}
+        touched = Adapter(dict.fromkeys(parts), base, memory=False).list_touched()
+        expected: dict[str, list[str]] = {}
+        for part in parts:
+            ends = [end for end in range(len(part) + 1) if part[end : end + 1] in ("", ".") and part[:end] in modules]
+            prefix = f"{part[: ends[-1]]}." if ends else ""
+            expected.setdefault(prefix, []).append(part)
+        assert touched == expected
+
+
+# Settings that make two adapters different models, or may do so.
+DIFFERENT_SETTINGS: dict[str, dict[str, Any]] = {
+    "alpha": {"lora_alpha": 2 * ALPHA},
+    "no scale": {"lora_alpha": 0},
+    "rank": {"r": 2 * RANK},
+    "root of the rank": {"use_rslora": True},
+    "DoRA": {"use_dora": True},
+    "order of patterns": {"alpha_pattern": {".*": 4, "q_proj": 2}},
+    "names": {"target_modules": ["q_proj"]},
+    "an expression": {"target_modules": "q_proj"},
+    "no names": {"target_modules": []},
+    "excluded": {"exclude_modules": ["q_proj"]},
+    "layers": {"layers_to_transform": [0]},
+    "layer 0": {"layers_to_transform": 0},
+    "initial values": {"init_lora_weights": "pissa"},
+    "tokens": {"alora_invocation_tokens": [3, 5]},
+    "quantized": {"use_qalora": True},
+    "parameters": {"target_parameters": ["experts.up"]},
+    "unknown": {"foo": 1},
+    "unknown in an object": {"foo": {"scale": 0.5}},
+    "named as a step": {"step": 3},
+    "text": {"bias": "all"},
+    "LoftQ": {"loftq_config": {"loftq_bits": 4}},
+}
+
+
+def write_adapters(folder: Path, adapter: Weights, model: Weights, *settings: dict[str, Any]) -> list[Path]:
+    """Write adapters with equal tensors and these settings."""
+    for number, edit in enumerate(settings):
+        compare(folder / f"rank{number}", model, adapter, model, **{"target_modules": ["q_proj", "down_proj"], **edit})
+    return [folder / f"rank{number}" / "adapter" for number in range(len(settings))]
+
+
+@pytest.mark.parametrize("setting", DIFFERENT_SETTINGS.values(), ids=DIFFERENT_SETTINGS.keys())
+def test_other_settings_may_be_another_model(
+    tmp_path: Path, model: Weights, adapter: Weights, setting: dict[str, Any]
+) -> None:
+    """Adapters with equal tensors and another setting are undecided: as folders, as files, beside their base models."""
+    patterns = {"alpha_pattern": {"q_proj": 2, ".*": 4}} if "alpha_pattern" in setting else {}
+    folders = write_adapters(tmp_path, adapter, model, patterns, setting)
+    files = [folder / "adapter_model.safetensors" for folder in folders]
+    (key,) = setting
+    for pair in (folders, files):
+        report = syncheck.compare(*pair)
+        assert (report.verdict, report.exit_code) == ("undecided", 2)
+        names = [value.name for value in report.groups[-1].values if value.unknown]
+        assert names == [f"(adapter setting {key})"]
+        assert syncheck.diff(*pair).exit_code == 2
+    sides = [[folder.parent / "base", folder] for folder in folders]
+    assert syncheck.diff(*sides).exit_code == 2
+    options = DiffOptions(exclude=("(adapter setting *",))
+    assert syncheck.diff(*folders, options=options).exit_code == 0
+
+
+EQUAL_SETTINGS: dict[str, dict[str, Any]] = {
+    "order of names": {"target_modules": ["down_proj", "q_proj"]},
+    "values of older versions": {"use_dora": False, "foo": None, "layers_to_transform": [], "bias": "none"},
+    "training": {"lora_dropout": 0.1, "inference_mode": True, "task_type": "CAUSAL_LM", "peft_version": "0.21.2"},
+    "base": {"base_model_name_or_path": "/scratch/rank1/base", "revision": "main", "auto_mapping": {"a": "b"}},
+    "initial values": {"init_lora_weights": "gaussian", "loftq_config": {}},
+}
+
+
+@pytest.mark.parametrize("setting", EQUAL_SETTINGS.values(), ids=EQUAL_SETTINGS.keys())
+def test_settings_without_influence(tmp_path: Path, model: Weights, adapter: Weights, setting: dict[str, Any]) -> None:
+    """Adapters whose settings differ without influence on a loaded model are in sync."""
+    folders = write_adapters(tmp_path, adapter, model, {}, setting)
+    assert syncheck.compare(*folders).verdict == "in_sync"
+    assert syncheck.diff(*folders).exit_code == 0
+
+
+def test_settings_of_replicas(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """Ranks with equal settings, with settings of the first rank only, or without any settings are in sync."""
+    folders = write_adapters(tmp_path, adapter, model, {}, {}, {})
+    ranks = [folder.parent for folder in folders]
+    assert syncheck.compare(*folders).verdict == "in_sync"
+    damaged = folders[1] / "adapter_config.json"
+    damaged.write_text("{")
+    assert syncheck.compare(*folders).exit_code == 2
+    assert syncheck.diff(*folders[:2]).exit_code == 2
+    for folder in folders[1:]:
+        (folder / "adapter_config.json").unlink()
+    files = [folder / "adapter_model.safetensors" for folder in folders]
+    assert syncheck.compare(*files).verdict == "in_sync"
+    (folders[0] / "adapter_config.json").unlink()
+    assert syncheck.compare(*files).verdict == "in_sync"
+    assert syncheck.compare(*[rank / "base" for rank in ranks]).verdict == "in_sync"
+
+
+def test_settings_in_fingerprints(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+    """A fingerprint contains the settings, and not those beside itself."""
+    names = ["q_proj", "down_proj", *(f"layers.{number}.k_proj" for number in range(500))]
+    settings = {"target_modules": names}
+    first, second = write_adapters(tmp_path, adapter, model, settings, {"lora_alpha": 2 * ALPHA})
+    for folder, name in ((first, "first"), (second, "second")):
+        (second / f"{name}.json").write_text(fingerprint(readers.read(str(folder))))
+    assert syncheck.diff(first, second / "first.json").exit_code == 0
+    assert syncheck.diff(first, second / "second.json").exit_code == 2

@@ -49,9 +49,17 @@ def compare(tmp_path: Path, model: Weights, adapter: Weights, b: Weights, **conf
     llama.write(folder, adapter)
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     if config.pop("config", True):
-        text = json.dumps({"r": RANK, "lora_alpha": ALPHA, "peft_type": "LORA", **config})
+        names = list_targets(adapter)
+        settings = {"r": RANK, "lora_alpha": ALPHA, "peft_type": "LORA", "target_modules": names, **config}
+        text = json.dumps(settings)
         (folder / "adapter_config.json").write_text(text, encoding="utf-8")
     return syncheck.diff(f"{base},{folder}", copy)
+
+
+def list_targets(adapter: Weights) -> list[str]:
+    """Return the last segments of the modules with factors."""
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter if ".lora_" in name}
+    return sorted(modules)
 
 
 def codes(report: syncheck.Report) -> dict[str, int]:
@@ -160,7 +168,8 @@ def test_names_of_a_model_in_memory(tmp_path: Path) -> None:
     state["base_model.model.lm_head.modules_to_save.default.weight"] = head
     state |= {name.replace(".weight", ".default.weight"): w for name, w in adapter.items()}
     a = llama.write(tmp_path / "a", state)
-    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
+    settings = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(settings))
     b = llama.write(tmp_path / "b", {**merged, "lm_head.weight": head})
     for pair in ((a, b), (b, a)):
         report = syncheck.diff(*pair)

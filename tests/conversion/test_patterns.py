@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern
+from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern, find_segment_ends, matches_whole
 
 TOKENS = (
     r"model layers q_proj \. . \d \w \s \D [0-9] [^a-c] []a] [a-] [\d_] ( ) (?: | * + ? {2} {1,3} {,2} {2,} *? +? ?? ^ "
@@ -77,3 +77,42 @@ def test_other_constructs_are_refused(pattern: str) -> None:
     with pytest.raises(UnsupportedPatternError):
         find_pattern([pattern], "a", Budget())
     assert find_pattern(["a", pattern], "model.a", Budget()) == "a"
+
+
+def test_whole_names_and_starts_as_in_re() -> None:
+    """Random patterns match whole names as `re.fullmatch` does, and the ends of matches are those of `re`."""
+    draw = random.Random(3)
+    compared, matching = 0, 0
+    for _ in range(4000):
+        pattern = "".join(draw.choices(TOKENS, k=draw.randint(1, 5)))
+        name = draw.choice(NAMES)
+        try:
+            is_match = matches_whole(pattern, name, Budget())
+            ends = find_segment_ends(pattern, name, Budget())
+        except UnsupportedPatternError:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert is_match == (re.fullmatch(pattern, name) is not None), (pattern, name)
+            # The rest of the name is a literal of the expression, so that `re` finds a match with this end.
+            expected = [
+                end
+                for end in range(len(name) + 1)
+                if re.match(rf"(?:^|.*?\.)(?:{pattern})(?<=\A[\s\S]{{{end}}})", name) is not None
+            ]
+        assert ends == expected, (pattern, name)
+        compared, matching = compared + 1, matching + is_match
+    assert compared > 1000
+    assert matching > 15
+
+
+def test_digits_of_other_alphabets() -> None:
+    """`re` takes braces with other digits as literals, so they are no quantifier; numbers in ASCII are."""
+    assert re.fullmatch("a{\u0663}", "aaa") is None
+    with pytest.raises(UnsupportedPatternError):
+        find_pattern(["a{\u0663}"], "aaa", Budget())
+    with pytest.raises(UnsupportedPatternError):
+        matches_whole("a{1,\u0663}", "aaa", Budget())
+    assert find_pattern(["a{3}"], "aaa", Budget()) == "a{3}"
+    # Such a digit is one of the characters of a category.
+    assert matches_whole(r"\d", "\u0663", Budget())

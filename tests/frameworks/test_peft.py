@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import warnings
@@ -132,6 +133,78 @@ def test_merges_of_peft_are_proven(tmp_path: Path, kind: str, dtype: str) -> Non
     with torch.no_grad():
         merged.layers[1]["q"].weight[2, 3] *= 1.05
     assert syncheck.diff(sides[0], save(merged, "changed")).exit_code == 1
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "one name": {"target_modules": ["v"]},
+    "ends of names": {"target_modules": ["0.q", "layers.1.v"]},
+    "part of a segment": {"target_modules": ["v", "onv"]},
+    "excluded name": {"exclude_modules": ["v"]},
+    "excluded expression": {"exclude_modules": r".*\.1\.\w"},
+    "expression": {"target_modules": r"layers\.\d\.(q|v)"},
+    "end of a name as an expression": {"target_modules": "q|conv"},
+    "all linear layers": {"target_modules": "all-linear", "exclude_modules": ["head"]},
+    "all linear layers of some": {"target_modules": "all-linear", "layers_to_transform": [1]},
+    "layer": {"layers_to_transform": 1},
+    "layers of a list": {"target_modules": ["q", "v", "conv"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    "layers of two lists": {"layers_to_transform": [0], "layers_pattern": ["h", "l[a-y]+s"]},
+    "layers of another list": {"layers_to_transform": [0, 1], "layers_pattern": ["h"]},
+    "whole names in any layer": {"target_modules": ["layers.0.q", "v"], "layers_to_transform": [1]},
+    "pattern without layers": {"layers_pattern": "layers"},
+    "saved segment": {"modules_to_save": ["lay"]},
+    "saved expression": {"modules_to_save": ["(layer|conv)s?.1"]},
+    "no names": {"target_modules": []},
+    "unset names": {"target_modules": None},
+    "no biases": {"lora_bias": False},
+}
+
+
+def load_edited(folder: Path, edit: dict[str, Any]) -> dict[str, Any] | None:
+    """Edit adapter_config.json, and return the model that PEFT merges; None if PEFT refuses the settings."""
+    from peft import PeftModel
+
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            adapted = PeftModel.from_pretrained(make_model(), str(folder))
+        except (ValueError, KeyError, TypeError):
+            return None
+    return {key: w.clone() for key, w in adapted.merge_and_unload().state_dict().items()}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_factors_that_peft_does_not_load(tmp_path: Path, edit: dict[str, Any]) -> None:
+    """Exactly the weights that PEFT merges with edited settings are merged; all other factors are undecided."""
+    need("peft")
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import save_file
+
+    def save(tensors: dict[str, Any], name: str) -> str:
+        (tmp_path / name).mkdir()
+        save_file({key: w.clone() for key, w in tensors.items()}, tmp_path / name / "model.safetensors")
+        return str(tmp_path / name)
+
+    stored = make_model().state_dict()
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q", "v", "conv"], lora_bias=True)
+    adapted = get_peft_model(make_model(), config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:
+                parameter.add_(torch.randn_like(parameter))
+    adapted.save_pretrained(tmp_path / "adapter")
+    full = adapted.merge_and_unload().state_dict()
+    merged = load_edited(tmp_path / "adapter", edit)
+    changed = {name for name in stored if merged and not torch.equal(merged[name], stored[name])}
+    lost = {name for name in stored if not torch.equal(full[name], stored[name])} - changed
+    report = syncheck.diff([save(stored, "base"), tmp_path / "adapter"], save(full, "full"))
+    uncompared = {diff.name for diff in report.groups[-1].tensors if diff.uncompared}
+    assert (report.exit_code, uncompared & stored.keys()) == (2 if lost else 0, lost)
+    if merged is not None:
+        assert syncheck.diff([tmp_path / "base", tmp_path / "adapter"], save(merged, "b")).exit_code == 2 * bool(lost)
 
 
 def test_other_tuners_are_undecided(tmp_path: Path) -> None:

@@ -172,7 +172,8 @@ def test_an_adapter_has_its_own_steps(tmp_path: Path) -> None:
     factors = {"A": np.zeros((2, 4), np.float32), "B": np.zeros((4, 2), np.float32)}
     names = {f"base_model.model.q.lora_{letter}.weight": factor for letter, factor in factors.items()}
     save_safetensors(tmp_path / "checkpoint-10" / "adapter_model.safetensors", names)
-    (tmp_path / "checkpoint-10" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    settings = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q"]}'
+    (tmp_path / "checkpoint-10" / "adapter_config.json").write_text(settings)
     (tmp_path / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 10}')
     whole = save_pth(tmp_path / "merged.pth", {"model": {"q.weight": EMBED[:4]}})
     assert syncheck.diff([tmp_path / "checkpoint-1000", tmp_path / "checkpoint-10"], whole).exit_code == 0
