@@ -3,181 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import api, outputs, paths
+from syncheck import api, outputs
 from syncheck.comparison.copies import accept_parts, list_ties, require_own_numbers
 from syncheck.comparison.group import compare_group
 from syncheck.conversion.acceptance import accept_conversions
-from syncheck.conversion.adapters import AdaptedModel, Adapter, finish_adapters, merge_adapters
+from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
 from syncheck.conversion.causes import Models, add_relations
 from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous
 from syncheck.conversion.map_files import read_map, write_map
 from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
 from syncheck.conversion.merges import find_adapted
-from syncheck.conversion.name_maps import add_variables, find_variables
+from syncheck.conversion.name_maps import add_variables
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
 from syncheck.diagnose.case import relation_of
-from syncheck.earlier_steps import find_earlier
-from syncheck.errors import SyncheckError, UsageError
+from syncheck.errors import UsageError
 from syncheck.kernel.blocks import Files
 from syncheck.kinds import find_outside_model
-from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
-from syncheck.logical import views
 from syncheck.logical.labels import check_layouts
-from syncheck.logical.model import add_tied_names, join, list_boxes, split_folder
+from syncheck.logical.model import add_tied_names, list_boxes
 from syncheck.logical.progress import is_adapter
-from syncheck.logical.second_weights import drop_unmatched_copies, separate_copies
-from syncheck.messages import Grouping, Note, names_text, relabel
+from syncheck.logical.second_weights import drop_unmatched_copies
+from syncheck.messages import Note, names_text, relabel
 from syncheck.names import is_adapter_setting, normalize_keys
 from syncheck.options import DiffOptions
-from syncheck.records import Alias, Place, Reason, Report
+from syncheck.records import Reason, Report
 from syncheck.relations import RelationKind, Stored
+from syncheck.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
 from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping, Sequence
 
     from syncheck.conversion.inference import Inferred
-    from syncheck.conversion.name_maps import NameMap
     from syncheck.messages import Message
     from syncheck.records import Comparison, Group
-    from syncheck.snapshots import Shard, Snapshot, Tensor
+    from syncheck.snapshots import Tensor
 
-LABELS = ("A", "B")
 # Limit of the tensors with a map of their shards on a page.
 _MOST_STORED = 200
-
-# One side of a difference: a path, a glob, or several of them.
-Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side of a difference.
-
-    label: A or B. group: its files by rank. model: its whole tensors. variables: its numbers of heads, as far as known.
-    map, stored: the map of its names, and the stored tensor of each tensor of the model. adapter: beside the model.
-    """
-
-    label: str
-    group: ReplicaGroup
-    model: Snapshot
-    skipped: int = 0
-    aliases: tuple[Alias, ...] = ()
-    variables: Mapping[str, int] = field(default_factory=dict)
-    stored: Mapping[str, Tensor] = field(default_factory=dict)
-    map: NameMap | None = None
-    adapter: Adapter | None = None
-
-    @property
-    def title(self) -> str:
-        """The label and the name of the run; the title of a comparison of copies within the side."""
-        return f"{self.label}: {self.group.run}"
-
-    def locate(self, tensor: Tensor, index: tuple[int, ...]) -> Place:
-        """Return the rank and file with an element of a tensor of the model."""
-        holders = [shard.tensor for shard in tensor.shards if _contains(shard, index)]
-        path = (holders[0] if holders else tensor).path
-        ranks = (rank for rank, s in self.group.ranks if len(self.group.ranks) > 1 and s.path == path)
-        stored = self.stored.get(tensor.name)
-        if stored is None or stored.name == tensor.name:
-            return Place(path, next(ranks, None))
-        return Place(path, next(ranks, None), stored.name, views.find_element(stored, tensor, index))
-
-
-def _contains(shard: Shard, index: tuple[int, ...]) -> bool:
-    return all(
-        start <= at < start + size for at, start, size in zip(index, shard.start, shard.tensor.shape, strict=True)
-    )
-
-
-def open_side(label: str, source: Source) -> Side:
-    """Open the files of one model, and join their tensors.
-
-    label: A or B. Raises UsageError for files of several models, and CheckpointError for files that cannot be read or
-    do not form a whole model.
-    """
-    try:
-        title, group, opened = _open_files(source)
-        model = join(dict(group.ranks), title)
-    except SyncheckError as error:
-        error.args = (f"{label}: {error}",)
-        raise
-    values = {name: value for snapshot in opened.snapshots for name, value in snapshot.values.items()}
-    variables = find_variables([snapshot.path for snapshot in opened.snapshots], values)
-    return Side(label, group, model, opened.skipped, tuple(opened.aliases), variables)
-
-
-def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
-    """Return the paths as text, the files of one model by rank, and everything that was opened."""
-    given = _split(source)
-    opened = paths.open_checkpoints(given)
-    if broken := opened.unreadable:
-        raise UsageError(f"{broken[0].path}: {broken[0].reason}")
-    groups = group_replicas(separate_copies(opened.snapshots), roots=opened.roots)
-    title = ", ".join(given)
-    group = groups[0] if len(groups) == 1 else _merge_parts(title, groups)
-    if len(group.ranks) == 1:
-        group = replace(group, ranks=tuple(split_folder(group.ranks[0][1]).items()))
-    return title, group, opened
-
-
-def list_shards(source: Source) -> dict[str, Any]:
-    """Return which rank and file hold which box of each tensor of a model, as JSON values (`syncheck show --shards`).
-
-    A box has a start and a shape, in elements; both are None if the files do not show its position. Boxes that several
-    ranks hold are listed once. Raises UsageError for unreadable files, and for files of several models.
-    """
-    title, group, _ = _open_files(source)
-    rows: dict[str, dict[str, Any]] = {}
-    boxes: dict[tuple[str, Any], dict[str, Any]] = {}
-    for name, rank, tensor, shards in list_boxes(dict(group.ranks)):
-        empty = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
-        row = rows.setdefault(name, empty)
-        for shard in [None] if shards is None else shards:
-            start, shape = (None, None) if shard is None else (list(shard.start), list(shard.tensor.shape))
-            key = name, (rank if shard is None else (shard.start, shard.tensor.shape))
-            if key not in boxes:
-                boxes[key] = {"start": start, "shape": shape, "ranks": [], "files": []}
-                row["boxes"].append(boxes[key])
-            boxes[key]["ranks"] += [rank] if len(group.ranks) > 1 else []
-            boxes[key]["files"].append(tensor.path if shard is None else shard.tensor.path)
-    return {"path": title, "files": len(group.ranks), "tensors": list(rows.values())}
-
-
-def list_inputs(sources: Sequence[Source], options: DiffOptions) -> list[str]:
-    """Return the files, folders and globs that a comparison of two models reads, without the baseline."""
-    inputs = [path for path in (options.map, options.base) if path is not None]
-    for source in sources:
-        for path in _split(source):
-            # `find_variables` reads the settings beside a file.
-            inputs += [path, os.path.join(os.path.dirname(path), "config.json")]
-    return inputs
-
-
-def _split(source: Source) -> list[str]:
-    if not isinstance(source, (str, os.PathLike)):
-        return [os.fspath(path) for path in source]
-    path = os.fspath(source)
-    return [path] if os.path.lexists(path) else [part for part in path.split(",") if part] or [path]
-
-
-def _merge_parts(title: str, groups: Sequence[ReplicaGroup]) -> ReplicaGroup:
-    """Return one group of files that hold different tensors. Raises UsageError if the files are several models."""
-    snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
-    names = [name for snapshot in snapshots for name in snapshot.tensors]
-    # Numbered parts of one checkpoint may hold a tensor twice, and these copies are compared.
-    are_parts = all(Grouping.PARTS_ALONE in [reason.code for reason in group.grouping] for group in groups)
-    if len(groups) == len(snapshots) and (are_parts or len(set(names)) == len(names)):
-        return ReplicaGroup(title, None, tuple(enumerate(snapshots)), ())
-    found = names_text([group.run if group.step is None else f"{group.run} step {group.step}" for group in groups])
-    raise UsageError(f"{title}: {len(groups)} models ({found}); pass the files of one step of one run")
 
 
 def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms: bool = False) -> Report:
@@ -204,8 +72,9 @@ def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms
 def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     """Compare the copies of tensors and values in the files of a side; None for a side in one file.
 
-    Raises UsageError for pipeline stages that number their layers from 0.
+    Raises UsageError for pipeline stages that number their layers from 0, and for several adapters.
     """
+    _require_one_adapter(side, options)
     # The adapter of a model has other tensors, and its own run.
     ranks = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if not is_adapter(snapshot))
     if len(ranks) < 2:
@@ -215,6 +84,21 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     )
     require_own_numbers(side.title, [snapshot for _, snapshot in ranks], own)
     return judge_group(accept_parts(own), (), _allowed(options))
+
+
+def _require_one_adapter(side: Side, options: DiffOptions) -> None:
+    """Raise UsageError if a side has two adapters: other values under one name, or other settings."""
+    adapters = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if is_adapter(snapshot))
+    if len(adapters) < 2:
+        return
+    copies = compare_group(replace(side.group, ranks=adapters), api.build_selection(options))
+    differing = [tensor.name for tensor in copies.tensors if tensor.out_of_sync or tensor.unknown]
+    differing += [value.name for value in copies.values if value.counts or value.unknown]
+    if differing:
+        raise UsageError(
+            f"{side.title}: the adapters of {adapters[0][1].path} and {adapters[1][1].path} are two: {differing[0]} "
+            "differs. Merge one of them first, and compare the result with the other one"
+        )
 
 
 def compare_sides(
@@ -487,12 +371,3 @@ def _map_base(base: Side, one: Side) -> Mapping[str, Tensor]:
         return tensors
     mapped, _ = apply_map(one.map, [tensors, one.model.tensors], one.variables)
     return mapped[0].tensors
-
-
-def list_earlier(side: Side) -> Iterator[Side]:
-    """Yield the models of earlier steps beside a model, the latest step first."""
-    if side.model.format == "memory":
-        return
-    for title, group in find_earlier([snapshot.path for _, snapshot in side.group.ranks]):
-        with suppress(SyncheckError):  # an incomplete earlier step is no reason to stop
-            yield Side(title, group, join(dict(group.ranks), title))

@@ -135,8 +135,11 @@ ALLOWED = {
         )
     },
     "earlier_steps": BASE | {"paths", "syncheck", "layout.groups", "layout.grouping"},
+    "sides": BASE
+    | {"conversion.name_maps", "conversion.adapters", "earlier_steps", "options", "paths"}
+    | {"layout.groups", "layout.grouping", "logical.model", "logical.second_weights", "logical.views"},
     "model_diff": BASE
-    | {"logical.views", "diagnose"}
+    | {"diagnose", "sides"}
     | {
         f"conversion.{part}"
         for part in (
@@ -235,7 +238,7 @@ ALLOWED = {
         "comparison.copies",
         "live",
     }
-    | {"logical.dtensors", "logical.model", "model_diff", "options", "outputs", "events"}
+    | {"logical.dtensors", "logical.model", "model_diff", "options", "outputs", "events", "sides"}
     | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
     "event_consistency": BASE | {"diagnose"},
     "events": BASE | {"evidence.history", "event_consistency", "report", "series", "verdicts"},

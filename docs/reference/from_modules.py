@@ -31,8 +31,9 @@ SYNCHECK = {
     "Conversions of a model": (
         "conversion conversion.templates conversion.name_maps conversion.map_files conversion.mapped_models "
         "conversion.recognition conversion.pairings conversion.numbering conversion.layer_rules "
-        "conversion.general_rules conversion.inference conversion.adapters "
-        "conversion.adapter_parts conversion.adapter_settings conversion.replacements "
+        "conversion.general_rules conversion.affine_parameters conversion.vocabularies "
+        "conversion.shared_weights conversion.guesses conversion.inference conversion.adapters "
+        "conversion.adapter_parts conversion.adapter_settings conversion.adapter_targets conversion.replacements "
         "conversion.patterns conversion.merges conversion.acceptance "
         "conversion.quantized conversion.scales conversion.casts conversion.rows conversion.causes relations"
     ),
@@ -47,7 +48,8 @@ SYNCHECK = {
     ),
     "Diagnosis and verdict": "diagnose verdicts baseline",
     "Reports and files": "report events event_consistency contents fingerprint outputs atomic",
-    "Entry points": "api model_diff earlier_steps options config cli __main__ testing pytest_plugin live integrations",
+    "Entry points": "api sides earlier_steps model_diff options config cli __main__ testing pytest_plugin live "
+    "integrations",
 }
 TRAIN = {
     "Start here": (

@@ -166,7 +166,7 @@ def _list_inputs(paths: Sequence[str], comparison: Options) -> list[str]:
     from syncheck import options
 
     if isinstance(comparison, options.DiffOptions):
-        from syncheck.model_diff import list_inputs
+        from syncheck.sides import list_inputs
 
         return list_inputs(paths, comparison)
     reference = comparison.reference
@@ -261,7 +261,7 @@ def _print_report(run: RunOptions, found: Report, layout: str) -> None:
 def show(arguments: argparse.Namespace) -> int:
     """`syncheck show`."""
     if arguments.shards:
-        from syncheck.model_diff import list_shards
+        from syncheck.sides import list_shards
 
         listed = list_shards(arguments.path)
     else:

@@ -1,7 +1,6 @@
 """Pair tensors whose data does not show their pairs, such as the norms of 1 of a freshly initialized model.
 
-The data of these tensors is equal, so only the names can be wrong. The user reviews the pairs: they are marked in the
-written map.
+The data of a pair is equal, so only its names can be wrong. The written map marks the pairs, and the user reviews it.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ class Guesses:
         self.pairings += assign_guesses(self._assignment, pairings, self._candidates)
 
     def _pair_copies(self, names_a: Sequence[str], names_b: Sequence[str]) -> None:
-        """Pair as many tensors as both models have; copies of a shared weight are tied to one of them.
+        """Pair as many tensors as both models have, and tie further copies of a shared weight to a paired tensor.
 
-        Further copies are missing in the other model.
+        All further copies are missing in the other model.
         """
         if len(names_a) == len(names_b):
             return
         unpaired_a, unpaired_b = self._select_unpaired(0, names_a), self._select_unpaired(1, names_b)
-        # The model that stores fewer of them has no copy of the rest.
+        # The model with fewer tensors has no partner for the last names.
         pairings = _pair_in_order(unpaired_a, unpaired_b)
         self._assignment.add(pairings)
         self.pairings += pairings
@@ -89,7 +88,7 @@ class Guesses:
             self.tied += [(copy, stored_once) for copy in copies]
 
     def _add_constants(self) -> None:
-        """Add constants of other shapes, which may be parts of each other, unless one model has more of them."""
+        """Add constants of other shapes, which may be parts of each other, if both models have as many elements."""
         for names_a, names_b in _group_constants(self._candidates):
             unpaired_a, unpaired_b = self._select_unpaired(0, names_a), self._select_unpaired(1, names_b)
             count_a = _count_elements(self._candidates, 0, unpaired_a)
@@ -150,7 +149,7 @@ def _get_numbers(name: str, _: int) -> tuple[int, ...]:
 def _pair_by_layer(
     names_a: Sequence[str], names_b: Sequence[str], find_layer: Callable[[str, int], Hashable]
 ) -> list[Pairing]:
-    """Pair names of A and B in the same layer, except in layers of which one model has more of them.
+    """Pair names of A and B in the same layer, except in layers where the numbers of names differ.
 
     find_layer: returns the layer of a name of a side.
     """
@@ -160,7 +159,7 @@ def _pair_by_layer(
             layers[find_layer(name, side)][side].append(name)
     pairs: list[Pairing] = []
     for layer_a, layer_b in layers.values():
-        # Nothing shows which of them is missing in the other model.
+        # Nothing shows which tensor is missing in the other model.
         if len(layer_a) == len(layer_b):
             pairs += _pair_in_order(layer_a, layer_b)
     return pairs

@@ -24,8 +24,9 @@ from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, 
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.objects import class_title
 from syncheck.logical.model import join
-from syncheck.model_diff import LABELS, Side, compare_copies, compare_sides, diff, open_side
+from syncheck.model_diff import compare_copies, compare_sides, diff
 from syncheck.names import normalize_keys
+from syncheck.sides import LABELS, Side, open_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -210,7 +210,7 @@ def list_contents(contents: Mapping[str, Any]) -> list[Part]:
 
 
 def list_shards(contents: Mapping[str, Any]) -> list[Part]:
-    """Return the output of `syncheck show --shards`. contents: the result of `model_diff.list_shards`."""
+    """Return the output of `syncheck show --shards`. contents: the result of `sides.list_shards`."""
     count, files = len(contents["tensors"]), contents["files"]
     header = f"{contents['path']}: {count} tensor{'s' * (count != 1)} in {files} file{'s' * (files != 1)}"
     grid = Grid(("tensor", "dtype", "shape", "part", "ranks", "file"))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import syncheck
+from syncheck.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,3 +193,20 @@ def test_files_whose_names_differ_by_a_prefix_are_copies(tmp_path: Path) -> None
     wrapped = {f"module.{name}": w + 1 for name, w in model.items()}
     one, other = llama.write(tmp_path / "1", model), llama.write(tmp_path / "2", wrapped)
     assert syncheck.diff(f"{one},{other}", one).exit_code == 1
+
+
+@pytest.mark.parametrize("other", ["other data", "another scale", "equal"])
+def test_two_adapters_of_one_side(tmp_path: Path, other: str) -> None:
+    """Of two adapters of one module none is dropped; equal adapters, such as those of two ranks, are copies."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    assert compare(tmp_path, model, adapter, merge(model, adapter)).exit_code == 0
+    second = make_adapter(model, seed=5) if other == "other data" else adapter
+    scale = {"lora_alpha": 2 * ALPHA} if other == "another scale" else {}
+    compare(tmp_path / "second", model, second, model, **scale)
+    sides = [tmp_path / "base", tmp_path / "adapter", tmp_path / "second" / "adapter"], tmp_path / "b"
+    if other == "equal":
+        assert syncheck.diff(*sides).exit_code == 0
+    else:
+        with pytest.raises(UsageError):
+            syncheck.diff(*sides)
