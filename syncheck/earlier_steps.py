@@ -35,7 +35,7 @@ def find_earlier(files: Sequence[str]) -> Iterator[tuple[str, ReplicaGroup]]:
     runs = partition_by(groups, attrgetter("run"))
     groups_by_step = _index_by_step(runs[current.run])
     steps = sorted(groups_by_step)
-    # The current step is one of these steps, so everything before it is earlier.
+    # The list has the current step, and all steps before it are earlier.
     earlier_steps = steps[: steps.index(current.step)]
     latest_steps = earlier_steps[-_MOST_STEPS:]
     for step in reversed(latest_steps):

@@ -97,7 +97,7 @@ def _require_one_adapter(side: Side, options: DiffOptions) -> None:
     if differing:
         raise UsageError(
             f"{side.title}: the adapters of {adapters[0][1].path} and {adapters[1][1].path} are two: {differing[0]} "
-            "differs. Merge one of them first, and compare the result with the other one"
+            "differs. Merge an adapter first, and compare the result with the other adapter"
         )
 
 

@@ -33,7 +33,7 @@ _EARLIER_OUTPUT = re.compile(
 )
 # A file of Megatron or of Llama lies one folder below the folder of the checkpoint.
 _LEVELS = 3
-# The spelling of these options. Their outputs may be pipes, such as /dev/stdout.
+# The spelling of these options. Their outputs may be pipes, like /dev/stdout.
 MAP, EVENTS = "{write_map}", "events="
 _STREAMED = (MAP, EVENTS)
 
@@ -43,7 +43,7 @@ class _Output:
     """An output file.
 
     path: the path of the user.
-    option: the spelling of its option; a field in braces, such as `{baseline}`, is spelled by each surface.
+    option: the spelling of its option; a field in braces, like `{baseline}`, is spelled by each surface.
     replaceable: the reader of a replaceable format.
     """
 
@@ -91,7 +91,7 @@ def protect_all(outputs: Sequence[tuple[str, str]], inputs: Sequence[str] = ()) 
 def check(path: str, option: str = "-o", *, inputs: Sequence[str] = (), replaceable: ModuleType | None = None) -> None:
     """Raise OptionError if an output cannot be written, or would replace an input or a part of a checkpoint.
 
-    option: the spelling of the path's option; a field in braces, such as `{baseline}`, is spelled by each surface.
+    option: the spelling of the path's option; a field in braces, like `{baseline}`, is spelled by each surface.
     inputs: the files, folders and globs of the run.
     replaceable: the reader of a replaceable format.
     """
@@ -150,7 +150,7 @@ def _refuse_part(output: _Output, path: str) -> None:
     reader = readers.find_reader(head)
     is_earlier_output = _EARLIER_OUTPUT.search(head) is not None
     must_be_earlier_output = output.has_any_extension and not output.is_stream
-    # All outputs are text. Binary files are of unknown formats, such as GGUF, or damaged checkpoints.
+    # All outputs are text. Binary files are of unknown formats, like GGUF, or damaged checkpoints.
     is_foreign = not _is_text(head)
     # No reader opens the settings of a tokenizer, but they belong to a checkpoint too. An earlier report may lie beside
     # them.

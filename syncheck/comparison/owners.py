@@ -192,7 +192,7 @@ def _assign_owners(classes: Sequence[_Class], ranks: Ranks) -> Owners:
     confirmed: set[Ranks] = set().union(*sets_by_class)
     owners = Owners()
     for of_class, owner_sets in zip(classes, sets_by_class, strict=True):
-        # The only parameter of a class, such as a single matrix, has one set of owners. Other classes must confirm it.
+        # The only parameter of a class, like a single matrix, has one set of owners. Other classes must confirm it.
         is_single = len(of_class.holders) == 1
         candidates = confirmed if is_single else owner_sets
         for parameter, holders in of_class.holders.items():

@@ -169,7 +169,7 @@ def _find_beside_base(names: Collection[str]) -> set[str]:
             outermost_modules.append(module)
     beside_base = set()
     for name in outer_names:
-        # None of these modules contains another one, so only the last one before the name may contain the name.
+        # No module contains another module, so only the last module before the name may contain the name.
         position = bisect(outermost_modules, name)
         if position and name.startswith(outermost_modules[position - 1]):
             beside_base.add(name)

@@ -116,7 +116,7 @@ class Adapter:
         settings = self._find_settings(next(iter(parts.values())))
         module = group.target.rpartition(".")[0]
         if base is None:
-            # A tensor that the adapter adds to the model, such as a new head.
+            # A tensor that the adapter adds to the model, like a new head.
             if group.kind == "saved" and partner is not None:
                 return replace(parts["new"], name=group.target)
             return AdapterProblem.NO_MODULE()

@@ -25,7 +25,7 @@ _AS_GOOD_AS_INFINITE = 3.38e38
 def is_conversion(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
     """Whether B is exactly A after one conversion to a dtype.
 
-    B may store the result in a dtype that holds it exactly, such as float32 for numbers of bfloat16. A number beyond
+    B may store the result in a dtype that holds it exactly, like float32 for numbers of bfloat16. A number beyond
     the range of the dtype is no conversion: it becomes infinite, or another number.
 
     a, b: two tensors of equal shape, whose elements can be compared.

@@ -241,7 +241,7 @@ def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
     if expert and others and (expert[1], expert[3]) == (others[1], others[3]):
         kind = RelationKind.EXPERT
     elif name.rpartition(".")[0].rpartition(".")[0] == other.rpartition(".")[0].rpartition(".")[0]:
-        kind = RelationKind.FUSED_ORDER  # tensors of one module, such as gate_proj and up_proj
+        kind = RelationKind.FUSED_ORDER  # tensors of one module, like gate_proj and up_proj
         extra = {**extra, "pattern": "other-part"}
     else:
         kind = RelationKind.SHARD
@@ -251,7 +251,7 @@ def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
 def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
     """Find the shards of B among the boxes of A, and of the other parts of A's stored tensor.
 
-    Uneven shards, such as shards of a padded vocabulary, are compared as far as the smallest of them.
+    Uneven shards, like shards of a padded vocabulary, are compared as far as the smallest of them.
     """
     for side, (one, other) in enumerate(((models.b, models.a), (models.a, models.b))):
         stored = models.stored[1 - side]

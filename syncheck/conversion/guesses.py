@@ -1,4 +1,4 @@
-"""Pair tensors whose data does not show their pairs, such as the norms of 1 of a freshly initialized model.
+"""Pair tensors whose data does not show their pairs, like the norms of 1 of a freshly initialized model.
 
 The data of a pair is equal, so only its names can be wrong. The written map marks the pairs, and the user reviews it.
 """

@@ -277,7 +277,7 @@ def add_variables(names: NameMap, variables: Mapping[str, int], stated: Mapping[
 def find_variables(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str, int]:
     """Return the numbers of heads and their size, from config.json beside the files or from saved arguments.
 
-    values: the Python values of the files by dotted name, such as Megatron's saved arguments.
+    values: the Python values of the files by dotted name, like Megatron's saved arguments.
     """
     settings = _read_settings(paths, values)
     variables: dict[str, int] = {}

@@ -65,7 +65,7 @@ def find_numbering(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Co
 def _find_without_constants(
     pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]
 ) -> Numbering:
-    """Return the numbering if one of the names has more numbers, such as the position of a module in its layer."""
+    """Return the numbering if one of the names has more numbers, like the position of a module in its layer."""
     paired_layers, paired_parts = zip(*pairs, strict=True)
     short_layers = _remove_constants(layers, _find_constants(paired_layers))
     short_parts = _remove_constants(parts, _find_constants(paired_parts))
@@ -102,7 +102,7 @@ def _remove_constants(rows: Collection[Numbers], constants: set[tuple[int, int]]
     shortened = {}
     for row in rows:
         numbers = set(enumerate(row))
-        # A name with another number at one of these positions belongs to other layers.
+        # A name with another number at a position belongs to other layers.
         if numbers >= constants:
             variable_numbers = sorted(numbers - constants)
             shortened[row] = tuple(number for _, number in variable_numbers)
@@ -110,7 +110,7 @@ def _remove_constants(rows: Collection[Numbers], constants: set[tuple[int, int]]
 
 
 def _list_permutations(layers: Collection[Numbers]) -> Iterator[Numbering]:
-    """Yield the numberings with the numbers of each name in another order, such as layer and expert."""
+    """Yield the numberings with the numbers of each name in another order, like layer and expert."""
     columns = tuple(zip(*layers, strict=True))
     orders: Iterable[tuple[Numbers, ...]] = itertools.permutations(columns)
     # The number of orders grows fast, and no library exchanges four numbers.
@@ -123,7 +123,7 @@ def _list_permutations(layers: Collection[Numbers]) -> Iterator[Numbering]:
 
 
 def _number_in_order(pairs: Sequence[Pair], layers: Collection[Numbers], parts: Collection[Numbers]) -> Numbering:
-    """Return the numbering that keeps the order of the layers, such as those of an nn.Sequential with gaps."""
+    """Return the numbering that keeps the order of the layers, like those of an nn.Sequential with gaps."""
     if len(layers) != len(parts):
         # The order shows nothing about layers that have no partner.
         layers, parts = zip(*pairs, strict=True)

@@ -209,7 +209,7 @@ class _Repeat(_Node):
     part: _Node
     least: int
     most: int | None
-    """None for any number of times."""
+    """None without a limit."""
 
     def _advance(self, text: _Text, positions: int) -> int:
         for _ in range(self.least):
@@ -355,7 +355,7 @@ class _Parser:
         bounds = f"{first}-{last}"
         try:
             re.compile(f"[{bounds}]")
-        except re.error:  # the last character is before the first, or one of them is a category
+        except re.error:  # the last character is before the first, or a category
             raise UnsupportedPatternError("a range of characters") from None
         return bounds
 

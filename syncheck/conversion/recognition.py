@@ -42,7 +42,7 @@ def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str
     best, most = None, _count_matches(models)
     if most == max(map(len, models)):
         return None
-    # A name or two, such as `output.weight`, do not show a library.
+    # A name or two, like `output.weight`, do not show a library.
     most += (min(map(len, models)) - most) // 2
     for title in list_built_in():
         names = read_map(title)
@@ -166,7 +166,7 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
-    """Return the computed data of a tensor; None for other data, and for a view of a part of it."""
+    """Return the computed data of a tensor; None if it has other data, or is a view of a part of it."""
     data = tensor.data
     if not isinstance(data, kind) or not has_elements(tensor) or tensor.offset or tensor.shape != data.shape:
         return None

@@ -34,7 +34,7 @@ def _is_tied_vocabulary(names: Sequence[str]) -> bool:
     allowed_kinds = ["output", "embedding", "encoder or decoder", "encoder or decoder"]
     for name in names:
         kind = classify_vocabulary(name)
-        # Two models in one file, such as teacher and student, have two embeddings.
+        # Two models in one file, like teacher and student, have two embeddings.
         if kind not in allowed_kinds:
             return False
         allowed_kinds.remove(kind)

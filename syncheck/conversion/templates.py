@@ -81,7 +81,7 @@ def parse_template(text: str) -> Template:
                 raise ValueError("two placeholders need a separator")
             literals.append("")
         else:
-            raise ValueError("a placeholder is a name in braces, such as {i}; literal braces are doubled")
+            raise ValueError("a placeholder is a name in braces, like {i}; literal braces are doubled")
 
     if len(placeholders) > MOST_PLACEHOLDERS:
         raise ValueError(f"{len(placeholders)} placeholders; at most {MOST_PLACEHOLDERS} are allowed")

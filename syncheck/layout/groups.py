@@ -103,7 +103,7 @@ def _find_rank_numbers(snapshot: Snapshot) -> list[int]:
 
 
 def _find_shared_numbers(members: Sequence[Snapshot]) -> set[str]:
-    """Return the starts of paths whose next number names a folder of several ranks, such as `exp` of exp0/.
+    """Return the starts of paths whose next number names a folder of several ranks, like `exp` of exp0/.
 
     A number in a folder's name is the rank only if it is the rank of each file below such folders.
     """

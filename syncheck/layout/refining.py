@@ -63,7 +63,7 @@ def _count_shared_numbers(paths: Sequence[PathNumbers]) -> int:
 
 
 def _have_common_tensor(snapshots: Sequence[Snapshot]) -> bool:
-    """Whether one tensor is in all files. Parts of one rank, such as model and optimizer, have no common tensor."""
+    """Whether one tensor is in all files. Parts of one rank, like model and optimizer, have no common tensor."""
     first, *later = snapshots
     common = set(normalize(first.tensors).values())
     for snapshot in later:

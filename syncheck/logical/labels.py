@@ -37,7 +37,7 @@ def check_layouts(models: Sequence[Snapshot], labels: Sequence[str]) -> None:
 
     for model, label, parts in zip(models, labels, (first, second), strict=True):
         ranks = len(set(parts.values()))
-        # Parts of one model-parallel rank are whole tensors, such as the layers of a pipeline.
+        # Parts of one model-parallel rank are whole tensors, like the layers of a pipeline.
         if ranks > 1:
             example = next(iter(parts))
             problem = f"the files hold slices or partial sums of {ranks} model-parallel ranks (such as {example})"

@@ -105,9 +105,9 @@ class _Moments:
 
 
 def _list_progress(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the saved steps and epochs by name, such as `global_step` and `loops.fit_loop.epoch_progress`."""
+    """Return the saved steps and epochs by name, like `global_step` and `loops.fit_loop.epoch_progress`."""
     kind_of = make_value_classifier(snapshot.values)
-    # Other numbers, such as the learning rate, are compared as values.
+    # Other numbers, like the learning rate, are compared as values.
     return {name: value for name, value in snapshot.values.items() if kind_of(name) == "progress"}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
 
 _FORMATS = ("huggingface", "accelerate")
-# Other files and folders may hold modules of the model, such as `2_Dense/` of sentence-transformers.
+# Other files and folders may hold modules of the model, like `2_Dense/` of sentence-transformers.
 _SECOND = re.compile(
     r"(?:original|metal|onnx|openvino|coreml|mlx|gguf)(?:/.*)?|consolidated[^/]*\.(?:pth|pt|safetensors)"
     r"|(?:pytorch_|diffusion_pytorch_)?model\.[\w-]+\.(?:safetensors|bin)"

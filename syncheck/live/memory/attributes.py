@@ -82,7 +82,7 @@ class Attributes:
 class AttributeReader:
     """Reads the attributes of modules.
 
-    compared: ids of the objects that are compared anyway, such as parameters.
+    compared: ids of the objects that are compared anyway, like parameters.
     optimized: ids of the parameters of the optimizers.
     """
 
@@ -316,7 +316,7 @@ def describe_modes(modules: Mapping[str, Any]) -> str:
 
 
 def _list_metric_states(module: Any) -> Container[str] | None:
-    """Return the names of the states of a metric of torchmetrics; None for other modules."""
+    """Return the names of the states of a metric of torchmetrics, None if the module is no metric."""
     kind: Any = type(module)
     states = vars(module).get("_defaults")
     if isinstance(states, dict) and "torchmetrics" in list_packages(kind):

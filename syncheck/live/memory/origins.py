@@ -19,7 +19,7 @@ _FRAMEWORKS = frozenset(
 )
 # Packages of objects that write logs or show progress.
 _TOOLS = frozenset("aim comet_ml loguru mlflow neptune rich tensorboard tensorboardX tqdm triton wandb".split())
-# torch's layers: their numbers, such as the probability of Dropout, belong to the model.
+# torch's layers: their numbers, like the probability of Dropout, belong to the model.
 _LAYERS = "torch.nn.modules."
 # Objects of torch that hold tensors or numbers of the model.
 _READ_OF_TORCH = ("torch.distributions.", "torch.optim.", "torch.amp.", "torch.nn.utils.rnn")
@@ -38,7 +38,7 @@ def list_packages(kind: type) -> frozenset[str]:
 
 
 def is_read(module: Any) -> bool:
-    """Whether the attributes of a module are read: a class outside of frameworks, or one of torch's layers.
+    """Whether the attributes of a module are read: a class outside of frameworks, or a class of torch's layers.
 
     Frameworks derive classes from the user's, as FSDP2 does, so any class outside of frameworks is sufficient.
     """
@@ -68,7 +68,7 @@ def is_unread_class(kind: type) -> bool:
 
 @cache
 def list_internal_names() -> frozenset[str]:
-    """Return the attributes that torch sets in each module, such as `training` and hooks."""
+    """Return the attributes that torch sets in each module, like `training` and hooks."""
     torch: Any = sys.modules["torch"]
     return frozenset(vars(torch.nn.Module())) | {"_trainer", "_fabric", "_compiled_call_impl"}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Attributes of every pickled nn.Module.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
-# The module of the containers of torch, such as Sequential and ModuleList, which compute in the order of registration.
+# The module of the containers of torch, like Sequential and ModuleList, which compute in the order of registration.
 _ORDERED = "torch.nn.modules.container."
 # The prefix of all classes in a TorchScript archive.
 _SCRIPTED = "__torch__."
@@ -118,7 +118,7 @@ def _find_membership_in_model(value: dict[str, Any] | Inert) -> Membership:
     if holds_tensors(value):
         return Membership.MODEL
 
-    # A model of several state dicts, such as {"encoder": {...}, "decoder": {...}, "temperature": 0.5}.
+    # A model of several state dicts, like {"encoder": {...}, "decoder": {...}, "temperature": 0.5}.
     if isinstance(value, dict) and any(map(holds_tensors, value.values())):
         return Membership.BESIDE
 
@@ -141,7 +141,7 @@ def list_submodules(module: Inert, parts: Mapping[str, Any]) -> tuple[str, ...] 
     if not isinstance(submodules, dict) or not parts.keys() >= _OF_MODULES:
         return None
 
-    # None stands for a module that an architecture may have, such as the downsampling of a residual block.
+    # None stands for a module that an architecture may have, like the downsampling of a residual block.
     names = [to_text(key) for key, submodule in submodules.items() if submodule is not None]
     # Subclasses of Sequential and ModuleList number their submodules, too.
     are_numbered = all(name.isdecimal() for name in names)
@@ -151,7 +151,7 @@ def list_submodules(module: Inert, parts: Mapping[str, Any]) -> tuple[str, ...] 
 
 
 def name_of_object(value: Any) -> str | None:
-    """Return the name of a dtype, class or function, which is a plain value; None for other objects."""
+    """Return the name of a dtype, class or function, which is a plain value; None if it is another object."""
     if isinstance(value, TypeName):
         return value.full_name
 
