@@ -11,6 +11,7 @@ from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, t
 from syncheck.readers.adapter_config import add_adapter_settings
 from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.untrusted import open_regular_file
+from syncheck.readers.wrapped_values import unwrap_values
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -47,7 +48,7 @@ def read(path: str) -> Snapshot:
     """
     reader = sniff_folder(path) if os.path.isdir(path) else None
     snapshot = _read_with(reader, path) if reader else read_file(path)
-    return add_adapter_settings(snapshot)
+    return add_adapter_settings(unwrap_values(snapshot))
 
 
 def read_file(path: str) -> Snapshot:

@@ -385,3 +385,22 @@ def test_damaged_code_is_one_line(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(syncheck.CheckpointError):
         syncheck.read(str(path))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("container", ["model", ""])
+@pytest.mark.parametrize("other", [2.0, 3.0])
+def test_values_of_a_wrapped_model(tmp_path: Path, prefix: str, container: str, other: float) -> None:
+    """Names of values lose the prefix of a wrapper, as names of tensors do."""
+    states = {}
+    for start, number in ((prefix, 2.0), ("", other)):
+        model = {f"{start}fc.weight": W, f"{start}fc.temperature": number, f"{start}fc._extra_state": {"scale": number}}
+        states[start] = {container: model, "epoch": 1} if container else model
+    for rank, state in enumerate(states.values()):
+        torch.save(state, tmp_path / f"rank{rank}.pth")
+    paths = [tmp_path / f"rank{rank}.pth" for rank in range(2)]
+    exit_code = 0 if other == 2.0 else 1
+    assert syncheck.diff(*paths).exit_code == exit_code
+    report = syncheck.compare(*paths)
+    assert report.exit_code == exit_code
+    assert "SYN101" not in {finding.code for finding in report.groups[0].findings}
