@@ -59,6 +59,9 @@ class Targets:
         if self._is_saved(module):
             return "modules_to_save"
         targets = self.settings.get("target_modules")
+        if targets is None:
+            # PEFT chooses the modules of a known model itself, and refuses other models.
+            return None
         if isinstance(targets, str):
             return self._find_obstacle_of_text(targets, module, linear=linear)
         if not self._selects("target_modules", module):

@@ -385,7 +385,7 @@ class Common(Sentence):
     LARGEST = "largest difference {difference:number 3} in {element}"
     SIZE_UNKNOWN = "by an unknown amount"
     NOT_FINITE = "no finite difference"
-    NOT_FINITE_IN = "{element} is not finite in all of them"
+    NOT_FINITE_IN = "{element} is NaN or infinite in some of them only"
     AGREE = "{ranks:ranks} agree"
     DIFFERS = "{ranks:ranks} {ranks:verb differs|differ} from all other ranks"
     NO_MAJORITY = "there is no majority"

@@ -308,7 +308,6 @@ UP = [module for module in MODULES if "q_proj" in module]
 SELECTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "one name": ({"target_modules": ["down_proj"]}, UP),
     "no name": ({"target_modules": []}, MODULES),
-    "no setting": ({"target_modules": None}, MODULES),
     "the end of a segment": ({"target_modules": ["down_proj", "proj"]}, UP),
     "excluded": ({"exclude_modules": ["q_proj"]}, UP),
     "an excluded expression": ({"exclude_modules": r".*\.self_attn\..*"}, UP),
@@ -339,6 +338,7 @@ def test_factors_that_peft_does_not_load(
 
 
 LOADED: dict[str, dict[str, Any]] = {
+    "no setting": {"target_modules": None},
     "an additional name": {"target_modules": ["q_proj", "down_proj", "o_proj"]},
     "whole names": {"target_modules": MODULES},
     "whole names in any layer": {"target_modules": MODULES, "layers_to_transform": [7]},

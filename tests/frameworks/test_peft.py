@@ -155,7 +155,6 @@ EDITS: dict[str, dict[str, Any]] = {
     "saved segment": {"modules_to_save": ["lay"]},
     "saved expression": {"modules_to_save": ["(layer|conv)s?.1"]},
     "no names": {"target_modules": []},
-    "unset names": {"target_modules": None},
     "no biases": {"lora_bias": False},
 }
 
