@@ -300,16 +300,23 @@ def test_pictures(pages: dict[str, Path], kind: str, scheme: str, tmp_path: Path
     image = pytest.importorskip("PIL.Image")
     chops = pytest.importorskip("PIL.ImageChops")
     stat = pytest.importorskip("PIL.ImageStat")
-    with opened(pages[kind], color_scheme=scheme) as (page, messages):
-        page.wait_for_timeout(300)
-        page.screenshot(path=tmp_path / "shot.png")
-        assert messages == []
-    shot = image.open(tmp_path / "shot.png").convert("RGB").resize((128, 90), image.Resampling.BOX)
     path = PICTURES / f"page-{kind}-{scheme}.png"
+    expected = image.open(path).convert("RGB")
+    difference = 255.0
+    with opened(pages[kind], color_scheme=scheme) as (page, messages):
+        # The charts need longer on a busy machine.
+        for _ in range(20):
+            page.wait_for_timeout(300)
+            page.screenshot(path=tmp_path / "shot.png")
+            shot = image.open(tmp_path / "shot.png").convert("RGB").resize((128, 90), image.Resampling.BOX)
+            difference = max(stat.Stat(chops.difference(shot, expected)).mean)
+            if difference < 6:
+                break
+        assert messages == []
     if os.environ.get("SYNCHECK_SNAPSHOTS") == "write":
         shot.save(path, optimize=True)
-    expected = image.open(path).convert("RGB")
-    assert max(stat.Stat(chops.difference(shot, expected)).mean) < 6
+    else:
+        assert difference < 6
     background = shot.getpixel((0, 0))
     assert (min(background) > 240) == (scheme == "light")
 
