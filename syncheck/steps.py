@@ -37,7 +37,7 @@ class History:
     ranks: tuple[int, ...]
     """The suspects at step `since`."""
     trend: Trend | None = None
-    """The trend from the first to the last step with differences; None with only one of these steps."""
+    """The trend from the first to the last step with differences; None if only a single step differs."""
 
 
 @dataclass(frozen=True, slots=True)

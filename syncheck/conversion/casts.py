@@ -34,11 +34,14 @@ def is_conversion(a: Tensor, b: Tensor, dtype: str, files: Files) -> bool:
     converted = convert(a, (dtype, b.dtype), files)
     if len(cluster_replicas([converted, b], files)) > 1:
         return False
-    # The elements were read until here, and the dtype of B may have rounded them a second time.
-    results = [convert(a, (dtype,), files), convert(b, (dtype,), files)]
-    if len(cluster_replicas(results, files)) > 1:
-        return False
-    return not any(isinstance(tensor.data, _Converted) and tensor.data.overflowed for tensor in (converted, *results))
+    conversions = [converted]
+    if b.dtype != dtype:
+        # The dtype of B may have rounded the elements a second time.
+        conversions += [convert(a, (dtype,), files), convert(b, (dtype,), files)]
+        if len(cluster_replicas(conversions[1:], files)) > 1:
+            return False
+    # All elements were read, so that every number beyond the range was found.
+    return not any(isinstance(tensor.data, _Converted) and tensor.data.overflowed for tensor in conversions)
 
 
 def convert(tensor: Tensor, dtypes: Sequence[str], files: Files) -> Tensor:

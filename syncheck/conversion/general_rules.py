@@ -51,7 +51,7 @@ def _sort_key(rule: Rule) -> tuple[bool, str]:
 class _Family:
     """The pairings of tensors whose names differ only in numbers.
 
-    names: of these tensors, and of tensors without a pairing.
+    names: all names without a pairing, and the names of the paired tensors.
     """
 
     def __init__(self) -> None:

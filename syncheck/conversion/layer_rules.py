@@ -66,7 +66,7 @@ class Assignment:
         return [*self.pairings[0], *self.pairings[1]]
 
     def add(self, pairings: Iterable[Pairing]) -> None:
-        """Add pairings in this order, except those with a tensor of an earlier one."""
+        """Add pairings in this order, and skip a pairing with a tensor of an earlier pairing."""
         for pairing in pairings:
             if self.claimed.isdisjoint(pairing.tensors):
                 self.claimed.update(pairing.tensors)

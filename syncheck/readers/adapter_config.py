@@ -64,7 +64,7 @@ def _has_adapter(snapshot: Snapshot) -> bool:
     for name, tensor in snapshot.tensors.items():
         # The states of an optimizer have the names of parts.
         is_weight = tensor.digest is None and not name.startswith("optimizer.")
-        is_part = has_adapter_segment(name) | is_adapter_file(os.path.basename(tensor.path))
+        is_part = has_adapter_segment(name) or is_adapter_file(os.path.basename(tensor.path))
         if is_weight and is_part:
             return True
     return False

@@ -197,7 +197,7 @@ def test_files_whose_names_differ_by_a_prefix_are_copies(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("other", ["other data", "another scale", "equal"])
 def test_two_adapters_of_one_side(tmp_path: Path, other: str) -> None:
-    """Of two adapters of one module none is dropped; equal adapters, such as those of two ranks, are copies."""
+    """Two adapters of one module are an error; equal adapters, like the copies of two ranks, are accepted."""
     model = llama.make_model()
     adapter = make_adapter(model)
     assert compare(tmp_path, model, adapter, merge(model, adapter)).exit_code == 0
