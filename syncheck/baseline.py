@@ -25,9 +25,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck import outputs
-from syncheck.errors import UsageError, brief
+from syncheck.errors import UsageError
 from syncheck.messages import Fact
 from syncheck.records import Fixed
+from syncheck.text import brief
 from syncheck.verdicts import overall, with_findings
 
 if TYPE_CHECKING:

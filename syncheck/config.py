@@ -29,7 +29,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncheck import options
-from syncheck.errors import TOML, UsageError, brief, spelling
+from syncheck.errors import TOML, UsageError, spelling
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import readers
 from syncheck.dtypes import DTYPES
-from syncheck.errors import brief
 from syncheck.kernel.blocks import Files
 from syncheck.kernel.moments import NAMES, compute_moments
 from syncheck.kinds import classify_snapshot
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Metadata, Tensor

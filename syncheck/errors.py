@@ -19,72 +19,17 @@ functions return the verdict.
 
 from __future__ import annotations
 
-import re
-import reprlib
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from syncheck.text import brief, one_line, shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from syncheck.records import Report
-
-_COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
-_HASHES = re.compile(r"##(?=\w*\[)")
-
-
-def one_line(text: str) -> str:
-    r"""Escape line breaks and control characters, because names in a file are untrusted."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def logged(text: str) -> str:
-    r"""Escape the commands of CI systems in the lines of a log, colored or not.
-
-    GitHub runs a command after `::` if only blanks precede it, and after `##[` anywhere in a line. Azure Pipelines
-    reads `##vso[`, TeamCity `##teamcity[`.
-    https://github.com/actions/runner/blob/602c0085328df8cb595fc2641d69f640a11377a4/src/Runner.Worker/ActionCommand.cs
-    """
-    return _HASHES.sub(r"#\\x23", _COLONS.sub(r"\1\\x3a", text))
-
-
-class _Brief(reprlib.Repr):
-    """Sort the members of sets by their text, so that the text of a set is the same in every process."""
-
-    def repr_set(self, x: set[Any], level: int) -> str:
-        return self._members(x, level, super().repr_set)
-
-    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
-        return self._members(x, level, super().repr_frozenset)
-
-    def _members(self, x: Any, level: int, ordered: Callable[[Any, int], str]) -> str:
-        if level <= 0 or {type(member) for member in x} in ({str}, {int}):
-            return ordered(x, level)
-        if len(x) > self.maxset:  # nested sets of all members could take forever
-            return f"<{type(x).__name__} of {len(x)}>"
-        return f"{type(x).__name__}({{{', '.join(sorted(self.repr1(member, level - 1) for member in x))}}})"
-
-
-def brief(value: object, most: int = 60) -> str:
-    """Return a value from a file as text of at most `most` characters, in bounded time.
-
-    `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
-    """
-    short = _Brief()
-    short.maxstring = short.maxother = short.maxlong = most
-    try:
-        return short.repr(value)[:most]
-    except ValueError:
-        return f"a huge {type(value).__name__}"
-
-
-def _short(text: str) -> str:
-    """Return text from a file in one line, without the middle of a long text: names may be megabytes."""
-    if len(text) > 400:
-        text = f"{text[:200]}...{text[-200:]}"
-    return one_line(text)
 
 
 class SyncheckError(Exception):
@@ -222,7 +167,7 @@ class CheckpointError(SyncheckError):
 
     def __init__(self, path: str, *, found: str, needed: str = "", place: str = "", next_step: str = "") -> None:
         self.path = path
-        place, found, needed = map(_short, (place, found, needed))
+        place, found, needed = map(shorten, (place, found, needed))
         self.reason = f"{place}: {found}" if place else found
         if needed:
             self.reason += f"; needed {needed}"

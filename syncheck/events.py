@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import UsageError, brief
+from syncheck.errors import UsageError
 from syncheck.event_consistency import find_contradicted_check, find_contradiction
 from syncheck.evidence.history import trend_of
 from syncheck.messages import Fact, Note
@@ -31,6 +31,7 @@ from syncheck.records import (
 from syncheck.report.words import sort_worst_first
 from syncheck.series import follow_not_finite
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
+from syncheck.text import brief
 from syncheck.verdicts import overall
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from enum import Enum
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import brief, current_words
+from syncheck.errors import current_words
+from syncheck.text import by_rank_text, names_text, number_text, ranks_text, sets_text, values_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-_MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
 
 
 class Sentence(Enum):
@@ -132,69 +131,6 @@ def _relabel_value(value: Any, spec: str, labels: Sequence[str]) -> Any:
     if isinstance(value, tuple):
         return tuple(_relabel_value(part, "", labels) for part in value)
     return relabel(value, labels) if isinstance(value, Message) else value
-
-
-def ranks_text(ranks: Sequence[int | str]) -> str:
-    """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks.
-
-    Labels instead of ranks: 'A and B'.
-    """
-    if ranks and isinstance(ranks[0], str):
-        return " and ".join(map(str, ranks))
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
-    """'ranks 0, 2 and ranks 1, 3', or the first few sets and how many more there are."""
-    return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
-
-
-def by_rank_text(values: Mapping[int, object] | Mapping[str, object], most: int = 4) -> str:
-    """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value."""
-    floats = {value for value in values.values() if isinstance(value, float)}
-    # The fewest digits that show which values differ.
-    digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
-    ranks_of: dict[str, list[int | str]] = {}
-    for rank, value in values.items():
-        if value is None:
-            text = "missing"
-        elif isinstance(value, float):
-            text = number_text(value, digits)
-        else:
-            text = brief(value)
-        ranks_of.setdefault(text, []).append(rank)
-    sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-    texts = [f"{text} {_preposition(ranks)} {ranks_text(ranks)}" for text, ranks in sets[:most]]
-    return names_text(texts, most, len(sets), " and ")
-
-
-def _preposition(ranks: Sequence[int | str]) -> str:
-    """Return 'in' for labels of models, 'on' for ranks."""
-    return "in" if ranks and isinstance(ranks[0], str) else "on"
-
-
-def number_text(number: float, digits: int = 6) -> str:
-    """Return a whole number with all of its digits, any other number with so many: '1000001', '0.0925'."""
-    whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
-    return str(int(number)) if whole else f"{number:.{digits}g}"
-
-
-def names_text(names: Sequence[str], most: int = 3, count: int | None = None, separator: str = ", ") -> str:
-    """Return the first names and the number of further names. count: number of all names; default: len(names)."""
-    count = len(names) if count is None else count
-    more = f" and {count - most} more" if count > most else ""
-    return separator.join(names[:most]) + more
-
-
-def values_text(values: Sequence[tuple[Any, Sequence[int | str]]], most: int = 6) -> str:
-    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
-    texts = [
-        f"{list(value) if isinstance(value, tuple) else value} {_preposition(ranks)} {ranks_text(ranks)}"
-        for value, ranks in values
-    ]
-    return names_text(texts, most, separator=" and ")
 
 
 class Grouping(Sentence):

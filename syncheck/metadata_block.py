@@ -13,8 +13,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.snapshots import Metadata
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

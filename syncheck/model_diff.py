@@ -28,12 +28,13 @@ from syncheck.logical.labels import check_layouts
 from syncheck.logical.model import add_tied_names, list_boxes
 from syncheck.logical.progress import is_adapter
 from syncheck.logical.second_weights import drop_unmatched_copies
-from syncheck.messages import Note, names_text, relabel
+from syncheck.messages import Note, relabel
 from syncheck.names import is_adapter_setting, normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Reason, Report
 from syncheck.relations import RelationKind, Stored
 from syncheck.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
+from syncheck.text import names_text
 from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:

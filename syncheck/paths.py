@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
-from syncheck.messages import names_text
 from syncheck.omissions import find_unread_siblings, is_text_state
 from syncheck.records import Alias, Unreadable
+from syncheck.text import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

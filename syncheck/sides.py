@@ -17,8 +17,9 @@ from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical import views
 from syncheck.logical.model import join, list_boxes, split_folder
 from syncheck.logical.second_weights import separate_copies
-from syncheck.messages import Grouping, names_text
+from syncheck.messages import Grouping
 from syncheck.records import Alias, Place
+from syncheck.text import names_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,6 +15,7 @@ import syncheck
 import syncheck.live
 from syncheck.readers import READERS
 from syncheck.readers.folders import FOLDERS
+from tools.house import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "syncheck").rglob("*.py"), *(ROOT / "train").rglob("*.py"), *(ROOT / "fuzz").rglob("*.py")])
@@ -32,233 +33,17 @@ RARELY_NEEDED = tuple(
     )
 )
 
-# Layers and their allowed imports; `TYPE_CHECKING` imports count too. A package is either one layer, or each of its
-# modules is a layer and the package's own name stands for its `__init__`.
-LEAVES = {"errors", "dtypes"}
-BASE = LEAVES | {"messages", "snapshots", "records", "relations", "rank_sets", "steps"}
-BYTES = BASE | {"kernel.clustering", "kernel.blocks", "kernel.finiteness"}
-ALLOWED = {
-    "errors": {"records"},  # the type of OutOfSync's report
-    "options": LEAVES | {"tolerance", "diagnose"},  # both imported when an option needs them
-    "atomic": LEAVES,
-    "outputs": LEAVES | {"atomic", "readers", "syncheck"},
-    "dtypes": set(),
-    "messages": {"errors"},
-    "snapshots": {"messages"},
-    "records": {"messages", "snapshots", "relations", "steps"},
-    "relations": set(),
-    "steps": set(),
-    "rank_sets": set(),
-    "names": LEAVES,
-    "tensor_parallel": set(),
-    "tolerance": LEAVES,
-    "metadata_block": BASE,
-    "kinds": BASE | {"names"},
-    "value_kinds": BASE | {"names"},
-    "layout.names": set(),
-    "layout.groups": BASE | {"layout.names"},
-    "layout.joining": BASE | {"layout.names", "layout.groups"},
-    "layout.refining": BASE | {"names", "value_kinds", "layout.names", "layout.groups"},
-    "layout.grouping": BASE | {"layout.names", "layout.groups", "layout.joining", "layout.refining"},
-    "layout": set(),
-    "logical": set(),
-    "logical.boxes": BASE | {"kernel.pieces"},
-    "logical.views": BASE | {"kernel.pieces"},
-    "logical.dtensors": BASE | {"logical.boxes"},
-    "logical.deepspeed": BASE | {"logical.boxes", "comparison.values"},
-    "logical.megatron": BASE | {"names", "logical.boxes", "logical.views", "tensor_parallel"},
-    "logical.labels": BASE,
-    "logical.second_weights": BASE,
-    "logical.progress": BASE | {"names", "value_kinds", "layout.names", "kernel.blocks"},
-    "logical.model": BASE
-    | {"names", "tensor_parallel", "logical.progress"}
-    | {"logical.boxes", "logical.deepspeed", "logical.dtensors", "logical.megatron"}
-    | {f"comparison.{part}" for part in ("copies", "optimizer_parts", "replica_groups", "ties", "values")},
-    "conversion": set(),
-    "conversion.casts": BYTES,
-    "conversion.rows": BYTES,
-    "conversion.templates": set(),
-    "conversion.numbering": set(),
-    "conversion.name_maps": BASE | {"logical.views", "conversion.templates"},
-    "conversion.vocabularies": set(),
-    "conversion.shared_weights": BASE | {"comparison.ties", "conversion.vocabularies"},
-    "conversion.map_files": BASE
-    | {"outputs", "syncheck"}
-    | {f"conversion.{part}" for part in ("name_maps", "templates", "vocabularies")},
-    "conversion.mapped_models": BYTES | {"logical.views", "conversion.name_maps", "conversion.rows"},
-    "conversion.recognition": BYTES
-    | {f"conversion.{part}" for part in ("map_files", "mapped_models", "name_maps", "templates")}
-    | {"differences"},
-    "conversion.patterns": set(),
-    "conversion.adapter_targets": BASE | {"conversion.patterns"},
-    "conversion.adapter_settings": BASE | {"readers", "conversion.patterns", "conversion.adapter_targets"},
-    "conversion.merges": BYTES | {"conversion.casts", "conversion.recognition", "logical.views", "differences"},
-    "conversion.adapter_parts": BASE | {"names"},
-    "conversion.replacements": BYTES
-    | {"logical.views", "conversion.casts", "conversion.merges", "conversion.recognition"},
-    "conversion.adapters": BYTES
-    | {"readers"}
-    | {
-        f"conversion.{part}"
-        for part in ("adapter_parts", "adapter_settings", "merges", "name_maps", "recognition", "replacements")
-    },
-    "conversion.acceptance": BYTES | {f"conversion.{part}" for part in ("adapters", "casts", "merges", "recognition")},
-    "conversion.scales": set(),
-    "conversion.quantized": BYTES | {"conversion.recognition", "conversion.scales", "differences"},
-    "conversion.pairings": BYTES | {"logical.views", "conversion.recognition", "conversion.rows"},
-    "conversion.affine_parameters": BASE | {"conversion.pairings"},
-    "conversion.layer_rules": BYTES | {f"conversion.{part}" for part in ("affine_parameters", "numbering", "pairings")},
-    "conversion.guesses": BYTES
-    | {
-        f"conversion.{part}"
-        for part in ("affine_parameters", "layer_rules", "numbering", "pairings", "shared_weights", "vocabularies")
-    },
-    "conversion.general_rules": BYTES
-    | {f"conversion.{part}" for part in ("name_maps", "numbering", "pairings", "templates")},
-    "conversion.causes": BYTES
-    | {"logical.views"}
-    | {f"conversion.{part}" for part in ("merges", "casts", "name_maps", "quantized", "recognition", "rows")},
-    "conversion.inference": BYTES
-    | {
-        f"conversion.{part}"
-        for part in (
-            "casts",
-            "general_rules",
-            "guesses",
-            "layer_rules",
-            "map_files",
-            "name_maps",
-            "pairings",
-            "recognition",
-            "rows",
-            "templates",
-        )
-    },
-    "earlier_steps": BASE | {"paths", "syncheck", "layout.groups", "layout.grouping"},
-    "sides": BASE
-    | {"conversion.name_maps", "conversion.adapters", "earlier_steps", "options", "paths"}
-    | {"layout.groups", "layout.grouping", "logical.model", "logical.second_weights", "logical.views"},
-    "model_diff": BASE
-    | {"diagnose", "sides"}
-    | {
-        f"conversion.{part}"
-        for part in (
-            "acceptance",
-            "adapters",
-            "causes",
-            "inference",
-            "map_files",
-            "mapped_models",
-            "merges",
-            "name_maps",
-            "quantized",
-            "recognition",
-        )
-    }
-    | {"baseline", "kernel.blocks", "kinds", "comparison.group", "comparison.copies"}
-    | {"earlier_steps", "names", "outputs", "paths", "verdicts", "options", "api"}
-    | {
-        "logical.labels",
-        "logical.model",
-        "logical.progress",
-        "logical.second_weights",
-        "layout.groups",
-        "layout.grouping",
-    },
-    "readers": BASE | {"logical.boxes", "names", "kinds", "value_kinds", "metadata_block", "readers"},
-    "kernel.pieces": BASE,
-    "kernel.open_files": BASE,
-    "kernel.strided": BASE | {"kernel.pieces", "kernel.open_files"},
-    "kernel.blocks": BASE | {"kernel.pieces", "kernel.open_files", "kernel.strided"},
-    "kernel.shares": BASE | {"kernel.blocks"},
-    "kernel.moments": BASE | {"kernel.blocks"},
-    "kernel": set(),
-    "kernel.finiteness": set(),
-    "kernel.clustering": BASE | {"kernel.blocks", "kernel.shares", "kernel.finiteness"},
-    "kernel.digests": BYTES | {"kernel.moments"},
-    "differences": BASE | {"tolerance", "kernel.blocks", "kernel.shares"},
-    "evidence.suspects": BASE | {"kinds"},
-    "evidence": set(),
-    "evidence.tensors": BASE | {"kernel.blocks", "differences", "evidence.suspects"},
-    "evidence.histograms": BASE | {"kernel.blocks", "differences", "evidence.suspects"},
-    "evidence.history": BASE | {"kinds", "evidence.suspects"},
-    "evidence.stale": BYTES | {"names", "layout.groups", "kernel.digests", "comparison.copies"},
-    "evidence.free_running": BASE | {"names", "kinds", "layout.groups", "kernel.blocks", "differences"},
-    "comparison.ties": BASE,
-    "comparison.copies": BASE | {"comparison.replica_groups", "comparison.values"},
-    "comparison.owners": BASE | {"names"},
-    "comparison.optimizer_parts": BASE | {"names", "kinds", "comparison.owners", "comparison.ties"},
-    "comparison.attributes": BASE | {"names", "value_kinds", "comparison.replica_groups"},
-    "comparison.model_values": BASE | {"names", "value_kinds", "comparison.replica_groups"},
-    "comparison.values": BASE | {"names", "value_kinds", "comparison.model_values"},
-    "comparison.replica_groups": BASE | {"tensor_parallel", "logical.dtensors"},
-    "comparison.reference": BASE | {"tolerance", "layout.groups", "kernel.blocks", "differences"},
-    "comparison.tensors": BYTES
-    | {"tolerance", "kernel.digests", "differences", "comparison.replica_groups"}
-    | {"logical.dtensors"},
-    "comparison": set(),
-    "comparison.group": BASE
-    | {"names", "kinds", "tensor_parallel", "tolerance", "layout.groups", "kernel.blocks", "kernel.digests"}
-    | {"kernel.finiteness", "evidence.tensors", "evidence.histograms", "logical.dtensors"}
-    | {
-        f"comparison.{part}"
-        for part in (
-            "attributes",
-            "ties",
-            "copies",
-            "optimizer_parts",
-            "values",
-            "replica_groups",
-            "reference",
-            "tensors",
-        )
-    }
-    | {"comparison.model_values"},
-    "diagnose": BASE | {"evidence.suspects", "evidence.history", "kinds", "value_kinds", "diagnose", "tensor_parallel"},
-    "verdicts": BASE | {"diagnose"},
-    "baseline": BASE | {"outputs", "verdicts"},
-    "series": BASE | {"kinds"},
-    "report": BASE | {"kinds", "series", "outputs", "evidence.suspects", "options", "report"},
-    "omissions": BASE | {"layout.groups", "readers"},
-    "paths": BASE | {"readers", "omissions", "syncheck"},
-    "contents": BASE | {"readers", "kinds", "kernel.blocks", "kernel.moments", "syncheck"},
-    "fingerprint": BASE
-    | {"readers", "kinds", "metadata_block", "kernel.blocks", "kernel.moments", "kernel.digests", "comparison.values"}
-    | {"atomic", "outputs"},
-    "config": LEAVES | {"options"},
-    "live": BASE
-    | {"names", "kinds", "tensor_parallel", "readers", "paths", "metadata_block", "layout.groups", "report", "api"}
-    | {
-        "kernel.blocks",
-        "kernel.finiteness",
-        "kernel.pieces",
-        "kernel.shares",
-        "value_kinds",
-        "comparison.group",
-        "comparison.copies",
-        "live",
-    }
-    | {"logical.dtensors", "logical.model", "model_diff", "options", "outputs", "events", "sides"}
-    | {"comparison.reference", "comparison.replica_groups", "comparison.ties", "comparison.values"},
-    "event_consistency": BASE | {"diagnose"},
-    "events": BASE | {"evidence.history", "event_consistency", "report", "series", "verdicts"},
-    "testing": BASE | {"api", "options", "live", "report"},
-    "pytest_plugin": BASE
-    | {
-        "api",
-        "baseline",
-        "readers",
-        "options",
-        "config",
-        "live",
-        "testing",
-        "report",
-        "pytest_plugin",
-        "model_diff",
-        "outputs",
-    },
-    "integrations": {"live", "integrations"},
-}
+# A room is a module or a package directly below syncheck/. A module imports only rooms to the left of its own, also in
+# functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
+LAYERS = (
+    "text | dtypes | names | rank_sets | relations | steps | tensor_parallel < "
+    "errors + messages + records + snapshots < atomic | kernel | kinds | metadata_block | tolerance | value_kinds < "
+    "differences | layout | series < comparison + evidence + logical < diagnose | readers < "
+    "contents | event_consistency | omissions | options | outputs | verdicts < "
+    "baseline | config | conversion | fingerprint | paths | report < "
+    "api | earlier_steps | events < sides < model_diff < live < testing < "
+    "__init__ | cli | integrations | pytest_plugin < __main__"
+)
 
 
 def imported(source: Path) -> set[str]:
@@ -273,36 +58,28 @@ def imported(source: Path) -> set[str]:
     return found
 
 
-def layer(module: str) -> str:
-    """Return the layer of a module: syncheck.kernel.blocks gives kernel.blocks, syncheck.readers.files readers."""
-    parts = module.split(".")[1:]
-    names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-    return next((name for name in names if name in ALLOWED), names[-1] if names else "syncheck")
+def find_levels() -> dict[str, int]:
+    """Return the position of each room in the line of layers."""
+    levels = {}
+    for level, rooms in enumerate(LAYERS.split(" < ")):
+        for room in re.split(r" [|+] ", rooms):
+            levels[room] = level
+    return levels
 
 
-def test_imports_go_one_way() -> None:
-    """Modules import only allowed layers: rules and reports never import readers or the kernel."""
-    wrong = []
-    for source in (ROOT / "syncheck").rglob("*.py"):
-        own = layer(".".join(source.relative_to(ROOT).with_suffix("").parts))
-        if own in ALLOWED:
-            used = {layer(name) for name in imported(source) if name.startswith("syncheck")}
-            wrong += [f"{source.relative_to(ROOT)} imports {name}" for name in sorted(used - ALLOWED[own])]
-    assert wrong == []
+def test_modules_import_only_from_the_left() -> None:
+    """Modules import only rooms to the left: for example, rules and reports never import live checks."""
+    levels = find_levels()
+    unfinished = {room for rooms in LAYERS.split(" < ") if "+" in rooms for room in rooms.split(" + ")}
+    edges = measure(ROOT / "syncheck").edges
+    wrong = [(room, target) for room, target in edges if levels[target] >= levels[room]]
+    assert [edge for edge in wrong if not unfinished.issuperset(edge)] == []
 
 
-def modules_of(package: Path) -> set[str]:
-    """Return the names of a package's modules and packages."""
-    return {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-
-
-def test_every_module_has_a_layer() -> None:
-    """Every module of syncheck has a layer, including the modules of packages with several layers."""
-    layers = ALLOWED.keys() | {"api", "cli", "__init__", "__main__"}
-    modules = modules_of(ROOT / "syncheck")
-    for package in {name.partition(".")[0] for name in layers if "." in name}:
-        modules |= {f"{package}.{name}" for name in modules_of(ROOT / "syncheck" / package) - {"__init__"}}
-    assert modules == layers
+def test_every_room_has_a_layer() -> None:
+    """The line of layers lists every module and package of syncheck once."""
+    house = measure(ROOT / "syncheck")
+    assert sorted(find_levels()) == sorted(house.modules + house.packages)
 
 
 def test_packages_share_only_public_names() -> None:

@@ -22,6 +22,9 @@ import networkx as nx
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
+    # An edge leads from a module or room to one that it imports.
+    Graph = nx.DiGraph[str]
+
 
 class House(NamedTuple):
     """The measurements of one package."""
@@ -40,7 +43,7 @@ class House(NamedTuple):
     """Sets of modules that import each other."""
 
 
-def read_imports(package: Path) -> nx.DiGraph:
+def read_imports(package: Path) -> Graph:
     """Return the graph of the modules of a package by their dotted names. An edge leads to an imported module."""
     paths = {}
     for path in sorted(package.rglob("*.py")):
@@ -49,7 +52,7 @@ def read_imports(package: Path) -> nx.DiGraph:
         if parts[-1] == "__init__":
             parts = parts[:-1]
         paths[".".join(parts)] = path
-    graph = nx.DiGraph()
+    graph: Graph = nx.DiGraph()
     graph.add_nodes_from(paths)
     for module, path in paths.items():
         for name in find_imported_names(path):
@@ -86,9 +89,9 @@ def name_room(module: str) -> str:
     return path.partition(".")[0] or "__init__"
 
 
-def join_rooms(imports: nx.DiGraph) -> nx.DiGraph:
+def join_rooms(imports: Graph) -> Graph:
     """Return the graph of the rooms, each with the rooms that it imports."""
-    rooms = nx.DiGraph()
+    rooms: Graph = nx.DiGraph()
     rooms.add_nodes_from(name_room(module) for module in imports)
     for module, imported_module in imports.edges:
         room, imported_room = name_room(module), name_room(imported_module)
@@ -97,13 +100,13 @@ def join_rooms(imports: nx.DiGraph) -> nx.DiGraph:
     return rooms
 
 
-def find_circles(graph: nx.DiGraph) -> list[list[str]]:
+def find_circles(graph: Graph) -> list[list[str]]:
     """Return the sets of nodes that reach each other, sorted."""
     # A component of one node is no circle.
     return sorted(sorted(nodes) for nodes in nx.strongly_connected_components(graph) if len(nodes) > 1)
 
 
-def sort_into_layers(graph: nx.DiGraph) -> list[list[str]]:
+def sort_into_layers(graph: Graph) -> list[list[str]]:
     """Return the nodes of each layer, the lowest first. A node lies directly above the highest node that it imports."""
     # The condensation has one node for all nodes of a circle.
     condensation = nx.condensation(graph)

@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from marks import cell, table
 from sources import ROOT, docstring, parsed
 
+from tools.house import measure
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Modules by purpose, in the order of a comparison. A package stands for its modules, unless they follow it.
-SYNCHECK = {
-    "Shared records and tables": (
-        "errors messages dtypes snapshots records steps rank_sets names kinds value_kinds tensor_parallel tolerance "
-        "metadata_block"
-    ),
-    "Paths, readers and replica groups": (
-        "paths omissions readers layout layout.grouping layout.names layout.refining layout.joining layout.groups"
-    ),
-    "Comparing bytes": (
-        "kernel kernel.clustering kernel.blocks kernel.open_files kernel.pieces kernel.strided kernel.shares "
-        "kernel.digests kernel.moments kernel.finiteness"
-    ),
-    "Measuring differences": "differences",
-    "Logical tensors": (
-        "logical logical.boxes logical.views logical.dtensors logical.deepspeed logical.megatron logical.labels "
-        "logical.progress logical.second_weights logical.model"
-    ),
-    "Conversions of a model": (
-        "conversion conversion.templates conversion.name_maps conversion.map_files conversion.mapped_models "
-        "conversion.recognition conversion.pairings conversion.numbering conversion.layer_rules "
-        "conversion.general_rules conversion.affine_parameters conversion.vocabularies "
-        "conversion.shared_weights conversion.guesses conversion.inference conversion.adapters "
-        "conversion.adapter_parts conversion.adapter_settings conversion.adapter_targets conversion.replacements "
-        "conversion.patterns conversion.merges conversion.acceptance "
-        "conversion.quantized conversion.scales conversion.casts conversion.rows conversion.causes relations"
-    ),
-    "Comparing one group": (
-        "comparison comparison.group comparison.tensors comparison.values comparison.model_values "
-        "comparison.replica_groups comparison.owners comparison.optimizer_parts comparison.ties comparison.copies "
-        "comparison.reference comparison.attributes"
-    ),
-    "Evidence, and several steps of a run": (
-        "evidence evidence.tensors evidence.suspects evidence.histograms evidence.history evidence.stale "
-        "evidence.free_running series"
-    ),
-    "Diagnosis and verdict": "diagnose verdicts baseline",
-    "Reports and files": "report events event_consistency contents fingerprint outputs atomic",
-    "Entry points": "api sides earlier_steps model_diff options config cli __main__ testing pytest_plugin live "
-    "integrations",
-}
+# Rules have a table of their own, in findings.md.
+_RULE = re.compile(r"syn\d{3}_")
+# Modules of the trainer by purpose. A package stands for its modules, unless they follow it.
 TRAIN = {
     "Start here": (
         "minimal run engine step job methods methods.table methods.base methods.single methods.ddp "
@@ -98,3 +63,34 @@ def modules(package: str, parts: dict[str, str]) -> str:
             rows.append((f"[{shown}](../../{package}/{shown})", cell(summary)))
         made.append(f"### {title}\n\n{table(('module', 'purpose'), rows)}")
     return "\n\n".join(made)
+
+
+def rooms(package: str) -> str:
+    """Return a table of the modules and packages on the top level, the lowest layer first."""
+    names = []
+    for layer in measure(ROOT / package).layers:
+        names.extend(layer)
+    return _list_modules(package, names)
+
+
+def modules_by_room(package: str) -> str:
+    """Return a table of the modules of each package, the lowest layer first. A package within it is one row."""
+    made = []
+    for layer in measure(ROOT / package).layers:
+        for room in layer:
+            names = [f"{room}.{name}" for name in sorted(_modules(ROOT / package / room)) if not _RULE.match(name)]
+            if names:
+                made.append(f"## {package}/{room}/\n\n{_list_modules(package, names)}")
+    return "\n\n".join(made)
+
+
+def _list_modules(package: str, names: list[str]) -> str:
+    """Return a table of modules with the first lines of their docstrings. names: dotted, without the package."""
+    rows = []
+    for name in names:
+        path = name.replace(".", "/")
+        path += "/" if (ROOT / package / path).is_dir() else ".py"
+        module = package if name == "__init__" else f"{package}.{name}"
+        summary = docstring(parsed(module)).partition("\n")[0]
+        rows.append((f"[{path}](../../{package}/{path})", cell(summary)))
+    return table(("module", "purpose"), rows)

@@ -7,8 +7,8 @@ between `<!-- made: NAME -->` and `<!-- /made -->` is a block from `BLOCKS`. A n
 and `<!-- /result -->` is a measurement from `from_results.NUMBERS`; a line must not begin with this mark, because
 Markdown then renders the line as HTML.
 
-The script needs pytest and no torch. It compares small files for examples, and reads modules with `ast` instead of
-importing modules that need other libraries.
+The script needs pytest and networkx, and no torch. It compares small files for examples, and reads modules with `ast`
+instead of importing modules that need other libraries.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "measured": from_results.table_of_tools,
     "checks-by-ranks": from_results.table_of_checks,
     "fingerprints-by-tensors": from_results.table_of_fingerprints,
-    "modules-syncheck": lambda: from_modules.modules("syncheck", from_modules.SYNCHECK),
+    "modules-syncheck": lambda: from_modules.modules_by_room("syncheck"),
+    "rooms-syncheck": lambda: from_modules.rooms("syncheck"),
     "modules-train": lambda: from_modules.modules("train", from_modules.TRAIN),
     "api-syncheck": lambda: from_api.package("syncheck"),
     "api-records": lambda: from_api.package("syncheck", "records"),

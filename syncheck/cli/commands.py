@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import outputs
 from syncheck.cli import output
-from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError, logged, one_line
+from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError
 from syncheck.report import files
+from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
     import argparse

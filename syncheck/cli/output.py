@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncheck.cli import streams
-from syncheck.errors import logged, one_line
+from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from syncheck import options
 from syncheck.cli import commands
-from syncheck.errors import COMMAND_LINE, TOML, logged, one_line
+from syncheck.errors import COMMAND_LINE, TOML
+from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

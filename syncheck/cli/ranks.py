@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from syncheck.cli import CLOSED, output, streams
-from syncheck.errors import RankFailed, SyncheckError, UsageError, one_line
+from syncheck.errors import RankFailed, SyncheckError, UsageError
+from syncheck.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.comparison.replica_groups import PIPELINE, coordinates_in
 from syncheck.comparison.values import is_membership
-from syncheck.errors import UsageError, brief
+from syncheck.errors import UsageError
 from syncheck.records import Counts, Reason
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

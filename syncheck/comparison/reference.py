@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
-from syncheck.messages import names_text, ranks_text
+from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

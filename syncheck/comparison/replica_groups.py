@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.logical.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
-from syncheck.messages import ranks_text
 from syncheck.rank_sets import group_ranks
 from syncheck.tensor_parallel import TENSOR_PARALLEL
+from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping

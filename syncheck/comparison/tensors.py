@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical.dtensors import is_whole, layout_text
-from syncheck.messages import SHARD_REFUSALS, Detail, Refusal, sets_text
+from syncheck.messages import SHARD_REFUSALS, Detail, Refusal
 from syncheck.rank_sets import group_ranks, largest_first, minority_of
 from syncheck.records import Reason, TensorDiff
+from syncheck.text import sets_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.adapter_targets import Targets
 from syncheck.conversion.patterns import Budget, UnsupportedPatternError, find_pattern
-from syncheck.errors import brief
 from syncheck.messages import AdapterProblem
 from syncheck.readers.adapter_config import INITIAL
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

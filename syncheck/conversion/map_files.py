@@ -12,7 +12,8 @@ from syncheck import outputs
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
 from syncheck.conversion.templates import parse_template
 from syncheck.conversion.vocabularies import has_vocabulary
-from syncheck.errors import UsageError, brief
+from syncheck.errors import UsageError
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -19,10 +19,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, largest_difference, limit_facts
-from syncheck.errors import brief
 from syncheck.evidence.suspects import suspects
 from syncheck.messages import Message, Sentence
 from syncheck.rank_sets import group_ranks
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

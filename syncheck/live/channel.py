@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncheck.errors import RankFailed, SyncheckError, UsageError, one_line
-from syncheck.messages import ranks_text
+from syncheck.errors import RankFailed, SyncheckError, UsageError
+from syncheck.text import one_line, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

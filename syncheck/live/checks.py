@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from syncheck.api import Options
 from syncheck.errors import UsageError
 from syncheck.live.exchange import BUDGET, compare_across_ranks
-from syncheck.messages import ranks_text
+from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

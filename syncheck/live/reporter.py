@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from syncheck import outputs
-from syncheck.errors import brief, one_line
 from syncheck.events import describe_check, describe_findings
 from syncheck.report import words
 from syncheck.report.parts import Labels, Line, Span, line
+from syncheck.text import brief, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.dtypes import DTYPES
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.kernel.pieces import split_into_boxes
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

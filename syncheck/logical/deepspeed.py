@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.values import is_membership
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.logical.boxes import combine, flat_boxes
 from syncheck.messages import Note
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence

@@ -17,12 +17,13 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.logical import views
 from syncheck.messages import Refusal
 from syncheck.names import make_unique_name
 from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.tensor_parallel import find_replicated
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

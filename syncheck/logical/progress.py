@@ -14,11 +14,12 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DTYPES
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.kernel.blocks import Files
 from syncheck.layout.names import split_path
 from syncheck.names import normalize_keys
 from syncheck.snapshots import Tensor
+from syncheck.text import brief
 from syncheck.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:

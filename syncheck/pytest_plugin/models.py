@@ -43,7 +43,7 @@ class ModelsPlugin:
 
 
 def _shorten(path: str) -> str:
-    from syncheck.errors import one_line
+    from syncheck.text import one_line
 
     return one_line(path if len(path) <= _MOST else f"{path[:_MOST]}...").replace("::", ":")
 

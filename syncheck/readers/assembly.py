@@ -8,11 +8,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.messages import Note
 from syncheck.names import make_unique_name
 from syncheck.readers.files import read_file
 from syncheck.snapshots import Metadata, Snapshot, Tensor
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

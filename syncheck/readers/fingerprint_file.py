@@ -11,7 +11,7 @@ import sys
 from typing import Any, TypeGuard
 
 from syncheck.dtypes import DTYPES
-from syncheck.errors import MalformedFile, UnsupportedFormat, brief
+from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Message, Note, Refusal
 from syncheck.metadata_block import parse_metadata
 from syncheck.readers import limits
@@ -27,6 +27,7 @@ from syncheck.snapshots import (
     are_naturals,
     contiguous_strides,
 )
+from syncheck.text import brief
 
 FORMAT = "fingerprint"
 KEY = "syncheck_fingerprint"

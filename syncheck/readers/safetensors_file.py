@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from syncheck.dtypes import BY_SAFETENSORS, DType
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse_metadata
 from syncheck.names import make_unique_name
@@ -29,6 +29,7 @@ from syncheck.snapshots import (
     are_naturals,
     contiguous_strides,
 )
+from syncheck.text import brief
 
 FORMAT = "safetensors"
 # The header limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE), in bytes.

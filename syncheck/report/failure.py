@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.errors import PYTHON, logged, one_line, spelling
-from syncheck.messages import Hint, Undecided, names_text
+from syncheck.errors import PYTHON, spelling
+from syncheck.messages import Hint, Undecided
 from syncheck.records import Reason, Report
 from syncheck.report import plain, words
 from syncheck.report import text as text_of
+from syncheck.text import logged, names_text, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

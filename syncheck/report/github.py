@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from syncheck.errors import one_line
 from syncheck.report import words
 from syncheck.series import step_order
+from syncheck.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

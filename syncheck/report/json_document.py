@@ -6,10 +6,10 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import brief
 from syncheck.messages import Message
 from syncheck.records import Finding, Group, TensorDiff, ValueDiff
 from syncheck.report import words
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from syncheck.records import Report

@@ -19,8 +19,8 @@ import re
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
-from syncheck.errors import logged, one_line
 from syncheck.report import failure, items, words
+from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,10 +12,9 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from syncheck.errors import logged, one_line
-from syncheck.messages import names_text
 from syncheck.report import words
 from syncheck.series import step_order
+from syncheck.text import logged, names_text, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

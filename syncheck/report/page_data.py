@@ -8,10 +8,9 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import one_line
-from syncheck.messages import ranks_text
 from syncheck.records import DECADES
 from syncheck.report import words
+from syncheck.text import one_line, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

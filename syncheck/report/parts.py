@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from syncheck.errors import one_line
+from syncheck.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

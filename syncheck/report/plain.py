@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.errors import logged
 from syncheck.report.parts import Grid, Labels, Line
+from syncheck.text import logged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

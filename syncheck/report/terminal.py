@@ -13,8 +13,8 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from syncheck.errors import logged
 from syncheck.report.parts import Grid, Labels, Line, Span
+from syncheck.text import logged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from syncheck.errors import brief, one_line
 from syncheck.evidence.suspects import sets_within
-from syncheck.messages import Hint, Message, Note, Undecided, names_text
+from syncheck.messages import Hint, Message, Note, Undecided
 from syncheck.records import Reason
+from syncheck.text import brief, names_text, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,9 +22,9 @@ from hostile_names import FILES, NAMES
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
-from syncheck.errors import logged, one_line
 from syncheck.options import EXTENSIONS
 from syncheck.report.words import SITE
+from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

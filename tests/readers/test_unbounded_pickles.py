@@ -17,11 +17,12 @@ from malformed.torch_files import doubled
 from malformed.torch_parts import DATA, Member, saved, state, storage, tensor, torch_zip, zipped
 
 import syncheck
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.readers.pickles import tree
 from syncheck.readers.pickles.limits import scan
 from syncheck.readers.pickles.tree import Flat, flatten
 from syncheck.readers.pickles.unpickle import unpickle
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

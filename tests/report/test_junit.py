@@ -15,9 +15,9 @@ from hostile_report import HOSTILE, hostile
 from real_runs import REAL, compare_real_runs
 
 import syncheck
-from syncheck.errors import logged
 from syncheck.records import Report, ValueDiff
 from syncheck.report import junit
+from syncheck.text import logged
 
 if TYPE_CHECKING:
     from pathlib import Path

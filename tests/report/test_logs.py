@@ -10,8 +10,8 @@ import pytest
 from checkpoints import changed, network, save_pth
 from hostile_report import HOSTILE, hostile
 
-from syncheck.errors import logged
 from syncheck.report import failure, files, plain, terminal, text
+from syncheck.text import logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.copies import find_copies, find_second_copies, name_of_copied
 from syncheck.dtypes import DTYPES
-from syncheck.errors import CheckpointError, RankFailed, UsageError, one_line
+from syncheck.errors import CheckpointError, RankFailed, UsageError
 from syncheck.kernel.blocks import ranges
 from syncheck.kernel.finiteness import FiniteScan
 from syncheck.live.digest import COMMON, KERNEL, WIDTH, Stream, digest_all, hash_digests
@@ -22,6 +22,7 @@ from syncheck.live.memory import FORMAT, agree_on_buffers
 from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.names import normalize
 from syncheck.snapshots import Digest, Metadata, Sharding, Snapshot, Tensor, contiguous_strides
+from syncheck.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ from syncheck.errors import UsageError
 from syncheck.kinds import BUFFERS, OPTIMIZER
 from syncheck.live.channel import group_ranks_by_value
 from syncheck.live.memory.objects import EXTRA_STATE
-from syncheck.messages import names_text, ranks_text
+from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.errors import RankFailed, SyncheckError, UsageError, brief, one_line
+from syncheck.errors import RankFailed, SyncheckError, UsageError
 from syncheck.live.channel import Channel
 from syncheck.live.checks import check, exclude_from_compile, group_of
 from syncheck.live.repair.plan import MAJORITY, SHOWN, plan_repair
 from syncheck.live.repair.state import ReplicaState, broadcast_tensors, get_size
-from syncheck.messages import names_text, ranks_text
 from syncheck.report import words
+from syncheck.text import brief, names_text, one_line, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

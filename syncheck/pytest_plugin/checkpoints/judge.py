@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from syncheck import api, baseline
-from syncheck.errors import PYTEST, CheckpointError, one_line, spelling
-from syncheck.messages import Hint, names_text
+from syncheck.errors import PYTEST, CheckpointError, spelling
+from syncheck.messages import Hint
 from syncheck.report import failure, words
 from syncheck.report.items import ALONE, headline, item_of, judge_item
+from syncheck.text import names_text, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

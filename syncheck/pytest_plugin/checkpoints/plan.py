@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncheck import api
-from syncheck.errors import one_line
 from syncheck.report.items import ALONE, NOTHING, READABLE, item_of
+from syncheck.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -103,8 +103,8 @@ def header_lines(config: pytest.Config) -> list[str]:
     selection, lines = config.stash.get(SELECTION, None), _project_options(config)
     if selection is None or not (lines or selection.not_judged or selection.unused):
         return []
-    from syncheck.errors import one_line
     from syncheck.pytest_plugin.texts import PytestText
+    from syncheck.text import one_line
 
     if selection.unused:
         lines.insert(0, str(PytestText.CHECKPOINTS_UNUSED(reason=selection.unused)))
@@ -246,9 +246,9 @@ def _select_items(planned: list[Planned], selection: Selection, config: pytest.C
     """Return the items whose ids were given, or all items."""
     if not selection.ids:
         return planned
-    from syncheck.messages import names_text
     from syncheck.pytest_plugin.checkpoints.plan import relative_id
     from syncheck.pytest_plugin.texts import PytestText
+    from syncheck.text import names_text
 
     start, known = config.invocation_params.dir, [item.nodeid for item in planned]
     selected: set[str] = set()

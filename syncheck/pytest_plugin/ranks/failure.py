@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from _pytest._code.code import ExceptionChainRepr, ReprEntry, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from syncheck.messages import ranks_text
+from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile, brief
+from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
 from syncheck.messages import Note, Refusal
 from syncheck.readers import torch_zip
 from syncheck.readers.assembly import Assembly
@@ -25,6 +25,7 @@ from syncheck.readers.pickles.stand_ins import TensorLocation, refused_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.untrusted import FileRange, open_regular_file
 from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence

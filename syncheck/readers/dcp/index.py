@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import DType
-from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat, brief
+from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat
 from syncheck.logical.boxes import find_fault
 from syncheck.readers import limits
 from syncheck.readers.pickles.stand_ins import Inert
 from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.readers.untrusted import read_whole
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,6 @@ import math
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import brief
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.stand_ins import (
     Compound,
@@ -28,6 +27,7 @@ from syncheck.readers.pickles.stand_ins import (
     tensor_in_parts,
 )
 from syncheck.snapshots import Sharding, are_naturals, contiguous_strides
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

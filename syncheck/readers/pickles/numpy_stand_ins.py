@@ -12,10 +12,10 @@ import struct
 from typing import Any
 
 from syncheck.dtypes import DTYPES, DType
-from syncheck.errors import brief
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.limits import check_nesting
 from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorLocation, TypeName, check_sizes
+from syncheck.text import brief
 
 # numpy's codes of the dtypes that torch has; strings, objects, records and dates are not among them.
 _CODES = {

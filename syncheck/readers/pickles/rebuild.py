@@ -11,7 +11,6 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ, RAW_DTYPES
-from syncheck.errors import brief
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.stand_ins import (
     Complex,
@@ -31,6 +30,7 @@ from syncheck.readers.pickles.stand_ins import (
     tensor_in_parts,
 )
 from syncheck.snapshots import MOST_ELEMENTS
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from syncheck.dtypes import DType

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncheck.errors import MalformedFile, brief
+from syncheck.errors import MalformedFile
 from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Tensor, contiguous_strides
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     import os

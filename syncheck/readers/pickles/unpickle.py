@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat, brief
+from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat
 from syncheck.readers import limits
 from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.limits import Keys, check_nesting, scan
@@ -26,6 +26,7 @@ from syncheck.readers.pickles.rebuild import REBUILT
 from syncheck.readers.pickles.refusals import is_refused, is_refused_attribute, rename_module
 from syncheck.readers.pickles.stand_ins import Inert, StandIn, Storage, StorageType, TensorLocation, name_class
 from syncheck.snapshots import MOST_ELEMENTS
+from syncheck.text import brief
 
 if TYPE_CHECKING:
     from collections.abc import Callable

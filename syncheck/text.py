@@ -1,0 +1,132 @@
+"""Words for ranks, names and numbers, and the escaping of text from files. This module imports nothing of syncheck."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
+
+_HASHES = re.compile(r"##(?=\w*\[)")
+
+
+def one_line(text: str) -> str:
+    r"""Escape line breaks and control characters, because names in a file are untrusted."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def logged(text: str) -> str:
+    r"""Escape the commands of CI systems in the lines of a log, colored or not.
+
+    GitHub runs a command after `::` if only blanks precede it, and after `##[` anywhere in a line. Azure Pipelines
+    reads `##vso[`, TeamCity `##teamcity[`.
+    https://github.com/actions/runner/blob/602c0085328df8cb595fc2641d69f640a11377a4/src/Runner.Worker/ActionCommand.cs
+    """
+    return _HASHES.sub(r"#\\x23", _COLONS.sub(r"\1\\x3a", text))
+
+
+class _Brief(reprlib.Repr):
+    """Sort the members of sets by their text, so that the text of a set is the same in every process."""
+
+    def repr_set(self, x: set[Any], level: int) -> str:
+        return self._members(x, level, super().repr_set)
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return self._members(x, level, super().repr_frozenset)
+
+    def _members(self, x: Any, level: int, ordered: Callable[[Any, int], str]) -> str:
+        if level <= 0 or {type(member) for member in x} in ({str}, {int}):
+            return ordered(x, level)
+        if len(x) > self.maxset:  # nested sets of all members could take forever
+            return f"<{type(x).__name__} of {len(x)}>"
+        return f"{type(x).__name__}({{{', '.join(sorted(self.repr1(member, level - 1) for member in x))}}})"
+
+
+def brief(value: object, most: int = 60) -> str:
+    """Return a value from a file as text of at most `most` characters, in bounded time.
+
+    `repr` would follow shared references without end, and fails for integers of more than 4,300 digits.
+    """
+    short = _Brief()
+    short.maxstring = short.maxother = short.maxlong = most
+    try:
+        return short.repr(value)[:most]
+    except ValueError:
+        return f"a huge {type(value).__name__}"
+
+
+def shorten(text: str) -> str:
+    """Return text from a file in one line, without the middle of a long text: names may be megabytes."""
+    if len(text) > 400:
+        text = f"{text[:200]}...{text[-200:]}"
+    return one_line(text)
+
+
+_MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
+
+
+def ranks_text(ranks: Sequence[int | str]) -> str:
+    """Return 'rank 1', 'ranks 0, 2, 3', or the number and the first four of more than eight ranks.
+
+    Labels instead of ranks: 'A and B'.
+    """
+    if ranks and isinstance(ranks[0], str):
+        return " and ".join(map(str, ranks))
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:4]))}, ...)"
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
+    """'ranks 0, 2 and ranks 1, 3', or the first few sets and how many more there are."""
+    return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
+
+
+def by_rank_text(values: Mapping[int, object] | Mapping[str, object], most: int = 4) -> str:
+    """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value."""
+    floats = {value for value in values.values() if isinstance(value, float)}
+    # The fewest digits that show which values differ.
+    digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
+    ranks_of: dict[str, list[int | str]] = {}
+    for rank, value in values.items():
+        if value is None:
+            text = "missing"
+        elif isinstance(value, float):
+            text = number_text(value, digits)
+        else:
+            text = brief(value)
+        ranks_of.setdefault(text, []).append(rank)
+    sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+    texts = [f"{text} {_preposition(ranks)} {ranks_text(ranks)}" for text, ranks in sets[:most]]
+    return names_text(texts, most, len(sets), " and ")
+
+
+def _preposition(ranks: Sequence[int | str]) -> str:
+    """Return 'in' for labels of models, 'on' for ranks."""
+    return "in" if ranks and isinstance(ranks[0], str) else "on"
+
+
+def number_text(number: float, digits: int = 6) -> str:
+    """Return a whole number with all of its digits, any other number with so many: '1000001', '0.0925'."""
+    whole = isinstance(number, int) or (abs(number) < _MOST_WHOLE and number == int(number))
+    return str(int(number)) if whole else f"{number:.{digits}g}"
+
+
+def names_text(names: Sequence[str], most: int = 3, count: int | None = None, separator: str = ", ") -> str:
+    """Return the first names and the number of further names. count: number of all names; default: len(names)."""
+    count = len(names) if count is None else count
+    more = f" and {count - most} more" if count > most else ""
+    return separator.join(names[:most]) + more
+
+
+def values_text(values: Sequence[tuple[Any, Sequence[int | str]]], most: int = 6) -> str:
+    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
+    texts = [
+        f"{list(value) if isinstance(value, tuple) else value} {_preposition(ranks)} {ranks_text(ranks)}"
+        for value, ranks in values
+    ]
+    return names_text(texts, most, separator=" and ")
