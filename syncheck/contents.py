@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from syncheck import readers
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import Files
-from syncheck.kernel.moments import NAMES, compute_moments
-from syncheck.kinds import classify_snapshot
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.digests import NAMES, compute_moments
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.kinds import classify_snapshot
 from syncheck.text import brief
 
 if TYPE_CHECKING:

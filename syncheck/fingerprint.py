@@ -16,14 +16,13 @@ from syncheck import outputs
 from syncheck.atomic import convert_errors
 from syncheck.comparison.values import select_counted_values
 from syncheck.errors import UsageError
-from syncheck.kernel.blocks import Files, ranges
-from syncheck.kernel.digests import ALGORITHM, new_hasher
-from syncheck.kernel.moments import Moments
-from syncheck.kinds import classify_snapshot
 from syncheck.messages import Refusal
 from syncheck.metadata_block import SCHEMA
 from syncheck.readers import EXTENSIONS, fingerprint_file
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
+from syncheck.tensors.blocks import Files, ranges
+from syncheck.tensors.digests import ALGORITHM, Moments, new_hasher
+from syncheck.tensors.kinds import classify_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,19 +21,19 @@ from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
 from syncheck.diagnose.case import relation_of
 from syncheck.errors import UsageError
-from syncheck.kernel.blocks import Files
-from syncheck.kinds import find_outside_model
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.logical.labels import check_layouts
 from syncheck.logical.model import add_tied_names, list_boxes
 from syncheck.logical.progress import is_adapter
 from syncheck.logical.second_weights import drop_unmatched_copies
 from syncheck.messages import Note, relabel
-from syncheck.names import is_adapter_setting, normalize_keys
 from syncheck.options import DiffOptions
 from syncheck.records import Reason, Report
 from syncheck.relations import RelationKind, Stored
 from syncheck.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.kinds import find_outside_model
+from syncheck.tensors.names import is_adapter_setting, normalize_keys
 from syncheck.text import names_text
 from syncheck.verdicts import judge_difference, judge_group, overall
 

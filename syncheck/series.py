@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from syncheck.kinds import BN_STATISTICS
 from syncheck.records import Closure, Comparison, DriftPoint, NotFinite
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

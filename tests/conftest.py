@@ -44,7 +44,7 @@ if find_spec("torch") is None:  # as in an installation of the command line only
     collect_ignore += ["diagnose/test_unlikely_cases.py", "diagnose/test_fix_lines.py"]
     collect_ignore += [f"readers/test_{name}.py" for name in ("torch_zip", "torch_legacy", "dtensor", "sharded_tensor")]
     collect_ignore += [f"comparison/test_{name}.py" for name in ("partitioned_optimizer", "sub_meshes", "zero_names")]
-    collect_ignore += ["readers/test_every_tensor.py", "kernel/test_finiteness.py"]
+    collect_ignore += ["readers/test_every_tensor.py", "tensors/test_finiteness.py"]
     collect_ignore += [f"comparison/test_{name}.py" for name in ("kinds_of_tensors", "model_values")]
     collect_ignore += ["pytest_plugin/test_ranks_pass.py", "pytest_plugin/test_examples.py"]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
 
 import syncheck
-from syncheck.kernel.blocks import Files, ranges
+from syncheck.tensors.blocks import Files, ranges
 
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("safetensors.torch")

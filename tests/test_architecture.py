@@ -26,9 +26,9 @@ RARELY_NEEDED = tuple(
     for name in (
         "readers.folders",
         "readers.dcp",
-        "kernel.digests",
-        "kernel.strided",
-        "differences",
+        "tensors.digests",
+        "tensors.strided",
+        "tensors.differences",
         "baseline",
     )
 )
@@ -36,10 +36,9 @@ RARELY_NEEDED = tuple(
 # A room is a module or a package directly below syncheck/. A module imports only rooms to the left of its own, also in
 # functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
 LAYERS = (
-    "text | dtypes | names | rank_sets | relations | steps | tensor_parallel < "
-    "errors + messages + records + snapshots < atomic | kernel | kinds | metadata_block | tolerance | value_kinds < "
-    "differences | layout | series < comparison + evidence + logical < diagnose | readers < "
-    "contents | event_consistency | omissions | options | outputs | verdicts < "
+    "text | rank_sets | relations | steps | tensor_parallel < errors + messages + records + snapshots < "
+    "atomic | tolerance < tensors | metadata_block < layout | series < comparison + evidence + logical < "
+    "diagnose | readers < contents | event_consistency | omissions | options | outputs | verdicts < "
     "baseline | config | conversion | fingerprint | paths | report < "
     "api | earlier_steps | events < sides < model_diff < live < testing < "
     "__init__ | cli | integrations | pytest_plugin < __main__"

@@ -13,8 +13,8 @@ import sources
 from marks import code, phrase, split_fields, table
 
 import syncheck
-from syncheck import kinds
 from syncheck.report import json_document
+from syncheck.tensors import kinds
 
 ROOT = sources.ROOT
 SCHEMA = json.loads((ROOT / "syncheck" / "report" / "schema.json").read_text(encoding="utf-8"))

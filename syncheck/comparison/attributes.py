@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import MODEL_PARALLEL, coordinates_in
 from syncheck.messages import Note
-from syncheck.names import normalize
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Metadata
-from syncheck.value_kinds import METRIC, ORDERS, REQUIRES_GRAD, TRAINING
+from syncheck.tensors.names import normalize
+from syncheck.tensors.value_kinds import METRIC, ORDERS, REQUIRES_GRAD, TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence

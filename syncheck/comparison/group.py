@@ -24,15 +24,15 @@ from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.ties import broken_ties
 from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
 from syncheck.evidence.tensors import add_evidence
-from syncheck.kernel.blocks import Files
-from syncheck.kernel.finiteness import FiniteScan, prepare
-from syncheck.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.logical.dtensors import assemble_copies
 from syncheck.messages import Detail, Note
-from syncheck.names import normalize, normalize_keys
 from syncheck.records import Comparison, Counts, GroupEvidence, NotFinite, Reason, Replica, Shards, TensorDiff
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import find_replicated
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.finiteness import FiniteScan, prepare
+from syncheck.tensors.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
+from syncheck.tensors.names import normalize, normalize_keys
 from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:

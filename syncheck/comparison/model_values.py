@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.replica_groups import Positions, divide, find_positions
 from syncheck.messages import Note
-from syncheck.names import CODE, is_adapter_setting
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership, Tensor
-from syncheck.value_kinds import is_of_rank
+from syncheck.tensors.names import CODE, is_adapter_setting
+from syncheck.tensors.value_kinds import is_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from syncheck.comparison.owners import find_owners
 from syncheck.comparison.ties import find_shared_tensors
-from syncheck.kinds import classify_tensors
 from syncheck.messages import Detail
-from syncheck.names import normalize
 from syncheck.records import Reason, TensorDiff
+from syncheck.tensors.kinds import classify_tensors
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

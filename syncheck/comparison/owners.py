@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from syncheck.names import normalize
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -15,10 +15,10 @@ from syncheck.text import names_text, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.kernel.blocks import Files
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import TensorDiff, Unreadable
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 _MOST_PATHS = 6
 _MOST_DIGITS = 100
@@ -85,7 +85,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     # With two clusters, the difference is the same from both sides.
     if len(diff.replica_groups) > 1 or len(different) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
-    from syncheck.differences import measure_differences  # needs numpy
+    from syncheck.tensors.differences import measure_differences  # needs numpy
     from syncheck.tolerance import Tolerance
 
     representatives = [tensors[cluster[0]] for cluster in (equal, *different)]

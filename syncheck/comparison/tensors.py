@@ -6,23 +6,23 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical.dtensors import is_whole, layout_text
 from syncheck.messages import SHARD_REFUSALS, Detail, Refusal
 from syncheck.rank_sets import group_ranks, largest_first, minority_of
 from syncheck.records import Reason, TensorDiff
+from syncheck.tensors.clustering import cluster_replicas
 from syncheck.text import sets_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from syncheck.comparison.replica_groups import Division, Sets
-    from syncheck.kernel.blocks import Files
-    from syncheck.kernel.digests import DigestResult
-    from syncheck.kernel.finiteness import FiniteScan
     from syncheck.messages import Message
     from syncheck.records import Status
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
+    from syncheck.tensors.digests import DigestResult
+    from syncheck.tensors.finiteness import FiniteScan
     from syncheck.tolerance import Tolerance
 
     Compare = Callable[[TensorDiff, Mapping[int, Tensor]], TensorDiff | None]
@@ -232,7 +232,7 @@ def _compare_bytes(
     clusters = cluster_replicas(members, files, scan) if len(members) > 1 else ((0,),)
     if len(clusters) == 1:
         return None
-    from syncheck.differences import measure_differences  # needs numpy
+    from syncheck.tensors.differences import measure_differences  # needs numpy
 
     sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in clusters)
     representatives = [members[positions[0]] for positions in clusters]
@@ -257,11 +257,11 @@ def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bo
     """Compare digests if a replica is a fingerprint, checksums if `quick`; else return None."""
     fingerprints = sum(tensor.digest is not None for tensor in members)
     if fingerprints and (not quick or fingerprints == len(members)):
-        from syncheck.kernel.digests import compare_digests
+        from syncheck.tensors.digests import compare_digests
 
         return compare_digests(members, files)
     if quick and any(tensor.data is None for tensor in members):
-        from syncheck.kernel.digests import compare_checksums
+        from syncheck.tensors.digests import compare_checksums
 
         return compare_checksums(members)
     return None

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.model_values import ModelValues, to_comparable
 from syncheck.messages import Note
-from syncheck.names import is_rng_state
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership
-from syncheck.value_kinds import SCALES, differs_by_design, is_of_rank, make_value_classifier
+from syncheck.tensors.names import is_rng_state
+from syncheck.tensors.value_kinds import SCALES, differs_by_design, is_of_rank, make_value_classifier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.conversion.adapters import AdaptedModel, Adapter
-    from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
     from syncheck.records import Comparison, Status, TensorDiff
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 
 def accept_conversions(

@@ -8,7 +8,7 @@ from bisect import bisect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from syncheck.names import has_adapter_segment, is_adapter_file
+from syncheck.tensors.names import has_adapter_segment, is_adapter_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

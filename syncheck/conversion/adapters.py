@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.conversion.name_maps import NameMap
-    from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
+    from syncheck.tensors.blocks import Files
 
 # Limit of the elements of a factor, which is read as a whole: 64 MB as float64.
 _MOST_FACTOR = 1 << 23

@@ -5,15 +5,15 @@ from __future__ import annotations
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.clustering import cluster_replicas
 from syncheck.snapshots import Tensor, contiguous_strides
+from syncheck.tensors.clustering import cluster_replicas
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.dtypes import DType
-    from syncheck.kernel.blocks import Files
+    from syncheck.tensors.blocks import Files
+    from syncheck.tensors.dtypes import DType
 
 _LARGEST_E4M3FN = 448
 # Smaller numbers are rounded to the largest one; torch replaces all others by it, however large they are.

@@ -20,20 +20,20 @@ from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, has_scales, measure_rounding
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
 from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import has_elements
-from syncheck.kernel.clustering import cluster_replicas
 from syncheck.logical import views
 from syncheck.records import Evidence
 from syncheck.relations import Relation, RelationKind
+from syncheck.tensors.blocks import has_elements
+from syncheck.tensors.clustering import cluster_replicas
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from syncheck.conversion.name_maps import NameMap, Rule
-    from syncheck.kernel.blocks import Files
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 # Elements of the first, quick comparison: so many positions, with so many elements each.
 _PROBES, _PROBE = 8, 16

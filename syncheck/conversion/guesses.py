@@ -14,7 +14,7 @@ from syncheck.conversion.numbering import split_numbers
 from syncheck.conversion.pairings import Pairing
 from syncheck.conversion.shared_weights import is_shared_weight
 from syncheck.conversion.vocabularies import get_module
-from syncheck.dtypes import DTYPES
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

@@ -20,17 +20,17 @@ from syncheck.conversion.pairings import Candidates, find_pairings
 from syncheck.conversion.recognition import is_readable
 from syncheck.conversion.rows import MOST_ROWS
 from syncheck.conversion.templates import parse_template
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import has_elements
 from syncheck.messages import Note, Refusal
+from syncheck.tensors.blocks import has_elements
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.conversion.layer_rules import Assignment
-    from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 # Limit of the rules in a report; a file has all of them.
 _MOST_PRINTED = 64

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from syncheck.conversion.name_maps import MOST_PARTS, split_tensor
 from syncheck.conversion.rows import digest_rows
 from syncheck.errors import UsageError
-from syncheck.kernel.blocks import has_elements
 from syncheck.logical import views
 from syncheck.messages import Note
+from syncheck.tensors.blocks import has_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.conversion.name_maps import NameMap, Rule
-    from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 _SIDES = "AB"
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert, round_values
 from syncheck.conversion.recognition import is_readable
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import ranges
 from syncheck.logical import views
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
+from syncheck.tensors.blocks import ranges
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncheck.dtypes import DType
-    from syncheck.kernel.blocks import Files
     from syncheck.snapshots import Sliced
+    from syncheck.tensors.blocks import Files
+    from syncheck.tensors.dtypes import DType
 
 # A factor of the product is fitted within this share, and so many standard deviations of rounding.
 _SHARE, _SIGMAS = 0.02, 6.0
@@ -84,7 +84,7 @@ class LowRank:
         """Return the factors of some rows of the weight: (rows, rank) and (rank, columns)."""
         import numpy as np
 
-        from syncheck.differences import read_float64
+        from syncheck.tensors.differences import read_float64
 
         # A comparison of two tensors uses slots from 0 on in each of its threads.
         slot = -get_ident()
@@ -123,7 +123,7 @@ class Merged:
         return self.base.shape
 
     def __getitem__(self, part: slice) -> bytes:
-        from syncheck.differences import read_float64
+        from syncheck.tensors.differences import read_float64
 
         dtype = DTYPES[self.base.dtype]
         start, count = _find_elements(part, dtype.size)
@@ -359,7 +359,7 @@ def _round(values: Any, dtypes: Sequence[DType]) -> Any:
     """Return float64 values, rounded to each of the dtypes in turn."""
     import numpy as np
 
-    from syncheck.differences import widen
+    from syncheck.tensors.differences import widen
 
     if not dtypes:
         return values
@@ -370,7 +370,7 @@ def _read_blocks(
     tensor: Tensor, base: Tensor, product: LowRank, partner: Tensor, files: Files
 ) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Yield blocks of the weight, of the product, of the sums of its absolute terms, and of another tensor."""
-    from syncheck.differences import read_float64
+    from syncheck.tensors.differences import read_float64
 
     delta = _reread(tensor, "float64", _Product(product, magnitude=False))
     magnitude = _reread(tensor, "float64", _Product(product, magnitude=True))

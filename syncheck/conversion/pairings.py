@@ -18,8 +18,8 @@ from syncheck.logical import views
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.kernel.blocks import Files
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 # Limit of equal rows of a model: more of them do not identify a tensor.
 _MOST_EQUAL = 64

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.conversion.recognition import is_readable
 from syncheck.conversion.scales import SHARES, are_plausible
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import has_elements
 from syncheck.snapshots import Tensor, contiguous_strides
+from syncheck.tensors.blocks import has_elements
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.kernel.blocks import Files
+    from syncheck.tensors.blocks import Files
 
 _STORED = re.compile(r"(.*\.|)weight(_packed)?")
 _SCALES = ("weight_scale", "weight_scale_inv")
@@ -122,7 +122,7 @@ def _open(tensor: Tensor, scale: Tensor, shape: Tensor | None, packed: bool, fil
     """Return the values of a weight, None for an unknown format."""
     import numpy as np
 
-    from syncheck.differences import read_float64
+    from syncheck.tensors.differences import read_float64
 
     known = tensor.dtype in (*_INTEGERS, *_FLOATS) and len(tensor.shape) == 2 and has_elements(tensor)
     if not known or not is_readable(scale) or not 0 < scale.numel <= 1 << 22 or not tensor.numel:
@@ -177,7 +177,7 @@ def fit_scales(tensor: Tensor, other: Tensor, files: Files) -> Quantized | None:
     """Return the values of integers without scales: one scale for each row, fitted to another tensor."""
     import numpy as np
 
-    from syncheck.differences import read_float64
+    from syncheck.tensors.differences import read_float64
 
     if tensor.dtype not in (*_INTEGERS[:2], *_FLOATS) or len(tensor.shape) != 2 or tensor.shape != other.shape:
         return None
@@ -213,7 +213,7 @@ def measure_rounding(quantized: Quantized, other: Tensor, files: Files) -> Round
     """Compare a quantized matrix with the original, a tensor of equal shape."""
     import numpy as np
 
-    from syncheck.differences import read_float64
+    from syncheck.tensors.differences import read_float64
 
     rows, columns = quantized.shape
     block_rows, block_columns = quantized.blocks

@@ -9,9 +9,9 @@ from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.mapped_models import apply_map
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.templates import parse_template
-from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
-from syncheck.kernel.blocks import Files, has_elements, is_contiguous, ranges
+from syncheck.tensors.blocks import Files, has_elements, is_contiguous, ranges
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -175,7 +175,7 @@ def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy
     """Yield the elements of two tensors of equal shape as float64, in blocks. Infinities and NaNs stay as they are."""
-    from syncheck.differences import read_float64
+    from syncheck.tensors.differences import read_float64
 
     for start, count in ranges([max(a, b, key=lambda tensor: DTYPES[tensor.dtype].size)]):
         yield tuple(read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate((a, b)))

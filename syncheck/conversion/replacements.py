@@ -14,8 +14,8 @@ from syncheck.snapshots import Shard, Tensor, contiguous_strides
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.kernel.blocks import Files
     from syncheck.messages import Message
+    from syncheck.tensors.blocks import Files
 
 
 def replace_tensor(name: str, base: Tensor, new: Tensor, partner: Tensor | None, files: Files) -> Tensor | Message:

@@ -6,14 +6,14 @@ from collections import defaultdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.blocks import BLOCK
+from syncheck.tensors.blocks import BLOCK
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.kernel.blocks import Files
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 # Limit of rows of a tensor, 32 MB of digests: vocabularies have up to 300,000 rows.
 MOST_ROWS = 1 << 19

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_weight, largest_difference
 from syncheck.evidence.suspects import suspects
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from syncheck.evidence.history import difference_ratios, trend_of
 from syncheck.evidence.suspects import sets_within, suspects
-from syncheck.kinds import BN_STATISTICS, OPTIMIZER
 from syncheck.messages import Message, Sentence
 from syncheck.records import FIRST_MOMENTS, Evidence
+from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence

@@ -8,10 +8,10 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import evidence_of, parameter_of
-from syncheck.kinds import BN_STATISTICS, OPTIMIZER
 from syncheck.messages import Message, Sentence
 from syncheck.rank_sets import group_ranks, largest_first, minority_of
-from syncheck.value_kinds import SCALES
+from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
+from syncheck.tensors.value_kinds import SCALES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

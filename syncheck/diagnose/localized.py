@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.evidence.suspects import sets_within
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 from syncheck.snapshots import ravel_index
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, fewer
 from syncheck.diagnose.counters import without_state
-from syncheck.kinds import OPTIMIZER
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts
 from syncheck.diagnose.counters import find_minority
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 from syncheck.rank_sets import group_ranks
-from syncheck.value_kinds import ORDERS, REQUIRES_GRAD, SETTINGS, TRAINING
+from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.tensors.value_kinds import ORDERS, REQUIRES_GRAD, SETTINGS, TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,8 +27,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts, is_share_below, largest_difference
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Sentence
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Collection

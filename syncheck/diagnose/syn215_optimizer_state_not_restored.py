@@ -30,8 +30,8 @@ from syncheck.diagnose.counters import (
     trackers,
     without_state,
 )
-from syncheck.kinds import OPTIMIZER
 from syncheck.messages import Sentence
+from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff

@@ -33,8 +33,8 @@ from syncheck.diagnose.counters import (
     trackers,
 )
 from syncheck.evidence.suspects import suspects
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import fitting, only_skipped, ran_forward, scales_of, stale_at_first, stale_facts
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

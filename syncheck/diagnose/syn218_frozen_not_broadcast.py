@@ -25,8 +25,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, follower_facts, is_share_below, largest_difference
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Collection

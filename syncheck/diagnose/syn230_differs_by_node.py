@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts
 from syncheck.evidence.suspects import sets_within, suspects
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
 from syncheck.rank_sets import group_ranks
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -29,9 +29,9 @@ import math
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, evidence_of, largest_difference
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Sentence
 from syncheck.records import MEASURED
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff

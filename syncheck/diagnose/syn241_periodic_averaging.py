@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Averaging, Case, Match, parameter_of
-from syncheck.kinds import BN_STATISTICS
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff

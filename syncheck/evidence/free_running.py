@@ -25,11 +25,11 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from syncheck.errors import CheckpointError
-from syncheck.kernel.blocks import Files, has_elements
-from syncheck.kinds import BN_STATISTICS
 from syncheck.layout.groups import group_by_step
-from syncheck.names import normalize_keys, sibling_name
 from syncheck.records import FreeRunning, Unreadable
+from syncheck.tensors.blocks import Files, has_elements
+from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.tensors.names import normalize_keys, sibling_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -189,7 +189,7 @@ def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> 
 def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
     import numpy as np
 
-    from syncheck.differences import read_float64
+    from syncheck.tensors.differences import read_float64
 
     if tensor is None or not has_elements(tensor):
         return None

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncheck.differences import find_differing, pairs, read_float64
-from syncheck.dtypes import DTYPES
 from syncheck.evidence.suspects import sets_within
 from syncheck.records import DECADES, Histogram
 from syncheck.snapshots import ravel_index
+from syncheck.tensors.differences import find_differing, pairs, read_float64
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from syncheck.kernel.blocks import Files
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 # Maximum number of tensors per group, and of elements per tensor: a few seconds in total.
 MOST = 40

@@ -6,8 +6,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.evidence.suspects import suspects
-from syncheck.kinds import BN_STATISTICS
 from syncheck.records import History, HistoryPoint
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from syncheck.comparison.copies import rename_copies
 from syncheck.errors import CheckpointError
-from syncheck.kernel.blocks import Files
-from syncheck.kernel.clustering import cluster_replicas
 from syncheck.layout.groups import group_by_step
-from syncheck.names import normalize_keys
 from syncheck.records import Unreadable
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.clustering import cluster_replicas
+from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -116,7 +116,7 @@ def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     if mine.digest is not None and theirs.digest is not None:
         return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
     if files is None:
-        from syncheck.kernel.digests import compare_checksums
+        from syncheck.tensors.digests import compare_checksums
 
         return mine.digest is theirs.digest and compare_checksums((mine, theirs)).clusters == ((0, 1),)
     return mine.digest is theirs.digest and len(cluster_replicas((mine, theirs), files)) == 1

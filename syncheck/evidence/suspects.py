@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.kinds import BN_STATISTICS
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

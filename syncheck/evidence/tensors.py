@@ -11,18 +11,18 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import DTYPES
 from syncheck.evidence.suspects import sets_within
-from syncheck.kernel.blocks import is_plain
 from syncheck.records import FIRST_MOMENTS, MEASURED, Evidence
 from syncheck.snapshots import ravel_index
+from syncheck.tensors.blocks import is_plain
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.kernel.blocks import Files
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
 
 # Maximum number of inspected tensors of each kind: they are enough to show a cause.
 MOST = 512
@@ -206,7 +206,7 @@ def _sum_products(tensors: Sequence[Tensor], files: Files) -> tuple[list[float],
     """
     import numpy as np
 
-    from syncheck.differences import read_float64
+    from syncheck.tensors.differences import read_float64
 
     squares, products = [0.0] * len(tensors), [0.0] * (len(tensors) - 1)
     size = min(tensors[0].numel, MEASURED)

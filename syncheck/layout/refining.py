@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import partition_by
 from syncheck.layout.names import split_path
-from syncheck.names import normalize
-from syncheck.value_kinds import make_value_classifier
+from syncheck.tensors.names import normalize
+from syncheck.tensors.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

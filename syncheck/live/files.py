@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from syncheck import paths
 from syncheck.comparison.ties import find_shared_tensors
 from syncheck.errors import OptionError, UsageError
-from syncheck.kernel.blocks import Files, is_plain
-from syncheck.kinds import make_selector
 from syncheck.layout.groups import title_of
 from syncheck.live.channel import MAX_VALUES, group_ranks_by_value
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.manifest import FileBytes
 from syncheck.messages import Grouping
-from syncheck.names import normalize
 from syncheck.snapshots import Metadata, contiguous_strides
+from syncheck.tensors.blocks import Files, is_plain
+from syncheck.tensors.kinds import make_selector
+from syncheck.tensors.names import normalize
 from syncheck.text import brief, ranks_text
 
 if TYPE_CHECKING:

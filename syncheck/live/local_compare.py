@@ -26,7 +26,7 @@ from syncheck.live.memory.objects import (
 )
 from syncheck.live.memory.tensor_bytes import describe_tensor, is_tensor
 from syncheck.messages import Grouping
-from syncheck.names import normalize
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

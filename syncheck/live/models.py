@@ -15,7 +15,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel, world_size
@@ -25,8 +24,9 @@ from syncheck.live.memory import snapshot
 from syncheck.live.memory.objects import class_title
 from syncheck.logical.model import join
 from syncheck.model_diff import compare_copies, compare_sides, diff
-from syncheck.names import normalize_keys
 from syncheck.sides import LABELS, Side, open_side
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

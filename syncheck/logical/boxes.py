@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile
-from syncheck.kernel.pieces import split_into_boxes
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.pieces import split_into_boxes
 from syncheck.text import brief
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile
 from syncheck.logical import views
 from syncheck.messages import Refusal
-from syncheck.names import make_unique_name
 from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.tensor_parallel import find_replicated
+from syncheck.tensors.names import make_unique_name
 from syncheck.text import brief
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from syncheck.logical.boxes import combine
 from syncheck.logical.dtensors import find_boxes, is_whole
 from syncheck.logical.progress import check_progress
 from syncheck.messages import Refusal
-from syncheck.names import normalize_keys
 from syncheck.snapshots import Shard
 from syncheck.tensor_parallel import find_replicated
+from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

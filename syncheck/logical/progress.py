@@ -13,14 +13,14 @@ from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile
-from syncheck.kernel.blocks import Files
 from syncheck.layout.names import split_path
-from syncheck.names import normalize_keys
 from syncheck.snapshots import Tensor
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.names import normalize_keys
+from syncheck.tensors.value_kinds import make_value_classifier
 from syncheck.text import brief
-from syncheck.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -10,9 +10,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.pieces import split_into_boxes
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.pieces import split_into_boxes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

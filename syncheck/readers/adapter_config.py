@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import CheckpointError
-from syncheck.names import has_adapter_segment, is_adapter_file, name_adapter_setting
 from syncheck.readers.untrusted import parse_json_object, read_whole
 from syncheck.snapshots import Membership
+from syncheck.tensors.names import has_adapter_segment, is_adapter_file, name_adapter_setting
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot

@@ -6,12 +6,12 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile
-from syncheck.names import is_rng_state
 from syncheck.readers.pickles.keys import Huge, to_plain
 from syncheck.readers.untrusted import open_regular_file
-from syncheck.value_kinds import make_value_classifier
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.names import is_rng_state
+from syncheck.tensors.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor

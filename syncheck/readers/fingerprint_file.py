@@ -10,7 +10,6 @@ import re
 import sys
 from typing import Any, TypeGuard
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Message, Note, Refusal
 from syncheck.metadata_block import parse_metadata
@@ -27,6 +26,7 @@ from syncheck.snapshots import (
     are_naturals,
     contiguous_strides,
 )
+from syncheck.tensors.dtypes import DTYPES
 from syncheck.text import brief
 
 FORMAT = "fingerprint"

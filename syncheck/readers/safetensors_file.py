@@ -13,11 +13,9 @@ import struct
 from dataclasses import replace
 from typing import Any
 
-from syncheck.dtypes import BY_SAFETENSORS, DType
 from syncheck.errors import MalformedFile
 from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse_metadata
-from syncheck.names import make_unique_name
 from syncheck.readers import limits
 from syncheck.readers.untrusted import open_regular_file, parse_json_object
 from syncheck.snapshots import (
@@ -29,6 +27,8 @@ from syncheck.snapshots import (
     are_naturals,
     contiguous_strides,
 )
+from syncheck.tensors.dtypes import BY_SAFETENSORS, DType
+from syncheck.tensors.names import make_unique_name
 from syncheck.text import brief
 
 FORMAT = "safetensors"

@@ -16,9 +16,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
-from syncheck.names import CODE
 from syncheck.readers.pickles.tree import flatten
 from syncheck.snapshots import Membership
+from syncheck.tensors.names import CODE
 
 if TYPE_CHECKING:
     from syncheck.readers.torch_zip import Archive

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.names import normalize
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot

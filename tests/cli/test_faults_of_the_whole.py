@@ -15,7 +15,7 @@ from checkpoints import network, save_pth, save_safetensors
 import syncheck
 from syncheck import cli
 from syncheck.cli import output
-from syncheck.kernel import shares
+from syncheck.tensors import blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +151,7 @@ def test_threads_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         array = np.zeros(9_000_000, np.uint8)
         array[-1] = last
         save_safetensors(tmp_path / f"run_rank{rank}.safetensors", {"w": array})
-    monkeypatch.setattr(shares, "LARGE", 1)
+    monkeypatch.setattr(blocks, "LARGE", 1)
     options = syncheck.Options(jobs=4)
     usual = syncheck.compare(str(tmp_path), options=options)
     real_start = threading.Thread.start

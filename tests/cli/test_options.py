@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from checkpoints import changed, network, save, save_pth
 
-from syncheck.kernel.blocks import Files
 from syncheck.messages import Note
+from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,11 +13,11 @@ from syncheck.cli import main
 from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.name_maps import Rule, split_tensor
 from syncheck.errors import UsageError
-from syncheck.kernel.blocks import Files
 from syncheck.messages import Note, Undecided
 from syncheck.options import DiffOptions
 from syncheck.report.words import undecided_reason
 from syncheck.snapshots import Tensor, contiguous_strides
+from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
     from pathlib import Path

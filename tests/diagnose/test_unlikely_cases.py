@@ -16,8 +16,8 @@ from groups import facts_of
 from syncheck.api import compare
 from syncheck.diagnose.case import Common
 from syncheck.evidence import histograms
-from syncheck.kernel.blocks import Files
 from syncheck.records import TensorDiff, ValueDiff
+from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import syncheck
 from syncheck import api, readers
 from syncheck.fingerprint import fingerprint
 from syncheck.fingerprint import write as write_fingerprint
-from syncheck.kernel.blocks import Files
+from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,11 @@ from torch import nn
 
 import syncheck
 from syncheck.errors import UsageError
-from syncheck.kernel.blocks import Files
-from syncheck.kinds import classify_tensors
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.messages import Note
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.kinds import classify_tensors
 from syncheck.testing import OutOfSync, assert_in_sync, compare
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import pytest
 import syncheck
 from syncheck.cli import main
 from syncheck.errors import MalformedFile
-from syncheck.kernel.blocks import Files
 from syncheck.logical import deepspeed
 from syncheck.messages import Note
 from syncheck.options import DiffOptions
+from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

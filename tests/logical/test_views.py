@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncheck.kernel.blocks import Files
 from syncheck.logical import views
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
+from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import metadata as classes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from syncheck import readers
-from syncheck.kernel.blocks import Files, ranges
+from syncheck.tensors.blocks import Files, ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

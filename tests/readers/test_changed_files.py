@@ -14,9 +14,9 @@ from checkpoints import save
 
 from syncheck import api, readers
 from syncheck.errors import MalformedFile, UnreadableFile
-from syncheck.kernel.blocks import Files
 from syncheck.readers import torch_zip
 from syncheck.readers.dcp import folder
+from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_file_truncated_between_two_reads(
     program = f"""
 import os
 from syncheck.kernel import strided
-from syncheck.kernel.blocks import Files
+from syncheck.tensors.blocks import Files
 from syncheck.errors import MalformedFile
 from syncheck.snapshots import Tensor
 open("f", "wb").truncate(16384)

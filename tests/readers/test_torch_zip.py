@@ -16,11 +16,11 @@ from dcp_folders import assemble
 from strategies import found_in, from_bytes, loaded, noise
 
 import syncheck
-from syncheck.dtypes import DTYPES
 from syncheck.errors import MalformedFile, NotACheckpoint
-from syncheck.kernel.blocks import Files
 from syncheck.messages import Detail, Refusal
 from syncheck.records import Reason
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,9 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kernel.blocks import BLOCK
-from syncheck.kernel.finiteness import FiniteScan
 from syncheck.live.digest.parts import as_plain_tensors, is_torch
+from syncheck.tensors.blocks import BLOCK
+from syncheck.tensors.finiteness import FiniteScan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

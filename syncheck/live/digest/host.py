@@ -14,9 +14,8 @@ import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kernel.blocks import count_processors
-from syncheck.kernel.shares import run_in_threads
 from syncheck.live.digest import parts
+from syncheck.tensors.blocks import count_processors, run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

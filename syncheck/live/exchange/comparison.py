@@ -18,7 +18,6 @@ from syncheck.comparison import reference
 from syncheck.comparison.copies import is_embedding_in_stages
 from syncheck.comparison.group import hyperparameters, selected_kinds
 from syncheck.comparison.replica_groups import divide, find_positions
-from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel
@@ -30,6 +29,7 @@ from syncheck.messages import Grouping
 from syncheck.records import NotFinite
 from syncheck.snapshots import Metadata
 from syncheck.tensor_parallel import find_replicated
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

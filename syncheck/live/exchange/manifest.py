@@ -10,26 +10,26 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.copies import find_copies, find_second_copies, name_of_copied
-from syncheck.dtypes import DTYPES
 from syncheck.errors import CheckpointError, RankFailed, UsageError
-from syncheck.kernel.blocks import ranges
-from syncheck.kernel.finiteness import FiniteScan
 from syncheck.live.digest import COMMON, KERNEL, WIDTH, Stream, digest_all, hash_digests
 from syncheck.live.digest.finiteness import find_not_finite
 from syncheck.live.digest.host import default_algorithm
 from syncheck.live.exchange.attributes import exchange_attributes, hash_attributes
 from syncheck.live.memory import FORMAT, agree_on_buffers
 from syncheck.live.memory.tensor_bytes import TensorBytes
-from syncheck.names import normalize
 from syncheck.snapshots import Digest, Metadata, Sharding, Snapshot, Tensor, contiguous_strides
+from syncheck.tensors.blocks import ranges
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.finiteness import FiniteScan
+from syncheck.tensors.names import normalize
 from syncheck.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.api import Options
-    from syncheck.kernel.blocks import Files
     from syncheck.live.channel import Channel
+    from syncheck.tensors.blocks import Files
 
     Key = tuple[bytes, bytes]
     from syncheck.messages import Message

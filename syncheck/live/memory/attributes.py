@@ -22,7 +22,7 @@ from syncheck.live.digest import digest_all
 from syncheck.live.memory.objects import get_referents
 from syncheck.live.memory.origins import is_unread_class, list_internal_names, list_packages, reads_only_values
 from syncheck.live.memory.tensor_bytes import describe_tensor
-from syncheck.value_kinds import METRIC, is_own_name
+from syncheck.tensors.value_kinds import METRIC, is_own_name
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping

@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.values import is_membership
-from syncheck.dtypes import DTYPES
 from syncheck.errors import UsageError
 from syncheck.live.memory.objects import class_title, is_readable
 from syncheck.live.memory.tensor_bytes import MemoryTensor
 from syncheck.live.memory.tree import Tree
 from syncheck.messages import Note, Refusal
-from syncheck.names import normalize
 from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.pickles.tree import flatten
 from syncheck.snapshots import Metadata, Snapshot, Tensor
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

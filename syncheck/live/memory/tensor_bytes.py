@@ -12,8 +12,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from syncheck.dtypes import DTYPES
-from syncheck.kernel.pieces import split_into_boxes
 from syncheck.live.digest.parts import (
     array_bytes,
     as_bytes,
@@ -27,12 +25,14 @@ from syncheck.logical.dtensors import is_whole
 from syncheck.messages import SHARD_REFUSALS, Refusal
 from syncheck.readers.pickles.stand_ins import TensorLocation
 from syncheck.snapshots import Sharding, contiguous_strides
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.pieces import split_into_boxes
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-    from syncheck.dtypes import DType
     from syncheck.messages import Message
+    from syncheck.tensors.dtypes import DType
 
     Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 

@@ -34,8 +34,8 @@ from syncheck.live.memory.objects import (
 from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
 from syncheck.messages import Refusal
-from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
+from syncheck.tensors.names import MODEL_CONTAINERS
 
 if TYPE_CHECKING:
     from collections.abc import Container

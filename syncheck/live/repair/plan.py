@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
-from syncheck.kinds import BUFFERS, OPTIMIZER
 from syncheck.live.channel import group_ranks_by_value
 from syncheck.live.memory.objects import EXTRA_STATE
+from syncheck.tensors.kinds import BUFFERS, OPTIMIZER
 from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from syncheck.live.memory import snapshot
 from syncheck.live.memory.objects import EXTRA_STATE, has_extra_state, is_module, is_optimizer
 from syncheck.live.memory.tensor_bytes import TensorBytes
 from syncheck.live.memory.tree import Tree, get_local_optimizer, get_prefix, name_parts
-from syncheck.names import normalize
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

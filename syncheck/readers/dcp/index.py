@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import DType
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat
 from syncheck.logical.boxes import find_fault
 from syncheck.readers import limits
@@ -18,6 +17,7 @@ from syncheck.readers.pickles.stand_ins import Inert
 from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.readers.untrusted import read_whole
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
+from syncheck.tensors.dtypes import DType
 from syncheck.text import brief
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from syncheck.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
 from syncheck.readers.pickles.keys import to_text
 from syncheck.readers.pickles.stand_ins import Inert, Ordered, StandIn, StorageType, TensorLocation, TypeName
 from syncheck.snapshots import Membership
+from syncheck.tensors.names import MODEL_CONTAINERS, is_extra_state, is_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,10 +11,10 @@ import pickle
 import struct
 from typing import Any
 
-from syncheck.dtypes import DTYPES, DType
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.limits import check_nesting
 from syncheck.readers.pickles.stand_ins import Compound, StandIn, TensorLocation, TypeName, check_sizes
+from syncheck.tensors.dtypes import DTYPES, DType
 from syncheck.text import brief
 
 # numpy's codes of the dtypes that torch has; strings, objects, records and dates are not among them.

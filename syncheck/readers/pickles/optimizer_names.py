@@ -6,10 +6,10 @@ import re
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from syncheck.kinds import AVERAGED, classify_tensors
-from syncheck.names import normalize
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.stand_ins import TensorLocation
+from syncheck.tensors.kinds import AVERAGED, classify_tensors
+from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import BY_STORAGE, DTYPES, NOT_READ, RAW_DTYPES
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.stand_ins import (
     Complex,
@@ -30,10 +29,11 @@ from syncheck.readers.pickles.stand_ins import (
     tensor_in_parts,
 )
 from syncheck.snapshots import MOST_ELEMENTS
+from syncheck.tensors.dtypes import BY_STORAGE, DTYPES, NOT_READ, RAW_DTYPES
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from syncheck.dtypes import DType
+    from syncheck.tensors.dtypes import DType
 
 
 # Storage classes of quantized tensors, with bytes per element and dtype.

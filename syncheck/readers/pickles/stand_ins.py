@@ -10,10 +10,10 @@ import pickle
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from syncheck.dtypes import DTYPES, DType
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.limits import check_nesting
 from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
+from syncheck.tensors.dtypes import DTYPES, DType
 from syncheck.text import brief
 
 if TYPE_CHECKING:

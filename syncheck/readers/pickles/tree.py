@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Refusal
 from syncheck.metadata_block import KEY, parse_metadata
-from syncheck.names import MODEL_CONTAINERS
 from syncheck.readers import limits
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.cycles import ContainsItself, Owners, find_owners
@@ -32,7 +31,8 @@ from syncheck.readers.pickles.optimizer_names import (
 )
 from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
 from syncheck.snapshots import Membership
-from syncheck.value_kinds import MODULES, is_aside
+from syncheck.tensors.names import MODEL_CONTAINERS
+from syncheck.tensors.value_kinds import MODULES, is_aside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

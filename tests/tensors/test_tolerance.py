@@ -11,11 +11,12 @@ import pytest
 from checkpoints import changed, compare_ranks, network, save, save_safetensors
 
 import syncheck
-from syncheck import api, kinds
-from syncheck.dtypes import DTYPES
+from syncheck import api
 from syncheck.errors import COMMAND_LINE, TOML, OptionError, UsageError, spelling
 from syncheck.messages import Note
 from syncheck.records import DECADES
+from syncheck.tensors import kinds
+from syncheck.tensors.dtypes import DTYPES
 from syncheck.testing import compare
 from syncheck.tolerance import CLOSE, Tolerance, tolerances
 

@@ -11,8 +11,8 @@ from checkpoints import compare_ranks
 from exact import FORMATS, numbers
 
 import syncheck
-from syncheck.kernel import blocks, shares
-from syncheck.kernel.blocks import BLOCK
+from syncheck.tensors import blocks
+from syncheck.tensors.blocks import BLOCK
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,7 +192,7 @@ def test_float_without_a_sign(tmp_path: Path, first: list[int], second: list[int
 @pytest.mark.parametrize("name", ["float32", "int32", "complex64"])
 def test_threads_change_no_number(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers, and the index among equal differences, do not depend on the number of threads."""
-    monkeypatch.setattr(shares, "LARGE", 1)
+    monkeypatch.setattr(blocks, "LARGE", 1)
     first = np.random.default_rng(1).integers(-50, 50, BLOCK).astype(name)
     second, third = first.copy(), first.copy()
     second[[5, BLOCK // 2 + 3, BLOCK - 1]] += 7

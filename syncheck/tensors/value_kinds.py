@@ -7,7 +7,7 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from syncheck.names import is_rng_state
+from syncheck.tensors.names import is_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -11,14 +11,14 @@ from collections import defaultdict
 from threading import Event
 from typing import TYPE_CHECKING
 
-from syncheck.kernel.shares import run_in_shares
+from syncheck.tensors.blocks import run_in_shares
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from syncheck.kernel.blocks import Files
-    from syncheck.kernel.finiteness import FiniteScan
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
+    from syncheck.tensors.finiteness import FiniteScan
 
     Groups = list[list[int]]
 

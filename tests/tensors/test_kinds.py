@@ -9,8 +9,8 @@ import pytest
 from checkpoints import save
 
 import syncheck
-from syncheck.kinds import KINDS, classify_tensors, make_selector
 from syncheck.snapshots import Metadata
+from syncheck.tensors.kinds import KINDS, classify_tensors, make_selector
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,11 +18,11 @@ from syncheck import readers
 from syncheck.api import Options, compare
 from syncheck.diagnose import syn203_bn_count_mismatch
 from syncheck.errors import COMMAND_LINE, spelling
-from syncheck.kernel.blocks import Files
-from syncheck.kernel.digests import compare_checksums
 from syncheck.messages import Detail, Note, Undecided
 from syncheck.records import Reason
 from syncheck.report import failure, html, json_document, markdown, words
+from syncheck.tensors.blocks import Files
+from syncheck.tensors.digests import compare_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable

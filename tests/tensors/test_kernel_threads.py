@@ -17,9 +17,9 @@ import pytest
 from checkpoints import save_pth, save_safetensors
 
 import syncheck
-from syncheck.kernel import shares
-from syncheck.kernel.blocks import BLOCK, Files, ranges
-from syncheck.kernel.clustering import cluster_replicas
+from syncheck.tensors import blocks
+from syncheck.tensors.blocks import BLOCK, Files, ranges
+from syncheck.tensors.clustering import cluster_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ def write_replicas(folder: Path, flips: list[list[int]]) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def _all_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "LARGE", 1)
+    monkeypatch.setattr(blocks, "LARGE", 1)
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 9])
@@ -69,7 +69,7 @@ def test_shares_cover_every_block_once(tmp_path: Path, jobs: int) -> None:
     """Each block is assigned to exactly one thread."""
     tensors = write_replicas(tmp_path, [[], []])
     with Files(jobs=jobs) as files:
-        assigned = shares.run_in_shares(tensors, files, lambda share, _: list(share))
+        assigned = blocks.run_in_shares(tensors, files, lambda share, _: list(share))
     assert len(assigned) == jobs
     assert sorted(block for share in assigned for block in share) == list(ranges(tensors))
     assert sum(count for share in assigned for _, count in share) == ELEMENTS
@@ -90,7 +90,7 @@ def test_error_in_a_thread_stops_the_other_threads(tmp_path: Path) -> None:
 
     before = threading.active_count()
     with Files(jobs=2) as files, pytest.raises(ValueError, match="in thread 1"):
-        shares.run_in_shares(tensors, files, work)
+        blocks.run_in_shares(tensors, files, work)
     assert len(processed) <= 1
 
 
@@ -109,7 +109,7 @@ def test_thread_that_cannot_start(starting: int, error: type[BaseException], mon
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
-        shares.run_in_threads(lambda job, _: done.append(job), 4)
+        blocks.run_in_threads(lambda job, _: done.append(job), 4)
     assert len(started) == starting
     assert not any(thread.is_alive() for thread in started)
     assert sorted(done) == (list(range(4)) if error is RuntimeError else list(range(1, starting + 1)))
@@ -188,8 +188,8 @@ def test_excessive_number_of_threads(tmp_path: Path) -> None:
     """An excessive number of threads is reduced to the useful maximum."""
     with Files(jobs=10**30) as files:
         assert (
-            len(shares.run_in_shares(write_replicas(tmp_path, [[], []]), files, lambda share, _: list(share)))
-            == shares.MOST
+            len(blocks.run_in_shares(write_replicas(tmp_path, [[], []]), files, lambda share, _: list(share)))
+            == blocks.MOST
         )
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import strategies as st
 from strategies import EXAMPLES, for_all
 
-from syncheck.kernel import blocks, pieces
-from syncheck.kernel.blocks import Files, ranges
-from syncheck.kernel.clustering import cluster_replicas
 from syncheck.snapshots import Shard, Tensor
+from syncheck.tensors import blocks, pieces
+from syncheck.tensors.blocks import Files, ranges
+from syncheck.tensors.clustering import cluster_replicas
 
 if TYPE_CHECKING:
     from pathlib import Path

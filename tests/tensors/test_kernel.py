@@ -9,8 +9,8 @@ import pytest
 from checkpoints import save
 
 import syncheck
-from syncheck.kernel.blocks import BLOCK, Files
-from syncheck.kernel.clustering import cluster_replicas
+from syncheck.tensors.blocks import BLOCK, Files
+from syncheck.tensors.clustering import cluster_replicas
 
 if TYPE_CHECKING:
     from pathlib import Path

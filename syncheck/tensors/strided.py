@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncheck.dtypes import DTYPES
 from syncheck.errors import UnreadableFile
-from syncheck.kernel import pieces
-from syncheck.kernel.open_files import truncated_file
 from syncheck.snapshots import contiguous_strides
+from syncheck.tensors import pieces
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.open_files import truncated_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.kernel.open_files import OpenFiles
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.open_files import OpenFiles
 
 # Maximum gap in bytes between the elements of one read, and maximum size of a read relative to its elements.
 _MOST_GAP, _MOST_TIMES = 4096, 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncheck.names import normalize, sibling_name
+from syncheck.tensors.names import normalize, sibling_name
 
 
 def test_common_prefix_is_removed() -> None:

@@ -12,7 +12,7 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.names import is_rng_state, sibling_name
+from syncheck.tensors.names import is_rng_state, sibling_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -12,8 +12,8 @@ import pytest
 from checkpoints import save_header
 
 import syncheck
-from syncheck.kernel.blocks import Files
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
+from syncheck.tensors.blocks import Files
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures"))
 

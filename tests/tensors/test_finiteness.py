@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import syncheck
-from syncheck.dtypes import DTYPES
 from syncheck.events import read_events
-from syncheck.kernel import finiteness
-from syncheck.kernel.finiteness import FiniteScan
 from syncheck.live import SyncMonitor
 from syncheck.report import github, html, json_document, markdown, plain, text, words
+from syncheck.tensors import finiteness
+from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.finiteness import FiniteScan
 from syncheck.testing import compare
 
 if TYPE_CHECKING:

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncheck.dtypes import DTYPES, DType
-from syncheck.kernel.shares import run_in_shares
 from syncheck.snapshots import unravel_index
+from syncheck.tensors.blocks import run_in_shares
+from syncheck.tensors.dtypes import DTYPES, DType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncheck.kernel.blocks import Files
     from syncheck.records import Extent
     from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
     from syncheck.tolerance import Tolerance
 
     Array = NDArray[Any]

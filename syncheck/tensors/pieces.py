@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from syncheck.dtypes import DTYPES
 from syncheck.snapshots import ravel_index
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -1,1 +1,0 @@
-"""Read tensors block by block and group replicas with equal bytes."""
