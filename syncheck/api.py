@@ -10,12 +10,11 @@ from syncheck import series
 from syncheck.comparison import group as comparison
 from syncheck.comparison import reference
 from syncheck.comparison.group import Selection, compare_group
-from syncheck.comparison.values import has_counted_values
 from syncheck.errors import CheckpointError, UsageError
 from syncheck.evidence.stale import add_stale_ranks
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
-from syncheck.logical.second_weights import separate_copies
+from syncheck.layout.second_weights import separate_copies
 from syncheck.messages import Note
 from syncheck.omissions import find_shared_files, remove_aliases
 from syncheck.options import Options as Options  # users import it from here too
@@ -23,6 +22,7 @@ from syncheck.records import Alias, Report, Unreadable
 from syncheck.tensors import kinds
 from syncheck.tensors.blocks import broken_files
 from syncheck.tensors.names import normalize
+from syncheck.tensors.value_kinds import has_counted_values
 from syncheck.tolerance import tolerances
 from syncheck.verdicts import judge_group, overall
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck import outputs
 from syncheck.atomic import convert_errors
-from syncheck.comparison.values import select_counted_values
 from syncheck.errors import UsageError
 from syncheck.messages import Refusal
 from syncheck.metadata_block import SCHEMA
@@ -23,6 +22,7 @@ from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
 from syncheck.tensors.blocks import Files, ranges
 from syncheck.tensors.digests import ALGORITHM, Moments, new_hasher
 from syncheck.tensors.kinds import classify_snapshot
+from syncheck.tensors.value_kinds import select_counted_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

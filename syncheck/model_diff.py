@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck import api, outputs
-from syncheck.comparison.copies import accept_parts, list_ties, require_own_numbers
 from syncheck.comparison.group import compare_group
 from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
@@ -21,11 +20,12 @@ from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
 from syncheck.diagnose.case import relation_of
 from syncheck.errors import UsageError
+from syncheck.layout.copies import accept_parts, list_ties, require_own_numbers
 from syncheck.layout.groups import ReplicaGroup
-from syncheck.logical.labels import check_layouts
-from syncheck.logical.model import add_tied_names, list_boxes
-from syncheck.logical.progress import is_adapter
-from syncheck.logical.second_weights import drop_unmatched_copies
+from syncheck.layout.labels import check_layouts
+from syncheck.layout.progress import is_adapter
+from syncheck.layout.second_weights import drop_unmatched_copies
+from syncheck.layout.whole_model import add_tied_names, list_boxes
 from syncheck.messages import Note, relabel
 from syncheck.options import DiffOptions
 from syncheck.records import Reason, Report

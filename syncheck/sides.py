@@ -12,11 +12,11 @@ from syncheck import paths
 from syncheck.conversion.name_maps import find_variables
 from syncheck.earlier_steps import find_earlier
 from syncheck.errors import SyncheckError, UsageError
+from syncheck.layout import views
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
-from syncheck.logical import views
-from syncheck.logical.model import join, list_boxes, split_folder
-from syncheck.logical.second_weights import separate_copies
+from syncheck.layout.second_weights import separate_copies
+from syncheck.layout.whole_model import join, list_boxes, split_folder
 from syncheck.messages import Grouping
 from syncheck.records import Alias, Place
 from syncheck.text import names_text

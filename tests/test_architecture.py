@@ -36,8 +36,8 @@ RARELY_NEEDED = tuple(
 # A room is a module or a package directly below syncheck/. A module imports only rooms to the left of its own, also in
 # functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
 LAYERS = (
-    "text | rank_sets | relations | steps | tensor_parallel < errors + messages + records + snapshots < "
-    "atomic | tolerance < tensors | metadata_block < layout | series < comparison + evidence + logical < "
+    "text | rank_sets | relations | steps < errors + messages + records + snapshots < "
+    "atomic | tolerance < tensors | metadata_block < layout | series < comparison + evidence < "
     "diagnose | readers < contents | event_consistency | omissions | options | outputs | verdicts < "
     "baseline | config | conversion | fingerprint | paths | report < "
     "api | earlier_steps | events < sides < model_diff < live < testing < "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.replica_groups import MODEL_PARALLEL, coordinates_in
+from syncheck.layout.replica_groups import MODEL_PARALLEL, coordinates_in
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Metadata

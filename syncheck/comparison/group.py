@@ -8,38 +8,38 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
-from syncheck.comparison.copies import rename_copies
 from syncheck.comparison.model_values import note_unknown_values
-from syncheck.comparison.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.comparison.reference import describe_from_reference
-from syncheck.comparison.replica_groups import (
+from syncheck.comparison.tensors import compare_tensor, skip_tensor
+from syncheck.comparison.values import compare_values, in_memory, note_absent_values
+from syncheck.evidence.tensors import add_evidence
+from syncheck.layout.copies import broken_ties, rename_copies
+from syncheck.layout.dtensors import assemble_copies
+from syncheck.layout.optimizer_parts import Parts, detect_partitioning, find_lost_state
+from syncheck.layout.replica_groups import (
     DIFFERENT_PARAMETERS,
     coordinates_in,
     divide,
     find_positions,
+    find_replicated,
     is_mixed,
     mesh_of,
 )
-from syncheck.comparison.tensors import compare_tensor, skip_tensor
-from syncheck.comparison.ties import broken_ties
-from syncheck.comparison.values import compare_values, in_memory, is_membership, note_absent_values, stores_progress
-from syncheck.evidence.tensors import add_evidence
-from syncheck.logical.dtensors import assemble_copies
 from syncheck.messages import Detail, Note
 from syncheck.records import Comparison, Counts, GroupEvidence, NotFinite, Reason, Replica, Shards, TensorDiff
 from syncheck.snapshots import Metadata
-from syncheck.tensor_parallel import find_replicated
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.finiteness import FiniteScan, prepare
 from syncheck.tensors.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.tensors.names import normalize, normalize_keys
+from syncheck.tensors.value_kinds import is_membership, stores_progress
 from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-    from syncheck.comparison.replica_groups import Division
     from syncheck.layout.groups import ReplicaGroup
+    from syncheck.layout.replica_groups import Division
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 

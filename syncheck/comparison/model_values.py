@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.replica_groups import Positions, divide, find_positions
+from syncheck.layout.replica_groups import Positions, divide, find_positions
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership, Tensor
 from syncheck.tensors.names import CODE, is_adapter_setting
-from syncheck.tensors.value_kinds import is_of_rank
+from syncheck.tensors.value_kinds import is_of_rank, to_comparable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from syncheck.comparison.replica_groups import Division
+    from syncheck.layout.replica_groups import Division
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
-_DIGEST = 16  # bytes
 _ORDER = tuple(Membership)
 
 # The key of an extra state within a name.
@@ -123,14 +121,6 @@ def _differ(values: Mapping[int, Any], division: Division) -> bool:
         if different_ranks:
             return True
     return False
-
-
-def to_comparable(value: Any) -> Any:
-    """Return a value as fingerprints store it: the length and the digest of bytes."""
-    if not isinstance(value, (bytes, bytearray)):
-        return value
-    digest = blake2b(value, digest_size=_DIGEST).hexdigest()
-    return f"{len(value)} bytes, blake2b-128 {digest}"
 
 
 def are_equal(value: Any, reference: Any) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.logical.dtensors import is_whole, layout_text
+from syncheck.layout.dtensors import is_whole, layout_text
 from syncheck.messages import SHARD_REFUSALS, Detail, Refusal
 from syncheck.rank_sets import group_ranks, largest_first, minority_of
 from syncheck.records import Reason, TensorDiff
@@ -16,7 +16,7 @@ from syncheck.text import sets_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from syncheck.comparison.replica_groups import Division, Sets
+    from syncheck.layout.replica_groups import Division, Sets
     from syncheck.messages import Message
     from syncheck.records import Status
     from syncheck.snapshots import Tensor

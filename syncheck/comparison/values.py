@@ -6,12 +6,11 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.model_values import ModelValues, to_comparable
+from syncheck.comparison.model_values import ModelValues
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
-from syncheck.snapshots import Membership
 from syncheck.tensors.names import is_rng_state
-from syncheck.tensors.value_kinds import SCALES, differs_by_design, is_of_rank, make_value_classifier
+from syncheck.tensors.value_kinds import SCALES, differs_by_design, is_membership, make_value_classifier, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +40,7 @@ def compare_values(
     wanted: whether the options select a name and kind. kept: whether the options do not exclude it. is_partial: whether
     a value belongs to partitioned optimizer state.
     """
-    values = {rank: _values(snapshot) for rank, snapshot in snapshots.items()}
+    values = {rank: values_of(snapshot) for rank, snapshot in snapshots.items()}
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for rank, own in values.items():
         for name, value in own.items():
@@ -141,41 +140,3 @@ def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueD
     ]
     more = sum(map(len, list(absent.values())[_MOST_NOTES:]))
     return notes + ([Note.MORE_VALUES_ABSENT(count=more)] if more else [])
-
-
-def is_membership(name: str) -> bool:
-    """Whether a value lists the parameters of an optimizer's parameter group."""
-    parts = name.split(".")
-    return parts[0] == "optimizer" and parts[-1] in ("params", "(positions)") and parts[-3:-2] == ["param_groups"]
-
-
-def has_counted_values(snapshot: Snapshot) -> bool:
-    """Whether a checkpoint has Python values whose differences count as out of sync."""
-    return any(value is not None for value in select_counted_values(snapshot).values())
-
-
-def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the Python values of a checkpoint whose differences count as out of sync."""
-    values = _values(snapshot)
-    kind_of = make_value_classifier(values)
-    selected = {}
-    for name, value in values.items():
-        if name in snapshot.model_values:
-            if not is_of_rank(name, value, certain=snapshot.model_values[name] is Membership.MODEL):
-                selected[name] = to_comparable(value)
-        elif kind_of(name) != "other" and not differs_by_design(name):
-            selected[name] = value
-    return selected
-
-
-def stores_progress(snapshot: Snapshot) -> bool:
-    """Whether a checkpoint stores its step or epoch."""
-    values = _values(snapshot)
-    kind_of = make_value_classifier(values)
-    return any(value is not None and kind_of(name) == "progress" for name, value in values.items())
-
-
-def _values(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the values of a checkpoint. Step and epoch of the metadata are defaults."""
-    progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
-    return {name: value for name, value in progress.items() if value is not None} | dict(snapshot.values)

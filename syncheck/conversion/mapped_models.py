@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from syncheck.conversion.name_maps import MOST_PARTS, split_tensor
 from syncheck.conversion.rows import digest_rows
 from syncheck.errors import UsageError
-from syncheck.logical import views
+from syncheck.layout import views
 from syncheck.messages import Note
 from syncheck.tensors.blocks import has_elements
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert, round_values
 from syncheck.conversion.recognition import is_readable
-from syncheck.logical import views
+from syncheck.layout import views
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensors.blocks import ranges
 from syncheck.tensors.dtypes import DTYPES

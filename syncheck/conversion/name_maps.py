@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.templates import Template, parse_template
-from syncheck.logical import views
+from syncheck.layout import views
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

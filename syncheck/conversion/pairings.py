@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.conversion.recognition import HEAD_SIZES
 from syncheck.conversion.rows import MOST_ROWS, digest_rows
-from syncheck.logical import views
+from syncheck.layout import views
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

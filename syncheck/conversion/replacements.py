@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from syncheck.conversion.casts import convert
 from syncheck.conversion.merges import Replaced, make_adapted
 from syncheck.conversion.recognition import is_readable
-from syncheck.logical import views
+from syncheck.layout import views
 from syncheck.messages import AdapterProblem
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 

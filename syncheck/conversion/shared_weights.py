@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.ties import find_shared_tensors
 from syncheck.conversion.vocabularies import classify_vocabulary
+from syncheck.layout.copies import find_shared_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

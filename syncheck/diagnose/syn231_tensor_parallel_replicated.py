@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference
 from syncheck.evidence.suspects import suspects
+from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
 from syncheck.rank_sets import group_ranks
-from syncheck.tensor_parallel import TENSOR_PARALLEL
 
 if TYPE_CHECKING:
     from syncheck.records import Comparison

@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.copies import rename_copies
 from syncheck.errors import CheckpointError
+from syncheck.layout.copies import rename_copies
 from syncheck.layout.groups import group_by_step
 from syncheck.records import Unreadable
 from syncheck.tensors.blocks import Files

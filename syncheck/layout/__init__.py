@@ -1,1 +1,1 @@
-"""Group checkpoint files into replicas, by metadata and by the numbers in their paths."""
+"""Who holds what: files to replicas, meshes to replica groups, shards to whole tensors."""

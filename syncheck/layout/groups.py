@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from syncheck.layout.names import split_path
+from syncheck.layout.path_numbers import split_path
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
-    from syncheck.layout.names import PathNumbers
+    from syncheck.layout.path_numbers import PathNumbers
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 

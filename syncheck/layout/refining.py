@@ -6,14 +6,14 @@ import os
 from typing import TYPE_CHECKING
 
 from syncheck.layout.groups import partition_by
-from syncheck.layout.names import split_path
+from syncheck.layout.path_numbers import split_path
 from syncheck.tensors.names import normalize
 from syncheck.tensors.value_kinds import make_value_classifier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncheck.layout.names import PathNumbers
+    from syncheck.layout.path_numbers import PathNumbers
     from syncheck.snapshots import Snapshot
 
 # Roles of numbers that differ between replicas, or between adapters.

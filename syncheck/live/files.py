@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncheck import paths
-from syncheck.comparison.ties import find_shared_tensors
 from syncheck.errors import OptionError, UsageError
+from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.groups import title_of
 from syncheck.live.channel import MAX_VALUES, group_ranks_by_value
 from syncheck.live.exchange import compare_snapshots

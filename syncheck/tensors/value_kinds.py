@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from functools import lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from syncheck.snapshots import Membership
 from syncheck.tensors.names import is_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from syncheck.records import ValueKind
+    from syncheck.snapshots import Snapshot
 
 # Last name segments of values that differ between ranks by design.
 _OWN = frozenset(
@@ -141,3 +144,52 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
 def _is_count(parts: list[str]) -> bool:
     in_a_loop = parts[-1] in _LOOP_COUNTS and any(part.endswith("progress") for part in parts[:-2])
     return bool(in_a_loop or _PROGRESS.fullmatch(parts[-1]))
+
+
+def is_membership(name: str) -> bool:
+    """Whether a value lists the parameters of an optimizer's parameter group."""
+    parts = name.split(".")
+    return parts[0] == "optimizer" and parts[-1] in ("params", "(positions)") and parts[-3:-2] == ["param_groups"]
+
+
+def has_counted_values(snapshot: Snapshot) -> bool:
+    """Whether a checkpoint has Python values whose differences count as out of sync."""
+    return any(value is not None for value in select_counted_values(snapshot).values())
+
+
+def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the Python values of a checkpoint whose differences count as out of sync."""
+    values = values_of(snapshot)
+    kind_of = make_value_classifier(values)
+    selected = {}
+    for name, value in values.items():
+        if name in snapshot.model_values:
+            if not is_of_rank(name, value, certain=snapshot.model_values[name] is Membership.MODEL):
+                selected[name] = to_comparable(value)
+        elif kind_of(name) != "other" and not differs_by_design(name):
+            selected[name] = value
+    return selected
+
+
+def stores_progress(snapshot: Snapshot) -> bool:
+    """Whether a checkpoint stores its step or epoch."""
+    values = values_of(snapshot)
+    kind_of = make_value_classifier(values)
+    return any(value is not None and kind_of(name) == "progress" for name, value in values.items())
+
+
+def values_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the values of a checkpoint. Step and epoch of the metadata are defaults."""
+    progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
+    return {name: value for name, value in progress.items() if value is not None} | dict(snapshot.values)
+
+
+_DIGEST = 16  # bytes
+
+
+def to_comparable(value: Any) -> Any:
+    """Return a value as fingerprints store it: the length and the digest of bytes."""
+    if not isinstance(value, (bytes, bytearray)):
+        return value
+    digest = blake2b(value, digest_size=_DIGEST).hexdigest()
+    return f"{len(value)} bytes, blake2b-128 {digest}"

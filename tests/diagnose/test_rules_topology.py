@@ -16,8 +16,8 @@ import syncheck
 from syncheck.diagnose import syn230_differs_by_node as syn230
 from syncheck.diagnose import syn231_tensor_parallel_replicated as syn231
 from syncheck.diagnose.case import Common
+from syncheck.layout.replica_groups import find_replicated
 from syncheck.records import TensorDiff
-from syncheck.tensor_parallel import find_replicated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from checkpoints import snapshot
 
 from syncheck.cli.ranks import FIELDS
 from syncheck.layout.grouping import group_replicas
-from syncheck.layout.names import split_path
+from syncheck.layout.path_numbers import split_path
 from syncheck.readers import sniff_folder
 
 ROOT = Path(__file__).resolve().parents[2]

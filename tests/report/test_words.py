@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from syncheck.comparison.replica_groups import Sets
+    from syncheck.layout.replica_groups import Sets
 
 
 @pytest.mark.parametrize(

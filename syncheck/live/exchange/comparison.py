@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, build_selection, judge
 from syncheck.comparison import reference
-from syncheck.comparison.copies import is_embedding_in_stages
 from syncheck.comparison.group import hyperparameters, selected_kinds
-from syncheck.comparison.replica_groups import divide, find_positions
 from syncheck.errors import UsageError
+from syncheck.layout.copies import is_embedding_in_stages
 from syncheck.layout.groups import ReplicaGroup
+from syncheck.layout.replica_groups import divide, find_positions, find_replicated
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
 from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
@@ -28,7 +28,6 @@ from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
 from syncheck.records import NotFinite
 from syncheck.snapshots import Metadata
-from syncheck.tensor_parallel import find_replicated
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:

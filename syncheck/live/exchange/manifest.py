@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.comparison.copies import find_copies, find_second_copies, name_of_copied
 from syncheck.errors import CheckpointError, RankFailed, UsageError
+from syncheck.layout.copies import find_copies, find_second_copies, name_of_copied
 from syncheck.live.digest import COMMON, KERNEL, WIDTH, Stream, digest_all, hash_digests
 from syncheck.live.digest.finiteness import find_not_finite
 from syncheck.live.digest.host import default_algorithm

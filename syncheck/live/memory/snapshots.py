@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.values import is_membership
 from syncheck.errors import UsageError
 from syncheck.live.memory.objects import class_title, is_readable
 from syncheck.live.memory.tensor_bytes import MemoryTensor
@@ -16,6 +15,7 @@ from syncheck.readers.pickles.tree import flatten
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.names import normalize
+from syncheck.tensors.value_kinds import is_membership
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from syncheck.layout.dtensors import is_whole
 from syncheck.live.digest.parts import (
     array_bytes,
     as_bytes,
@@ -21,7 +22,6 @@ from syncheck.live.digest.parts import (
     is_c_order,
     is_torch,
 )
-from syncheck.logical.dtensors import is_whole
 from syncheck.messages import SHARD_REFUSALS, Refusal
 from syncheck.readers.pickles.stand_ins import TensorLocation
 from syncheck.snapshots import Sharding, contiguous_strides

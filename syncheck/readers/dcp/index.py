@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat
-from syncheck.logical.boxes import find_fault
+from syncheck.layout.boxes import find_fault
 from syncheck.readers import limits
 from syncheck.readers.pickles.stand_ins import Inert
 from syncheck.readers.pickles.unpickle import Stream, unpickle

@@ -1,22 +1,70 @@
-"""Match copies of a tensor in several pipeline stages, such as an embedding tied to the last layer."""
+"""Find tensors that are copies: names sharing memory on some ranks only, and copies in several pipeline stages.
+
+An embedding tied to the last layer is copied to the last stage.
+torch.save and torch.load preserve shared memory. Other formats store separate bytes for each name, so ties are unknown.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.replica_groups import PIPELINE, coordinates_in
-from syncheck.comparison.values import is_membership
 from syncheck.errors import UsageError
-from syncheck.records import Counts, Reason
+from syncheck.layout.replica_groups import PIPELINE, coordinates_in
+from syncheck.records import Counts, Reason, Tie
+from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from syncheck.records import Comparison
     from syncheck.snapshots import Snapshot, Tensor
+
+_FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
+
+
+def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]) -> tuple[Tie, ...]:
+    """Return the ties present on some ranks only.
+
+    names: by rank, from stored to normalized names. Ranks that lack a name do not count.
+    """
+    tied = {
+        rank: {
+            frozenset(names[rank][name] for name in same)
+            for same in snapshot.ties or find_shared_tensors(snapshot.tensors.values())
+        }
+        for rank, snapshot in snapshots.items()
+        if snapshot.format in _FORMATS_WITH_TIES
+    }
+    broken = []
+    for tie in set[frozenset[str]]().union(*tied.values()):
+        together = tuple(rank for rank, sets in tied.items() if tie in sets or any(tie < same for same in sets))
+        if len(together) < len(tied) and any(tie <= set(names[rank].values()) for rank in tied if rank not in together):
+            broken.append(Tie(tuple(sorted(tie)), together))
+    return tuple(sorted(broken, key=lambda tie: tie.names))
+
+
+def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:
+    """Return lists of names with the same storage offset, dtype, shape and strides."""
+    places = [_find_place(tensor) for tensor in tensors]
+    shared = {place for place, count in Counter(places).items() if count > 1}  # most offsets are unique
+    tied: dict[Hashable, list[str]] = defaultdict(list)
+    for tensor, place in zip(tensors, places, strict=True):
+        if place is not None and place in shared:
+            boxes = tuple((shard.start, _find_place(shard.tensor), shard.tensor.strides) for shard in tensor.shards)
+            tied[place, tensor.dtype, tensor.shape, tensor.strides, boxes].append(tensor.name)
+    return [names for names in tied.values() if len(names) > 1]
+
+
+def _find_place(tensor: Tensor) -> tuple[str, int] | None:
+    """Return the file and the offset of the first element, or None for a tensor without bytes in a file."""
+    first = tensor.shards[0].tensor if tensor.shards else tensor
+    unplaced = tensor.refused or not tensor.numel or first.data is not None or first.digest is not None
+    return None if unplaced else (first.path, first.offset)
+
 
 # Names of embeddings without the number of a layer, which a stage might count from 0. Other tensors with one name in
 # several stages may be different tensors.

@@ -14,8 +14,8 @@ import pytest
 import syncheck
 from syncheck.cli import main
 from syncheck.errors import MalformedFile
-from syncheck.logical import megatron
-from syncheck.logical.model import join
+from syncheck.layout import megatron
+from syncheck.layout.whole_model import join
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:

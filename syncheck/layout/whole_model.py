@@ -6,25 +6,23 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.copies import find_copies, rename_copies
-from syncheck.comparison.optimizer_parts import detect_partitioning
-from syncheck.comparison.replica_groups import divide, find_positions
-from syncheck.comparison.ties import find_shared_tensors
-from syncheck.comparison.values import is_membership
 from syncheck.errors import MalformedFile
-from syncheck.logical import deepspeed, megatron
-from syncheck.logical.boxes import combine
-from syncheck.logical.dtensors import find_boxes, is_whole
-from syncheck.logical.progress import check_progress
+from syncheck.layout import deepspeed, megatron
+from syncheck.layout.boxes import combine
+from syncheck.layout.copies import find_copies, find_shared_tensors, rename_copies
+from syncheck.layout.dtensors import find_boxes, is_whole
+from syncheck.layout.optimizer_parts import detect_partitioning
+from syncheck.layout.progress import check_progress
+from syncheck.layout.replica_groups import divide, find_positions, find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import Shard
-from syncheck.tensor_parallel import find_replicated
 from syncheck.tensors.names import normalize_keys
+from syncheck.tensors.value_kinds import is_membership
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from syncheck.comparison.replica_groups import Division
+    from syncheck.layout.replica_groups import Division
     from syncheck.snapshots import Membership, Snapshot, Tensor
 
 # Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.

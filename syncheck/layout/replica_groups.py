@@ -10,16 +10,22 @@
   belong to different pipeline stages.
 - Copies of a tensor in several pipeline stages, if the metadata lists them: also the ranks of these stages.
 - If some ranks hold shards of a tensor and other ranks the whole tensor, the shards of each mesh are assembled.
+
+A file does not record whether a plain tensor is a shard or a replica in a tensor-parallel mesh, and to compare shards
+as replicas would be a false alarm. Only names used by Megatron, transformers and torchtitan for replicated tensors are
+accepted: norms over the hidden size, routers, biases that row-parallel layers add after their reduction, and step
+counters of the optimizer. Norms of queries and keys and norms within a layer (state-space mixers, experts, attention,
+MLP) are excluded because some models shard them, and biases of column-parallel layers because they are sharded.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from syncheck.logical.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
+from syncheck.layout.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
 from syncheck.rank_sets import group_ranks
-from syncheck.tensor_parallel import TENSOR_PARALLEL
 from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Sharding, Snapshot, Tensor
 
     Coordinates = Mapping[int, tuple[tuple[str, int], ...]]
+    from collections.abc import Iterable
 
 # Names of mesh dimensions along which ranks hold different parameters, in libraries and their examples. Along dp,
 # replicate, shard, fsdp and cp (context), all ranks have the same plain tensors.
@@ -220,3 +227,60 @@ def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
     """Whether some ranks hold a shard and other ranks the whole tensor."""
     sharded = sum(t.sharding is not None and not is_whole(t.sharding) for t in tensors.values())
     return 0 < sharded < len(tensors)
+
+
+# Names of the tensor-parallel mesh dimension. `mp` is excluded: it may be the pipeline's dimension.
+TENSOR_PARALLEL = frozenset({"tp", "tensor", "tensor_parallel"})
+
+_PLACE = "input|post|pre|final|self|cross|attn|attention|mlp|ffn|feed_?forward|word|embeddings?|embed|layer|rms"
+_NORM = re.compile(
+    rf"(?:(?:{_PLACE})_?)*(?:layer_?norm|rms_?norm|norm)(?:_?(?:f|final|\d))?|ln(?:_?(?:\d|f|final|attn|mlp))?|norm\d"
+)
+_NORM_LEAVES = frozenset({"weight", "bias"})
+# TransformerEngine stores a norm in the linear layer after it.
+_FUSED = frozenset({"layer_norm_weight", "layer_norm_bias"})
+_ROUTER_LEAVES = frozenset({"weight", "bias", "expert_bias", "e_score_correction_bias"})
+_ROW_PARALLEL = frozenset({"o_proj", "down_proj", "linear_proj", "linear_fc2", "dense_4h_to_h"})
+_ATTENTION = frozenset({"self_attention", "attention", "inter_attention"})
+# Name segments of modules whose layers may be sharded in another way.
+_DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
+# Modules whose norms are over an inner dimension.
+_INNER = re.compile(r".*(?:attn|attention|mlp|ffn|feed_?forward)")
+
+
+def find_replicated(names: Iterable[str]) -> frozenset[str]:
+    """Return the names of model and optimizer tensors that tensor parallelism replicates."""
+    names = tuple(names)
+    with_experts = {name[: name.index(".experts.")] for name in names if ".experts." in name}
+    return frozenset(name for name in names if _is_step(name) or _is_replicated(_parameter_name(name), with_experts))
+
+
+def _is_step(name: str) -> bool:
+    """Whether a tensor counts the steps of a parameter; each shard of the parameter has the same count."""
+    return name.startswith("optimizer.") and name.endswith(".step")
+
+
+def _parameter_name(name: str) -> str:
+    if not name.startswith("optimizer."):
+        return name
+    return name.removeprefix("optimizer.").rpartition(".")[0]
+
+
+def _is_replicated(name: str, with_experts: Iterable[str]) -> bool:
+    *above, leaf = name.lower().split(".")
+    if not above:
+        return False
+    *higher, module = above
+    if any(_DIVIDED.search(part) for part in above):
+        return False
+    if leaf in _FUSED:
+        return True
+    if leaf in _NORM_LEAVES and _NORM.fullmatch(module):
+        return not (higher and _INNER.fullmatch(higher[-1]))
+    if leaf in _ROUTER_LEAVES and "router" in above[-2:]:
+        return True
+    if leaf in _ROUTER_LEAVES and module == "gate" and name.rpartition(".gate.")[0] in with_experts:
+        return True
+    if leaf != "bias":
+        return False
+    return module in _ROW_PARALLEL or (module == "dense" and bool(higher) and higher[-1] in _ATTENTION)

@@ -14,7 +14,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
-from syncheck.layout.names import split_path
+from syncheck.layout.path_numbers import split_path
 from syncheck.snapshots import Tensor
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.dtypes import DTYPES

@@ -13,7 +13,7 @@ import pytest
 import syncheck
 from syncheck.cli import main
 from syncheck.errors import MalformedFile
-from syncheck.logical import deepspeed
+from syncheck.layout import deepspeed
 from syncheck.messages import Note
 from syncheck.options import DiffOptions
 from syncheck.tensors.blocks import Files

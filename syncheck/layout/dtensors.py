@@ -8,7 +8,7 @@ from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile
-from syncheck.logical.boxes import MOST_BOXES, Runs, chunk_runs, combine, cut_tensor
+from syncheck.layout.boxes import MOST_BOXES, Runs, chunk_runs, combine, cut_tensor
 from syncheck.text import brief
 
 if TYPE_CHECKING:

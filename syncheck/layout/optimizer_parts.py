@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from syncheck.comparison.owners import find_owners
-from syncheck.comparison.ties import find_shared_tensors
+from syncheck.layout.copies import find_shared_tensors
+from syncheck.layout.owners import find_owners
 from syncheck.messages import Detail
 from syncheck.records import Reason, TensorDiff
 from syncheck.tensors.kinds import classify_tensors
@@ -28,7 +28,7 @@ from syncheck.tensors.names import normalize
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from syncheck.comparison.owners import LostState
+    from syncheck.layout.owners import LostState
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 

@@ -15,11 +15,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.values import is_membership
 from syncheck.errors import MalformedFile
-from syncheck.logical.boxes import combine, flat_boxes
+from syncheck.layout.boxes import combine, flat_boxes
 from syncheck.messages import Note
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
+from syncheck.tensors.value_kinds import is_membership
 from syncheck.text import brief
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncheck.logical import views
+from syncheck.layout import views
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensors.blocks import Files
 

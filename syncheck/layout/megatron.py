@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
-from syncheck.logical import views
+from syncheck.layout import views
+from syncheck.layout.replica_groups import find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
-from syncheck.tensor_parallel import find_replicated
 from syncheck.tensors.names import make_unique_name
 from syncheck.text import brief
 
