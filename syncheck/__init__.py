@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.api import compare
-    from syncheck.errors import CheckpointError, OutOfSync, SyncheckError, UsageError
+    from syncheck.errors import CheckpointError, SyncheckError, UsageError
     from syncheck.metadata_block import metadata
     from syncheck.model_diff import diff
     from syncheck.options import DiffOptions, Options
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         DriftPoint,
         Finding,
         Group,
+        OutOfSync,
         Place,
         Replica,
         Report,

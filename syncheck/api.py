@@ -6,62 +6,33 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck import paths as files
-from syncheck import series
-from syncheck.comparison import group as comparison
 from syncheck.comparison import reference
-from syncheck.comparison.group import Selection, compare_group
+from syncheck.comparison import replicas as comparison
+from syncheck.comparison.replicas import compare_group
+from syncheck.comparison.stale import add_stale_ranks
+from syncheck.diagnose import series
+from syncheck.diagnose.verdicts import judge_group, overall
 from syncheck.errors import CheckpointError, UsageError
-from syncheck.evidence.stale import add_stale_ranks
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
 from syncheck.layout.second_weights import separate_copies
 from syncheck.messages import Note
 from syncheck.omissions import find_shared_files, remove_aliases
 from syncheck.options import Options as Options  # users import it from here too
+from syncheck.options import build_selection
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tensors import kinds
 from syncheck.tensors.blocks import broken_files
 from syncheck.tensors.names import normalize
 from syncheck.tensors.value_kinds import has_counted_values
-from syncheck.tolerance import tolerances
-from syncheck.verdicts import judge_group, overall
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    from syncheck.diagnose.baseline import Known
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Comparison
-
-# The kinds of tensors that each value of `Options.only` selects.
-ONLY = {
-    "params": kinds.PARAMETERS,
-    "buffers": kinds.BUFFERS,
-    "optimizer": kinds.OPTIMIZER,
-    "rng": frozenset({"rng"}),
-}
-
-
-def build_selection(options: Options, rank: int | None = None) -> Selection:
-    """Return the options that apply to the comparison of one group. rank: of the reference in that group."""
-    return Selection(
-        only=frozenset().union(*(ONLY[name] for name in options.only)),
-        include=options.include,
-        exclude=options.exclude,
-        buffers=options.buffers,
-        tolerance=tolerances(
-            rtol=options.rtol,
-            atol=options.atol,
-            ulp=options.ulp,
-            close=options.close,
-            table=options.tolerance,
-            kinds=kinds.KINDS,
-        ),
-        reference=rank,
-        jobs=options.jobs,
-        quick=options.quick,
-        rng=options.rng,
-    )
 
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -92,7 +63,7 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     """
     options = options or Options()
     if options.baseline is not None:
-        from syncheck import baseline  # most runs have none
+        from syncheck.diagnose import baseline  # most runs have none
 
         baseline.read(options.baseline)  # a broken baseline raises before anything is compared
     if not paths:
@@ -130,7 +101,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     ]
     groups = add_stale_ranks(compared, unreadable, options.jobs, quick=options.quick)
     if len(groups) > 1 and not options.quick:  # quick reads no tensor
-        from syncheck.evidence.free_running import add_free_running
+        from syncheck.comparison.free_running import add_free_running
 
         groups = add_free_running(groups, compared, unreadable, options.jobs)
     groups = _with_note(groups, _idle(found.groups, options) if found.idle is None else found.idle)
@@ -150,7 +121,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     )
     if options.baseline is None:
         return report
-    from syncheck import baseline
+    from syncheck.diagnose import baseline
 
     return baseline.apply_baseline(report, baseline.read(options.baseline))
 
@@ -211,3 +182,24 @@ def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison
         return groups
     note = Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS))
     return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]
+
+
+def read_baseline_for_update(path: str) -> Known:
+    """Read a baseline before updating it; empty if the file does not exist.
+
+    Raises UsageError as `read` does, and if the file is obviously not writable.
+    """
+    from syncheck import outputs
+    from syncheck.diagnose import baseline
+
+    known = baseline.read(path, may_be_missing=True)
+    outputs.check(path, baseline.OPTION)
+    return known
+
+
+def write_baseline(path: str, known: Known) -> None:
+    """Write a baseline atomically. Raises UsageError if it cannot be written."""
+    from syncheck import outputs
+    from syncheck.diagnose import baseline
+
+    outputs.write(path, baseline.serialize(known), baseline.OPTION)

@@ -11,7 +11,7 @@
     |   +-- RefusedFile          loading it would run code
     +-- RankFailed               a rank could not take part in a comparison of all ranks
     +-- DemoFailed               the demo failed
-    +-- OutOfSync                exit 1; also an AssertionError, with the report
+    +-- records.OutOfSync        exit 1; also an AssertionError, with the report
 
 The text of an error is one line, except that of OutOfSync. Only `assert_in_sync` and a monitor raise OutOfSync; other
 functions return the verdict.
@@ -22,14 +22,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from syncheck.text import brief, one_line, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from syncheck.records import Report
 
 
 class SyncheckError(Exception):
@@ -134,26 +133,6 @@ class OptionError(UsageError):
         return UsageError, (str(self),)
 
 
-class OutOfSync(SyncheckError, AssertionError):
-    """Replicas differ, or an assertion could not compare them. report: the full report.
-
-    The text has several lines. Names from files are already escaped in it.
-    """
-
-    exit_code = 1
-
-    def __init__(self, text: str, report: Report) -> None:
-        super().__init__(text)
-        self.report = report
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-    def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
-        # Test runners send exceptions from one process to another.
-        return type(self), (str(self), self.report)
-
-
 class DemoFailed(SyncheckError):
     """A step of `syncheck demo` failed, or did not have the expected result."""
 
@@ -199,3 +178,12 @@ class MalformedFile(CheckpointError):
 
 class RefusedFile(CheckpointError):
     """Loading the file would run code; syncheck has not run it."""
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        # OutOfSync contains a report, so it is defined above this module. Its import path of version 0.2 still works.
+        if name == "OutOfSync":
+            return import_module("syncheck.records").OutOfSync
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

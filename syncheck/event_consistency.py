@@ -115,7 +115,7 @@ def _is_softened(finding: Finding) -> bool:
     """Whether a finding claims to be mere information, but its code never is. Later versions may have more codes."""
     if finding.severity != "info":
         return False
-    from syncheck.diagnose import RULES  # 30 modules, only needed for events with findings of severity info
+    from syncheck.diagnose.rules import RULES  # 30 modules, only needed for events with findings of severity info
 
     severities = {}
     for rule in RULES:

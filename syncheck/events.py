@@ -12,9 +12,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncheck.diagnose.history import trend_of
+from syncheck.diagnose.series import follow_not_finite
+from syncheck.diagnose.verdicts import overall
 from syncheck.errors import UsageError
 from syncheck.event_consistency import find_contradicted_check, find_contradiction
-from syncheck.evidence.history import trend_of
 from syncheck.messages import Fact, Note
 from syncheck.records import (
     Counts,
@@ -29,10 +31,8 @@ from syncheck.records import (
     TensorDiff,
 )
 from syncheck.report.words import sort_worst_first
-from syncheck.series import follow_not_finite
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.text import brief
-from syncheck.verdicts import overall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

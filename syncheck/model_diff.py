@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import api, outputs
-from syncheck.comparison.group import compare_group
+from syncheck import outputs
+from syncheck.comparison.replicas import compare_group
 from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
 from syncheck.conversion.causes import Models, add_relations
@@ -19,7 +19,9 @@ from syncheck.conversion.name_maps import add_variables
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
 from syncheck.diagnose.case import relation_of
+from syncheck.diagnose.verdicts import judge_difference, judge_group, overall
 from syncheck.errors import UsageError
+from syncheck.findings import RelationKind, Stored
 from syncheck.layout.copies import accept_parts, list_ties, require_own_numbers
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.layout.labels import check_layouts
@@ -27,15 +29,13 @@ from syncheck.layout.progress import is_adapter
 from syncheck.layout.second_weights import drop_unmatched_copies
 from syncheck.layout.whole_model import add_tied_names, list_boxes
 from syncheck.messages import Note, relabel
-from syncheck.options import DiffOptions
+from syncheck.options import DiffOptions, build_selection
 from syncheck.records import Reason, Report
-from syncheck.relations import RelationKind, Stored
 from syncheck.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.kinds import find_outside_model
 from syncheck.tensors.names import is_adapter_setting, normalize_keys
 from syncheck.text import names_text
-from syncheck.verdicts import judge_difference, judge_group, overall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,7 +81,7 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
     if len(ranks) < 2:
         return None
     own = replace(
-        compare_group(replace(side.group, ranks=ranks), api.build_selection(options)), name=side.title, run=side.title
+        compare_group(replace(side.group, ranks=ranks), build_selection(options)), name=side.title, run=side.title
     )
     require_own_numbers(side.title, [snapshot for _, snapshot in ranks], own)
     return judge_group(accept_parts(own), (), _allowed(options))
@@ -92,7 +92,7 @@ def _require_one_adapter(side: Side, options: DiffOptions) -> None:
     adapters = tuple((rank, snapshot) for rank, snapshot in side.group.ranks if is_adapter(snapshot))
     if len(adapters) < 2:
         return
-    copies = compare_group(replace(side.group, ranks=adapters), api.build_selection(options))
+    copies = compare_group(replace(side.group, ranks=adapters), build_selection(options))
     differing = [tensor.name for tensor in copies.tensors if tensor.out_of_sync or tensor.unknown]
     differing += [value.name for value in copies.values if value.counts or value.unknown]
     if differing:
@@ -128,7 +128,7 @@ def compare_sides(
             (),
             two_models=True,
         )
-        found = compare_group(pair, replace(api.build_selection(options), histograms=histograms))
+        found = compare_group(pair, replace(build_selection(options), histograms=histograms))
         comparison = _describe_sides(found, sides, subset=options.subset)
         comparison = accept_conversions(comparison, [_adapted(side) for side in sides], options.cast, files)
         comparison = _add_relations(comparison, sides, options, files)
@@ -163,7 +163,7 @@ def compare_sides(
     )
     if options.baseline is None:
         return report
-    from syncheck import baseline
+    from syncheck.diagnose import baseline
 
     return baseline.apply_baseline(report, baseline.read(options.baseline))
 

@@ -21,9 +21,12 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import COMMAND_LINE, PYTEST, PYTHON, TOML, OptionError, Words
+
+if TYPE_CHECKING:
+    from syncheck.comparison.selection import Selection
 
 # Sections of `--help`, in this order.
 SELECTION = "what to compare"
@@ -271,7 +274,7 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self)
         _check_codes(self.allow)
-        from syncheck.tolerance import tolerances
+        from syncheck.tensors.tolerance import tolerances
 
         tolerances(rtol=self.rtol, atol=self.atol, ulp=self.ulp, close=self.close, table=self.tolerance)
 
@@ -446,10 +449,36 @@ def _check_codes(codes: tuple[str, ...]) -> None:
     """Raise OptionError for a code that no finding has."""
     if not codes:
         return
-    from syncheck.diagnose import RULES
+    from syncheck.diagnose.rules import RULES
 
     known = {rule.CODE for rule in RULES}
     for code in codes:
         if code.upper() not in known:
             slug = next((f"its code is {rule.CODE}" for rule in RULES if code.lower() == rule.SLUG), "")
             raise OptionError(f"no such code; {slug or 'syncheck explain lists all codes'}", allow=code)
+
+
+def build_selection(options: Options, rank: int | None = None) -> Selection:
+    """Return the options that apply to the comparison of one group. rank: of the reference in that group."""
+    from syncheck.comparison.selection import ONLY, Selection
+    from syncheck.tensors import kinds
+    from syncheck.tensors.tolerance import tolerances
+
+    return Selection(
+        only=frozenset().union(*(ONLY[name] for name in options.only)),
+        include=options.include,
+        exclude=options.exclude,
+        buffers=options.buffers,
+        tolerance=tolerances(
+            rtol=options.rtol,
+            atol=options.atol,
+            ulp=options.ulp,
+            close=options.close,
+            table=options.tolerance,
+            kinds=kinds.KINDS,
+        ),
+        reference=rank,
+        jobs=options.jobs,
+        quick=options.quick,
+        rng=options.rng,
+    )

@@ -7,31 +7,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from syncheck.errors import SyncheckError
+from syncheck.findings import (
+    DECADES,
+    FIRST_MOMENTS,
+    MEASURED,
+    Evidence,
+    Finding,
+    Fixed,
+    FreeRunning,
+    Histogram,
+    History,
+    HistoryPoint,
+    NotFinite,
+    Severity,
+    Trend,
+)  # fmt: skip
 from syncheck.snapshots import Metadata
-from syncheck.steps import History, HistoryPoint, NotFinite, Trend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from syncheck.findings import Stored
     from syncheck.messages import Message
-    from syncheck.relations import Relation, Stored
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
     "Extent", "Finding", "Fixed", "FreeRunning", "Group", "GroupEvidence", "Histogram", "History", "HistoryPoint",
-    "NotFinite", "Place", "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff", "Tie", "Trend",
-    "Unreadable", "ValueDiff", "ValueKind", "Verdict",
+    "NotFinite", "OutOfSync", "Place", "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff",
+    "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
-
-# Norms and cosines are computed over the first elements of a tensor, up to this number.
-MEASURED = 1 << 18
-# The powers of ten at which the decades of a histogram begin.
-DECADES = range(-12, 6)
-
-# Names of the running averages of gradients in torch optimizers.
-FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 
 
 class Reason(StrEnum):
@@ -52,75 +59,8 @@ class Reason(StrEnum):
 
 Status = Literal["identical", "equal", "close", "different", "not_compared"]
 Verdict = Literal["in_sync", "out_of_sync", "undecided", "alone"]
-Severity = Literal["info", "warning", "error"]
 Extent = Literal["one", "contiguous", "all", "scattered"]
 ValueKind = Literal["progress", "setting", "counter", "scaler", "average", "attribute", "model", "other"]
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Evidence about a different tensor. Fields are empty or None if they were not computed or do not apply.
-
-    Norms and the cosine are over the first `MEASURED` elements, skipping NaNs and infinities of any replica.
-    """
-
-    damaged: tuple[int, ...] = ()
-    """Ranks whose storage does not match its CRC-32 in the file, written by torch.save."""
-    first: int | None = None
-    """The flat index of the first different element in C order, if the different elements are contiguous."""
-    values: Mapping[int, int | float | str] = field(default_factory=dict)
-    """The value of the different element by rank, if only one element differs; NaN and infinity as text."""
-    flipped_bits: int | None = None
-    """The largest number of different bits between two replicas, if only one element differs."""
-    bit: int | None = None
-    """The position of the different bit, 0 for the lowest bit of the element, if only one bit differs."""
-    norms: Mapping[int, float] = field(default_factory=dict)
-    """Euclidean norm by rank, of parameters, buffers and first moments."""
-    cosine: float | None = None
-    """Smallest cosine between a replica of the majority (without a majority, the first replica) and another replica."""
-    relation: Relation | None = None
-    """For two models: how B follows from A, if a relation was found."""
-
-
-@dataclass(frozen=True, slots=True)
-class FreeRunning:
-    """Whether running statistics lag by one update or are unsynchronized, from their differences at several steps.
-
-    Differences are between the first rank and each other rank. misfit_free, misfit_lag: mean squared errors of the
-    models of unsynchronized and of lagging statistics, in units of the usual standard deviations; None if the steps do
-    not distinguish the models (see `evidence.free_running`).
-    """
-
-    steps: tuple[int, ...]
-    """The steps used."""
-    cosine: float
-    """Mean cosine between the differences at neighbouring steps."""
-    growth: float
-    """Median ratio of the differences at the last step to the differences at the first step."""
-    misfit_free: float | None = None
-    misfit_lag: float | None = None
-    below: int = 0
-    """Number of running variances that are too low to have been copied from rank 0 since an earlier step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """A histogram of the differences of a tensor's elements. For very large tensors, of evenly spaced blocks.
-
-    The difference of an element is against the majority or the reference. Without both, or with a tolerance and no
-    reference, it is between the lowest and the highest value.
-    """
-
-    equal: int
-    counts: tuple[int, ...]
-    """Elements with differences below 1e-12, by decade (1e-12 to 1e-11, ..., 1e5 to 1e6), and of at least 1e6."""
-    not_finite: int
-    """Elements that differ and are NaN or infinite on some replica."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements read."""
-        return self.equal + sum(self.counts) + self.not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +85,6 @@ class Shards:
     """Number of tensors with a shard on at least two ranks."""
     replica_groups: tuple[tuple[int, ...], ...] = ()
     """The sets of compared ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A finding of the baseline, or part of a finding, that no longer occurs."""
-
-    code: str
-    names: tuple[str, ...]
-    """Names of tensors and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,43 +223,6 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A diagnosed cause of differences, with its fix."""
-
-    code: str
-    slug: str
-    severity: Severity
-    ranks: tuple[int, ...]
-    """The suspects, or all ranks of the group if no rank is suspect; empty for two models."""
-    tensors: tuple[str, ...]
-    facts: tuple[Message, ...]
-    """The evidence, one statement per message."""
-    cause: Message
-    fix: Message
-    values: tuple[str, ...] = ()
-    """The names of its Python values."""
-    allowed: bool = False
-    history: History | None = None
-    """For the last step of a run, if several steps were compared."""
-    accepted: bool = False
-    """Whether the baseline contains all of its tensors and values."""
-    new: tuple[str, ...] = ()
-    """Tensors and values missing in the baseline under this code; empty without a baseline."""
-    counts: bool = True
-    """Whether it makes the group out of sync; False for a warning that is only reported."""
-
-    @property
-    def evidence(self) -> str:
-        """The text of the facts."""
-        return "; ".join(map(str, self.facts))
-
-    @property
-    def fails(self) -> bool:
-        """Whether the finding makes the group out of sync."""
-        return self.counts and self.severity != "info" and not (self.allowed or self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,3 +372,58 @@ class Report:
     def exit_code(self) -> int:
         """0 for in sync, 1 for out of sync, 2 for undecided."""
         return {"in_sync": 0, "out_of_sync": 1}.get(self.verdict, 2)
+
+
+class OutOfSync(SyncheckError, AssertionError):
+    """Replicas differ, or an assertion could not compare them. report: the full report.
+
+    The text has several lines. Names from files are already escaped in it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, text: str, report: Report) -> None:
+        super().__init__(text)
+        self.report = report
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
+        # Test runners send exceptions from one process to another.
+        return type(self), (str(self), self.report)
+
+
+_Value = TypeVar("_Value")
+
+
+def group_ranks(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """Return the ranks of each value, in the order of the first occurrence of the values."""
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def largest_first(sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Sort sets of ranks by size, the largest first; equally large sets by their first ranks."""
+    return tuple(tuple(ranks) for ranks in sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))
+
+
+def minority_of(sets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks outside the largest set; empty if two sets are the largest. sets: largest first."""
+    if len(sets) < 2 or len(sets[0]) == len(sets[1]):
+        return ()
+    return tuple(sorted(rank for ranks in sets[1:] for rank in ranks))
+
+
+def sets_within(diff: TensorDiff) -> list[list[tuple[int, ...]]]:
+    """Return the clusters of each replica group with differences."""
+    if len(diff.replica_groups) < 2:
+        return [list(diff.clusters)] if len(diff.clusters) > 1 else []
+    # A cluster lies in one replica group. The dictionary avoids a search: 1,000 ranks may have hundreds of groups.
+    group_of = {rank: i for i, group in enumerate(diff.replica_groups) for rank in group}
+    clusters: list[list[tuple[int, ...]]] = [[] for _ in diff.replica_groups]
+    for ranks in diff.clusters:
+        clusters[group_of[ranks[0]]].append(ranks)
+    return [sets for sets in clusters if len(sets) > 1]

@@ -39,7 +39,7 @@ collect_ignore = ["examples"]  # a separate project; test_examples.py runs it
 if find_spec("torch") is None:  # as in an installation of the command line only
     collect_ignore += ["train", "live", "frameworks", "cli/test_demo.py"]
     collect_ignore += [f"cli/test_ranks{name}.py" for name in ("", "_refused", "_programs", "_nodes")]
-    collect_ignore += ["test_series.py", "layout/test_ties.py", "fixtures/test_confusion.py"]
+    collect_ignore += ["diagnose/test_series.py", "layout/test_ties.py", "fixtures/test_confusion.py"]
     collect_ignore += ["integrations/test_recipes.py", "docs/test_other_tools.py"]
     collect_ignore += ["diagnose/test_unlikely_cases.py", "diagnose/test_fix_lines.py"]
     collect_ignore += [f"readers/test_{name}.py" for name in ("torch_zip", "torch_legacy", "dtensor", "sharded_tensor")]

@@ -14,7 +14,7 @@ import pytest
 from checkpoints import save_pth
 
 import syncheck
-from syncheck import baseline, series
+from syncheck.diagnose import baseline, series
 from syncheck.report import github, junit, markdown, plain, text
 from syncheck.report.json_document import render as render_json
 

@@ -16,7 +16,7 @@ from marks import cell, code, escaped, table
 from sources import ROOT
 
 from syncheck.cli import main
-from syncheck.diagnose import RULES
+from syncheck.diagnose.rules import RULES
 
 EXAMPLE = "fixtures/desync/stale_rank"
 PEFT = "fixtures/conversions/peft/a"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from syncheck.baseline import Known
     from syncheck.config import Config
+    from syncheck.diagnose.baseline import Known
     from syncheck.options import Options, RunOptions
     from syncheck.records import Report
 
@@ -151,7 +151,7 @@ def _check_outputs(comparison: Options, run: RunOptions, output_name: str, input
     if map_path is not None:
         named.append((outputs.MAP, map_path))
     if comparison.baseline is not None and run.update_baseline:
-        from syncheck import baseline
+        from syncheck.diagnose import baseline
 
         baseline.read(comparison.baseline, may_be_missing=True)  # a file that is no baseline has its own error
         named.append(("{baseline}", comparison.baseline))
@@ -183,9 +183,10 @@ def _read_baseline(settings: Settings) -> Known:
                 "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
             )
         return frozenset()
-    from syncheck import baseline
+    from syncheck import api
+    from syncheck.diagnose import baseline
 
-    return baseline.read_for_update(path) if update else baseline.read(path)
+    return api.read_baseline_for_update(path) if update else baseline.read(path)
 
 
 def _apply_baseline(settings: Settings, found: Report, known: Known) -> tuple[Report, UsageError | None]:
@@ -197,12 +198,13 @@ def _apply_baseline(settings: Settings, found: Report, known: Known) -> tuple[Re
     path, failed = settings.options.baseline, None
     if path is None:
         return found, None
-    from syncheck import baseline
+    from syncheck import api
+    from syncheck.diagnose import baseline
 
     if settings.run.update_baseline:
         try:
             updated = baseline.update_baseline(found, known)
-            baseline.write(path, updated)
+            api.write_baseline(path, updated)
         except UsageError as error:
             failed = error
             output.print_message(f"error: {path}: {error}")
@@ -307,7 +309,7 @@ def fingerprint(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """`syncheck explain`."""
-    from syncheck.diagnose import RULES
+    from syncheck.diagnose.rules import RULES
     from syncheck.report import text
 
     if RULES[0].__doc__ is None:

@@ -86,7 +86,7 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     if len(diff.replica_groups) > 1 or len(different) < 2 or not diff.mismatched or diff.reason == "missing":
         return diff
     from syncheck.tensors.differences import measure_differences  # needs numpy
-    from syncheck.tolerance import Tolerance
+    from syncheck.tensors.tolerance import Tolerance
 
     representatives = [tensors[cluster[0]] for cluster in (equal, *different)]
     statistics = measure_differences(representatives, files, Tolerance(), majority=True)

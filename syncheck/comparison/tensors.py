@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.layout.dtensors import is_whole, layout_text
 from syncheck.messages import SHARD_REFUSALS, Detail, Refusal
-from syncheck.rank_sets import group_ranks, largest_first, minority_of
-from syncheck.records import Reason, TensorDiff
+from syncheck.records import Reason, TensorDiff, group_ranks, largest_first, minority_of
 from syncheck.tensors.clustering import cluster_replicas
 from syncheck.text import sets_text
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from syncheck.tensors.blocks import Files
     from syncheck.tensors.digests import DigestResult
     from syncheck.tensors.finiteness import FiniteScan
-    from syncheck.tolerance import Tolerance
+    from syncheck.tensors.tolerance import Tolerance
 
     Compare = Callable[[TensorDiff, Mapping[int, Tensor]], TensorDiff | None]
 

@@ -20,9 +20,9 @@ from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, has_scales, measure_rounding
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
 from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
+from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
 from syncheck.records import Evidence
-from syncheck.relations import Relation, RelationKind
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.clustering import cluster_replicas
 from syncheck.tensors.dtypes import DTYPES

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, is_weight, largest_difference
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
-from syncheck.evidence.history import difference_ratios, trend_of
-from syncheck.evidence.suspects import sets_within, suspects
+from syncheck.diagnose.history import difference_ratios, suspects, trend_of
 from syncheck.messages import Message, Sentence
-from syncheck.records import FIRST_MOMENTS, Evidence
+from syncheck.records import FIRST_MOMENTS, Evidence, sets_within
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
+    from syncheck.findings import RelationKind
     from syncheck.records import Comparison, Severity, TensorDiff, Trend, ValueDiff
-    from syncheck.relations import RelationKind
 
 # SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
 # the first steps and a little more later, because the difference shrinks. Measured: 0.27 to 1.04 times, in all tensors.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.messages import Message, Sentence
-from syncheck.rank_sets import group_ranks, largest_first, minority_of
+from syncheck.records import group_ranks, largest_first, minority_of
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 from syncheck.tensors.value_kinds import SCALES
 

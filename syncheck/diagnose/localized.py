@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import evidence_of, parameter_of
-from syncheck.evidence.suspects import sets_within
 from syncheck.messages import Message, Sentence
+from syncheck.records import sets_within
 from syncheck.snapshots import ravel_index
 from syncheck.tensors.kinds import BN_STATISTICS
 

@@ -16,7 +16,7 @@ Incidents: pytorch/pytorch#75870 (requests this check), deepspeedai/DeepSpeed#75
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match, limit_facts
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Sentence
 
 CODE = "SYN102"

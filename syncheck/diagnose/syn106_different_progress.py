@@ -31,9 +31,9 @@ from syncheck.diagnose.counters import (
     odd_ranks,
     scaler_explains,
 )
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
-from syncheck.rank_sets import group_ranks
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts
 from syncheck.diagnose.counters import find_minority
 from syncheck.messages import Message, Sentence
-from syncheck.rank_sets import group_ranks
+from syncheck.records import group_ranks
 from syncheck.tensors.kinds import BN_STATISTICS
 from syncheck.tensors.value_kinds import ORDERS, REQUIRES_GRAD, SETTINGS, TRAINING
 

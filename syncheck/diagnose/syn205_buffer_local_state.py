@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import is_batchnorm, running_statistics
 from syncheck.diagnose.case import Case, Match, evidence_of, is_weight, largest_difference
-from syncheck.evidence.history import trend_of
+from syncheck.diagnose.history import trend_of
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 

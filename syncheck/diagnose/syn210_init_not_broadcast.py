@@ -31,7 +31,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, differing_share, follower_facts
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:

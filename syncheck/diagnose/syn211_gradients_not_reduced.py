@@ -33,7 +33,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts, is_share_below
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from syncheck.diagnose.counters import (
     steps_by_rank,
     trackers,
 )
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 

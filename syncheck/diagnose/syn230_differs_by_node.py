@@ -23,9 +23,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts
-from syncheck.evidence.suspects import sets_within, suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
-from syncheck.rank_sets import group_ranks
+from syncheck.records import group_ranks, sets_within
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:

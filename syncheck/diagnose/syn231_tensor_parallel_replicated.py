@@ -25,10 +25,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
-from syncheck.rank_sets import group_ranks
+from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from syncheck.records import Comparison

@@ -19,9 +19,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, largest_difference, limit_facts
-from syncheck.evidence.suspects import suspects
+from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
-from syncheck.rank_sets import group_ranks
+from syncheck.records import group_ranks
 from syncheck.text import brief
 
 if TYPE_CHECKING:

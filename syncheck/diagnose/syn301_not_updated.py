@@ -17,8 +17,8 @@ verl-project/verl#7495 (an adapter was never delivered), huggingface/trl#5312 (s
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match, relation_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN301"
 SLUG = "not-updated"

@@ -16,8 +16,8 @@ corrupts experts), hao-ai-lab/FastVideo#1440 (averaged weights were dropped).
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN302"
 SLUG = "partially-updated"

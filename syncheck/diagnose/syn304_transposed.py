@@ -16,8 +16,8 @@ Incidents: huggingface/transformers#47031 (experts silently transposed).
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN304"
 SLUG = "transposed"

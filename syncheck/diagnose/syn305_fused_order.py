@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, limit_facts, parameters_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
-from syncheck.relations import RelationKind
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff

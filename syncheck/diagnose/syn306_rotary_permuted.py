@@ -17,8 +17,8 @@ Incidents: none with a public thread that names it. Transformers' `convert_llama
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match, parameters_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN306"
 SLUG = "rotary-permuted"

@@ -16,8 +16,8 @@ see docs/same-model.md.
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN307"
 SLUG = "cast"

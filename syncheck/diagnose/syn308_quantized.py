@@ -17,8 +17,8 @@ Incidents: sgl-project/sglang#28546 (uninitialized scales).
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match, parameters_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN308"
 SLUG = "quantized"

@@ -15,8 +15,8 @@ tensor-parallel size, so checkpoints of other sizes have other paddings.
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN309"
 SLUG = "padded"

@@ -17,8 +17,8 @@ from __future__ import annotations
 import re
 
 from syncheck.diagnose.case import Case, Match, limit_facts, parameters_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN310"
 SLUG = "expert-misplaced"

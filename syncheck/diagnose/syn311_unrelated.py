@@ -16,8 +16,8 @@ save, so that loading initializes the tensors).
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match, parameters_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN311"
 SLUG = "unrelated"

@@ -17,8 +17,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, limit_facts, parameters_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff

@@ -16,8 +16,8 @@ before `rank_2` is the most common form.
 from __future__ import annotations
 
 from syncheck.diagnose.case import Case, Match, limit_facts, parameters_of
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
-from syncheck.relations import RelationKind
 
 CODE = "SYN313"
 SLUG = "wrong-shard"

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.layout.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
-from syncheck.rank_sets import group_ranks
+from syncheck.records import group_ranks
 from syncheck.text import ranks_text
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
-from syncheck.errors import OutOfSync, RankFailed, SyncheckError, UsageError
+from syncheck.errors import RankFailed, SyncheckError, UsageError
 from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
 from syncheck.live.checks import check, group_of, make_options, run_check
 from syncheck.live.reporter import CheckRecord, Reporter
 from syncheck.messages import Note
-from syncheck.records import Report
+from syncheck.records import OutOfSync, Report
 from syncheck.text import brief, ranks_text
 
 if TYPE_CHECKING:

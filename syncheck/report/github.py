@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from syncheck.diagnose.series import step_order
 from syncheck.report import words
-from syncheck.series import step_order
 from syncheck.text import one_line
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.records import Counts
 from syncheck.report import words
 from syncheck.report.page_data import bin_counts, bin_label, bins_in_use, encode, make_curves, make_data
-from syncheck.series import by_run, shown_steps
 from syncheck.text import one_line
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from syncheck.diagnose.series import step_order
 from syncheck.report import words
-from syncheck.series import step_order
 from syncheck.text import logged, names_text, one_line
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from syncheck.text import one_line, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.findings import Stored
     from syncheck.records import Group, Histogram, Report, TensorDiff
-    from syncheck.relations import Stored
 
 # Rows of all tables of a page together; compressed, each takes about 10 bytes.
 MOST_ROWS = 100_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.messages import Hint
 from syncheck.records import Counts
 from syncheck.report import words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, Sparkline, line, lines
-from syncheck.series import by_run, shown_steps
 from syncheck.text import names_text, one_line
 
 if TYPE_CHECKING:

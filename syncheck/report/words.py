@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from syncheck.evidence.suspects import sets_within
 from syncheck.messages import Hint, Message, Note, Undecided
-from syncheck.records import Reason
+from syncheck.records import Reason, sets_within
 from syncheck.text import brief, names_text, one_line
 
 if TYPE_CHECKING:

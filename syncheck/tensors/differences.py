@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from syncheck.records import Extent
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
-    from syncheck.tolerance import Tolerance
+    from syncheck.tensors.tolerance import Tolerance
 
     Array = NDArray[Any]
 

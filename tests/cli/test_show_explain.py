@@ -11,7 +11,7 @@ import pytest
 from checkpoints import network, save_pth, save_safetensors
 
 from syncheck import contents
-from syncheck.diagnose import RULES
+from syncheck.diagnose.rules import RULES
 from syncheck.report import terminal, text
 
 if TYPE_CHECKING:

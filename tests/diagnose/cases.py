@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from groups import make_group
 
-from syncheck import diagnose
+from syncheck.diagnose import rules
 from syncheck.records import Counts, Replica, TensorDiff
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def group(*tensors: TensorDiff, ranks: int = 2, **fields: Any) -> Group:
 
 def diagnose_case(case: Group, *earlier: Group) -> dict[str, Finding]:
     """Diagnose a group and return its findings by code. earlier: groups of earlier steps."""
-    return {finding.code: finding for finding in diagnose.diagnose(case, (*earlier, case) if earlier else ())}
+    return {finding.code: finding for finding in rules.diagnose(case, (*earlier, case) if earlier else ())}
 
 
 def diagnose_single(case: Group, *earlier: Group) -> Finding:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import syncheck
-from syncheck.diagnose import REPLICA_RULES
+from syncheck.diagnose.rules import REPLICA_RULES
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ENTRIES: list[dict[str, Any]] = json.loads((FIXTURES / "MANIFEST.json").read_text(encoding="utf-8"))["fixtures"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.diagnose import RULES
+from syncheck.diagnose.rules import RULES
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 from cases import diagnose_case, diff, group
 
-from syncheck import diagnose
-from syncheck.diagnose import RULES, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
+from syncheck.diagnose import rules, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
 from syncheck.diagnose.bn import Statistics
+from syncheck.diagnose.rules import RULES
 from syncheck.diagnose.syn102_shape_or_dtype_mismatch import Text as Mismatch
 from syncheck.diagnose.syn104_sharded_by_design import Text as Sharded
 from syncheck.diagnose.syn105_tie_broken import Text as Tied
@@ -22,7 +22,7 @@ from syncheck.messages import Detail
 from syncheck.records import Group, Severity, Shards, TensorDiff, Tie, ValueDiff
 from syncheck.snapshots import Metadata
 
-HOME = Path(diagnose.__file__).parent
+HOME = Path(rules.__file__).parent
 # The order of precedence in DESIGN, without the rules that cover no difference.
 PRECEDENCE = """101 102 223 222 220 221 217 106 215 214 216 107 231 230 240 205 203 204 202 201 219 218 212 213 210 211
 241 299 310 301 302 303 304 305 306 307 308 309 312 313 311 399""".split()
@@ -249,5 +249,5 @@ def test_every_difference_is_in_exactly_one_finding(seed: int) -> None:
 def test_allowed_findings_do_not_fail() -> None:
     """An allowed finding is reported and does not fail the run."""
     for tensor, allowed in ((MEAN, True), (WEIGHT, False)):
-        (finding,) = diagnose.diagnose(group(tensor), allow=frozenset({"SYN201"}))
+        (finding,) = rules.diagnose(group(tensor), allow=frozenset({"SYN201"}))
         assert (finding.allowed, finding.fails) == (allowed, not allowed)

@@ -14,8 +14,8 @@ import torch
 from groups import facts_of
 
 from syncheck.api import compare
+from syncheck.comparison import histograms
 from syncheck.diagnose.case import Common
-from syncheck.evidence import histograms
 from syncheck.records import TensorDiff, ValueDiff
 from syncheck.tensors.blocks import Files
 

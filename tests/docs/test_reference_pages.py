@@ -16,7 +16,7 @@ import pytest
 import syncheck
 from syncheck import live, testing
 from syncheck.cli import main
-from syncheck.diagnose import RULES
+from syncheck.diagnose.rules import RULES
 from syncheck.errors import TOML
 from syncheck.options import list_options
 

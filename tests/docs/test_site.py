@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from syncheck.diagnose import RULES
+from syncheck.diagnose.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 

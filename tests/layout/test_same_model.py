@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import syncheck
-from syncheck.errors import OutOfSync, RankFailed, UsageError
+from syncheck.errors import RankFailed, UsageError
+from syncheck.records import OutOfSync
 from syncheck.testing import assert_same_model, compare
 
 torch = pytest.importorskip("torch")

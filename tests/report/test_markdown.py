@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt  # a dependency of rich
 from real_runs import compare_real_runs
 
 import syncheck
-from syncheck.diagnose import RULES
+from syncheck.diagnose.rules import RULES
 from syncheck.report import markdown, words
 
 if TYPE_CHECKING:

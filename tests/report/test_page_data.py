@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from large import group, report, tensor
 
+from syncheck.diagnose.series import by_run
+from syncheck.findings import Stored
 from syncheck.records import Group, Histogram, History, HistoryPoint, Report
-from syncheck.relations import Stored
 from syncheck.report import html
 from syncheck.report.page_data import MOST_COLUMNS, UNKNOWN, bin_label, encode, make_curves, make_data
-from syncheck.series import by_run
 
 
 def data_of(*groups: Group) -> dict[str, Any]:

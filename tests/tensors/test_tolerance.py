@@ -17,8 +17,8 @@ from syncheck.messages import Note
 from syncheck.records import DECADES
 from syncheck.tensors import kinds
 from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.tolerance import CLOSE, Tolerance, tolerances
 from syncheck.testing import compare
-from syncheck.tolerance import CLOSE, Tolerance, tolerances
 
 if TYPE_CHECKING:
     from pathlib import Path

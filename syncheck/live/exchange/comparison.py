@@ -13,9 +13,9 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.api import Found, Options, build_selection, judge
+from syncheck.api import Found, Options, judge
 from syncheck.comparison import reference
-from syncheck.comparison.group import hyperparameters, selected_kinds
+from syncheck.comparison.replicas import hyperparameters, selected_kinds
 from syncheck.errors import UsageError
 from syncheck.layout.copies import is_embedding_in_stages
 from syncheck.layout.groups import ReplicaGroup
@@ -26,6 +26,7 @@ from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
 from syncheck.live.local_compare import NO_OBJECTS
 from syncheck.live.memory import snapshot
 from syncheck.messages import Grouping
+from syncheck.options import build_selection
 from syncheck.records import NotFinite
 from syncheck.snapshots import Metadata
 from syncheck.tensors.dtypes import DTYPES

@@ -9,7 +9,8 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from syncheck import api, baseline
+from syncheck import api
+from syncheck.diagnose import baseline
 from syncheck.errors import PYTEST, CheckpointError, spelling
 from syncheck.messages import Hint
 from syncheck.report import failure, words

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from pathlib import Path
 
-    from syncheck.baseline import Known
+    from syncheck.diagnose.baseline import Known
     from syncheck.pytest_plugin.checkpoints.arguments import Selection
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
@@ -231,7 +231,7 @@ def _protect_inputs(
 
 def _start_update(path: str | None, selection: Selection) -> tuple[str, Known]:
     """Return the file of the baseline and its content. Raises UsageError if an update is impossible."""
-    from syncheck import baseline
+    from syncheck import api
     from syncheck.errors import OptionError
 
     if path is None:
@@ -239,7 +239,7 @@ def _start_update(path: str | None, selection: Selection) -> tuple[str, Known]:
         raise OptionError(message, "baseline", update_baseline=True)
     if selection.ids:
         raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
-    return path, baseline.read_for_update(path)
+    return path, api.read_baseline_for_update(path)
 
 
 def _select_items(planned: list[Planned], selection: Selection, config: pytest.Config) -> list[Planned]:
@@ -356,7 +356,8 @@ class CheckpointPlugin:
 
     def _update_baseline(self, path: str, known: Known) -> str:
         """Write the baseline and return a description of the change."""
-        from syncheck import baseline
+        from syncheck import api
+        from syncheck.diagnose import baseline
         from syncheck.errors import UsageError
 
         not_run = [item.nodeid for item in self.planned if item.nodeid not in self.ran]
@@ -367,7 +368,7 @@ class CheckpointPlugin:
             )
         updated = baseline.update_baseline(self.judge.report(), known)
         with contextlib.chdir(self.judge.start):
-            baseline.write(path, updated)
+            api.write_baseline(path, updated)
         return f"{path}: {baseline.describe_change(known, updated)}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -9,7 +9,7 @@ import torch
 from scenarios import SMALL, differing, load, run, tensors
 
 import syncheck
-from syncheck.diagnose import RULES
+from syncheck.diagnose.rules import RULES
 from train.faults import FAULTS
 from train.settings import DEFAULT
 

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import Done, changed, network, save, save_safetensors
 
 import syncheck
-from syncheck.evidence import histograms
+from syncheck.comparison import histograms
 from syncheck.records import DECADES, Histogram
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dtensors import save_ranks
 
 import syncheck
 from syncheck import readers
-from syncheck.evidence import tensors as evidence
+from syncheck.comparison import evidence
 from syncheck.fingerprint import fingerprint, write
 from syncheck.records import Evidence
 

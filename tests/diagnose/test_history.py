@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from groups import make_group
 
-from syncheck.evidence.history import difference_ratios, history_of, trend_of
+from syncheck.diagnose.history import difference_ratios, history_of, trend_of
 from syncheck.records import Counts, Group, HistoryPoint, Replica, TensorDiff
 
 

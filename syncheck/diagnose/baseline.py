@@ -24,12 +24,11 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck import outputs
+from syncheck.diagnose.verdicts import overall, with_findings
 from syncheck.errors import UsageError
 from syncheck.messages import Fact
 from syncheck.records import Fixed
 from syncheck.text import brief
-from syncheck.verdicts import overall, with_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _VERSION, _ACCEPTED = "syncheck_baseline", "accepted"
-_OPTION = "{baseline}"
+# The spelling of the option for a baseline, which each surface renders.
+OPTION = "{baseline}"
 # Codes with several kinds of facts. Accepting a different shape does not accept a different dtype.
 _OF_FACTS = ("SYN102", "SYN215")
 
@@ -87,16 +87,6 @@ def read(path: str, *, may_be_missing: bool = False) -> Known:
     return frozenset(_entries(path, document[_ACCEPTED]))
 
 
-def read_for_update(path: str) -> Known:
-    """Read a baseline before updating it; empty if the file does not exist.
-
-    Raises UsageError as `read` does, and if the file is obviously not writable.
-    """
-    known = read(path, may_be_missing=True)
-    outputs.check(path, _OPTION)
-    return known
-
-
 def _entries(path: str, accepted: object) -> Iterator[Entry]:
     """Yield the entries of the document. Raises UsageError if its structure is invalid."""
     for run, codes in _items(path, _ACCEPTED, accepted):
@@ -121,11 +111,6 @@ def serialize(known: Known) -> str:
         names = tree.setdefault(entry.run, {}).setdefault(entry.code, {}).setdefault(entry.kind, [])
         names.append(entry.name)
     return json.dumps({_VERSION: SCHEMA, _ACCEPTED: tree}, indent=1) + "\n"
-
-
-def write(path: str, known: Known) -> None:
-    """Write a baseline atomically. Raises UsageError if it cannot be written."""
-    outputs.write(path, serialize(known), _OPTION)
 
 
 def apply_baseline(report: Report, known: Known) -> Report:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncheck.evidence.suspects import sets_within
-from syncheck.records import TensorDiff
+from syncheck.records import TensorDiff, sets_within
 from syncheck.report.words import clusters_text
 
 Sets = tuple[tuple[int, ...], ...]

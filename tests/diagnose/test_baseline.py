@@ -12,16 +12,18 @@ import pytest
 from checkpoints import changed, network, save, snapshot
 
 import syncheck
-from syncheck import baseline, testing
-from syncheck.errors import OutOfSync, UsageError
+from syncheck import api, testing
+from syncheck.diagnose import baseline
+from syncheck.errors import UsageError
 from syncheck.layout.grouping import group_replicas
 from syncheck.messages import Fact
+from syncheck.records import OutOfSync
 from syncheck.report import words
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from syncheck.baseline import Known
+    from syncheck.diagnose.baseline import Known
     from syncheck.records import Report
 
 STATISTICS = ("running_mean", "running_var")
@@ -61,7 +63,7 @@ def test_the_file_has_the_documented_content(run_folder: Path) -> None:
         },
     }
     file = run_folder.parent / "known.json"
-    baseline.write(str(file), known)
+    api.write_baseline(str(file), known)
     assert file.read_text() == text == baseline.serialize(frozenset(sorted(known, reverse=True)))
     assert baseline.read(str(file)) == known
 
@@ -70,7 +72,7 @@ def test_names_of_all_kinds_survive(tmp_path: Path) -> None:
     """Names with surrogates or line breaks, and names equal to keys of the file, are read back unchanged."""
     names = ["\ud800", "a\nb", "accepted", "", "\u4e2d", '"', "x" * 5000]
     known = frozenset(baseline.Entry(run, "SYN299", "parameter", name) for run in names for name in names)
-    baseline.write(str(tmp_path / "b.json"), known)
+    api.write_baseline(str(tmp_path / "b.json"), known)
     assert baseline.read(str(tmp_path / "b.json")) == known
     assert (tmp_path / "b.json").read_text(encoding="ascii").isascii()
 
@@ -284,7 +286,7 @@ def test_an_invalid_baseline_is_a_usage_error(
     assert str(caught.value).startswith(f"{file}: ")
     assert "\n" not in str(caught.value)
     with pytest.raises(UsageError):
-        baseline.read_for_update(str(file))
+        api.read_baseline_for_update(str(file))
     assert file.read_bytes() == before
 
 
@@ -297,15 +299,15 @@ def test_a_missing_baseline(run_folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             compare_two_ranks(run_folder, baseline=str(path))
-    assert baseline.read_for_update(str(tmp_path / "no.json")) == frozenset()
+    assert api.read_baseline_for_update(str(tmp_path / "no.json")) == frozenset()
     with pytest.raises(UsageError, match=r"baseline .*: cannot be written: the folder"):
-        baseline.read_for_update(str(tmp_path / "no" / "b.json"))
+        api.read_baseline_for_update(str(tmp_path / "no" / "b.json"))
 
 
 def test_options_take_a_baseline(run_folder: Path, tmp_path: Path) -> None:
     """In Python, the baseline is an option; comparisons in memory ignore it."""
     file = tmp_path / "b.json"
-    baseline.write(str(file), make_baseline(compare_two_ranks(run_folder, "fc.weight")))
+    api.write_baseline(str(file), make_baseline(compare_two_ranks(run_folder, "fc.weight")))
     options = syncheck.Options(baseline=str(file))
     report = syncheck.compare(run_folder, options=options)
     assert (report.exit_code, report.groups[0].findings[0].accepted) == (0, True)

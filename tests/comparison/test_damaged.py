@@ -10,7 +10,7 @@ import pytest
 from test_evidence import compare_folder, read_evidence, save, weights
 
 import syncheck
-from syncheck.evidence import tensors as evidence
+from syncheck.comparison import evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ def judge_group(comparison: Comparison, run: Sequence[Comparison], allow: frozen
         return replace(group, verdict="alone")
     findings: tuple[Finding, ...] = ()
     if group.tensors or group.values or group.evidence.normalized or group.shards or group.ties:
-        from syncheck.diagnose import diagnose  # 30 modules, only needed if something differs
+        from syncheck.diagnose.rules import diagnose  # 30 modules, only needed if something differs
 
         # Final files may repeat the last step of the run.
         is_last = bool(run) and run[-1].step == group.step
@@ -38,7 +38,7 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
     lack tensors, tensors of A alone. Equal data shows that a map is possible, not that it is right, so a verdict that
     rests on an inferred map is undecided.
     """
-    from syncheck.diagnose import diagnose_difference
+    from syncheck.diagnose.rules import diagnose_difference
 
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     judged = with_findings(group, diagnose_difference(comparison, allow))

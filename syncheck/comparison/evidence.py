@@ -11,8 +11,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from syncheck.evidence.suspects import sets_within
-from syncheck.records import FIRST_MOMENTS, MEASURED, Evidence
+from syncheck.records import FIRST_MOMENTS, MEASURED, Evidence, sets_within
 from syncheck.snapshots import ravel_index
 from syncheck.tensors.blocks import is_plain
 from syncheck.tensors.dtypes import DTYPES

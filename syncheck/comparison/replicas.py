@@ -8,11 +8,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from syncheck.comparison.attributes import compare_attributes, compare_registration, note_attributes
+from syncheck.comparison.evidence import add_evidence
 from syncheck.comparison.model_values import note_unknown_values
 from syncheck.comparison.reference import describe_from_reference
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
-from syncheck.evidence.tensors import add_evidence
 from syncheck.layout.copies import broken_ties, rename_copies
 from syncheck.layout.dtensors import assemble_copies
 from syncheck.layout.optimizer_parts import Parts, detect_partitioning, find_lost_state
@@ -33,39 +33,17 @@ from syncheck.tensors.finiteness import FiniteScan, prepare
 from syncheck.tensors.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.tensors.names import normalize, normalize_keys
 from syncheck.tensors.value_kinds import is_membership, stores_progress
-from syncheck.tolerance import Tolerances
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+    from syncheck.comparison.selection import Selection
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.layout.replica_groups import Division
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
 _PARTITIONED = "partitioned over the ranks"
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """The tensors to compare, and how.
-
-    only: kinds; empty for all kinds except RNG states. include, exclude: globs of whole tensor names. buffers: globs of
-    names that are buffers. tolerance: for floats. reference: the rank to measure differences against, instead of the
-    majority. jobs: number of threads, None for the default. quick: compare stored checksums only. histograms: add them
-    to the tensors that differ most. rng: also compare RNG states.
-    """
-
-    only: frozenset[str] = frozenset()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    tolerance: Tolerances = field(default_factory=Tolerances)
-    reference: int | None = None
-    jobs: int | None = None
-    quick: bool = False
-    histograms: bool = False
-    rng: bool = False
 
 
 def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
@@ -271,7 +249,7 @@ def _compare_tensors(
             tally.add(name, kind, diff, division, partitioned=partitioned)
         tally.diffs = _inspect(tally.diffs, lambda diffs: add_evidence(diffs, aligned, files))
         if selection.histograms:
-            from syncheck.evidence import histograms
+            from syncheck.comparison import histograms
 
             def exact(diff: TensorDiff) -> bool:  # differences from a reference do not depend on the tolerance
                 tolerance = selection.tolerance.of(diff.name, diff.kind, diff.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.evidence.suspects import suspects
 from syncheck.records import History, HistoryPoint
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -108,3 +107,19 @@ def _find_largest(diffs: Sequence[TensorDiff]) -> float | None:
     if any(diff.max_abs is None for diff in diffs):
         return None
     return max((float(diff.max_abs or 0) for diff in diffs), default=0.0)
+
+
+def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...]:
+    """Return the ranks outside the majority of the tensors. Without a majority, return all ranks with differences.
+
+    If most of the tensors have no majority, a majority in a few of them does not count: for example, two ranks may
+    agree on a bias that changes only by rounding.
+    """
+    # Running statistics differ between ranks without a fault, so they only count if no other tensor differs.
+    diffs = list(tensors)
+    diffs = [diff for diff in diffs if diff.kind not in BN_STATISTICS] or diffs
+    odd = {rank for diff in diffs for rank in diff.minority}
+    without = sum(len(diff.clusters) > 1 and not diff.minority for diff in diffs)
+    if not odd or len(odd) >= len(group.replicas) or 2 * without > len(diffs):
+        odd = {rank for diff in diffs for cluster in diff.clusters for rank in cluster}
+    return tuple(sorted(odd)) or group.ranks

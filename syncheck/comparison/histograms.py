@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncheck.evidence.suspects import sets_within
-from syncheck.records import DECADES, Histogram
+from syncheck.records import DECADES, Histogram, sets_within
 from syncheck.snapshots import ravel_index
 from syncheck.tensors.differences import find_differing, pairs, read_float64
 from syncheck.tensors.dtypes import DTYPES

@@ -1,0 +1,238 @@
+"""Frozen records of findings: their evidence, and their history over the steps of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncheck.messages import Message
+
+
+class RelationKind(StrEnum):
+    """Relations. All but the last three are proven: the bytes are equal after the operation."""
+
+    BASE = "base"
+    """B equals the model before the update."""
+    ADAPTER = "adapter"
+    """B equals A without the adapter. pattern: replaced, if the adapter stores the tensor. factor: of its product."""
+    TRANSPOSED = "transposed"
+    """B is A with two dimensions exchanged. dims."""
+    FUSED_ORDER = "fused-order"
+    """The parts or rows have another order. order: a description. other: the tensor of A with these bytes."""
+    ROTARY = "rotary"
+    """The rows of each head are in the other order of rotary embeddings. head_dim. to: half or interleaved."""
+    CAST = "cast"
+    """One model is the other one, converted. dtype. side: the converted model."""
+    PADDED = "padded"
+    """The common part is equal. dim, added: number of indices that B has more."""
+    EXPERT = "expert"
+    """B holds another expert of A. order: expert of A by expert of B. other: the tensor of A with these bytes."""
+    SHARD = "shard"
+    """B holds another shard or layer of A. other: tensor of A, or boxes: number of wrong boxes. files: of B."""
+    QUANTIZED = "quantized"
+    """B is within half a quantization step of A. scheme, steps: largest difference in steps; scales: where from."""
+    SCALED = "scaled"
+    """B is A times a constant, within rounding. factor."""
+    UNRELATED = "unrelated"
+    """B is constant, or not correlated with A. correlation, or value of the constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """The relation of one tensor. parameters: see `RelationKind`; dtype, if the values were converted as well."""
+
+    kind: RelationKind
+    parameters: Mapping[str, int | float | str | tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How the files of a model store one tensor, for the maps of shards and names of a report page.
+
+    name, dtype, shape: of the whole stored tensor. boxes: (start, size, ranks or files with it), in elements; start and
+    size are None if the files do not show the position.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...] | None, tuple[int, ...] | None, str], ...] = ()
+
+
+# This module imports only the standard library, because `records` imports it.
+Trend = Literal["constant", "shrinking", "growing", "varying"]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPoint:
+    """The tensors of a finding at one step."""
+
+    step: int
+    differing: int
+    """Number of tensors out of sync."""
+    max_abs: float | None
+    """Their largest difference, 0.0 if all agree; None if it is unknown."""
+    others_differ: bool = False
+    """Whether tensors or values of other findings were out of sync at this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The history of a finding over the compared steps of its run."""
+
+    points: tuple[HistoryPoint, ...]
+    """One per compared step, in the order of steps."""
+    since: int
+    """The first step with a tensor out of sync."""
+    agreed: int | None
+    """The compared step before `since`; None if `since` is the first compared step."""
+    tensors: tuple[str, ...]
+    """The tensors out of sync at step `since`."""
+    ranks: tuple[int, ...]
+    """The suspects at step `since`."""
+    trend: Trend | None = None
+    """The trend from the first to the last step with differences; None if only a single step differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """The tensors that hold NaN or infinity on all replicas."""
+
+    # Buffers count with NaN only, because masks legitimately hold infinity.
+    names: tuple[str, ...]
+    count: int
+    """Number of these tensors; events of a monitor list only the first names."""
+    since: int | None = None
+    """The first compared step with such a tensor; None if only one step was compared."""
+    finite: int | None = None
+    """The compared step before it; None if there is none."""
+    first: tuple[str, ...] = ()
+    """The tensors at step `since`."""
+
+
+# Norms and cosines are computed over the first elements of a tensor, up to this number.
+MEASURED = 1 << 18
+
+# The powers of ten at which the decades of a histogram begin.
+DECADES = range(-12, 6)
+
+# Names of the running averages of gradients in torch optimizers.
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
+
+Severity = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Evidence about a different tensor. Fields are empty or None if they were not computed or do not apply.
+
+    Norms and the cosine are over the first `MEASURED` elements, skipping NaNs and infinities of any replica.
+    """
+
+    damaged: tuple[int, ...] = ()
+    """Ranks whose storage does not match its CRC-32 in the file, written by torch.save."""
+    first: int | None = None
+    """The flat index of the first different element in C order, if the different elements are contiguous."""
+    values: Mapping[int, int | float | str] = field(default_factory=dict)
+    """The value of the different element by rank, if only one element differs; NaN and infinity as text."""
+    flipped_bits: int | None = None
+    """The largest number of different bits between two replicas, if only one element differs."""
+    bit: int | None = None
+    """The position of the different bit, 0 for the lowest bit of the element, if only one bit differs."""
+    norms: Mapping[int, float] = field(default_factory=dict)
+    """Euclidean norm by rank, of parameters, buffers and first moments."""
+    cosine: float | None = None
+    """Smallest cosine between a replica of the majority (without a majority, the first replica) and another replica."""
+    relation: Relation | None = None
+    """For two models: how B follows from A, if a relation was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeRunning:
+    """Whether running statistics lag by one update or are unsynchronized, from their differences at several steps.
+
+    Differences are between the first rank and each other rank. misfit_free, misfit_lag: mean squared errors of the
+    models of unsynchronized and of lagging statistics, in units of the usual standard deviations; None if the steps do
+    not distinguish the models (see `comparison.free_running`).
+    """
+
+    steps: tuple[int, ...]
+    """The steps used."""
+    cosine: float
+    """Mean cosine between the differences at neighbouring steps."""
+    growth: float
+    """Median ratio of the differences at the last step to the differences at the first step."""
+    misfit_free: float | None = None
+    misfit_lag: float | None = None
+    below: int = 0
+    """Number of running variances that are too low to have been copied from rank 0 since an earlier step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """A histogram of the differences of a tensor's elements. For very large tensors, of evenly spaced blocks.
+
+    The difference of an element is against the majority or the reference. Without both, or with a tolerance and no
+    reference, it is between the lowest and the highest value.
+    """
+
+    equal: int
+    counts: tuple[int, ...]
+    """Elements with differences below 1e-12, by decade (1e-12 to 1e-11, ..., 1e5 to 1e6), and of at least 1e6."""
+    not_finite: int
+    """Elements that differ and are NaN or infinite on some replica."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements read."""
+        return self.equal + sum(self.counts) + self.not_finite
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A finding of the baseline, or part of a finding, that no longer occurs."""
+
+    code: str
+    names: tuple[str, ...]
+    """Names of tensors and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A diagnosed cause of differences, with its fix."""
+
+    code: str
+    slug: str
+    severity: Severity
+    ranks: tuple[int, ...]
+    """The suspects, or all ranks of the group if no rank is suspect; empty for two models."""
+    tensors: tuple[str, ...]
+    facts: tuple[Message, ...]
+    """The evidence, one statement per message."""
+    cause: Message
+    fix: Message
+    values: tuple[str, ...] = ()
+    """The names of its Python values."""
+    allowed: bool = False
+    history: History | None = None
+    """For the last step of a run, if several steps were compared."""
+    accepted: bool = False
+    """Whether the baseline contains all of its tensors and values."""
+    new: tuple[str, ...] = ()
+    """Tensors and values missing in the baseline under this code; empty without a baseline."""
+    counts: bool = True
+    """Whether it makes the group out of sync; False for a warning that is only reported."""
+
+    @property
+    def evidence(self) -> str:
+        """The text of the facts."""
+        return "; ".join(map(str, self.facts))
+
+    @property
+    def fails(self) -> bool:
+        """Whether the finding makes the group out of sync."""
+        return self.counts and self.severity != "info" and not (self.allowed or self.accepted)
