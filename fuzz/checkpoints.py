@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import syncheck
 from fuzz.fields import find_fields
 from fuzz.mutations import read_records
-from syncheck import readers
-from syncheck.fingerprint import fingerprint
+from syncheck.readers import formats
+from syncheck.readers.fingerprints import fingerprint
 
 SEED = 5
 SEEDS = Path(__file__).resolve().parent / "seeds"
@@ -51,13 +51,13 @@ class Subject:
     @property
     def is_folder(self) -> bool:
         """Whether the checkpoint is a folder."""
-        return self.format not in readers.READERS
+        return self.format not in formats.READERS
 
 
 def make_subject(format_name: str) -> Subject:
     """Make a format's checkpoint of rank 1, its twin of rank 0, and a checkpoint of another run."""
     make = MAKERS[format_name]
-    ranks = (1, 0, 1) if format_name in readers.READERS else (None,) * 3
+    ranks = (1, 0, 1) if format_name in formats.READERS else (None,) * 3
     return Subject(format_name, *(make(_content(SEED + run, rank)) for run, rank in zip((0, 0, 1), ranks, strict=True)))
 
 
@@ -211,7 +211,7 @@ def one_fingerprint(content: dict[str, Any]) -> Files:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "file.pth")
         path.write_bytes(_save(content))
-        return {"file.json": fingerprint(readers.read(str(path))).encode()}
+        return {"file.json": fingerprint(syncheck.read(str(path))).encode()}
 
 
 def dcp_folder(content: dict[str, Any], files: int = 3) -> Files:

@@ -19,8 +19,8 @@ from fuzz.fields import DATA
 from fuzz.guard import Guard
 from syncheck import api
 from syncheck.errors import COMMAND_LINE, CheckpointError, SyncheckError, spelling
-from syncheck.fingerprint import fingerprint
 from syncheck.layout.grouping import group_replicas
+from syncheck.readers.fingerprints import fingerprint
 from syncheck.report import files, json_document
 from syncheck.snapshots import Snapshot
 from syncheck.text import brief

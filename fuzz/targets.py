@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import syncheck
 from fuzz import mutations
 from fuzz.judge import RANKS, check_copies
-from syncheck import readers
 from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
-from syncheck.readers.files import READERS
-from syncheck.readers.pickles.tensor_location import Record, locate_tensor
+from syncheck.readers.formats import READERS
+from syncheck.readers.pickles.stand_ins import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Snapshot
@@ -38,7 +38,7 @@ class Target:
     """Write an input to a path as a checkpoint."""
     seeds: Callable[[], Iterator[bytes]]
     words: tuple[str, ...]
-    read: Callable[[str], Snapshot] = readers.read
+    read: Callable[[str], Snapshot] = syncheck.read
     mutate: Callable[[bytes, mutations.Mutate, random.Random], bytes] | None = None
     most: int = 16_384
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from syncheck.api import compare
     from syncheck.errors import CheckpointError, SyncheckError, UsageError
-    from syncheck.metadata_block import metadata
     from syncheck.model_diff import diff
     from syncheck.options import DiffOptions, Options
-    from syncheck.readers import read
+    from syncheck.readers.metadata_block import metadata
+    from syncheck.readers.open import read
     from syncheck.records import (
         Closure,
         Counts,
@@ -68,11 +68,10 @@ _HOME = {
     "Options": "syncheck.options",
     "diff": "syncheck.model_diff",
     "CheckpointError": "syncheck.errors",
-    "OutOfSync": "syncheck.errors",
     "SyncheckError": "syncheck.errors",
     "UsageError": "syncheck.errors",
-    "metadata": "syncheck.metadata_block",
-    "read": "syncheck.readers",
+    "metadata": "syncheck.readers.metadata_block",
+    "read": "syncheck.readers.open",
     "Snapshot": "syncheck.snapshots",
     "Tensor": "syncheck.snapshots",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck import paths as files
 from syncheck.comparison import reference
 from syncheck.comparison import replicas as comparison
 from syncheck.comparison.replicas import compare_group
@@ -17,9 +16,10 @@ from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
 from syncheck.layout.second_weights import separate_copies
 from syncheck.messages import Note
-from syncheck.omissions import find_shared_files, remove_aliases
 from syncheck.options import Options as Options  # users import it from here too
 from syncheck.options import build_selection
+from syncheck.readers import find as files
+from syncheck.readers.find import find_shared_files, remove_aliases
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tensors import kinds
 from syncheck.tensors.blocks import broken_files
@@ -189,8 +189,8 @@ def read_baseline_for_update(path: str) -> Known:
 
     Raises UsageError as `read` does, and if the file is obviously not writable.
     """
-    from syncheck import outputs
     from syncheck.diagnose import baseline
+    from syncheck.readers import outputs
 
     known = baseline.read(path, may_be_missing=True)
     outputs.check(path, baseline.OPTION)
@@ -199,7 +199,7 @@ def read_baseline_for_update(path: str) -> Known:
 
 def write_baseline(path: str, known: Known) -> None:
     """Write a baseline atomically. Raises UsageError if it cannot be written."""
-    from syncheck import outputs
     from syncheck.diagnose import baseline
+    from syncheck.readers import outputs
 
     outputs.write(path, baseline.serialize(known), baseline.OPTION)

@@ -8,9 +8,9 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from syncheck import paths
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import partition_by
+from syncheck.readers import find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def _group_all_steps(files: Sequence[str]) -> Sequence[ReplicaGroup]:
         candidates += glob.iglob(pattern)
     if not 1 < len(candidates) <= _MOST_FILES:
         return ()
-    opened = paths.open_checkpoints(candidates)
+    opened = find.open_checkpoints(candidates)
     return group_replicas(opened.snapshots, roots=opened.roots)
 
 

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import outputs
 from syncheck.comparison.replicas import compare_group
 from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
@@ -30,6 +29,7 @@ from syncheck.layout.second_weights import drop_unmatched_copies
 from syncheck.layout.whole_model import add_tied_names, list_boxes
 from syncheck.messages import Note, relabel
 from syncheck.options import DiffOptions, build_selection
+from syncheck.readers import outputs
 from syncheck.records import Reason, Report
 from syncheck.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
 from syncheck.tensors.blocks import Files

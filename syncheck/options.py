@@ -12,7 +12,7 @@ of the help. The rest is generated from these declarations:
 An option of a comparison is a field of `Options`, any other option of a run is a field of `RunOptions`. Help texts do
 not spell other options, because each surface spells them differently (`errors.Words`).
 
-The command line and pytest import this module on every start, so it imports no other module than `errors`.
+The command line and pytest import this module on every start, so it imports only `errors` and `text`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import paths
 from syncheck.conversion.name_maps import find_variables
 from syncheck.earlier_steps import find_earlier
 from syncheck.errors import SyncheckError, UsageError
@@ -18,6 +17,7 @@ from syncheck.layout.groups import ReplicaGroup
 from syncheck.layout.second_weights import separate_copies
 from syncheck.layout.whole_model import join, list_boxes, split_folder
 from syncheck.messages import Grouping
+from syncheck.readers import find
 from syncheck.records import Alias, Place
 from syncheck.text import names_text
 
@@ -92,10 +92,10 @@ def open_side(label: str, source: Source) -> Side:
     return Side(label, group, model, opened.skipped, tuple(opened.aliases), variables)
 
 
-def _open_files(source: Source) -> tuple[str, ReplicaGroup, paths.Opened]:
+def _open_files(source: Source) -> tuple[str, ReplicaGroup, find.Opened]:
     """Return the paths as text, the files of one model by rank, and everything that was opened."""
     given = _split(source)
-    opened = paths.open_checkpoints(given)
+    opened = find.open_checkpoints(given)
     if broken := opened.unreadable:
         raise UsageError(f"{broken[0].path}: {broken[0].reason}")
     groups = group_replicas(separate_copies(opened.snapshots), roots=opened.roots)

@@ -13,8 +13,8 @@ import pytest
 
 import syncheck
 import syncheck.live
-from syncheck.readers import READERS
 from syncheck.readers.folders import FOLDERS
+from syncheck.readers.formats import READERS
 from tools.house import measure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,9 +36,9 @@ RARELY_NEEDED = tuple(
 # A room is a module or a package directly below syncheck/. A module imports only rooms to the left of its own, also in
 # functions and below `if TYPE_CHECKING`. Rooms between `|` do not import each other.
 LAYERS = (
-    "text < errors < messages | atomic < snapshots < findings < records < tensors | metadata_block < layout < "
-    "comparison | readers | diagnose < options | omissions | outputs | contents < config | paths | fingerprint < "
-    "conversion | report < api | earlier_steps | event_consistency < events | sides < model_diff < live < testing < "
+    "text < errors < messages | atomic < snapshots < findings < records < tensors < layout < "
+    "comparison | readers | diagnose < options < config | conversion | report < api | earlier_steps | "
+    "event_consistency < events | sides < model_diff < live < testing < "
     "__init__ | cli | integrations | pytest_plugin < __main__"
 )
 

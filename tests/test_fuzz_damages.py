@@ -18,8 +18,9 @@ from fuzz.fields import DATA, find_fields
 from fuzz.judge import compare_guarded, judge_comparison
 from fuzz.mutations import KINDS, damage_checkpoint, damaged_labels
 from syncheck.errors import MalformedFile
-from syncheck.readers import READERS, torch_zip
+from syncheck.readers import torch_zip
 from syncheck.readers.folders import FOLDERS
+from syncheck.readers.formats import READERS
 
 ROOT = Path(__file__).resolve().parents[1]
 

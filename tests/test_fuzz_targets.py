@@ -30,7 +30,7 @@ from fuzz.mutations import (
 from fuzz.targets import SEEDS, TARGETS
 from syncheck import api
 from syncheck.errors import MalformedFile
-from syncheck.readers import files, torch_zip
+from syncheck.readers import formats, torch_zip
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ SMALL = (SEEDS / "zip" / "small").read_bytes()
 def test_every_format_of_files_is_fuzzed() -> None:
     """The seeds include a file of each reader."""
     heads = {path.read_bytes()[:64] for name in TARGETS for path in (SEEDS / name).iterdir()}
-    unseen = [name for name, reader in files.READERS.items() if not any(map(reader.matches, heads))]
+    unseen = [name for name, reader in formats.READERS.items() if not any(map(reader.matches, heads))]
     assert unseen == [], "a reader without a target in fuzz/targets.py and seeds"
 
 
@@ -134,13 +134,13 @@ def test_errors_must_be_one_line_on_the_file(text: str, tmp_path: Path, monkeypa
 def test_reads_must_be_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two reads of the same bytes are equal; NaN equals NaN."""
     count = iter(range(10))
-    real = files.remove_bookkeeping
+    real = formats.remove_bookkeeping
     monkeypatch.setattr(
-        files, "remove_bookkeeping", lambda s: real(Snapshot(**{**parts(s), "values": {"n": next(count)}}))
+        formats, "remove_bookkeeping", lambda s: real(Snapshot(**{**parts(s), "values": {"n": next(count)}}))
     )
     assert broken(tmp_path).kind == "two reads of one file are not the same"
     monkeypatch.setattr(
-        files, "remove_bookkeeping", lambda s: real(Snapshot(**{**parts(s), "values": {"n": float("nan")}}))
+        formats, "remove_bookkeeping", lambda s: real(Snapshot(**{**parts(s), "values": {"n": float("nan")}}))
     )
     TARGETS["zip"].check(SMALL, tmp_path)
 

@@ -13,6 +13,7 @@ from checkpoints import network, save
 import syncheck
 from syncheck import api, config, options
 from syncheck.cli import main, parser
+from syncheck.comparison import selection
 from syncheck.errors import COMMAND_LINE, PYTEST, PYTHON, TOML, OptionError, UsageError, spelling
 from syncheck.options import INTEGER, SELECTION, Options, RunOptions, list_options, option
 
@@ -135,7 +136,7 @@ def test_options_are_importable_from_the_api() -> None:
 def test_each_choice_of_only_selects_kinds() -> None:
     """The kinds of tensors of each value of `only` are known, and the command line has a switch for each."""
     declaration = list_options(PYTHON, Options)["only"]
-    assert set(declaration.choices) == set(api.ONLY) == set(declaration.switch_help)
+    assert set(declaration.choices) == set(selection.ONLY) == set(declaration.switch_help)
     arguments = parser.build_parser().parse_args(["compare", "x", *(f"--only-{name}" for name in declaration.choices)])
     assert arguments.only == list(declaration.choices)
 
@@ -168,9 +169,9 @@ def test_only_is_a_switch_on_the_command_line() -> None:
 
 
 def test_importing_the_declarations_is_cheap() -> None:
-    """The module imports only `errors`, because the command line and pytest import it on every start."""
+    """The module imports only `errors` and `text`, because the command line and pytest import it on every start."""
     import subprocess
 
     code = "import sys, syncheck.options; print(sorted(name for name in sys.modules if name.startswith('syncheck.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['syncheck.errors', 'syncheck.options']"
+    assert done.stdout.strip() == "['syncheck.errors', 'syncheck.options', 'syncheck.text']"

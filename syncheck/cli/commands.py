@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck import outputs
 from syncheck.cli import output
 from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError
+from syncheck.readers import outputs
 from syncheck.report import files
 from syncheck.text import logged, one_line
 
@@ -268,7 +268,7 @@ def show(arguments: argparse.Namespace) -> int:
 
         listed = list_shards(arguments.path)
     else:
-        from syncheck import contents
+        from syncheck.readers import contents
 
         listed = contents.describe(arguments.path)
     if arguments.format == "json":
@@ -285,19 +285,18 @@ def show(arguments: argparse.Namespace) -> int:
 
 def fingerprint(arguments: argparse.Namespace) -> int:
     """`syncheck fingerprint`."""
-    from syncheck import fingerprint as made
-    from syncheck import paths
+    from syncheck.readers import find, fingerprints
     from syncheck.report.words import bytes_text
 
-    opened = paths.open_checkpoints(arguments.paths)
+    opened = find.open_checkpoints(arguments.paths)
     unreadable = [f"{broken.path}: {broken.reason}" for broken in opened.unreadable]
-    for snapshot, path in made.choose_output_paths(opened.snapshots, arguments.output):
+    for snapshot, path in fingerprints.choose_output_paths(opened.snapshots, arguments.output):
         try:
-            text = made.fingerprint(snapshot)
+            text = fingerprints.fingerprint(snapshot)
         except CheckpointError as error:
             unreadable.append(str(error))
             continue
-        made.write(path, text)
+        fingerprints.write(path, text)
         if not arguments.quiet:
             size = f"{len(snapshot.tensors)} tensors, {bytes_text(snapshot.bytes)} in {bytes_text(len(text))}"
             line = f"{one_line(path)}: fingerprint of {one_line(snapshot.path)}, {size}"

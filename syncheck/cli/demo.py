@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncheck import outputs
 from syncheck.cli import output, streams
 from syncheck.errors import DemoFailed
+from syncheck.readers import outputs
 
 if TYPE_CHECKING:
     from syncheck.records import Report

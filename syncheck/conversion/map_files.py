@@ -8,11 +8,11 @@ from collections import Counter
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from syncheck import outputs
 from syncheck.conversion.name_maps import VARIABLES, NameMap, Rule, is_setting, is_size
 from syncheck.conversion.templates import parse_template
 from syncheck.conversion.vocabularies import has_vocabulary
 from syncheck.errors import UsageError
+from syncheck.readers import outputs
 from syncheck.text import brief
 
 if TYPE_CHECKING:

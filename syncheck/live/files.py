@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncheck import paths
 from syncheck.errors import OptionError, UsageError
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.groups import title_of
@@ -16,6 +15,7 @@ from syncheck.live.channel import MAX_VALUES, group_ranks_by_value
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.manifest import FileBytes
 from syncheck.messages import Grouping
+from syncheck.readers import find
 from syncheck.snapshots import Metadata, contiguous_strides
 from syncheck.tensors.blocks import Files, is_plain
 from syncheck.tensors.kinds import make_selector
@@ -87,7 +87,7 @@ def _open_checkpoint(path: str, files: Files) -> Snapshot:
 
     Raises CheckpointError for unreadable files, UsageError for a folder of several checkpoints and for a fingerprint.
     """
-    opened = paths.open_checkpoints([path])
+    opened = find.open_checkpoints([path])
     for broken in opened.unreadable:
         raise UsageError(f"{broken.path}: {broken.reason}")
     if len(opened.snapshots) != 1:

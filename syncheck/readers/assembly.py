@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
 from syncheck.messages import Note
-from syncheck.readers.files import read_file
+from syncheck.readers.formats import read_file
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 from syncheck.tensors.names import make_unique_name
 from syncheck.text import brief

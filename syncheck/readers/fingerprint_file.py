@@ -1,6 +1,6 @@
 """Fingerprint files: JSON written by `syncheck fingerprint`, with a digest instead of each tensor's bytes.
 
-The writer is `syncheck/fingerprint.py`. Like all files, fingerprints are untrusted.
+The writer is `syncheck/readers/fingerprints.py`. Like all files, fingerprints are untrusted.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 
 from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Message, Note, Refusal
-from syncheck.metadata_block import parse_metadata
-from syncheck.readers import limits
+from syncheck.readers import untrusted
+from syncheck.readers.metadata_block import parse_metadata
 from syncheck.readers.untrusted import parse_json_object, read_whole
 from syncheck.snapshots import (
     MOST_DIMENSIONS,
@@ -69,8 +69,8 @@ def read(path: str) -> Snapshot:
     if not _is_text(algorithm) or not algorithm:
         raise _malformed(path, "algorithm", brief(algorithm), "a name")
     tensors = _get_dict(document, "tensors", path)
-    if len(tensors) > limits.MOST_TENSORS:
-        raise _malformed(path, "tensors", f"{len(tensors)} tensors", f"at most {limits.MOST_TENSORS}")
+    if len(tensors) > untrusted.MOST_TENSORS:
+        raise _malformed(path, "tensors", f"{len(tensors)} tensors", f"at most {untrusted.MOST_TENSORS}")
     metadata = None if document.get("metadata") is None else parse_metadata(document["metadata"], path)
     return Snapshot(
         path,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile
 from syncheck.readers import torch_legacy
-from syncheck.readers.pickles.stand_ins import Storage
-from syncheck.readers.pickles.tensor_location import Record, locate_tensor
+from syncheck.readers.pickles.stand_ins import Record, Storage, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.readers.untrusted import open_regular_file

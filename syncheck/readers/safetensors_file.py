@@ -15,8 +15,8 @@ from typing import Any
 
 from syncheck.errors import MalformedFile
 from syncheck.messages import Refusal
-from syncheck.metadata_block import KEY, parse_metadata
-from syncheck.readers import limits
+from syncheck.readers import untrusted
+from syncheck.readers.metadata_block import KEY, parse_metadata
 from syncheck.readers.untrusted import open_regular_file, parse_json_object
 from syncheck.snapshots import (
     MOST_DIMENSIONS,
@@ -59,8 +59,8 @@ def read(path: str) -> Snapshot:
         raw = file.read(length)
     header = parse_json_object(raw, path, "header", _AGAIN, entry=b'"data_offsets"')
     strings = header.pop("__metadata__", {})
-    if len(header) > limits.MOST_TENSORS:
-        raise _malformed(path, "header", f"{len(header)} tensors", f"at most {limits.MOST_TENSORS}")
+    if len(header) > untrusted.MOST_TENSORS:
+        raise _malformed(path, "header", f"{len(header)} tensors", f"at most {untrusted.MOST_TENSORS}")
     if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
         raise _malformed(path, "__metadata__", "values that are not strings", "strings")
     tensors: dict[str, Tensor] = {}

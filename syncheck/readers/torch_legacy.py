@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnsupportedFormat
-from syncheck.readers.pickles.tensor_location import Record, locate_tensor
+from syncheck.readers.pickles.stand_ins import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Pickled, Stream, unpickle
 from syncheck.readers.untrusted import open_regular_file

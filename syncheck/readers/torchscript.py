@@ -21,7 +21,7 @@ from syncheck.snapshots import Membership
 from syncheck.tensors.names import CODE
 
 if TYPE_CHECKING:
-    from syncheck.readers.torch_zip import Archive
+    from syncheck.readers.zip_archive import Archive
     from syncheck.snapshots import Snapshot, Tensor
 
 # The name of the constants in the code.

@@ -1,4 +1,9 @@
-"""Open untrusted files and parse untrusted JSON: without side effects, without blocking, and with limits."""
+"""Open untrusted files and parse untrusted JSON: without side effects, without blocking, and with limits.
+
+The limits for the content of one file are documented in SECURITY.md. They are far above real checkpoints: the largest
+published models have some hundred thousand tensors in a file, with the optimizer's, and a state dict some million
+values. An untrusted file of 100 MB can claim a hundred million.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,17 @@ import stat
 from typing import Any, BinaryIO, NoReturn
 
 from syncheck.errors import MalformedFile, UnreadableFile
-from syncheck.readers import limits
+
+# Tensors of a safetensors file or a fingerprint.
+MOST_TENSORS = 1_000_000
+# Parts of all containers of a pickle.
+MOST_ENTRIES = 5_000_000
+# Objects in a pickle or in JSON, weighted by memory: 1 for some hundred bytes.
+MOST_OBJECTS = 20_000_000
+# The same for `.metadata` of torch.distributed.checkpoint, which has several objects per chunk: a million chunks.
+MOST_INDEX_OBJECTS = 120_000_000
+# Unknown classes of a pickle.
+MOST_CLASSES = 10_000
 
 
 def open_regular_file(path: str) -> BinaryIO:
@@ -59,10 +74,10 @@ def parse_json_object(
     def refuse(found: str, needed: str) -> NoReturn:
         raise MalformedFile(path, place=place, found=found, needed=needed, next_step=next_step) from None
 
-    if entry and raw.count(entry) > limits.MOST_TENSORS:
-        refuse(f"more than {limits.MOST_TENSORS} tensors", "fewer")
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > limits.MOST_OBJECTS:
-        refuse(f"more than {limits.MOST_OBJECTS} parts", "fewer")
+    if entry and raw.count(entry) > MOST_TENSORS:
+        refuse(f"more than {MOST_TENSORS} tensors", "fewer")
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MOST_OBJECTS:
+        refuse(f"more than {MOST_OBJECTS} parts", "fewer")
     try:
         # Decoded as UTF-8, because json.loads would also accept UTF-16 and lone surrogates in bytes.
         found = json.loads(

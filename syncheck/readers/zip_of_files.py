@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import CheckpointError, NotACheckpoint, UnsupportedFormat
 from syncheck.messages import Note
 from syncheck.readers.pickles.tree import flatten
-from syncheck.readers.torch_zip import MAGIC, Archive, Directory
 from syncheck.readers.unread import NEEDED, Unread, describe_zip
 from syncheck.readers.untrusted import FileRange
+from syncheck.readers.zip_archive import MAGIC, Archive, Directory
 from syncheck.snapshots import Snapshot
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncheck import outputs
 from syncheck.errors import UsageError
 from syncheck.options import EXTENSIONS
+from syncheck.readers import outputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

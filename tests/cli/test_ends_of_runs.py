@@ -64,7 +64,7 @@ def write_many_tensors(folder: Path, tensors: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["syncheck.cli", "syncheck.errors", "argparse", "syncheck.cli.parser", "syncheck.paths"]
+    "module", ["syncheck.cli", "syncheck.errors", "argparse", "syncheck.cli.parser", "syncheck.readers.find"]
 )
 def test_interrupted_while_importing(tmp_path: Path, module: str) -> None:
     """Ctrl-C during the imports ends the program without a traceback."""

@@ -15,12 +15,12 @@ import pytest
 from checkpoints import Done, network, save_pth, save_safetensors
 
 import syncheck
-from syncheck import outputs
 from syncheck.conversion.map_files import write_map
 from syncheck.conversion.name_maps import NameMap, Rule
 from syncheck.errors import OptionError
 from syncheck.live.reporter import Reporter
 from syncheck.options import EXTENSIONS, DiffOptions
+from syncheck.readers import outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -62,9 +62,10 @@ def replace_with_text(file: Path) -> None:
 
 def replace_with_fingerprint(file: Path) -> None:
     """Replace the file with a fingerprint."""
-    from syncheck import fingerprint, read
+    from syncheck import read
+    from syncheck.readers import fingerprints
 
-    made = fingerprint.fingerprint(read(str(file)))
+    made = fingerprints.fingerprint(read(str(file)))
     file.write_text(made)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from checkpoints import network, save_pth, save_safetensors
 
-from syncheck import contents
 from syncheck.diagnose.rules import RULES
+from syncheck.readers import contents
 from syncheck.report import terminal, text
 
 if TYPE_CHECKING:

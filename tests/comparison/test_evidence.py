@@ -10,9 +10,8 @@ from checkpoints import compare_ranks, save_safetensors
 from dtensors import save_ranks
 
 import syncheck
-from syncheck import readers
 from syncheck.comparison import evidence
-from syncheck.fingerprint import fingerprint, write
+from syncheck.readers.fingerprints import fingerprint, write
 from syncheck.records import Evidence
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ class TestDirections:
 def test_digests_have_no_evidence(tmp_path: Path) -> None:
     """Tensors compared by digest have no evidence, because their bytes are unavailable."""
     for rank, path in enumerate(save(tmp_path, {"w": weights()}, {"w": weights() + 1})):
-        write(str(tmp_path / f"m_rank{rank}.fingerprint.json"), fingerprint(readers.read(str(path))))
+        write(str(tmp_path / f"m_rank{rank}.fingerprint.json"), fingerprint(syncheck.read(str(path))))
         path.unlink()
     result = compare_folder(tmp_path)["w"]
     assert (result.status, result.mismatched, result.evidence) == ("different", None, None)

@@ -13,7 +13,7 @@ from checkpoints import save_header
 
 import syncheck
 from syncheck.errors import SyncheckError
-from syncheck.fingerprint import fingerprint
+from syncheck.readers.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,8 @@ import torch
 from checkpoints import save_safetensors
 
 import syncheck
-from syncheck.fingerprint import fingerprint
 from syncheck.options import DiffOptions
+from syncheck.readers.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,9 @@ import pytest
 from checkpoints import save_pth
 
 import syncheck
-from syncheck import api, readers
-from syncheck.fingerprint import fingerprint
-from syncheck.fingerprint import write as write_fingerprint
+from syncheck import api
+from syncheck.readers.fingerprints import fingerprint
+from syncheck.readers.fingerprints import write as write_fingerprint
 from syncheck.tensors.blocks import Files
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     for step in SECOND_BEHIND:
         for rank in range(3):
             name = f"step_{step}/rank_{rank}"
-            printed = fingerprint(readers.read(str(tmp_path / "files" / f"{name}.pth")))
+            printed = fingerprint(syncheck.read(str(tmp_path / "files" / f"{name}.pth")))
             write_fingerprint(str(tmp_path / "prints" / f"{name}.fingerprint.json"), printed)
     report = syncheck.compare(tmp_path / "prints")
     assert stale_ranks(report) == {3: {1: 2}}

@@ -14,10 +14,9 @@ import pytest
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge
 
 import syncheck
-from syncheck import readers
 from syncheck.conversion.adapters import Adapter
-from syncheck.fingerprint import fingerprint
 from syncheck.options import DiffOptions
+from syncheck.readers.fingerprints import fingerprint
 from syncheck.records import Reason
 
 if TYPE_CHECKING:
@@ -502,6 +501,6 @@ def test_settings_in_fingerprints(tmp_path: Path, model: Weights, adapter: Weigh
     settings = {"target_modules": names}
     first, second = write_adapters(tmp_path, adapter, model, settings, {"lora_alpha": 2 * ALPHA})
     for folder, name in ((first, "first"), (second, "second")):
-        (second / f"{name}.json").write_text(fingerprint(readers.read(str(folder))))
+        (second / f"{name}.json").write_text(fingerprint(syncheck.read(str(folder))))
     assert syncheck.diff(first, second / "first.json").exit_code == 0
     assert syncheck.diff(first, second / "second.json").exit_code == 2

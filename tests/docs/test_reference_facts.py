@@ -11,7 +11,7 @@ from checkpoints import snapshot
 from syncheck.cli.ranks import FIELDS
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.path_numbers import split_path
-from syncheck.readers import sniff_folder
+from syncheck.readers.open import sniff_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata as classes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from syncheck import readers
+import syncheck
 from syncheck.tensors.blocks import Files, ranges
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def write_metadata(path: Path, content: Any) -> None:
 
 def contents(path: Path | Snapshot) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Read every tensor of a checkpoint with syncheck: dtype, shape and bytes in C order."""
-    snapshot = readers.read(str(path)) if not hasattr(path, "tensors") else path
+    snapshot = syncheck.read(str(path)) if not hasattr(path, "tensors") else path
     with Files() as files:
         return {
             name: (

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from checkpoints import save
 
-from syncheck import api, readers
+import syncheck
+from syncheck import api
 from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.readers import torch_zip
 from syncheck.readers.dcp import folder
@@ -77,7 +78,7 @@ def test_a_file_truncated_between_two_reads(
     """A truncation during the read of a tensor with any layout is reported, without a crash."""
     program = f"""
 import os
-from syncheck.kernel import strided
+from syncheck.tensors import strided
 from syncheck.tensors.blocks import Files
 from syncheck.errors import MalformedFile
 from syncheck.snapshots import Tensor
@@ -121,7 +122,7 @@ def test_a_file_rewritten_while_it_is_read_is_never_in_sync(
 def test_a_file_is_checked_when_it_is_closed(tmp_path: Path) -> None:
     """With few open files, a file that changed while it was open is reported when it is closed."""
     paths = [save(tmp_path / f"w_rank{rank}.pth", {"w": np.ones(4, np.float32)}) for rank in range(2)]
-    first, second = (readers.read(str(path)).tensors["w"] for path in paths)
+    first, second = (syncheck.read(str(path)).tensors["w"] for path in paths)
     with Files(limit=1) as files:
         files.descriptor(first)
         change(paths[0], "overwritten")
@@ -187,5 +188,5 @@ def test_errors_while_opening_and_reading_have_equal_text(
     for reader in (torch_zip, folder):
         monkeypatch.setattr(reader, "read", broken)
     with pytest.raises(UnreadableFile) as caught:
-        readers.read(str(tmp_path / name))
+        syncheck.read(str(tmp_path / name))
     assert caught.value.reason == "input/output error"

@@ -18,7 +18,6 @@ from dcp_folders import assemble, contents, expected, load, save, trained  # noq
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict  # noqa: E402
 
 import syncheck  # noqa: E402
-from syncheck import readers  # noqa: E402
 from syncheck.errors import MalformedFile, UnreadableFile  # noqa: E402
 from syncheck.messages import Note  # noqa: E402
 
@@ -54,7 +53,7 @@ def test_equals_dcp_load(tmp_path: Path) -> None:
     loaded = load(folder, blank | {"list": [torch.zeros(2), torch.ones(3)]})
     first, second = loaded.pop("list")
     assert contents(folder) == expected(loaded | {"list.0": first, "list.1": second})
-    values = readers.read(str(folder)).values
+    values = syncheck.read(str(folder)).values
     assert values == {"settings.name": "run", "settings.sizes.0": 1, "settings.sizes.1": 2}
 
 
@@ -70,7 +69,7 @@ def test_names_equal_torch_save(tmp_path: Path, flat: bool) -> None:
     assert report.verdict == "in_sync"
     assert report.counts.identical == report.counts.tensors == 9 + 3 * 6
     assert report.groups[0].values == ()
-    values = readers.read(str(folder)).values
+    values = syncheck.read(str(folder)).values
     assert (values["step"], values["epoch"], values["optimizer.param_groups.0.lr"]) == (7, 1, 0.01)
 
 
@@ -91,7 +90,7 @@ def test_a_folder_equals_a_file(tmp_path: Path) -> None:
     for name, content in (("adamw", state), ("sgd", state | {"optimizer": plain.state_dict()})):
         torch.save(content, tmp_path / f"{name}.pth")
         folder, file = save(tmp_path / name, content), tmp_path / f"{name}.pth"
-        one, two = (readers.read(str(path)) for path in (folder, file))
+        one, two = (syncheck.read(str(path)) for path in (folder, file))
         assert contents(one) == contents(two)
         assert (one.values, one.metadata) == (two.values, two.metadata)
         assert ("optimizer.3.weight.exp_avg" in one.tensors) == (name == "adamw")
@@ -102,7 +101,7 @@ def test_extra_files_belong_to_the_checkpoint(tmp_path: Path, name: str) -> None
     """Lightning's meta.pt and Megatron-Core's common.pt with the step are part of the checkpoint."""
     folder = save(tmp_path / "folder", {"w": torch.ones(2)})
     torch.save({"iteration": 12, "rng_state": torch.zeros(3)}, folder / name)
-    snapshot = readers.read(str(folder))
+    snapshot = syncheck.read(str(folder))
     assert (set(snapshot.tensors), snapshot.values) == ({"w", "rng_state"}, {"iteration": 12})
     report = syncheck.compare(tmp_path)
     assert [group.replicas[0].path for group in report.groups] == [str(folder)]
@@ -138,7 +137,7 @@ def test_chunks_equal_a_file(tmp_path: Path) -> None:
 def test_objects_of_unknown_classes_are_listed(tmp_path: Path) -> None:
     """Objects of unknown classes are listed as not compared, but their tensors are compared."""
     state = {"w": torch.ones(2), "rate": _Rate(torch.ones(3))}
-    snapshot = readers.read(str(save(tmp_path / "folder", copy.copy(state))))
+    snapshot = syncheck.read(str(save(tmp_path / "folder", copy.copy(state))))
     assert any(stub.endswith("_Rate") for stub in snapshot.stubs)
     assert expected({"w": torch.ones(2), "rate.tensor": torch.ones(3)}) == contents(snapshot)
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from dcp_folders import assemble, contents, metadata, save, write_metadata  # noqa: E402
 
 import syncheck  # noqa: E402
-from syncheck import api, readers  # noqa: E402
+from syncheck import api  # noqa: E402
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat  # noqa: E402
 from syncheck.messages import Refusal  # noqa: E402
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def error(folder: Path, kind: type[CheckpointError] = MalformedFile) -> str:
     """Return the error of reading a folder."""
     with pytest.raises(kind) as caught:
-        readers.read(str(folder))
+        syncheck.read(str(folder))
     assert caught.value.path.startswith(str(folder))
     assert len(str(caught.value).splitlines()) == 1
     return str(caught.value)
@@ -122,7 +122,7 @@ def test_compressed_chunks_are_unsupported(folder: Path) -> None:
 def test_without_keys_the_flat_names_are_used(folder: Path) -> None:
     """Without a planner's keys, flat names are used."""
     change(folder, keys(None))
-    assert set(readers.read(str(folder)).tensors) == {"w", "v"}
+    assert set(syncheck.read(str(folder)).tensors) == {"w", "v"}
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nothing of the kind", b"\x80\x04N."])
@@ -232,7 +232,7 @@ def test_objects_that_torch_did_not_save_are_listed(folder: Path) -> None:
         content.storage_data[MetadataIndex("note")] = _StorageInfo("own.distcp", 0, 13)
 
     change(folder, edit)
-    tensors = readers.read(str(folder)).tensors
+    tensors = syncheck.read(str(folder)).tensors
     assert {name: tensor.refused for name, tensor in tensors.items()} == {
         "w": None,
         "v": None,

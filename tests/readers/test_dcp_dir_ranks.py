@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 import syncheck  # noqa: E402
-from syncheck import readers  # noqa: E402
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
@@ -66,7 +65,7 @@ def test_ddp_and_columns(syncheck_rank: Rank) -> None:
     report = save_and_compare(syncheck_rank, ddp, optimizer)
     assert report.verdict == "in_sync"
     assert report.counts.identical == report.counts.tensors == 9 + 3 * 6
-    paths = {tensor.path for tensor in readers.read(str(syncheck_rank.shared / "folder")).tensors.values()}
+    paths = {tensor.path for tensor in syncheck.read(str(syncheck_rank.shared / "folder")).tensors.values()}
     assert len(paths) == 2
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -85,7 +84,7 @@ def test_fsdp2_with_uneven_rows(syncheck_rank: Rank) -> None:
     assert report.verdict == "in_sync"
     assert report.counts.identical == report.counts.tensors == 10 + 3 * 7
     folder = syncheck_rank.shared / "folder"
-    snapshot = readers.read(str(folder))
+    snapshot = syncheck.read(str(folder))
     assert {len(snapshot.tensors[name].shards) for name in ("0.weight", "2.weight")} == {2}
     full = get_model_state_dict(model, options=FULL)
     assert {name: contents(snapshot)[name] for name in full} == expected(full)
@@ -126,7 +125,7 @@ def test_lightning_sharded_checkpoint(syncheck_rank: Rank) -> None:
     folder = syncheck_rank.shared / "epoch=3.ckpt"
     lightning._save_checkpoint(folder, state, full_state_dict=False, rank=syncheck_rank.rank)
     syncheck_rank.barrier()
-    snapshot = readers.read(str(folder))
+    snapshot = syncheck.read(str(folder))
     assert (snapshot.values["global_step"], snapshot.values["epoch"]) == (12, 3)
     assert {"0.weight", "optimizer.0.weight.exp_avg"} <= set(snapshot.tensors)
     report = syncheck.compare(syncheck_rank.shared)

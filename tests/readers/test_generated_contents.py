@@ -16,10 +16,10 @@ from malformed.opcodes import PROTOCOL, mapping, named, pickled, whole
 from malformed.torch_parts import INTACT, saved, state, storage, tensor, torch_legacy, torch_zip, with_zip64, zipped
 from strategies import EXAMPLES, for_all
 
+import syncheck
 from fuzz.judge import RANKS, check_copies
 from fuzz.targets import TARGETS
-from syncheck import readers
-from syncheck.fingerprint import fingerprint
+from syncheck.readers.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +69,7 @@ def test_safetensors(tmp_path: Path, examples: int) -> None:
 @EXAMPLES
 def test_fingerprints(tmp_path: Path, examples: int) -> None:
     """A fingerprint with edited JSON."""
-    document = json.loads(fingerprint(readers.read(str(save_header(tmp_path / "w.safetensors", HEADER, bytes(32))))))
+    document = json.loads(fingerprint(syncheck.read(str(save_header(tmp_path / "w.safetensors", HEADER, bytes(32))))))
     document["tensors"]["w"]["sharding"] = {
         "mesh": [2], "ranks": [0, 1], "placements": ["S(0)"], "shape": [4, 3], "names": ["dp"], "coordinate": [1],
     }  # fmt: skip
@@ -88,7 +88,7 @@ def test_indexes(tmp_path: Path, examples: int) -> None:
     def check_index(raw: bytes) -> None:
         for rank in RANKS:
             (tmp_path / rank / "model.safetensors.index.json").write_bytes(raw)
-        check_copies(readers.read, tmp_path)
+        check_copies(syncheck.read, tmp_path)
 
     for_all(edited(document), check_index, examples)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from syncheck.readers.files import read_file
+from syncheck.readers.formats import read_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from checkpoints import save_header, save_records
 import syncheck
 from syncheck.cli import main
 from syncheck.errors import MalformedFile
-from syncheck.readers import limits
+from syncheck.readers import untrusted
 from syncheck.readers.pickles import limits as pickle_limits
 from syncheck.readers.pickles import unpickle
 
@@ -62,9 +62,9 @@ def test_a_pickle_at_a_limit(
     """With a limit of 20 it is read, with 19 it is malformed; limits are looked up when a file is read."""
     path = save_records(tmp_path / "a_rank0.pth", b"\x80\x02" + pickled + b".")
     monkeypatch.setattr(pickle_limits, "_FEW_OPCODES", 0)
-    monkeypatch.setattr(limits, bound, 20)
+    monkeypatch.setattr(untrusted, bound, 20)
     syncheck.read(str(path))
-    monkeypatch.setattr(limits, bound, 19)
+    monkeypatch.setattr(untrusted, bound, 19)
     assert said in refused(path)
 
 
@@ -79,7 +79,7 @@ def test_objects_are_counted_by_opcode() -> None:
 
 def test_few_opcodes_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opcodes of small files are not counted, because they cannot take much memory."""
-    monkeypatch.setattr(limits, "MOST_OBJECTS", 0)
+    monkeypatch.setattr(untrusted, "MOST_OBJECTS", 0)
     assert pickle_limits.scan(b"](" + b"}" * 1000 + b"e.").fault == ""
     assert pickle_limits._FEW_OPCODES * 216 < 1 << 30  # bytes of an empty set, which one byte makes
 
@@ -102,9 +102,9 @@ def test_tensors_of_a_safetensors_header(name: str, tmp_path: Path, monkeypatch:
     entry = json.dumps(EMPTY).replace("data_offsets", name.format("") if "offsets" in name else "data_offsets")
     header = ", ".join(f'"{name.format(i)}": {entry}' for i in range(8))
     path = save_header(tmp_path / "a_rank0.safetensors", f"{{{header}}}".encode())
-    monkeypatch.setattr(limits, "MOST_TENSORS", 8)
+    monkeypatch.setattr(untrusted, "MOST_TENSORS", 8)
     assert len(syncheck.read(str(path)).tensors) == 8
-    monkeypatch.setattr(limits, "MOST_TENSORS", 7)
+    monkeypatch.setattr(untrusted, "MOST_TENSORS", 7)
     assert "header: " in (said := refused(path))
     assert "more than 7 tensors" in said or "8 tensors; needed at most 7" in said
 
@@ -121,12 +121,12 @@ def test_parts_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(syncheck.read(str(path)).tensors) == 2
     for bound, said in (("MOST_TENSORS", "more than 1 tensors"), ("MOST_OBJECTS", "more than 1 parts")):
         with monkeypatch.context() as patched:
-            patched.setattr(limits, bound, 1)
+            patched.setattr(untrusted, bound, 1)
             assert said in refused(path)
     folder = tmp_path / "model"
     save_header(folder / "a.safetensors", {"w": EMPTY})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
-    monkeypatch.setattr(limits, "MOST_OBJECTS", 1)
+    monkeypatch.setattr(untrusted, "MOST_OBJECTS", 1)
     assert "more than 1 parts" in refused(folder)
 
 
@@ -161,18 +161,18 @@ def test_real_files_at_the_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     Ten keys less are read.
     """
     path = tmp_path / "a_rank0.pth"
-    sets = limits.MOST_OBJECTS // pickle_limits._HEAVY + pickle_limits._FEW_OPCODES + 2000
+    sets = untrusted.MOST_OBJECTS // pickle_limits._HEAVY + pickle_limits._FEW_OPCODES + 2000
     save_records(path, b"\x80\x04](" + b"\x8f" * sets + b"e.")
     code, err = within(path, 1024)
     assert (code, len(err.splitlines())) == (2, 1)
-    assert f"more than {limits.MOST_OBJECTS} objects" in err
-    most = limits.MOST_ENTRIES // 10
-    monkeypatch.setattr(limits, "MOST_ENTRIES", most)
-    monkeypatch.setattr(limits, "MOST_OBJECTS", limits.MOST_OBJECTS // 10)
+    assert f"more than {untrusted.MOST_OBJECTS} objects" in err
+    most = untrusted.MOST_ENTRIES // 10
+    monkeypatch.setattr(untrusted, "MOST_ENTRIES", most)
+    monkeypatch.setattr(untrusted, "MOST_OBJECTS", untrusted.MOST_OBJECTS // 10)
     monkeypatch.setattr(pickle_limits, "_FEW_OPCODES", pickle_limits._FEW_OPCODES // 10)
     for count, is_read in ((most, False), (most - 10, True)):
         save_records(path, b"\x80\x02}(" + b"".join(keys(count)) + b"u.")
         if is_read:
             assert len(syncheck.read(str(path)).values) == count
         else:
-            assert f"more than {limits.MOST_OBJECTS} objects" in refused(path)
+            assert f"more than {untrusted.MOST_OBJECTS} objects" in refused(path)

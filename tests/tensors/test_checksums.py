@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from checkpoints import changed, network, save_pth, save_safetensors
 
+import syncheck
 import syncheck as library
-from syncheck import readers
 from syncheck.api import Options, compare
 from syncheck.diagnose import syn203_bn_count_mismatch
 from syncheck.errors import COMMAND_LINE, spelling
@@ -57,7 +57,7 @@ def test_no_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_damage_after_saving(tmp_path: Path) -> None:
     """If bytes change after saving, stored checksums are still equal, and only the full comparison finds the damage."""
     paths = save_ranks(tmp_path, network(), network())
-    offset = readers.read(paths[1]).tensors["fc.weight"].offset
+    offset = syncheck.read(paths[1]).tensors["fc.weight"].offset
     with open(paths[1], "r+b") as file:
         file.seek(offset)
         file.write(b"\xff\xff\x7f\x7f")
@@ -126,7 +126,7 @@ def test_tensors_without_checksum_are_counted(tmp_path: Path) -> None:
 
 def _erase_checksums(path: str, tensor: str = "") -> None:
     """Set the CRC-32 of all records, or of one tensor's record, to 0 in the directory of the zip file."""
-    offset = readers.read(path).tensors[tensor].offset if tensor else 0
+    offset = syncheck.read(path).tensors[tensor].offset if tensor else 0
     with open(path, "rb") as file:
         data = bytearray(file.read())
     done = 0
@@ -182,7 +182,7 @@ class TestLayouts:
     @pytest.fixture
     def tensor(self, tmp_path: Path) -> Tensor:
         """Return a 2 x 3 tensor that fills its record."""
-        return readers.read(save_ranks(tmp_path, {"w": np.arange(6.0).reshape(2, 3)})[0]).tensors["w"]
+        return syncheck.read(save_ranks(tmp_path, {"w": np.arange(6.0).reshape(2, 3)})[0]).tensors["w"]
 
     def test_equal_records_with_different_layouts(self, tensor: Tensor) -> None:
         """Equal records with different strides, byte orders or lazy operations give an unknown result."""

@@ -214,7 +214,7 @@ def _protect_inputs(
     written: the reports. baseline: the file to read. update: the baseline to update, if any.
     """
     from syncheck.errors import PYTEST
-    from syncheck.outputs import protect_all
+    from syncheck.readers.outputs import protect_all
 
     named = [(PYTEST.name("output"), path) for path in written]
     if update is not None:

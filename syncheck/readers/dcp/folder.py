@@ -20,10 +20,11 @@ from syncheck.messages import Note, Refusal
 from syncheck.readers import torch_zip
 from syncheck.readers.assembly import Assembly
 from syncheck.readers.dcp.index import METADATA, Chunk, Entry, read_index
-from syncheck.readers.files import read_file
+from syncheck.readers.formats import read_file
 from syncheck.readers.pickles.stand_ins import TensorLocation, refused_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.untrusted import FileRange, open_regular_file
+from syncheck.readers.zip_archive import MAGIC, Archive, Directory
 from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
 from syncheck.text import brief
 
@@ -160,7 +161,7 @@ class _Records:
             return
         view = io.BufferedReader(FileRange(file, chunk.offset, chunk.length))
         path = os.path.join(self.folder, chunk.file)
-        archive = torch_zip.Archive(torch_zip.Directory(view, path, chunk.offset))
+        archive = Archive(Directory(view, path, chunk.offset))
         pickled = archive.unpickle()
         if entry.shape is None:
             self.tensors |= {id(part): archive.tensor(name, part) for part in pickled.made}
@@ -218,7 +219,7 @@ class _Records:
 
 def _is_zip(file: BinaryIO, chunk: Chunk) -> bool:
     """Whether a record starts or ends as a zip; if it only ends as a zip, it is damaged."""
-    if torch_zip.matches(os.pread(file.fileno(), min(chunk.length, len(torch_zip.MAGIC)), chunk.offset)):
+    if torch_zip.matches(os.pread(file.fileno(), min(chunk.length, len(MAGIC)), chunk.offset)):
         return True
     end = chunk.offset + max(0, chunk.length - _ZIP_END_SIZE)
     return os.pread(file.fileno(), len(_ZIP_END), end) == _ZIP_END

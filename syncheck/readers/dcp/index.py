@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat
 from syncheck.layout.boxes import find_fault
-from syncheck.readers import limits
+from syncheck.readers import untrusted
 from syncheck.readers.pickles.stand_ins import Inert
 from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.readers.untrusted import read_whole
@@ -60,7 +60,7 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     Raises MalformedFile for a missing or inconsistent file, UnsupportedFormat for chunks of other writers.
     """
     data = _read_bytes(folder)
-    tree = unpickle(Stream(data, most=limits.MOST_INDEX_OBJECTS), folder, METADATA).tree
+    tree = unpickle(Stream(data, most=untrusted.MOST_INDEX_OBJECTS), folder, METADATA).tree
     fields = _get_fields(tree, "Metadata", folder, METADATA)
     known, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(known, dict) or not isinstance(stored, dict):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.errors import MalformedFile, UnreadableFile
 from syncheck.messages import Note
 from syncheck.readers.assembly import Assembly, match_in_order
-from syncheck.readers.files import read_file
+from syncheck.readers.formats import read_file
 from syncheck.readers.pickles.optimizer_names import match_by_order
 from syncheck.readers.untrusted import parse_json_object, read_whole
 from syncheck.text import brief

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.readers import limits
+from syncheck.readers import untrusted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -86,7 +86,7 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
     most: limit of objects in place of `MOST_OBJECTS`. The scan stops at an invalid opcode or the end of the data; the
     unpickler refuses both.
     """
-    most = limits.MOST_OBJECTS if most is None else most
+    most = untrusted.MOST_OBJECTS if most is None else most
     at, end, slow, passed, objects = start, len(data), False, 0, 0
     while at < end and objects <= most:
         run = _RUN.match(data, at)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile, UnsupportedFormat
 from syncheck.messages import Refusal
-from syncheck.metadata_block import KEY, parse_metadata
-from syncheck.readers import limits
+from syncheck.readers import untrusted
+from syncheck.readers.metadata_block import KEY, parse_metadata
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.cycles import ContainsItself, Owners, find_owners
 from syncheck.readers.pickles.membership import (
@@ -21,7 +21,6 @@ from syncheck.readers.pickles.membership import (
     name_of_class,
     name_of_object,
 )
-from syncheck.readers.pickles.numpy_stand_ins import NumpyDType
 from syncheck.readers.pickles.optimizer_names import (
     list_ids,
     list_members,
@@ -29,6 +28,7 @@ from syncheck.readers.pickles.optimizer_names import (
     match_parameters,
     stored_names,
 )
+from syncheck.readers.pickles.rebuild import NumpyDType
 from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
 from syncheck.snapshots import Membership
 from syncheck.tensors.names import MODEL_CONTAINERS
@@ -85,7 +85,7 @@ class Flat:
         self.letters += parts * len(name)
         if self.nodes > self.most or self.letters > MAX_LETTERS:
             # At the absolute limit, the file may really contain this many parts.
-            many = self.most == limits.MOST_ENTRIES and self.letters <= MAX_LETTERS
+            many = self.most == untrusted.MOST_ENTRIES and self.letters <= MAX_LETTERS
             found = f"more than {self.most} parts" if many else "containers unfold without end"
             raise _endless_error(path, name, found, f"at most {self.most} parts")
 
@@ -118,7 +118,7 @@ def flatten(tree: Any, path: str, size: int = MAX_NODES, made: Sequence[TensorLo
     bytes of the pickle. made: all tensors that the pickle rebuilt; each gets a name.
     Raises MalformedFile for endless trees.
     """
-    flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, limits.MOST_ENTRIES))
+    flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, untrusted.MOST_ENTRIES))
     try:
         try:
             return _flatten_with_lost(tree, path, flat, made)

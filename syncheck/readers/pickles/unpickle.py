@@ -18,11 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from syncheck.errors import CheckpointError, MalformedFile, RefusedFile, UnsupportedFormat
-from syncheck.readers import limits
+from syncheck.readers import untrusted
 from syncheck.readers.pickles.dtensor import SUBCLASSES
 from syncheck.readers.pickles.limits import Keys, check_nesting, scan
-from syncheck.readers.pickles.numpy_stand_ins import NUMPY
-from syncheck.readers.pickles.rebuild import REBUILT
+from syncheck.readers.pickles.rebuild import NUMPY, REBUILT
 from syncheck.readers.pickles.refusals import is_refused, is_refused_attribute, rename_module
 from syncheck.readers.pickles.stand_ins import Inert, StandIn, Storage, StorageType, TensorLocation, name_class
 from syncheck.snapshots import MOST_ELEMENTS
@@ -120,8 +119,8 @@ class _Rules:
     def _make_stub(self, full: str) -> type[Inert]:
         """Return the inert class of a name, always the same class for the same name."""
         if full not in self.stubs:
-            if len(self.stubs) == limits.MOST_CLASSES:
-                raise pickle.UnpicklingError(f"more than {limits.MOST_CLASSES} unknown classes")
+            if len(self.stubs) == untrusted.MOST_CLASSES:
+                raise pickle.UnpicklingError(f"more than {untrusted.MOST_CLASSES} unknown classes")
             self.stubs[full] = type("Inert", (Inert,), {"name": full})
         return self.stubs[full]
 

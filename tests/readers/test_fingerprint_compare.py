@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from checkpoints import changed, network, save_pth, save_safetensors
 
-from syncheck import readers
+import syncheck
 from syncheck.api import Options, compare
 from syncheck.diagnose import syn203_bn_count_mismatch
 from syncheck.diagnose.case import Common
-from syncheck.fingerprint import fingerprint, write
 from syncheck.messages import Detail, Note
+from syncheck.readers.fingerprints import fingerprint, write
 from syncheck.report import html, json_document, markdown, plain, text
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def replicas(folder: Path, states: list[Any], fingerprints: set[int] | None = No
         path = save_pth(folder / f"run_rank{rank}.pth", state)
         if fingerprints is None or rank in fingerprints:
             made = folder / f"run_rank{rank}.fingerprint.json"
-            write(str(made), fingerprint(readers.read(str(path))))
+            write(str(made), fingerprint(syncheck.read(str(path))))
             path.unlink()
             path = made
         paths.append(str(path))

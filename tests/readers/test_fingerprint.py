@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from checkpoints import network, save_pth, save_safetensors
 
-from syncheck import readers
+import syncheck
 from syncheck.errors import MalformedFile
-from syncheck.fingerprint import choose_output_paths, fingerprint, write
 from syncheck.messages import Note, Refusal
-from syncheck.metadata_block import KEY, metadata
+from syncheck.readers.fingerprints import choose_output_paths, fingerprint, write
+from syncheck.readers.metadata_block import KEY, metadata
 from syncheck.snapshots import Sharding, Snapshot, Tensor
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ ARRAYS: dict[str, Any] = {
 def read_back(snapshot: Snapshot, path: Path) -> Snapshot:
     """Write a snapshot's fingerprint and read it again."""
     write(str(path), fingerprint(snapshot))
-    return readers.read(str(path))
+    return syncheck.read(str(path))
 
 
 def test_digests_equal_hashlib(tmp_path: Path) -> None:
     """The digest of every dtype and shape equals hashlib's for its little-endian bytes in C order."""
-    found = read_back(readers.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
+    found = read_back(syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
     assert found.format == "fingerprint"
     assert found.tensors.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
@@ -59,7 +59,7 @@ def test_digests_equal_hashlib(tmp_path: Path) -> None:
 
 def test_moments_of_finite_elements(tmp_path: Path) -> None:
     """Moments equal numpy's for the finite elements in float64; complex and empty tensors have no moments."""
-    found = read_back(readers.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
+    found = read_back(syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", ARRAYS))), tmp_path / "a.json")
     for name, array in ARRAYS.items():
         digest = found.tensors[name].digest
         assert digest is not None
@@ -78,7 +78,7 @@ def test_moments_of_many_blocks(tmp_path: Path) -> None:
     array = np.random.default_rng(0).standard_normal(700_001).astype(np.float32)
     array[[0, 300_000, 700_000]] = np.nan
     found = read_back(
-        readers.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": array}))), tmp_path / "a.json"
+        syncheck.read(str(save_safetensors(tmp_path / "a.safetensors", {"w": array}))), tmp_path / "a.json"
     )
     digest = found.tensors["w"].digest
     assert digest is not None
@@ -103,7 +103,7 @@ def test_values_and_metadata_survive(tmp_path: Path) -> None:
         "epoch": 3,
         "comment": "not kept",
     }
-    before = readers.read(str(save_pth(tmp_path / "a.pth", tree)))
+    before = syncheck.read(str(save_pth(tmp_path / "a.pth", tree)))
     after = read_back(before, tmp_path / "a.json")
     assert after.metadata == before.metadata
     assert after.metadata is not None
@@ -117,7 +117,7 @@ def test_hostile_metadata_is_not_written(tmp_path: Path) -> None:
     """Containers, NaN, huge integers and integer keys of an untrusted metadata block are not written."""
     config = {"lr": 0.1, "deep": {"a": 1}, "nan": math.nan, "huge": 10**5000, 3: 4}
     block = metadata(run="r", rank=0, world_size=2) | {"config": config}
-    after = read_back(readers.read(str(save_pth(tmp_path / "a.pth", {KEY: block, "w": np.ones(2)}))), tmp_path / "f")
+    after = read_back(syncheck.read(str(save_pth(tmp_path / "a.pth", {KEY: block, "w": np.ones(2)}))), tmp_path / "f")
     assert after.metadata is not None
     assert dict(after.metadata.config) == {"lr": 0.1}
 
@@ -136,8 +136,8 @@ def test_refused_tensors_and_shards_survive(tmp_path: Path) -> None:
 def test_the_text_is_reproducible(tmp_path: Path) -> None:
     """A checkpoint always gives the same file, in ASCII, with one line per tensor and without folder names."""
     path = save_pth(tmp_path / "secret-folder" / "a.pth", {"caf\u00e9": np.ones(2), "b": np.ones(3)})
-    text = fingerprint(readers.read(str(path)))
-    assert text == fingerprint(readers.read(str(path)))
+    text = fingerprint(syncheck.read(str(path)))
+    assert text == fingerprint(syncheck.read(str(path)))
     assert text.isascii()
     assert "secret-folder" not in text
     assert len([line for line in text.splitlines() if '"digest"' in line]) == 2
@@ -148,21 +148,21 @@ def test_a_fingerprint_is_small(tmp_path: Path) -> None:
     """A fingerprint has at most 300 bytes per tensor, for any size of the tensors."""
     state = {f"layer{i}.weight": np.full((64, 64), i / 7, np.float32) for i in range(50)}
     path = save_pth(tmp_path / "a.pth", state)
-    assert len(fingerprint(readers.read(str(path)))) < 50 * 300 < path.stat().st_size / 50
+    assert len(fingerprint(syncheck.read(str(path)))) < 50 * 300 < path.stat().st_size / 50
 
 
 def test_a_dropped_value_is_noted(tmp_path: Path) -> None:
     """A step too large for a JSON number is dropped, and a note reports this."""
     path = save_pth(tmp_path / "a.pth", {"w": np.ones(2), "step": 2**64})
-    (tmp_path / "a.json").write_text(fingerprint(readers.read(str(path))))
-    notes = readers.read(str(tmp_path / "a.json")).notes
+    (tmp_path / "a.json").write_text(fingerprint(syncheck.read(str(path))))
+    notes = syncheck.read(str(tmp_path / "a.json")).notes
     assert any("step" in note.parameters["text"] for note in notes if note.code is Note.STORED)
 
 
 def test_a_changed_file_is_an_error(tmp_path: Path) -> None:
     """A checkpoint rewritten between opening and reading is an error and gets no digest."""
     path = save_pth(tmp_path / "a.pth", network())
-    opened = readers.read(str(path))
+    opened = syncheck.read(str(path))
     save_pth(path, network(1, layers=3))
     with pytest.raises(MalformedFile, match="changed since it was opened"):
         fingerprint(opened)
@@ -171,12 +171,12 @@ def test_a_changed_file_is_an_error(tmp_path: Path) -> None:
 def test_output_paths(tmp_path: Path) -> None:
     """In an output folder, fingerprints keep the names of their checkpoints and the folders that distinguish them."""
     paths = [save_pth(tmp_path / f"run/node{i}/rank_{i}.pth", {"w": np.ones(2)}) for i in range(2)]
-    chosen = choose_output_paths([readers.read(str(path)) for path in paths], "out")
+    chosen = choose_output_paths([syncheck.read(str(path)) for path in paths], "out")
     assert [output for _, output in chosen] == [
         "out/node0/rank_0.fingerprint.json",
         "out/node1/rank_1.fingerprint.json",
     ]
-    one = readers.read(str(paths[0]))
+    one = syncheck.read(str(paths[0]))
     assert [output for _, output in choose_output_paths([one], "x.json")] == ["x.json"]
     assert [output for _, output in choose_output_paths([one], f"out{os.sep}")] == ["out/rank_0.fingerprint.json"]
     assert [output for _, output in choose_output_paths([one], str(tmp_path))] == [
@@ -199,7 +199,7 @@ def test_digests_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     torch.save(
         {name: t.contiguous().resolve_conj().resolve_neg().clone() for name, t in state.items()}, tmp_path / "b.pth"
     )
-    a, b = (read_back(readers.read(str(tmp_path / f"{name}.pth")), tmp_path / f"{name}.json") for name in "ab")
+    a, b = (read_back(syncheck.read(str(tmp_path / f"{name}.pth")), tmp_path / f"{name}.json") for name in "ab")
     assert a.tensors.keys() == state.keys()
     for name in state:
         assert a.tensors[name].digest == b.tensors[name].digest, name

@@ -12,13 +12,13 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck import outputs
 from syncheck.atomic import convert_errors
 from syncheck.errors import UsageError
 from syncheck.messages import Refusal
-from syncheck.metadata_block import SCHEMA
-from syncheck.readers import EXTENSIONS, fingerprint_file
+from syncheck.readers import fingerprint_file, outputs
 from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
+from syncheck.readers.formats import EXTENSIONS
+from syncheck.readers.metadata_block import SCHEMA
 from syncheck.tensors.blocks import Files, ranges
 from syncheck.tensors.digests import ALGORITHM, Moments, new_hasher
 from syncheck.tensors.kinds import classify_snapshot

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from checkpoints import save_pth
 
-from syncheck import readers
+import syncheck
 from syncheck.errors import CheckpointError, MalformedFile, UnsupportedFormat
-from syncheck.fingerprint import fingerprint
 from syncheck.readers import fingerprint_file
+from syncheck.readers.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def document(tmp_path: Path) -> dict[str, Any]:
     """Return a valid fingerprint of one tensor."""
     path = save_pth(tmp_path / "a.pth", {"w": np.ones((2, 3)), "step": 3})
-    made: dict[str, Any] = json.loads(fingerprint(readers.read(str(path))))
+    made: dict[str, Any] = json.loads(fingerprint(syncheck.read(str(path))))
     return made
 
 
@@ -35,7 +35,7 @@ def write_document(path: Path, document: Any) -> str:
 def test_any_formatting_of_json_is_read(tmp_path: Path, document: dict[str, Any]) -> None:
     """A fingerprint indented by another tool, or written on one line, is read equally."""
     for text in (json.dumps(document), json.dumps(document, indent=4), f"\n {json.dumps(document)}"):
-        found = readers.read(write_document(tmp_path / "f", text))
+        found = syncheck.read(write_document(tmp_path / "f", text))
         assert found.format == "fingerprint"
         assert found.tensors["w"].shape == (2, 3)
         assert found.values == {"step": 3}
@@ -87,7 +87,7 @@ def test_wrong_fields_are_malformed(tmp_path: Path, document: dict[str, Any], fi
     entry[key] = value
     location = next((shown for start, shown in LOCATIONS.items() if field.startswith(start)), field)
     with pytest.raises(MalformedFile) as caught:
-        readers.read(write_document(tmp_path / "f.json", document))
+        syncheck.read(write_document(tmp_path / "f.json", document))
     assert str(caught.value).startswith(f"{tmp_path}/f.json: {location}")
     assert "\n" not in str(caught.value)
 
@@ -95,7 +95,7 @@ def test_wrong_fields_are_malformed(tmp_path: Path, document: dict[str, Any], fi
 def test_a_valid_shard_is_read(tmp_path: Path, document: dict[str, Any]) -> None:
     """The unchanged sharding of the cases above is valid."""
     document["tensors"]["w"]["sharding"] = SHARDING
-    found = readers.read(write_document(tmp_path / "f.json", document)).tensors["w"].sharding
+    found = syncheck.read(write_document(tmp_path / "f.json", document)).tensors["w"].sharding
     assert found is not None
     assert (found.mesh, found.coordinate) == ((2,), (1,))
 
@@ -105,7 +105,7 @@ def test_a_missing_field_is_an_error(tmp_path: Path, document: dict[str, Any], f
     """A missing field is an error that names the field."""
     del document[field]
     with pytest.raises(MalformedFile, match=field):
-        readers.read(write_document(tmp_path / "f.json", document))
+        syncheck.read(write_document(tmp_path / "f.json", document))
 
 
 def test_invalid_json_is_an_error(tmp_path: Path, document: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ def test_invalid_json_is_an_error(tmp_path: Path, document: dict[str, Any]) -> N
         f"{start} {'[' * 100_000}", f"{start} {'9' * 5000}}}", f"{text} more",
     ):  # fmt: skip
         with pytest.raises(MalformedFile, match="cut short or was edited"):
-            readers.read(write_document(tmp_path / "f.json", broken))
+            syncheck.read(write_document(tmp_path / "f.json", broken))
 
 
 def test_truncated_files_are_errors(tmp_path: Path, document: dict[str, Any]) -> None:
@@ -125,14 +125,14 @@ def test_truncated_files_are_errors(tmp_path: Path, document: dict[str, Any]) ->
     text = json.dumps(document)
     for end in range(0, len(text) - 1, 7):
         with pytest.raises(CheckpointError):
-            readers.read(write_document(tmp_path / "f.json", text[:end]))
+            syncheck.read(write_document(tmp_path / "f.json", text[:end]))
 
 
 def test_a_later_version_is_refused(tmp_path: Path, document: dict[str, Any]) -> None:
     """A later version is refused with the advice to install a newer syncheck."""
     document["syncheck_fingerprint"] = 2
     with pytest.raises(UnsupportedFormat, match=r"version 2; needed at most 1\. Install a newer syncheck"):
-        readers.read(write_document(tmp_path / "f.json", document))
+        syncheck.read(write_document(tmp_path / "f.json", document))
 
 
 def test_a_huge_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: dict[str, Any]) -> None:
@@ -140,4 +140,4 @@ def test_a_huge_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(fingerprint_file, "MAX_SIZE", 100)
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(MalformedFile, match="at most 100"):
-        readers.read(write_document(tmp_path / "f.json", document))
+        syncheck.read(write_document(tmp_path / "f.json", document))

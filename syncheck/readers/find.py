@@ -1,17 +1,19 @@
-"""Find and open the checkpoints under the paths that a user passed."""
+"""Find and open the checkpoints under the paths that a user passed, and find paths without a comparison of their own."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncheck import readers
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
-from syncheck.omissions import find_unread_siblings, is_text_state
+from syncheck.readers.formats import EXTENSIONS, SETTINGS, is_recognizable
+from syncheck.readers.open import describe_unread, read, sniff_folder
+from syncheck.readers.untrusted import open_regular_file
 from syncheck.records import Alias, Unreadable
 from syncheck.text import names_text
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import ModuleType
 
+    from syncheck.layout.groups import Ranked
     from syncheck.snapshots import Snapshot
 
 # A folder to enter, the enclosing folder that is a single checkpoint (or ""), and its reader.
@@ -69,7 +72,7 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
 def _describe_unread(folder: str) -> str:
     """Return the format of a folder or of one of its files, which syncheck does not read, and the next step."""
     try:
-        unread = readers.describe_unread(folder)
+        unread = describe_unread(folder)
     except (OSError, UnreadableFile):
         return ""
     return "" if unread is None else f": {unread.title}. To compare it, {unread.next_step}"
@@ -161,10 +164,10 @@ def holds_checkpoint(path: str) -> bool:
 
 
 def _is_checkpoint(path: str) -> bool:
-    if os.path.basename(path) in readers.SETTINGS:
+    if os.path.basename(path) in SETTINGS:
         return False
     try:
-        return path.lower().endswith(readers.EXTENSIONS) or readers.is_recognizable(path)
+        return path.lower().endswith(EXTENSIONS) or is_recognizable(path)
     except UnreadableFile:
         return False
 
@@ -192,7 +195,7 @@ def _walk(folder: str, opened: Opened) -> Iterator[tuple[str, bool]]:
                 continue
             with os.scandir(current) as scanned:
                 entries = sorted(scanned, key=lambda entry: entry.name)
-            reader = readers.sniff_folder(current)
+            reader = sniff_folder(current)
         except (OSError, UnreadableFile) as error:
             wrong = error if isinstance(error, UnreadableFile) else UnreadableFile.because(current, error)
             opened.unreadable.append(Unreadable(current, f"{wrong.reason}: could not list this folder"))
@@ -217,7 +220,7 @@ def _walk(folder: str, opened: Opened) -> Iterator[tuple[str, bool]]:
 def _open_checkpoint(path: str, opened: Opened) -> set[str]:
     """Open a checkpoint and return the files that contain its tensors."""
     try:
-        snapshot = readers.read(path)
+        snapshot = read(path)
     except CheckpointError as error:
         prefix = "" if error.path == path else f"{os.path.relpath(error.path, path)}: "
         opened.unreadable.append(Unreadable(path, f"{prefix}{error.reason}"))
@@ -228,18 +231,18 @@ def _open_checkpoint(path: str, opened: Opened) -> set[str]:
 
 def _open_folder_file(path: str, opened: Opened) -> bool:
     """Open a file of a folder if its extension or content is a checkpoint's; return whether it is a checkpoint."""
-    if os.path.basename(path) in readers.SETTINGS:
+    if os.path.basename(path) in SETTINGS:
         opened.skipped += 1
         return False
-    if path.lower().endswith(readers.EXTENSIONS):
+    if path.lower().endswith(EXTENSIONS):
         if is_text_state(path):
             opened.skipped += 1
             return False
         _open_checkpoint(path, opened)
         return True
     try:
-        if readers.is_recognizable(path):
-            opened.snapshots.append(readers.read(path))
+        if is_recognizable(path):
+            opened.snapshots.append(read(path))
             return True
     except (NotACheckpoint, UnreadableFile):
         pass  # an unrelated zip, a pipe or a dangling link without a checkpoint's extension
@@ -248,3 +251,115 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
         return True
     opened.skipped += 1
     return False
+
+
+_DIGITS = re.compile(r"\d+")
+_SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECASE)
+# Extensions of files beside checkpoints: notes and pictures.
+_NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
+
+# Lines of small text files: a number, a comment, or a setting in YAML, with its list items below.
+_TEXT_LINE = re.compile(r"\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*", re.IGNORECASE)
+_MOST_TEXT = 1 << 16
+
+
+def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
+    """Yield files and folders without a checkpoint whose names differ from a checkpoint's only in the numbers.
+
+    Examples beside rank_0 and rank_2: an empty rank_1, rank_1.npz, a folder rank_1/ without a checkpoint. A file with
+    the same numbers belongs to its checkpoint, such as rank_0.json to rank_0.pth, and is not reported.
+    taken: paths of the checkpoints. others: paths of all other files, and of folders, with a slash at their end.
+    """
+    known: dict[str, dict[tuple[str, ...], str]] = {}
+
+    def add_name(key: str, path: str) -> None:
+        known.setdefault(_DIGITS.sub("*", key), {}).setdefault(tuple(_DIGITS.findall(key)), path)
+
+    for path in taken:
+        stem = _SUFFIX.sub("", os.path.relpath(path, folder))
+        add_name(stem, path)
+        add_name(os.path.basename(stem), path)
+        parts = stem.split("/")
+        for depth in range(1, len(parts)):
+            add_name("/".join(parts[:depth]) + "/", path)
+    for path in others:
+        relative = os.path.relpath(path, folder)
+        if path.endswith("/"):
+            keys = {f"{relative}/"}
+        elif relative.lower().endswith(_NOTES):
+            continue
+        else:
+            stem = _SUFFIX.sub("", relative)
+            name = os.path.basename(stem)
+            # A name of digits only may be anything in another folder.
+            keys = {stem, name} if re.search("[a-z]", name, re.IGNORECASE) else {stem}
+        for key in keys:
+            alike, numbers = known.get(_DIGITS.sub("*", key), {}), tuple(_DIGITS.findall(key))
+            if numbers and alike and numbers not in alike:
+                what = "holds no checkpoint" if path.endswith("/") else "not a checkpoint"
+                like = os.path.relpath(next(iter(alike.values())), folder)
+                yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or remove it")
+                break
+
+
+def is_text_state(path: str) -> bool:
+    """Whether a file holds numbers or settings as text, as SpeechBrain's counter.ckpt and brain.ckpt do.
+
+    Other texts stand in for a checkpoint that is absent, such as a pointer of Git LFS or an error page.
+    """
+    try:
+        with open_regular_file(path) as file:
+            data = file.read(_MOST_TEXT + 1)
+    except (OSError, ValueError, UnreadableFile):
+        return False
+    if not data.strip() or len(data) > _MOST_TEXT:
+        return False
+    try:
+        lines = data.decode("ascii").splitlines()
+    except UnicodeDecodeError:
+        return False
+    return all(_TEXT_LINE.fullmatch(line) for line in lines)
+
+
+def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
+    """Keep one path of each checkpoint, and return the other paths to the same files as aliases.
+
+    Symbolic links, hard links and links to folders count equally.
+    """
+    kept: dict[str, Snapshot] = {}
+    aliases: list[Alias] = []
+    by_files: dict[frozenset[tuple[int, int]], str] = {}
+    # Links come last, so the kept path is the file itself.
+    for snapshot in sorted(snapshots, key=lambda s: os.path.islink(s.path)):
+        files = _list_file_ids(snapshot)
+        if files and files in by_files:
+            aliases.append(Alias(snapshot.path, by_files[files]))
+        else:
+            by_files[files] = snapshot.path
+            kept[snapshot.path] = snapshot
+    return [snapshot for snapshot in snapshots if snapshot.path in kept], aliases
+
+
+def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
+    """Yield the replicas of a group that share some of their files with another replica, by links.
+
+    A shared file equals itself, so the comparison may be out of sync but never in sync.
+    """
+    taken: dict[tuple[int, int], str] = {}
+    for _, snapshot in ranks if len(ranks) > 1 else ():
+        files = _list_file_ids(snapshot)
+        known = [taken[file] for file in files if file in taken]
+        if known:
+            found = f"{len(known)} of its {len(files)} files are links to files of {known[0]}"
+            yield Unreadable(snapshot.path, f"{found} and were compared with themselves; copy them instead")
+        taken |= dict.fromkeys(files, snapshot.path)
+
+
+def _list_file_ids(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
+    """Return device and inode of each file with tensors, or of the checkpoint's path if no tensor is in a file."""
+    found = {(t.opened.st_dev, t.opened.st_ino) for t in snapshot.tensors.values() if t.opened is not None}
+    if not found:
+        with contextlib.suppress(OSError):
+            at = os.stat(snapshot.path)
+            found = {(at.st_dev, at.st_ino)}
+    return frozenset((device, inode) for device, inode in found if inode)  # 0 on file systems without inode numbers

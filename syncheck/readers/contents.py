@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from syncheck import readers
+from syncheck.readers.open import read
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.digests import NAMES, compute_moments
 from syncheck.tensors.dtypes import DTYPES
@@ -23,7 +23,7 @@ def describe(path: str) -> dict[str, Any]:
     over the finite elements, in float64; None without finite elements, and for complex tensors. Raises CheckpointError
     if the file cannot be read.
     """
-    snapshot = readers.read(path)
+    snapshot = read(path)
     kinds, guessed, _ = classify_snapshot(snapshot)
     rows = []
     with Files() as files:

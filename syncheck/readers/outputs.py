@@ -144,17 +144,18 @@ def _refuse_part(output: _Output, path: str) -> None:
 
     path: the path of the output, or another path to the same file.
     """
-    from syncheck import readers
+    from syncheck.readers.formats import find_reader, read_head
+    from syncheck.readers.open import is_in_checkpoint
 
-    head = readers.read_head(path, _HEAD) if os.path.isfile(path) else b""
-    reader = readers.find_reader(head)
+    head = read_head(path, _HEAD) if os.path.isfile(path) else b""
+    reader = find_reader(head)
     is_earlier_output = _EARLIER_OUTPUT.search(head) is not None
     must_be_earlier_output = output.has_any_extension and not output.is_stream
     # All outputs are text. Binary files are of unknown formats, like GGUF, or damaged checkpoints.
     is_foreign = not _is_text(head)
     # No reader opens the settings of a tokenizer, but they belong to a checkpoint too. An earlier report may lie beside
     # them.
-    is_part = readers.is_in_checkpoint(path, levels=_LEVELS, only_parts=is_earlier_output)
+    is_part = is_in_checkpoint(path, levels=_LEVELS, only_parts=is_earlier_output)
     problems = (
         ("a checkpoint", reader not in (None, output.replaceable)),
         ("a file of another program, which may be a checkpoint", is_foreign),
