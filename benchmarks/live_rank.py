@@ -23,17 +23,17 @@ from benchmarks.live_models import MODELS, resnet18, tensors_of
 from benchmarks.timing import take_turns
 from benchmarks.traffic import counted
 from syncheck.live import channel, check
-from syncheck.live.exchange import comparison, manifest
+from syncheck.live.exchange import across_ranks, manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # The phases of a check, each with the owner and the name of its function.
 PHASES: tuple[tuple[str, Any, str], ...] = (
-    ("snapshot", comparison, "snapshot"),
+    ("snapshot", across_ranks, "snapshot"),
     ("digests", manifest, "compute_digests"),
     ("messages", channel.Channel, "gather"),
-    ("judging", comparison, "judge"),
+    ("judging", across_ranks, "judge"),
 )
 DIFFERENT = ("resnet18, SGD", "5,000 small tensors")
 STEPS = 3  # of training, in each round

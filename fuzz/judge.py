@@ -21,7 +21,7 @@ from syncheck import api
 from syncheck.errors import COMMAND_LINE, CheckpointError, SyncheckError, spelling
 from syncheck.layout.grouping import group_replicas
 from syncheck.readers.fingerprints import fingerprint
-from syncheck.report import files, json_document
+from syncheck.report import formats, json_document
 from syncheck.snapshots import Snapshot
 from syncheck.text import brief
 
@@ -131,7 +131,7 @@ def _check_commands(first: Snapshot, copy: Snapshot) -> None:
 
 def _render(report: Report) -> tuple[str, str]:
     """Return a report as a JSON document and as text. A constant replaces the version, which is read from a file."""
-    return json_document.render(report, "0"), files.render_format("text", report)
+    return json_document.render(report, "0"), formats.render_format("text", report)
 
 
 def are_equal(one: Any, other: Any) -> bool:

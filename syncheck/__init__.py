@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.api import compare
+    from syncheck.conversion.diff import diff
     from syncheck.errors import CheckpointError, SyncheckError, UsageError
-    from syncheck.model_diff import diff
     from syncheck.options import DiffOptions, Options
     from syncheck.readers.metadata_block import metadata
     from syncheck.readers.open import read
@@ -66,7 +66,7 @@ _HOME = {
     "compare": "syncheck.api",
     "DiffOptions": "syncheck.options",
     "Options": "syncheck.options",
-    "diff": "syncheck.model_diff",
+    "diff": "syncheck.conversion.diff",
     "CheckpointError": "syncheck.errors",
     "SyncheckError": "syncheck.errors",
     "UsageError": "syncheck.errors",

@@ -8,7 +8,6 @@ import sys
 
 CRASH = 3
 INTERRUPTED = 130
-CLOSED = 141  # the exit code of a process killed by SIGPIPE, as shells report it
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +52,7 @@ def _run(argv: list[str]) -> int:
     except BrokenPipeError:
         # The reader, such as `| head`, closed the pipe. Python would report an error when it flushes stdout at exit.
         streams.redirect_to_null(sys.stdout)
-        return CLOSED
+        return streams.CLOSED
     except Exception as error:  # noqa: BLE001 - Python's exit code 1 would mean that replicas differ
         exhausted = _describe_exhausted_resource(error)
         if not exhausted:
@@ -96,11 +95,11 @@ def _report_crash(argv: list[str]) -> None:
     import traceback
 
     from syncheck.cli import streams
-    from syncheck.report import files
+    from syncheck.report import formats
 
     streams.print_stderr(
         f"{traceback.format_exc()}"
         "syncheck: this is a crash of syncheck, not a verdict on your files. Please report the lines above with:\n"
-        + "".join(f"  {line}\n" for line in files.list_versions())
+        + "".join(f"  {line}\n" for line in formats.list_versions())
         + f"  arguments: {argv}"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.cli import output
 from syncheck.errors import COMMAND_LINE, TOML, CheckpointError, OptionError, UsageError
 from syncheck.readers import outputs
-from syncheck.report import files
+from syncheck.report import formats
 from syncheck.text import logged, one_line
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def compare(arguments: argparse.Namespace) -> int:
 def diff(arguments: argparse.Namespace) -> int:
     """`syncheck diff`."""
     from syncheck import options
-    from syncheck.model_diff import diff as compare_models
+    from syncheck.conversion.diff import diff as compare_models
 
     arguments.paths = (arguments.a, arguments.b)
     project = _load_project(arguments)
@@ -55,7 +55,7 @@ def diff(arguments: argparse.Namespace) -> int:
     settings = _read_settings(arguments, replace(project, comparison=applicable), options.DiffOptions)
     known = _read_baseline(settings)
     compared = replace(settings.options, baseline=None)
-    page = files.needs_histograms(settings.run.output)
+    page = formats.needs_histograms(settings.run.output)
     found = compare_models(arguments.a, arguments.b, options=compared, histograms=page)  # type: ignore[arg-type]  # of the kind above
     return _print_errors_and_report(settings, found, "comparison", known)
 
@@ -73,7 +73,7 @@ def _compare_across_ranks(arguments: argparse.Namespace) -> int:
         known = _read_baseline(settings) if ranks.is_first() else frozenset()
         return ranks.Task(
             replace(settings.options, baseline=None),
-            files.needs_histograms(settings.run.output),
+            formats.needs_histograms(settings.run.output),
             lambda found: write_report(settings, found, "comparison", known),
         )
 
@@ -84,7 +84,7 @@ def report(arguments: argparse.Namespace) -> int:
     """`syncheck report`."""
     from pathlib import Path
 
-    from syncheck import events
+    from syncheck.report import events
 
     project = _load_project(arguments)
     if events.are_events(arguments.paths):
@@ -134,7 +134,7 @@ def _read_settings(arguments: argparse.Namespace, project: Config, kind: type[Op
     if arguments.exit_zero is None and run.exit_zero:
         from_file.append("exit-zero")
     output_name = "-o" if arguments.output else f"{project.path}: {TOML.name('output')}"
-    files.check_extensions(run.output, output_name)
+    formats.check_extensions(run.output, output_name)
     paths = arguments.paths or project.checkpoints or ["ckpts"]
     if ranks.is_first():
         _check_outputs(merged, run, output_name, [*_list_inputs(paths, merged), *filter(None, [project.path])])
@@ -167,7 +167,7 @@ def _list_inputs(paths: Sequence[str], comparison: Options) -> list[str]:
     from syncheck import options
 
     if isinstance(comparison, options.DiffOptions):
-        from syncheck.sides import list_inputs
+        from syncheck.conversion.sides import list_inputs
 
         return list_inputs(paths, comparison)
     reference = comparison.reference
@@ -221,7 +221,7 @@ def _compare(arguments: argparse.Namespace, project: Config, layout: str) -> int
     settings = _read_settings(arguments, project)
     known = _read_baseline(settings)
     options = replace(settings.options, baseline=None)
-    histograms = files.needs_histograms(settings.run.output)
+    histograms = formats.needs_histograms(settings.run.output)
     found = api.compare(*settings.paths, options=options, histograms=histograms)
     return _print_errors_and_report(settings, found, layout, known)
 
@@ -241,7 +241,7 @@ def write_report(settings: Settings, found: Report, layout: str, known: Known) -
     found, failed = _apply_baseline(settings, found, known)
     for path in run.output:
         try:
-            files.write_file(path, found, settings.output_name, settings.options)
+            formats.write_file(path, found, settings.output_name, settings.options)
         except UsageError as error:
             failed = error
             output.print_message(f"error: {error}")
@@ -254,7 +254,7 @@ def write_report(settings: Settings, found: Report, layout: str, known: Known) -
 
 def _print_report(run: RunOptions, found: Report, layout: str) -> None:
     if run.format != "text":
-        output.print_text(files.render_format(run.format, found))
+        output.print_text(formats.render_format(run.format, found))
     elif found.groups:
         from syncheck.report import text
 
@@ -264,7 +264,7 @@ def _print_report(run: RunOptions, found: Report, layout: str) -> None:
 def show(arguments: argparse.Namespace) -> int:
     """`syncheck show`."""
     if arguments.shards:
-        from syncheck.sides import list_shards
+        from syncheck.conversion.sides import list_shards
 
         listed = list_shards(arguments.path)
     else:

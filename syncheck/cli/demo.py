@@ -36,7 +36,7 @@ def run(color: str) -> int:
         _print(f"\nTraining {name}: {RANKS} local processes, a small ResNet with BatchNorm, handwritten digits")
         _train(script, options)
     from syncheck import api
-    from syncheck.report import files, text
+    from syncheck.report import formats, text
 
     compared = api.compare(str(FOLDER / "ckpts" / "*.pth"))
     _print(f"\n$ syncheck compare {FOLDER}/ckpts/*.pth -n 5\n")
@@ -45,7 +45,7 @@ def run(color: str) -> int:
     _print(f"\n$ syncheck report {FOLDER}/ckpts -n 3 -o {FOLDER}/index.html\n")
     output.print_parts(text.overview(found, 3), color)
     page = FOLDER / "index.html"
-    files.write_file(str(page), found)
+    formats.write_file(str(page), found)
     _check_report(compared)
     _print(f"\nOpen {page} in a browser. The checkpoints are in {FOLDER}/ckpts/.")
     _print(f"Try next: syncheck explain SYN201, or: syncheck compare {FOLDER}/ckpts/ddp_rank*.pth --allow SYN201")

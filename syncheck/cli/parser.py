@@ -23,9 +23,9 @@ class _Version(argparse.Action):
     """Look up the version only when it is printed: the lookup takes as long as the rest of the start-up."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        from syncheck.report import files
+        from syncheck.report import formats
 
-        print("\n".join(files.list_versions()))
+        print("\n".join(formats.list_versions()))
         parser.exit()
 
 

@@ -10,7 +10,8 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from syncheck.cli import CLOSED, output, streams
+from syncheck.cli import output, streams
+from syncheck.cli.streams import CLOSED
 from syncheck.errors import RankFailed, SyncheckError, UsageError
 from syncheck.text import one_line
 
@@ -82,7 +83,7 @@ def compare(path: str, prepare: Callable[[], Task]) -> tuple[Channel, int]:
 
 
 def _compare_own_file(channel: Channel, path: str, task: Task) -> int:
-    from syncheck.live.files import compare_files
+    from syncheck.cli.rank_files import compare_files
 
     try:
         own = path.format_map({name: int(os.environ[of]) for name, of in FIELDS.items() if of in os.environ})

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, TextIO
 
+CLOSED = 141  # the exit code of a process killed by SIGPIPE, as shells report it
+
 
 def reopen_closed() -> None:
     """Open the null device for each closed standard stream, as after `>&-`.

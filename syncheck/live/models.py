@@ -15,16 +15,16 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.diff import compare_copies, compare_sides, diff
+from syncheck.conversion.sides import LABELS, Side, open_side
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.layout.whole_model import join
 from syncheck.live.channel import Channel, world_size
-from syncheck.live.exchange.comparison import compare_snapshots
+from syncheck.live.exchange.across_ranks import compare_snapshots
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
 from syncheck.live.memory import snapshot
 from syncheck.live.memory.objects import class_title
-from syncheck.model_diff import compare_copies, compare_sides, diff
-from syncheck.sides import LABELS, Side, open_side
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.names import normalize_keys
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from syncheck.events import describe_check, describe_findings
 from syncheck.readers import outputs
 from syncheck.report import words
+from syncheck.report.events import describe_check, describe_findings
 from syncheck.report.parts import Labels, Line, Span, line
 from syncheck.text import brief, one_line
 

@@ -60,8 +60,8 @@ class ModelsItem(pytest.Item):
         __tracebackhide__ = True
         import contextlib
 
+        from syncheck.conversion.diff import diff
         from syncheck.errors import PYTEST, SyncheckError, spelling
-        from syncheck.model_diff import diff
         from syncheck.report import failure
 
         with spelling(PYTEST), contextlib.chdir(self.config.invocation_params.dir):

@@ -1,4 +1,4 @@
-"""Find and open the checkpoints under the paths that a user passed, and find paths without a comparison of their own."""
+"""Find and open the checkpoints under the paths of a user, and find paths without a comparison of their own."""
 
 from __future__ import annotations
 

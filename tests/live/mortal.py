@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from syncheck.errors import SyncheckError
 from syncheck.live import check, resync
-from syncheck.live.exchange import comparison
+from syncheck.live.exchange import across_ranks
 from syncheck.live.repair import state as repair_state
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def at_gather(number: int, end: Callable[[], None]) -> None:
 
 def at_bytes(end: Callable[[], None]) -> None:
     """Fail when the check requests bytes."""
-    real, calls = comparison.read_pieces, []
+    real, calls = across_ranks.read_pieces, []
 
     def answer(*args: Any) -> Any:
         calls.append(1)
@@ -74,18 +74,18 @@ def at_bytes(end: Callable[[], None]) -> None:
             end()
         return real(*args)
 
-    comparison.read_pieces = answer
+    across_ranks.read_pieces = answer
 
 
 def at_judging(end: Callable[[], None]) -> None:
     """Fail on the comparing rank, after it received all bytes."""
-    real = comparison.judge
+    real = across_ranks.judge
 
     def judge(*args: Any, **options: Any) -> Any:
         real(*args, **options)
         end()
 
-    comparison.judge = judge
+    across_ranks.judge = judge
 
 
 def at_rows() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from syncheck.live import channel, check, resync
 from syncheck.live.channel import Channel
-from syncheck.live.exchange import comparison
+from syncheck.live.exchange import across_ranks
 from syncheck.live.repair import resynchronization
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_at_any_point_makes_all_raise(
 ) -> None:
     """If a rank fails at any point of the call, all ranks raise its error, and the next call works."""
     monkeypatch.setattr(channel, "_FEW", few)
-    for module in (comparison, resynchronization):
+    for module in (across_ranks, resynchronization):
         monkeypatch.setattr(module, "Channel", Failing)
     for rank in range(RANKS):
         for at in range(1, 100):

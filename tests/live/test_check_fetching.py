@@ -12,7 +12,7 @@ import syncheck
 from syncheck.live import check
 from syncheck.live.channel import Channel
 from syncheck.live.digest import host as digest_host
-from syncheck.live.exchange import comparison, manifest
+from syncheck.live.exchange import across_ranks, manifest
 from syncheck.messages import Grouping
 from syncheck.testing import message
 
@@ -134,10 +134,10 @@ def stubborn(*_: Any, **__: Any) -> Any:
 # Messages that cannot be sent; `test_channel_phases` fails at every other point. The failing rank, the patched
 # function, its replacement, and the error on all ranks.
 FAILING: dict[str, tuple[int, Any, str, Callable[..., Any], str]] = {
-    "an error that cannot be sent": (0, comparison, "judge", stubborn, r"rank 0: Stubborn: a\nba\nb"),
-    "a report that cannot be sent": (0, comparison, "judge", lambda *_, **__: lambda: 1, "rank 0: "),
-    "an answer that cannot be sent": (1, comparison, "read_pieces", lambda *_: [lambda: 1], "rank 1: "),
-    "an answer with too little": (1, comparison, "read_pieces", lambda *_: [], "rank 0: ValueError: zip()"),
+    "an error that cannot be sent": (0, across_ranks, "judge", stubborn, r"rank 0: Stubborn: a\nba\nb"),
+    "a report that cannot be sent": (0, across_ranks, "judge", lambda *_, **__: lambda: 1, "rank 0: "),
+    "an answer that cannot be sent": (1, across_ranks, "read_pieces", lambda *_: [lambda: 1], "rank 1: "),
+    "an answer with too little": (1, across_ranks, "read_pieces", lambda *_: [], "rank 0: ValueError: zip()"),
 }
 
 
@@ -171,7 +171,7 @@ def after_digests(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object])
         change()
         return found
 
-    monkeypatch.setattr(comparison, "exchange_manifests", exchanged)
+    monkeypatch.setattr(across_ranks, "exchange_manifests", exchanged)
 
 
 @pytest.mark.syncheck(ranks=2)

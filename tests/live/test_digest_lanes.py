@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncheck.live.digest import KERNEL
-from syncheck.live.digest import kernel as digest_kernel
+from syncheck.live.digest import KERNEL, triton_kernel
 from syncheck.live.digest import lanes as digest_lanes
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ PROGRAM = """
 import sys
 import torch
 from syncheck.live.digest import KERNEL
-from syncheck.live.digest import kernel as digest_kernel
+from syncheck.live.digest import triton_kernel
 from syncheck.live.digest import lanes as digest_lanes
 from syncheck.live.digest import parts as digest_parts
 
@@ -135,20 +134,20 @@ tensors = [base[:count] for count in (*range(20), 65535, 65536, 65537, 131072, 2
 tensors += [base[3:5000], base[8:80_000].view(torch.int64), base[:6000].view(60, 100).t(), base[7], base[:0]]
 tensors += [torch.zeros(1000), torch.ones(64), -torch.ones(64), torch.randn(9, dtype=torch.complex64).conj()]
 digest_parts.iterate_parts.__defaults__ = (1000,)  # so that what is copied is copied in many parts
-digests = digest_lanes.start_digests(tensors, digest_kernel.add_rows).read()
+digests = digest_lanes.start_digests(tensors, triton_kernel.add_rows).read()
 assert digests == digest_lanes.start_digests(tensors, digest_lanes.add_eagerly).read()
 assert digest_lanes.start_digests(tensors[:9], KERNEL.add).read() == digests[:9]
 assert not KERNEL.broken, KERNEL.broken
 flipped = [base.clone() for _ in range(3)]
 for tensor, place in zip(flipped, (0, 100_000, 200_000)):
     tensor[place] ^= 1
-assert len(set(digest_lanes.start_digests([base, *flipped], digest_kernel.add_rows).read())) == 4
+assert len(set(digest_lanes.start_digests([base, *flipped], triton_kernel.add_rows).read())) == 4
 class OnGpu:
     is_cuda = True
 
 
 try:
-    digest_kernel.add_rows([], OnGpu())
+    triton_kernel.add_rows([], OnGpu())
 except RuntimeError as error:  # it would read addresses of the GPU
     print("AGREE", len(digests), error)
 """
@@ -175,16 +174,16 @@ COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from syncheck.live.digest import kernel as digest_kernel
+from syncheck.live.digest import triton_kernel
 
 signature = dict.fromkeys(("table", "owners", "sums"), "*i64")
-signature |= dict.fromkeys(digest_kernel.CONSTANTS, "constexpr")
+signature |= dict.fromkeys(triton_kernel.CONSTANTS, "constexpr")
 try:
-    source = ASTSource(digest_kernel.sum_words, signature, constexprs=dict(digest_kernel.CONSTANTS))
+    source = ASTSource(triton_kernel.sum_words, signature, constexprs=dict(triton_kernel.CONSTANTS))
 except TypeError:  # before Triton 3.3
-    source = ASTSource(digest_kernel.sum_words, signature, constants=dict(digest_kernel.CONSTANTS))
+    source = ASTSource(triton_kernel.sum_words, signature, constants=dict(triton_kernel.CONSTANTS))
 for target, made in ((GPUTarget("cuda", 80, 32), "ptx"), (GPUTarget("cuda", 90, 32), "cubin")):
-    compiled = triton.compile(source, target=target, options=dict(digest_kernel.OPTIONS))
+    compiled = triton.compile(source, target=target, options=dict(triton_kernel.OPTIONS))
     assert compiled.asm[made]
 assert "red.global" in compiled.asm["ptx"] or "atom.global" in compiled.asm["ptx"]
 print("COMPILED")
@@ -209,7 +208,7 @@ def test_fallback_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             raise error
 
         kernel = type(KERNEL)()
-        monkeypatch.setattr(digest_kernel, "add_rows", fails)
+        monkeypatch.setattr(triton_kernel, "add_rows", fails)
         assert [digest_lanes.start_digests(some, kernel.add).read() for _ in range(3)] == [expected] * 3
         assert len(tried) == 1
         assert str(error) in kernel.broken
@@ -232,7 +231,7 @@ def test_the_kernel_is_retried_after_out_of_memory(error: Exception, monkeypatch
             raise error
         digest_lanes.add_eagerly(rows, sums)
 
-    monkeypatch.setattr(digest_kernel, "add_rows", add)
+    monkeypatch.setattr(triton_kernel, "add_rows", add)
     assert digest_lanes.start_digests(some, kernel.add).read() == expected
     assert type(error).__name__ in kernel.fallback
     kernel.fallback = ""

@@ -9,8 +9,8 @@ import pytest
 from monitored import Watched, flip_at
 
 from syncheck.errors import UsageError
-from syncheck.events import read_events
 from syncheck.report import html, plain, text, words
+from syncheck.report.events import read_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,11 +14,11 @@ from agreement import all_pass, all_raise, each_rank
 from checkpoints import changed, network, save
 
 import syncheck
-from syncheck.live import files
+from syncheck.cli import rank_files
+from syncheck.cli.rank_files import compare_files
 from syncheck.live.channel import Channel
 from syncheck.live.digest import COMMON
 from syncheck.live.exchange import manifest
-from syncheck.live.files import compare_files
 from syncheck.messages import Grouping
 from syncheck.report import json_document
 
@@ -212,7 +212,7 @@ def test_name_without_metadata(syncheck_rank: Any) -> None:
 def test_one_file_seen_from_two_machines(syncheck_rank: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file on a shared disk is recognized on two machines; equal copies are two files."""
     (tmp_path / "boot").write_text(f"machine {syncheck_rank.rank}")
-    monkeypatch.setattr(files, "_BOOT", tmp_path / "boot")
+    monkeypatch.setattr(rank_files, "_BOOT", tmp_path / "boot")
     mine = written(syncheck_rank, "rank_{}.pth")
     assert all_pass(each_rank(collective, mine)).verdict == "in_sync"
     outcomes = each_rank(collective, syncheck_rank.shared / "rank_0.pth")

@@ -9,7 +9,7 @@ import pytest
 from syncheck.errors import UsageError
 from syncheck.options import EXTENSIONS, FORMATS
 from syncheck.records import Report
-from syncheck.report import files
+from syncheck.report import formats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,14 +22,14 @@ def test_each_extension_selects_its_format(tmp_path: Path, extension: str) -> No
     """A file contains the format of its extension, in lower or upper case."""
     for name in (f"a{extension}", f"b{extension.upper()}"):
         path = tmp_path / name
-        files.check_extensions([str(path)])
-        files.write_file(str(path), EMPTY)
-        assert path.read_text() == files.render_format(EXTENSIONS[extension], EMPTY) != ""
+        formats.check_extensions([str(path)])
+        formats.write_file(str(path), EMPTY)
+        assert path.read_text() == formats.render_format(EXTENSIONS[extension], EMPTY) != ""
 
 
 def test_formats_are_distinct() -> None:
     """Each choice of --format renders differently, and HTML is the only format for files alone."""
-    rendered = {files.render_format(name, EMPTY) for name in FORMATS}
+    rendered = {formats.render_format(name, EMPTY) for name in FORMATS}
     assert len(rendered) == len(FORMATS)
     assert set(EXTENSIONS.values()) - set(FORMATS) == {"html"}
 
@@ -39,9 +39,9 @@ def test_errors_name_the_option(tmp_path: Path) -> None:
     known = ", ".join(EXTENSIONS)
     for option in ("-o", "--syncheck-output"):
         with pytest.raises(UsageError, match=f"^{option} out.pdf: .* {known}$"):
-            files.check_extensions(["out.md", "out.pdf"], option)
+            formats.check_extensions(["out.md", "out.pdf"], option)
         path = tmp_path / "no" / "out.md"
         with pytest.raises(UsageError, match=f"^{option} {path}: .*{path.parent}"):
-            files.write_file(str(path), EMPTY, option)
+            formats.write_file(str(path), EMPTY, option)
     with pytest.raises(UsageError, match=r"^-o out: "):
-        files.check_extensions(["out"])
+        formats.check_extensions(["out"])

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import changed, network, save_pth
 from hostile_report import HOSTILE, hostile
 
-from syncheck.report import failure, files, plain, terminal, text
+from syncheck.report import failure, formats, plain, terminal, text
 from syncheck.text import logged
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def test_no_name_is_a_command(name: str) -> None:
         assert find_commands(terminal.render(parts, width, color)) == []
     assert find_commands(failure.message(shown)) == []
     for form in ("json", "junit", "markdown"):
-        assert find_commands(files.render_format(form, shown)) == []
-    assert {group["name"] for group in json.loads(files.render_format("json", shown))["groups"]} == {name}
+        assert find_commands(formats.render_format(form, shown)) == []
+    assert {group["name"] for group in json.loads(formats.render_format("json", shown))["groups"]} == {name}
 
 
 def test_only_commands_are_escaped() -> None:

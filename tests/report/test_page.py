@@ -15,7 +15,7 @@ from large import group, names, report, tensor
 from real_runs import FIXTURES, compare_real_runs
 
 import syncheck
-from syncheck.model_diff import diff
+from syncheck.conversion.diff import diff
 from syncheck.records import Report
 from syncheck.report import html
 

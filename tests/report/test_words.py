@@ -17,7 +17,7 @@ import syncheck
 from syncheck.api import Options
 from syncheck.messages import Grouping, Note, Undecided
 from syncheck.records import Fixed, TensorDiff
-from syncheck.report import files, plain, text, words
+from syncheck.report import formats, plain, text, words
 from syncheck.report.words import sort_worst_first
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ def test_names_of_the_baseline_are_escaped() -> None:
         assert line.isprintable()
         for parts in (text.comparison, text.overview):
             assert line in plain.render(parts(fixed, 0)).splitlines() or "#" in name, name
-        before, after = (files.render_format("github", one).splitlines() for one in (report, fixed))
+        before, after = (formats.render_format("github", one).splitlines() for one in (report, fixed))
         assert len(after) == len(before) + 1
         added = next(line for line in after if line not in before)
         assert added.startswith("::notice ")
-        assert next(ET.fromstring(files.render_format("junit", fixed)).iter("property")) is not None
-        assert len(files.render_format("markdown", fixed)) < 60_000
+        assert next(ET.fromstring(formats.render_format("junit", fixed)).iter("property")) is not None
+        assert len(formats.render_format("markdown", fixed)) < 60_000
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_names_of_the_baseline_are_escaped_in_html() -> None:
     """The page contains one line per resolved finding, and no script from a name."""
     report = hostile("calm")
     fixed = tuple(Fixed("SYN201", (name,)) for name in HOSTILE)
-    page = files.render_format("html", replace(report, groups=(replace(report.groups[0], fixed=fixed),)))
+    page = formats.render_format("html", replace(report, groups=(replace(report.groups[0], fixed=fixed),)))
     assert page.count("<p>fixed: ") == len(HOSTILE)
     report = replace(report, groups=report.groups[:1])
-    assert len(re.findall("<script", page)) == len(re.findall("<script", files.render_format("html", report)))
+    assert len(re.findall("<script", page)) == len(re.findall("<script", formats.render_format("html", report)))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import syncheck
-from syncheck.events import read_events
 from syncheck.live import SyncMonitor
 from syncheck.report import github, html, json_document, markdown, plain, text, words
+from syncheck.report.events import read_events
 from syncheck.tensors import finiteness
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.finiteness import FiniteScan

@@ -37,9 +37,9 @@ class _Kernel:
         """Add the words of rows to the sums, with the kernel or eagerly; the sums are the same."""
         if not self.broken:
             try:
-                from syncheck.live.digest import kernel as digest_kernel
+                from syncheck.live.digest import triton_kernel
 
-                digest_kernel.add_rows(rows, sums)
+                triton_kernel.add_rows(rows, sums)
             except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, an unsupported device, ...
                 self.fallback = f"{type(error).__name__}: {error}"
                 # Memory may be free at the next check; other errors are permanent.

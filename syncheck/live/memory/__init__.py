@@ -1,5 +1,5 @@
 """Snapshots of modules, optimizers, state dicts and tensors in memory."""
 
-from syncheck.live.memory.snapshots import FORMAT, agree_on_buffers, snapshot
+from syncheck.live.memory.capture import FORMAT, agree_on_buffers, snapshot
 
 __all__ = ["FORMAT", "agree_on_buffers", "snapshot"]

@@ -179,7 +179,7 @@ def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> 
     from syncheck.errors import PYTEST
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import plan_items
-    from syncheck.report.files import check_extensions, needs_histograms
+    from syncheck.report.formats import check_extensions, needs_histograms
 
     start = config.invocation_params.dir
     check_extensions(outputs, option=PYTEST.name("output"))
@@ -347,7 +347,7 @@ class CheckpointPlugin:
 
     def _write(self, path: str) -> None:
         from syncheck.errors import PYTEST
-        from syncheck.report.files import write_file
+        from syncheck.report.formats import write_file
 
         report = self.judge.report()
         with contextlib.chdir(self.judge.start):
@@ -374,7 +374,27 @@ class CheckpointPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the results by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""
         from syncheck.errors import PYTEST, spelling
-        from syncheck.pytest_plugin.checkpoints import summary
 
         with spelling(PYTEST):
-            summary.write_summary(terminalreporter, self)
+            self._write_summary(terminalreporter)
+
+    def _write_summary(self, reporter: pytest.TerminalReporter) -> None:
+        """Print the section."""
+        from syncheck.pytest_plugin.checkpoints import summary
+
+        order = {item.nodeid: number for number, item in enumerate(self.planned)}
+        groups = summary.collect_groups(reporter, order)
+        if not groups and not self.errors and not self.written:
+            return
+        reporter.write_sep("=", "syncheck")
+        summary.write_groups(reporter, groups)
+        summary.write_notes(reporter, groups)
+        effective = summary.describe_options(self.judge.options)
+        if effective:
+            reporter.line(f"options in effect: {effective}")
+        if self.updated:
+            reporter.line(f"baseline written: {self.updated}")
+        for path in self.written:
+            reporter.line(f"report written: {path}")
+        for error in self.errors:
+            reporter.line(f"ERROR: {error}", red=True, bold=True)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import pytest
 
     from syncheck.options import Options
-    from syncheck.pytest_plugin.checkpoints.plugin import CheckpointPlugin
 
     Groups = dict[str, dict[str, Mapping[str, str]]]
     """Properties of items by group and item."""
@@ -40,27 +39,7 @@ _WITHOUT_TENSORS = {
 _COLORS = {"out_of_sync": "red", "undecided": "yellow", "in_sync": "green"}
 
 
-def write_summary(reporter: pytest.TerminalReporter, plugin: CheckpointPlugin) -> None:
-    """Print the section."""
-    order = {item.nodeid: number for number, item in enumerate(plugin.planned)}
-    groups = _collect_groups(reporter, order)
-    if not groups and not plugin.errors and not plugin.written:
-        return
-    reporter.write_sep("=", "syncheck")
-    _write_groups(reporter, groups)
-    _write_notes(reporter, groups)
-    effective = describe_options(plugin.judge.options)
-    if effective:
-        reporter.line(f"options in effect: {effective}")
-    if plugin.updated:
-        reporter.line(f"baseline written: {plugin.updated}")
-    for path in plugin.written:
-        reporter.line(f"report written: {path}")
-    for error in plugin.errors:
-        reporter.line(f"ERROR: {error}", red=True, bold=True)
-
-
-def _write_groups(reporter: pytest.TerminalReporter, groups: Groups) -> None:
+def write_groups(reporter: pytest.TerminalReporter, groups: Groups) -> None:
     """Print a line for each group, the most important first."""
     ranked = sorted(groups.items(), key=lambda entry: _ORDER.index(_verdict(entry[1])))
     for owner, items in ranked[:_MOST_GROUPS]:
@@ -80,7 +59,7 @@ def _write_groups(reporter: pytest.TerminalReporter, groups: Groups) -> None:
         reporter.line(f"... and {len(rest)} more groups: {counts}")
 
 
-def _write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
+def write_notes(reporter: pytest.TerminalReporter, groups: Groups) -> None:
     """Print the notes of groups and the fixed findings of the baseline, without repetitions."""
     notes = Counter(_group_property(items, "notes") for items in groups.values())
     notes.pop("", None)
@@ -102,7 +81,7 @@ def describe_options(options: Options) -> str:
     return "; ".join(parts)
 
 
-def _collect_groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> Groups:
+def collect_groups(reporter: pytest.TerminalReporter, order: Mapping[str, int]) -> Groups:
     """Return the properties of finished items by group and item, in the order of collection."""
     by_id: dict[str, Mapping[str, str]] = {}
     for reports in reporter.stats.values():

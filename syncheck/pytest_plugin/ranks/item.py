@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from syncheck.pytest_plugin.ranks.failure import RanksFailed, describe_disagreement, describe_failure
-from syncheck.pytest_plugin.ranks.plugin import RETRIED, Settings, ranks_of, read_marker
+from syncheck.pytest_plugin.ranks.marker import RETRIED, Settings, ranks_of, read_marker
 from syncheck.pytest_plugin.ranks.pool import Pool
 from syncheck.pytest_plugin.ranks.process import import_path
 from syncheck.pytest_plugin.ranks.results import Result, failed_start, is_main_report, is_strict_xpass

@@ -16,7 +16,6 @@ from syncheck.diagnose.history import trend_of
 from syncheck.diagnose.series import follow_not_finite
 from syncheck.diagnose.verdicts import overall
 from syncheck.errors import UsageError
-from syncheck.event_consistency import find_contradicted_check, find_contradiction
 from syncheck.messages import Fact, Note
 from syncheck.records import (
     Counts,
@@ -30,6 +29,7 @@ from syncheck.records import (
     Report,
     TensorDiff,
 )
+from syncheck.report.event_consistency import find_contradicted_check, find_contradiction
 from syncheck.report.words import sort_worst_first
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.text import brief

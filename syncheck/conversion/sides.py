@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.earlier_steps import find_earlier
 from syncheck.conversion.name_maps import find_variables
-from syncheck.earlier_steps import find_earlier
 from syncheck.errors import SyncheckError, UsageError
 from syncheck.layout import views
 from syncheck.layout.grouping import group_replicas

@@ -17,6 +17,7 @@ from syncheck.conversion.merges import find_adapted
 from syncheck.conversion.name_maps import add_variables
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
+from syncheck.conversion.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
 from syncheck.diagnose.case import relation_of
 from syncheck.diagnose.verdicts import judge_difference, judge_group, overall
 from syncheck.errors import UsageError
@@ -31,7 +32,6 @@ from syncheck.messages import Note, relabel
 from syncheck.options import DiffOptions, build_selection
 from syncheck.readers import outputs
 from syncheck.records import Reason, Report
-from syncheck.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.kinds import find_outside_model
 from syncheck.tensors.names import is_adapter_setting, normalize_keys
