@@ -1,6 +1,6 @@
-"""Rebuild the picture in README: `python docs/make_pictures.py` writes docs/compare.svg.
+"""Rebuild the pictures of README and of the code: `python docs/make_pictures.py` writes them.
 
-python docs/make_pictures.py --check    # exit code 1 if the picture is out of date
+python docs/make_pictures.py --check    # exit code 1 if a picture is out of date
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-import syncheck
-from syncheck.report import terminal, text
-
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # the code and the tools of this clone
+
+import draw_rooms  # noqa: E402
+
+import syncheck  # noqa: E402
+from syncheck.report import terminal, text  # noqa: E402
+
 COLUMNS = 100
 
 
-def picture() -> str:
+def draw_comparison() -> str:
     """Return the SVG of `syncheck compare fixtures/desync/bn_local_stats/*.pth` on a terminal of 100 columns."""
     os.chdir(HERE.parent)
     report = syncheck.compare("fixtures/desync/bn_local_stats/*.pth")
@@ -43,16 +47,19 @@ def picture() -> str:
 
 
 def main() -> int:
-    """Write the picture, or compare it with `--check`."""
-    target = HERE / "compare.svg"
-    drawn = picture()
-    if "--check" in sys.argv[1:]:
-        if target.read_text(encoding="utf-8") == drawn:
-            return 0
-        print(f"{target}: out of date; run: python docs/make_pictures.py")
-        return 1
-    target.write_text(drawn, encoding="utf-8")
-    return 0
+    """Write the pictures, or compare them with `--check`."""
+    pictures = {
+        HERE / "compare.svg": draw_comparison(),
+        HERE / "reference" / "rooms.svg": draw_rooms.draw(HERE.parent / "syncheck"),
+    }
+    code = 0
+    for target, drawn in pictures.items():
+        if "--check" not in sys.argv[1:]:
+            target.write_text(drawn, encoding="utf-8")
+        elif not target.exists() or target.read_text(encoding="utf-8") != drawn:
+            print(f"{target}: out of date; run: python docs/make_pictures.py")
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.checkpoints.lock import RunLock
 from train.data import DistributedBatchSampler, OwnSharesSampler, download, smallest_share
+from train.data.loading import Loaders, evaluation_batches, training_batches
 from train.errors import UserError
-from train.faults import FaultyStep, make_fault
-from train.loading import Loaders, evaluation_batches, training_batches
+from train.faults import make_fault
 from train.methods import METHODS, check_modifiers
+from train.methods.sync_batchnorm import SyncBatchNorm
 from train.recorders.base import Recorder
 from train.schedule import LearningRate, Plan
 from train.seeds import seed_rank
-from train.step import Step
-from train.sync_batchnorm import SyncBatchNorm
+from train.step import FaultyStep, Step
 from train.task import load_task_data, make_task
 from train.upkeep import Upkeep
 

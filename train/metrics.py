@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from train.data.loading import Batches
     from train.launch import RankContext
-    from train.loading import Batches
     from train.methods.single import Method
 
 

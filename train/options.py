@@ -26,8 +26,8 @@ from train.faults import FAULTS
 from train.launch.environment import LaunchOptions, is_group_requested, prints_for_all_ranks
 from train.methods import METHODS
 from train.methods.cp import MODES
+from train.methods.pipeline_stages import PIPELINES
 from train.models import MODELS, build_model
-from train.pipeline_stages import PIPELINES
 from train.schedule import SCALES, SCHEDULES
 from train.settings import DEFAULT, LEARNING_RATES, Settings
 

@@ -44,9 +44,16 @@ from train.launch.environment import (
     make_rank_context,
     prints_for_all_ranks,
 )
-from train.launch.exits import INTERRUPTED, ExitStatus, exit_process, open_closed_streams, print_once, print_status
-from train.launch.group import PeerLost, process_group
-from train.launch.signals import SIGNALS
+from train.launch.process_group import PeerLost, process_group
+from train.launch.signals import (
+    INTERRUPTED,
+    SIGNALS,
+    ExitStatus,
+    exit_process,
+    open_closed_streams,
+    print_once,
+    print_status,
+)
 from train.methods import METHODS, check_modifiers
 from train.optional import MISSING, SyncheckError
 from train.options import build_parser, settings_from

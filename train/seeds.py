@@ -54,3 +54,8 @@ def seed_rank(seed: int, ctx: RankContext) -> None:
     for index, device in enumerate(ctx.devices):
         with torch.cuda.device(device):
             torch.cuda.manual_seed(mixed(seed, ctx.mesh.stream, index))
+
+
+def draw_integers(keys: NDArray[np.uint64], stream: int, size: int) -> NDArray[np.int64]:
+    """Draw an integer from 0 to size - 1 for each key [N]; streams of one key are independent. Returns int64 [N]."""
+    return (scrambled(keys + np.uint64(stream)) % np.uint64(size)).astype(np.int64)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from train.checkpoints.lock import RunLock
+    from train.data.loading import Loaders
     from train.launch.signals import Signals
-    from train.loading import Loaders
     from train.metrics import Score
     from train.recorders.base import Recorder
     from train.schedule import LearningRate, Plan, Position

@@ -18,16 +18,19 @@ _RULE = re.compile(r"syn\d{3}_")
 # Modules of the trainer by purpose. A package stands for its modules, unless they follow it.
 TRAIN = {
     "Start here": (
-        "minimal run engine step job methods methods.table methods.base methods.single methods.ddp "
+        "minimal run engine step job methods methods.all_methods methods.base methods.single methods.ddp "
         "methods.zero methods.localsgd methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp "
         "methods.fsdp_tp methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep "
         "methods.dp"
     ),
-    "Models and data": "task models data loading schedule seeds",
+    "Models and data": "task models data schedule seeds",
     "Distribution over processes": (
-        "launch mesh pipeline_stages tensor_parallel data_parallel sync_batchnorm comm_hooks"
+        "launch mesh methods.pipeline_stages methods.tensor_parallel_plan methods.replica_threads "
+        "methods.sync_batchnorm methods.comm_hooks"
     ),
-    "Checkpoints": ("checkpoints checkpoints.saver checkpoints.formats checkpoints.files checkpoints.lock resume"),
+    "Checkpoints": (
+        "checkpoints checkpoints.saver checkpoints.formats checkpoints.checkpoint_files checkpoints.lock resume"
+    ),
     "Faults, errors and signals": "faults errors upkeep",
     "Measurements and output": "metrics recorders plot evaluate bench",
     "Options": "options settings optional",

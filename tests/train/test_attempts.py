@@ -55,7 +55,7 @@ def test_a_temporarily_full_disk(
 ) -> None:
     """If rank 1 cannot save steps 3 and 4, no rank leaves a file of these steps, and later saves are complete."""
     disk = Disk(os.fsync)
-    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
+    monkeypatch.setattr("train.checkpoints.checkpoint_files.os.fsync", disk)
     settings = replace(TINY, save_every=1, out=syncheck_rank.shared / "out")
     result = train(settings, ctx, DiskFiller(disk, 2, 4) if ctx.rank == 1 else Recorder())
     path = state_path(states_folder(settings.out, settings.run), 4, 1)
@@ -76,7 +76,7 @@ def test_a_temporarily_full_disk(
 def test_a_full_disk_keeps_states(ctx: RankContext, syncheck_rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the disk stays full, the last complete states remain, and the run can be resumed from them."""
     disk = Disk(os.fsync)
-    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
+    monkeypatch.setattr("train.checkpoints.checkpoint_files.os.fsync", disk)
     settings = replace(TINY, save_per_rank=False, out=syncheck_rank.shared / "out")
     result = train(settings, ctx, DiskFiller(disk, 3, 8) if ctx.rank == 0 else Recorder())
     assert result.failed.startswith("5 of 8 ")
@@ -100,7 +100,7 @@ def test_a_slow_rank_reports_the_full_disk(
         if disk.full and ctx.rank == 0:
             time.sleep(0.5)
 
-    monkeypatch.setattr("train.checkpoints.files.os.fsync", disk)
+    monkeypatch.setattr("train.checkpoints.checkpoint_files.os.fsync", disk)
     monkeypatch.setattr(Path, "mkdir", slow)
     settings = replace(TINY, save_every=1, max_steps=3, out=syncheck_rank.shared / "out")
     result = train(settings, ctx, DiskFiller(disk, 1, 2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scenarios import SMALL, load, run, tensors
 
-from train.checkpoints.files import check_writable, remove_run, write_atomic
+from train.checkpoints.checkpoint_files import check_writable, remove_run, write_atomic
 from train.engine import train
 from train.errors import UserError
 from train.job import prepare
@@ -126,7 +126,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("train.checkpoints.files.os.fsync", refuse)
+    monkeypatch.setattr("train.checkpoints.checkpoint_files.os.fsync", refuse)
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     def interrupt(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("train.checkpoints.files.os.fsync", interrupt)
+    monkeypatch.setattr("train.checkpoints.checkpoint_files.os.fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"

@@ -12,8 +12,9 @@ from scenarios import SMALL, trained
 from torch.utils.data import DataLoader
 
 from train.data import DataOptions, DistributedBatchSampler, load_data
-from train.data.augment import BasicAugment, Mixup, build_augment
+from train.data.augment import BasicAugment, build_augment
 from train.data.dataset import Images, Normalize
+from train.data.mixup import Mixup
 from train.errors import UserError
 from train.launch import RankContext
 from train.seeds import mixed, mixed_each, scrambled

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from train.data_parallel import GpuReplicas, ReplicaBuffers, ThreadReplicas, keep_modes, replicate
+from train.methods.replica_threads import GpuReplicas, ReplicaBuffers, ThreadReplicas, keep_modes, replicate
 from train.models import build_model
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from train.data import load_data
+from train.data.loading import evaluation_batches
 from train.engine import train
 from train.errors import UserError
 from train.job import build_optimizer, check_batchnorm, make_plan
 from train.launch import RankContext
-from train.loading import evaluation_batches
 from train.methods.single import Single
 from train.metrics import Score, evaluate
 from train.models import build_model

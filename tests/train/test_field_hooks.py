@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import syncheck
 from syncheck.messages import Detail
 from syncheck.records import Reason
-from train.comm_hooks import collect_hook_state, restore_hook_state
 from train.errors import UserError
 from train.launch import RankContext
+from train.methods.comm_hooks import collect_hook_state, restore_hook_state
 from train.methods.ddp import Ddp
 from train.resume import state_path, states_folder
 from train.settings import check

@@ -13,8 +13,8 @@ from scenarios import trained
 from started import alive, wait_for
 
 from train.data import DistributedBatchSampler, load_data
+from train.data.loading import training_batches
 from train.launch import RankContext
-from train.loading import training_batches
 from train.settings import Settings
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from train.errors import UserError
 from train.faults import FAULTS
 from train.launch import RankContext
 from train.methods import METHODS, MODIFIERS, check_modifiers
-from train.methods.table import OWN
+from train.methods.all_methods import OWN
 
 if TYPE_CHECKING:
     from syncheck.records import Group

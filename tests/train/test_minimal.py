@@ -21,10 +21,10 @@ from started import ROOT
 from torch.utils.data import TensorDataset
 
 from train import minimal
+from train.data.all_data_sets import DATASETS
 from train.data.dataset import Data, Images
-from train.data.table import DATASETS
 from train.launch import RankContext
-from train.models.table import MODELS, Network
+from train.models.all_models import MODELS, Network
 from train.settings import Settings
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from train.errors import UserError
 from train.job import prepare
 from train.launch import RankContext
 from train.methods import METHODS, check_modifiers
+from train.methods.tensor_parallel_plan import check_length
 from train.metrics import Meter
 from train.settings import Settings
 from train.step import Step
-from train.tensor_parallel import check_length
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,10 +17,9 @@ from train.engine import train
 from train.errors import UserError
 from train.job import prepare
 from train.launch import RankContext
-from train.resume import search, state_path, states_folder
-from train.resume.files import read_state
-from train.resume.shards import merge_states
-from train.resume.state import find_local_optimizer, parameter_names, restore_state
+from train.resume import state_files, state_path, states_folder
+from train.resume.state import find_local_optimizer, merge_states, parameter_names, restore_state
+from train.resume.state_files import read_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -261,7 +260,7 @@ def test_parts_of_a_model_need_the_same_number_of_ranks(
         read.append(path.name)
         return read_state(path, run)
 
-    monkeypatch.setattr(search, "read_state", record_file)
+    monkeypatch.setattr(state_files, "read_state", record_file)
     capfd.readouterr()
     with world(syncheck_rank, "new", 2) as ctx:
         if ctx is not None:

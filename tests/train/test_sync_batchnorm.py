@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from syncheck.testing import assert_in_sync
-from train import sync_batchnorm
-from train.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from train.methods import sync_batchnorm
+from train.methods.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 if TYPE_CHECKING:
     from train.launch import RankContext

@@ -18,8 +18,8 @@ from train.engine import train_epoch
 from train.errors import UserError
 from train.job import build_optimizer, load, make_model, prepare
 from train.launch import spawn
-from train.launch.exits import ExitStatus
-from train.launch.group import process_group
+from train.launch.process_group import process_group
+from train.launch.signals import ExitStatus
 from train.methods import METHODS
 from train.options import build_parser
 from train.run import settings_and_rank

@@ -6,20 +6,26 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
+import socket
 import statistics
 import subprocess
+import sys
+import textwrap
 import time
 import uuid
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from train.errors import UserError
+from train.methods import METHODS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from train.bench.cases import Case
 
 Record = dict[str, Any]
 
@@ -162,4 +168,288 @@ def read_timing(records: Sequence[Record], began: float, total: float = 0.0) -> 
         max(record["peak_memory_bytes"] for record in epochs),
         total,
         tuple(map(statistics.mean, zip(*(r["gpu_utilization_by_rank"] for r in included), strict=False))),
+    )
+
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+
+_BY_HAND = ("{run}", "--rank", "{rank}", "--world-size", "{processes}", "--init-method")
+_FILE, _TCP = (*_BY_HAND, "file://{folder}/rendezvous"), (*_BY_HAND, "tcp://{address}:{port}")
+_NODES = ("--nnodes=2", "--node-rank={node}", "--master-addr={address}", "--master-port={port}")
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node={share}")
+# The words after `python` by launcher, with the placeholders of `Case.build_commands`. With {rank}, each process has a
+# command line of its own. torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its
+# warning.
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": ("{run}",),
+    "spawn": ("{run}", "--spawn", "{processes}"),
+    "torchrun": (*_TORCHRUN, "--standalone", "{run}"),
+    "launch": ("-W", "ignore", "-m", "torch.distributed.launch", *_TORCHRUN[2:], "--standalone", "{run}"),
+    "file": _FILE,
+    "tcp": _TCP,
+    "nodes": (*_TORCHRUN, *_NODES, "{run}"),
+    "nodes-file": _FILE,
+    "nodes-tcp": _TCP,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    options: options of run.py in addition to --method; they replace the options for all cases. launcher: a key of
+    LAUNCHERS. least: minimum number of processes.
+    """
+
+    name: str
+    method: str
+    options: tuple[str, ...] = ()
+    launcher: str = "spawn"
+    least: int = 2
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return 2 if self.launcher.startswith("nodes") else 1
+
+    def count_processes(self, requested: int) -> int:
+        """Return the number of processes of this case, given the value of --processes: equal on all nodes."""
+        return 1 if self.launcher == "python" else -(-max(requested, self.least) // self.nodes) * self.nodes
+
+    def build_commands(
+        self, requested: int, options: Sequence[str], folder: Path, nodes: Sequence[Node] = ()
+    ) -> list[list[str]]:
+        """Build the command lines, which run at the same time.
+
+        requested: value of --processes. options: for all cases. folder: of this run. nodes: two, if the case has two.
+        """
+        words, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
+        share = processes // self.nodes
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            address, port = probe.getsockname()
+        if self.nodes > 1:
+            address = nodes[0].address
+        commands = []
+        for rank in range(0, processes, 1 if "{rank}" in words else share):
+            values = {"run": RUN, "rank": rank, "processes": processes, "node": rank // share, "share": share}
+            values |= {"folder": folder, "address": address, "port": port}
+            prefix = nodes[rank // share].prefix if self.nodes > 1 else []
+            start = [*prefix, sys.executable, *(word.format(**values) for word in words)]
+            replicas = ["--replicas", str(requested)] if self.method == "dp" else []
+            commands.append([*start, "--method", self.method, *options, *self.options, *replicas])
+        return commands
+
+
+# The minimum number of processes of each method; 2 for methods that are missing here.
+LEAST = {"hsdp": 4, "ddp_tp": 4, "fsdp_tp": 4, "pp_fsdp": 4, "hsdp_tp": 8}
+
+# --join is missing, because it writes no metrics.
+_MODIFIERS = {
+    "no-buffer-sync": ("--no-buffer-sync",),
+    "sync-bn": ("--sync-bn",),
+    "amp-bf16": ("--amp", "bf16"),
+    "accumulate-2": ("--accumulate", "2"),
+    "grad-clip": ("--grad-clip", "1"),
+    "find-unused": ("--find-unused",),
+    "ema": ("--ema", "0.999"),
+    "channels-last": ("--channels-last",),
+    "compile": ("--compile",),
+    "comm-hook-fp16": ("--comm-hook", "fp16"),
+    "comm-hook-bf16": ("--comm-hook", "bf16"),
+    "comm-hook-powersgd": ("--comm-hook", "powersgd"),
+    "workers-1": ("--workers", "1"),
+    "monitor-10": ("--monitor", "10"),
+}
+_SINGLE = ("amp-bf16", "channels-last", "compile", "workers-1")  # modifiers for a single process
+
+_MOE = ("--model", "gpt-tiny-moe")
+_MODELS = {"ep": _MOE}  # the only model with experts
+_DONE = ("single", "dp", "ddp")
+
+_CASES = (
+    Case("single", "single", launcher="python"),
+    *(Case(f"single-{name}", "single", _MODIFIERS[name], launcher="python") for name in _SINGLE),
+    Case("single-moe", "single", _MOE, launcher="python"),
+    Case("dp", "dp", launcher="python"),
+    Case("ddp", "ddp"),
+    Case("ddp-torchrun", "ddp", launcher="torchrun"),
+    Case("ddp-launch", "ddp", launcher="launch"),
+    Case("ddp-file", "ddp", launcher="file"),
+    Case("ddp-tcp", "ddp", launcher="tcp"),
+    Case("ddp-4", "ddp", least=4),
+    Case("ddp-nodes", "ddp", launcher="nodes"),
+    Case("ddp-nodes-file", "ddp", launcher="nodes-file"),
+    Case("ddp-nodes-tcp", "ddp", launcher="nodes-tcp"),
+    Case("ddp-nodes-4", "ddp", launcher="nodes", least=4),
+    *(Case(f"ddp-{name}", "ddp", options) for name, options in _MODIFIERS.items()),
+    *(Case(name, name, _MODELS.get(name, ()), least=LEAST.get(name, 2)) for name in METHODS if name not in _DONE),
+    Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
+)
+CASES = {case.name: case for case in _CASES}
+REFERENCES = ("single", "single-moe")  # speed-ups are relative to the throughput of the case with the same model
+
+
+def select_cases(names: Sequence[str]) -> list[Case]:
+    """Return the cases of these names, always including the reference. Raises UserError for unknown names."""
+    lists = {"all": tuple(CASES), "methods": (*METHODS, "single-moe")}
+    selected = {"single", *(case for name in names for case in lists.get(name, (name,)))}
+    for name in names:
+        if name not in CASES and name not in lists:
+            raise UserError(f"unknown case {name}; supported: {', '.join([*CASES, *lists])}")
+    return [case for case in CASES.values() if case.name in selected]
+
+
+def ip(*words: str) -> None:
+    """Configure the network. Raises UserError with the output of ip."""
+    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"'ip {' '.join(words)}' failed: {done.stderr.strip()}")
+
+
+class Node(NamedTuple):
+    """A namespace, its network device, and its address."""
+
+    name: str
+    device: str
+    address: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """The start of a command in this namespace. gloo needs the device: the host name has no address here."""
+        return ["ip", "netns", "exec", self.name, "env", f"GLOO_SOCKET_IFNAME={self.device}"]
+
+
+@contextmanager
+def two_nodes() -> Iterator[list[Node]]:
+    """Yield two nodes in one network and remove them at the end. Raises UserError if they cannot be created."""
+    if shutil.which("ip") is None:
+        raise UserError("there is no program ip to create network namespaces")
+    mark = uuid.uuid4().hex[:8]
+    nodes = a, b = [Node(f"train-{mark}-{i}", f"v{i}{mark}", f"10.77.0.{i}") for i in (1, 2)]
+    try:
+        for node in nodes:
+            ip("netns", "add", node.name)
+        ip("link", "add", a.device, "netns", a.name, "type", "veth", "peer", "name", b.device, "netns", b.name)
+        for node in nodes:
+            ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", node.device)
+            for device in ("lo", node.device):
+                ip("-n", node.name, "link", "set", device, "up")
+        yield nodes
+    finally:
+        for node in nodes:  # this removes both ends of the cable
+            subprocess.run(["ip", "netns", "delete", node.name], check=False, capture_output=True)
+
+
+PIPE_WIDTH = 200  # columns, if stdout is not a terminal
+SCHEMA = 1  # of the JSON document; removing a field increases it
+TEXTS = 4  # columns of text, aligned to the left
+HEAD = (
+    *("case", "launcher", "model", "data", "processes", "start s", "total s", "epoch s", "steps", "step ms"),
+    *("samples/s", "speed-up", "test %", "memory MB", "GPU %"),
+)
+NOTES = (
+    "Medians over the rounds, without the first epoch of each run. start: time from the command to the first step. "
+    "total: whole command, with start, all epochs and evaluation. steps: timed steps of all rounds. "
+    "speed-up: samples/s divided by that of single with the same model in the same round. test %: accuracy at the end. "
+    "memory: peak of a process, on its GPU if it has one. GPU %: utilization of each rank's GPU in the last round."
+)
+
+
+def compute_speed_up(row: Row, rows: Sequence[Row]) -> float | None:
+    """Return the median over the rounds of the throughput relative to `single`; None if not measured."""
+    bases = [other for other in rows if other.case.name in REFERENCES and other.timings and other.model == row.model]
+    if not bases or not row.timings:
+        return None
+    # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
+    pairs = zip(row.timings, bases[0].timings, strict=False)
+    return statistics.median(own.samples_per_second / base.samples_per_second for own, base in pairs)
+
+
+def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Format the cells of a measured row."""
+    speed_up = compute_speed_up(row, rows)
+    return (
+        row.case.name,
+        row.case.launcher,
+        row.model,
+        row.data,
+        str(row.processes),
+        f"{row.compute_median('start_s'):.1f}",
+        f"{row.compute_median('total_s'):.1f}",
+        f"{row.compute_median('epoch_time_s'):.2f}",
+        str(sum(timing.steps * len(timing.epoch_times_s) for timing in row.timings)),
+        f"{1000 * row.compute_median('epoch_time_s') / row.timings[0].steps:.1f}",
+        f"{row.compute_median('samples_per_second'):.1f}",
+        "-" if speed_up is None else f"{speed_up:.2f}",
+        f"{row.timings[-1].test_accuracy * 100:.1f}",
+        f"{row.compute_median('peak_memory_bytes') / 1e6:.0f}",
+        "/".join(f"{percent:.0f}" for percent in row.timings[-1].gpu_utilization) or "-",
+    )
+
+
+def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = None) -> str:
+    """Format the table and, below the table, the problems. width: columns; None uses the width of the terminal."""
+    # On a narrow terminal the table has several parts, and each part begins with the names of the cases.
+    width = width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH)
+    lines = [HEAD, *(format_row(row, rows) for row in rows if row.timings)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    parts = [[0]]
+    for i in range(1, len(HEAD)):
+        if sum(widths[j] + 2 for j in parts[-1]) + widths[i] > width:
+            parts.append([0])
+        parts[-1].append(i)
+    paragraphs = [textwrap.fill(format_machine(machine), width, break_on_hyphens=False)]
+    for part in parts:
+        cells = ([f"{line[i]:{'<' if i < TEXTS else '>'}{widths[i]}}" for i in part] for line in lines)
+        paragraphs.append("\n".join("  ".join(line).rstrip() for line in cells))
+    notes = [*(f"{row.case.name}: {row.problem}" for row in rows if row.problem), textwrap.fill(NOTES, width)]
+    return "\n\n".join([*paragraphs, "\n".join(notes)]) + "\n"
+
+
+def as_markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
+    """Format the table for a README or a pull request."""
+    rule = "---|" * TEXTS + "---:|" * (len(HEAD) - TEXTS)
+    lines = [format_machine(machine), "", f"| {' | '.join(HEAD)} |", f"|{rule}"]
+    lines += [f"| {' | '.join(format_row(row, rows))} |" for row in rows if row.timings]
+    problems = [f"- `{row.case.name}`: {row.problem}" for row in rows if row.problem]
+    return "\n".join([*lines, "", *problems, *([""] if problems else []), NOTES]) + "\n"
+
+
+def as_json(rows: Sequence[Row], machine: dict[str, Any]) -> str:
+    """Format all numbers without rounding: seconds, bytes, and fractions."""
+    document = {"schema": SCHEMA, "machine": machine, "cases": [_row_as_dict(row, rows) for row in rows]}
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _row_as_dict(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "case": row.case.name,
+        "method": row.case.method,
+        "options": list(row.case.options),
+        "launcher": row.case.launcher,
+        "nodes": row.case.nodes,
+        "model": row.model or None,
+        "data": row.data or None,
+        "processes": row.processes,
+        "problem": row.problem or None,
+        "runs": [asdict(timing) for timing in row.timings],
+    }
+    if row.timings:
+        fields |= {
+            "total_s": row.compute_median("total_s"),
+            "epoch_time_s": row.compute_median("epoch_time_s"),
+            "batch_time_s": row.compute_median("epoch_time_s") / row.timings[0].steps,
+            "samples_per_second": row.compute_median("samples_per_second"),
+            "speed_up": compute_speed_up(row, rows),
+        }
+    return fields
+
+
+def format_machine(machine: dict[str, Any]) -> str:
+    """Format hardware, versions and options in a line."""
+    devices = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['cores']} cores"
+    workload = " ".join(machine["options"])
+    return (
+        f"{devices}; torch {machine['torch']}, {machine['threads']} thread(s) per process, "
+        f"{machine['rounds']} round(s); {workload}"
     )

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.checkpoints.files import check_writable
+from train.checkpoints.checkpoint_files import check_writable
 from train.errors import UserError
-from train.launch.exits import print_once
+from train.launch.signals import print_once
 
 if TYPE_CHECKING:
     from train.launch import RankContext

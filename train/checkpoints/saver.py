@@ -5,10 +5,16 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from train.checkpoints.files import remove_run, remove_temporary, rename_into_place, temporary_path, write_temporary
+from train.checkpoints.checkpoint_files import (
+    remove_run,
+    remove_temporary,
+    rename_into_place,
+    temporary_path,
+    write_temporary,
+)
 from train.checkpoints.formats import FORMATS, Snapshot
 from train.errors import UserError
-from train.launch.exits import print_once
+from train.launch.signals import print_once
 from train.optional import metadata
 
 if TYPE_CHECKING:

@@ -7,26 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from train.errors import UserError
-from train.seeds import mixed, mixed_each, scrambled
+from train.seeds import draw_integers, mixed, mixed_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
     from train.data.dataset import Augment, DataOptions, Normalize
 
 AUGMENTATIONS = ("none", "basic", "strong", "timm")
 JITTER = 0.4  # brightness, contrast and saturation are multiplied by 0.6 to 1.4
 ERASE_PROBABILITY = 0.25
-STRONG_STREAM, MIXUP_STREAM = 1, 2  # make the draws of StrongAugment, BasicAugment and Mixup independent
-MIXUP_ALPHA, SMOOTHING = 0.2, 0.1
+STRONG_STREAM = 1  # makes the draws of StrongAugment and BasicAugment independent
 
 
 def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:
@@ -78,11 +74,6 @@ class BasicAugment:
         # A view of all windows, [N, channels, 2 * pad + 1, 2 * pad + 1, H, W]; indexing copies one window per image.
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)
         return windows[torch.arange(count), :, top, left]
-
-
-def draw_integers(keys: NDArray[np.uint64], stream: int, size: int) -> NDArray[np.int64]:
-    """Draw an integer from 0 to size - 1 for each key [N]; streams of one key are independent. Returns int64 [N]."""
-    return (scrambled(keys + np.uint64(stream)) % np.uint64(size)).astype(np.int64)
 
 
 class StrongAugment:
@@ -147,32 +138,3 @@ class TimmAugment(StrongAugment):
 
         image = v2.RandomResizedCrop(image.shape[1:], interpolation=v2.InterpolationMode.BICUBIC)(image)
         return v2.RandomHorizontalFlip(p=0.5 if self.flip else 0.0)(image)  # type: ignore[no-any-return]
-
-
-class Mixup:
-    """Mix each training image and its label with another sample, and smooth the labels.
-
-    A sample has the weight w of Beta(0.2, 0.2), its partner 1 - w (https://arxiv.org/abs/1710.09412). Both draws depend
-    only on the seed, the epoch and the index of the sample. timm and torchvision instead mix the samples of a batch
-    with one weight, so that the result depends on the number of ranks. Label smoothing
-    (https://arxiv.org/abs/1512.00567) spreads a tenth of the probability over all classes.
-    """
-
-    def __init__(self, seed: int, classes: int) -> None:
-        self.seed, self.classes = seed, classes
-
-    def draw(self, indices: Tensor, epoch: int, samples: int) -> tuple[Tensor, Tensor]:
-        """Draw the partner of each sample, int64 [N] below `samples`, and its own weight, float32 [N]."""
-        keys = mixed_each(mixed(self.seed, epoch, MIXUP_STREAM), indices.numpy())
-        weights = [np.random.default_rng(int(key)).beta(MIXUP_ALPHA, MIXUP_ALPHA) for key in keys]
-        return torch.from_numpy(draw_integers(keys, 0, samples)), torch.tensor(weights, dtype=torch.float32)
-
-    def mix(self, one: Tensor, other: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean of two batches of images, or of two batches of labels, int64 [N].
-
-        Labels become probabilities, float32 [N, classes].
-        """
-        if not one.is_floating_point():
-            one, other = (F.one_hot(y, self.classes) * (1 - SMOOTHING) + SMOOTHING / self.classes for y in (one, other))
-        weights = weights.view(-1, *[1] * (one.dim() - 1))
-        return weights * one + (1 - weights) * other

@@ -16,7 +16,7 @@ from train.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from train.data.augment import Mixup
+    from train.data.mixup import Mixup
 
 
 @dataclass(frozen=True)

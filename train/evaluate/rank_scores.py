@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from train.data.loading import evaluation_batches
 from train.errors import UserError
 from train.evaluate.replicas import load_weights
 from train.launch import RankContext
-from train.loading import evaluation_batches
 from train.methods.single import Single
 from train.metrics import evaluate
 from train.settings import DEFAULT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train.faults.base import Fault, FaultyStep
-from train.faults.table import FAULTS, make_fault
+from train.faults.all_faults import FAULTS, make_fault
+from train.faults.base import Fault
 
-__all__ = ["FAULTS", "Fault", "FaultyStep", "make_fault"]
+__all__ = ["FAULTS", "Fault", "make_fault"]

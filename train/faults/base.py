@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import torch
 from torch import nn
 
 from train.errors import UserError
-from train.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,30 +104,6 @@ class Fault:
         with torch.random.fork_rng(devices=[self.ctx.device] if self.ctx.device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield
-
-
-class FaultyStep(Step):
-    """An optimizer step with the hooks of an injected fault around it."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.fault.scaler = self.scaler
-
-    def accumulate(self, x: Tensor, *arguments: Any) -> None:
-        """Keep the inputs of the last micro-batch."""
-        self.last_inputs = x
-        super().accumulate(x, *arguments)
-
-    def update(self, step: int) -> None:
-        """Run the hooks before and after the update."""
-        self.fault.before_step(step, self.method, self.optimizer, self.last_inputs)
-        super().update(step)
-        self.fault.after_step(step, self.method, self.optimizer)
-
-    def update_average(self, step: int) -> None:
-        """Skip the update if the fault does."""
-        if self.fault.should_update_average(step):
-            super().update_average(step)
 
 
 def find_classifier(module: nn.Module) -> tuple[str, nn.Linear]:

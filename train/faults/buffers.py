@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train.faults.base import Fault
 from train.faults.start import find_first_layer
-from train.sync_batchnorm import SyncBatchNorm
+from train.methods.sync_batchnorm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -6,6 +6,6 @@ ranks of a machine for --spawn. signals.py and exits.py end a process.
 
 from __future__ import annotations
 
-from train.launch.context import RankContext
+from train.launch.environment import RankContext
 
 __all__ = ["RankContext"]

@@ -26,8 +26,19 @@ from torch.multiprocessing.spawn import spawn
 
 from train.errors import UserError
 from train.launch.environment import LaunchOptions, count_gpus, has_slurm_peers, parse_gpus
-from train.launch.exits import ExitStatus, exit_process, exit_with_parent, open_closed_streams, print_line
-from train.launch.signals import GRACE, REPEAT, SIGNALS, block_signals, grace_expired, signals_to_socket
+from train.launch.signals import (
+    GRACE,
+    REPEAT,
+    SIGNALS,
+    ExitStatus,
+    block_signals,
+    exit_process,
+    exit_with_parent,
+    grace_expired,
+    open_closed_streams,
+    print_line,
+    signals_to_socket,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping, Sequence

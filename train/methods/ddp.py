@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from train.comm_hooks import (
+from train.methods.comm_hooks import (
     broadcast_optimizer_state,
     build_buffer_arguments,
     collect_hook_state,
@@ -20,7 +20,7 @@ from train.comm_hooks import (
     restore_hook_state,
 )
 from train.methods.single import Method
-from train.sync_batchnorm import convert_sync_batchnorm
+from train.methods.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

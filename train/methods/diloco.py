@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from train.methods.single import Method
-from train.sync_batchnorm import convert_sync_batchnorm
+from train.methods.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

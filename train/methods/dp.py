@@ -1,8 +1,9 @@
 """DataParallel: one process, several devices, a temporary replica on each during forward and backward.
 
 Compare with single.py: equal numbers mark the same steps, letters mark additions. With several GPUs this is
-torch.nn.DataParallel; otherwise the replicas are threads on one device, see train/data_parallel.py. PyTorch recommends
-DDP instead, even on one machine: here one Python interpreter drives all GPUs, and every forward copies the model.
+torch.nn.DataParallel; otherwise the replicas are threads on one device, see train/methods/replica_threads.py. PyTorch
+recommends DDP instead, even on one machine: here one Python interpreter drives all GPUs, and every forward copies the
+model.
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
 
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from train.data_parallel import GpuReplicas, ReplicaBuffers, ThreadReplicas
 from train.errors import UserError
 from train.methods.base import Replica
+from train.methods.replica_threads import GpuReplicas, ReplicaBuffers, ThreadReplicas
 from train.methods.single import Method
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from train.errors import UserError
 from train.methods.single import Method
-from train.sync_batchnorm import convert_sync_batchnorm
+from train.methods.sync_batchnorm import convert_sync_batchnorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

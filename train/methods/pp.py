@@ -14,9 +14,15 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from train.mesh import find_parallel_degree, gather_whole, refuse_model
+from train.methods.pipeline_stages import (
+    add_gradient_of,
+    assign_stages,
+    build_schedule,
+    count_micro_batches,
+    split_model,
+)
 from train.methods.single import Method
 from train.models.gpt import Gpt
-from train.pipeline_stages import add_gradient_of, assign_stages, build_schedule, count_micro_batches, split_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

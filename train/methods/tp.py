@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from train.errors import UserError
 from train.mesh import find_parallel_degree
 from train.methods.single import Method
-from train.tensor_parallel import apply_plan
+from train.methods.tensor_parallel_plan import apply_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

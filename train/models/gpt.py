@@ -134,8 +134,8 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Embedding, `depth` blocks, RMSNorm, and a linear layer that predicts the next token.
 
-    tied: the embedding is also the weight of the last layer. tp_plan: see train/tensor_parallel.py. Raises UserError
-    for unsupported widths and depths.
+    tied: the embedding is also the weight of the last layer. tp_plan: see train/methods/tensor_parallel_plan.py.
+    Raises UserError for unsupported widths and depths.
     """
 
     tp_plan: ClassVar[Mapping[str, str]] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from train.checkpoints.files import write_atomic
+from train.checkpoints.checkpoint_files import write_atomic
 from train.errors import UserError
 from train.recorders.rank_log import LogFile, classify_ending, device_name
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from train.errors import Stopped, UserError
-from train.launch.exits import print_line
+from train.launch.signals import print_line
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 from train.settings import DEFAULT
 

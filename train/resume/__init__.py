@@ -7,7 +7,7 @@ newest state complete on all ranks. shards.py converts sharded tensors to anothe
 
 from __future__ import annotations
 
-from train.resume.files import state_path, states_folder
 from train.resume.keeper import Keeper
+from train.resume.state_files import state_path, states_folder
 
 __all__ = ["Keeper", "state_path", "states_folder"]

@@ -11,18 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.errors import UserError
-from train.launch.exits import print_once
+from train.launch.signals import print_once
 from train.metrics import Meter
-from train.resume.files import list_visible_ranks, remove_states, state_path, states_folder, write_state
-from train.resume.search import FoundState, find_newest_state
-from train.resume.shards import merge_states
 from train.resume.state import (
     check_shapes,
     collect_state,
+    merge_states,
     reseed_generators,
     restore_position,
     restore_rng_states,
     restore_state,
+)
+from train.resume.state_files import (
+    FoundState,
+    find_newest_state,
+    list_visible_ranks,
+    remove_states,
+    state_path,
+    states_folder,
+    write_state,
 )
 from train.schedule import Position
 

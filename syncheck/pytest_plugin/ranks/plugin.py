@@ -86,8 +86,8 @@ def parametrize_ranks(metafunc: pytest.Metafunc) -> None:
 
 def get_rank(request: pytest.FixtureRequest) -> Rank:
     """Return the value of the fixture `syncheck_rank`. Fails tests without the marker."""
-    from syncheck.pytest_plugin.ranks import group, session
+    from syncheck.pytest_plugin.ranks import process_group, session
 
     if session.TASK not in request.config.stash:
         pytest.fail("the fixture syncheck_rank requires @pytest.mark.syncheck(ranks=2) on the test", pytrace=False)
-    return group.make_rank(request.config.stash[session.TASK])
+    return process_group.make_rank(request.config.stash[session.TASK])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from syncheck.pytest_plugin.ranks import group
+from syncheck.pytest_plugin.ranks import process_group
 from syncheck.pytest_plugin.ranks.guard import descendants
 from syncheck.pytest_plugin.ranks.process import STACK_SIGNAL
 
@@ -262,10 +262,10 @@ class _Plugin:
         before = _fingerprint()
         if item is not None:
             self.config.stash[TASK] = self.task
-            settings = group.settings()
+            settings = process_group.settings()
             if self._prepare():
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            group.restore(settings)
+            process_group.restore(settings)
         else:
             self.send_problem(self._describe_missing_test())
         if self.measured is not None:
@@ -283,7 +283,7 @@ class _Plugin:
     def _prepare(self) -> bool:
         self.send({"joining": True})
         try:
-            group.prepare(self.task)
+            process_group.prepare(self.task)
         except Exception as error:  # noqa: BLE001 - every error must reach the outer session
             traceback.print_exc()
             self.send_problem(f"no process group: {type(error).__name__}: {error}")
@@ -295,7 +295,7 @@ class _Plugin:
 
     def _release(self) -> None:
         try:
-            group.destroy()
+            process_group.destroy()
         except Exception:  # noqa: BLE001
             os._exit(1)  # the pool starts a new process
         self.send({"released": True})

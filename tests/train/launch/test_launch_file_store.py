@@ -15,7 +15,7 @@ from started import wait_for
 
 from train.errors import RankError, UserError
 from train.launch import RankContext
-from train.launch.group import check_store_file, process_group
+from train.launch.process_group import check_store_file, process_group
 
 if TYPE_CHECKING:
     from pathlib import Path

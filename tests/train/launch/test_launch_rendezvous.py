@@ -11,7 +11,13 @@ from torch.distributed import FileStore
 
 from train.errors import RankError, UserError
 from train.launch import RankContext
-from train.launch.group import check_store_file, describe_lost_ranks, format_ranks, open_store, wait_for_all_ranks
+from train.launch.process_group import (
+    check_store_file,
+    describe_lost_ranks,
+    format_ranks,
+    open_store,
+    wait_for_all_ranks,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,8 +108,8 @@ class StoppedStore:
 @pytest.mark.parametrize(("agent", "expected"), [("False", "rank 0"), ("True", "another rank")])
 def test_lost_store(monkeypatch: pytest.MonkeyPatch, store: Any, agent: str, expected: str) -> None:
     """If the store is lost, rank 0 is reported as lost, unless torchrun's agent serves the store."""
-    monkeypatch.setattr("train.launch.group.LIVENESS_SECONDS", 0.1)
-    monkeypatch.setattr("train.launch.group.CONNECT_SLACK", 0.1)
+    monkeypatch.setattr("train.launch.process_group.LIVENESS_SECONDS", 0.1)
+    monkeypatch.setattr("train.launch.process_group.CONNECT_SLACK", 0.1)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     error = RuntimeError("[gloo/pair.cc:5] Connection closed by peer [10.0.0.3]:1. This is typically caused by a crash")
     message = describe_lost_ranks(make_context(1, 2, "nccl"), store, error)
@@ -112,7 +118,7 @@ def test_lost_store(monkeypatch: pytest.MonkeyPatch, store: Any, agent: str, exp
 
 def test_silent_ranks_are_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two of four ranks report a failed collective, and both name the two silent ranks as lost."""
-    monkeypatch.setattr("train.launch.group.LIVENESS_SECONDS", 2.0)
+    monkeypatch.setattr("train.launch.process_group.LIVENESS_SECONDS", 2.0)
 
     def describe_error(rank: int) -> str:
         store = FileStore(str(tmp_path / "f"))

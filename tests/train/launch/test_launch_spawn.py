@@ -15,7 +15,7 @@ import pytest
 from programs import LONG, SHORT, TRAIN, assert_trained, children, command, find_ranks, imports_torch, wait_until_trains
 from started import alive, wait_for
 
-from train.launch.exits import ExitStatus
+from train.launch.signals import ExitStatus
 from train.launch.spawn import choose_status, wait_for_ranks
 
 if TYPE_CHECKING:

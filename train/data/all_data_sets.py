@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.data.augment import Mixup
 from train.data.dataset import Data, DataOptions, limit
 from train.data.digits import load_digits
+from train.data.mixup import Mixup
 from train.data.synthetic import load_synthetic
 from train.data.text import load_text
 from train.data.vision import SOURCES

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from train.errors import UserError
-from train.launch.exits import exit_with_parent
-from train.launch.signals import block_signals
+from train.launch.signals import block_signals, exit_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -30,7 +30,7 @@ from train.errors import RankError, Stopped, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from train.launch.context import RankContext
+    from train.launch.environment import RankContext
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from train.errors import UserError
 from train.faults.base import Fault
 from train.faults.buffers import BuffersNeverSynced, ExtraForward, LocalNormalizer, VarianceOnly
-from train.faults.files import DamagedOnDisk, LastSaveFailed, OtherDtype
+from train.faults.damaged_files import DamagedOnDisk, LastSaveFailed, OtherDtype
 from train.faults.memory import BitFlipExpAvg, BitFlipWeight, ContiguousCorruption, NanOnOneRank, RoundsOtherwise
 from train.faults.parallel import ClipByLocalNorm, ExpertReplicatedWrongly, NormNotReduced, RouterUpdatedLocally
 from train.faults.progress import (
