@@ -155,11 +155,14 @@ def is_size(value: object, least: int = 1) -> bool:
 def split_tensor(
     rule: Rule, values: Mapping[str, str], tensor: Tensor, variables: Mapping[str, int]
 ) -> dict[str, Tensor] | None:
-    """Return the parts of a stored tensor by name; None if the rule does not fit its shape.
+    """Return the parts of a stored tensor by name; None if the rule does not fit its shape, or needs another variable.
 
     values: of the placeholders.
     variables: numbers of heads and their size.
     """
+    # Names alone may select the rule, while no configuration states the number of heads.
+    if not rule.variables <= variables.keys():
+        return None
     placeholders = parse_template(rule.parts[0]).placeholders
     index_placeholders = [placeholder for placeholder in placeholders if placeholder not in values]
     # A digest is of the whole tensor.

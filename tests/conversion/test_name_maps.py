@@ -319,3 +319,19 @@ def test_digests_are_renamed_and_not_divided(tmp_path: Path) -> None:
     names = {diff.name for diff in report.groups[-1].tensors}
     assert "decoder.layers.0.mlp.linear_fc1.weight" in names
     assert "model.layers.0.mlp.down_proj.weight" not in names
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("qkv", ("q", "k", "v"), sizes=("heads", "kv_heads", "kv_heads")),
+        Rule("qkv", ("q", "k", "v"), groups="kv_heads"),
+        Rule("q", ("q",), rotary=True),
+        Rule("qkv", ("q", "k", "v"), transpose=True, groups="heads"),
+    ],
+    ids=["sizes", "groups", "rotary", "transposed"],
+)
+def test_a_rule_with_an_unknown_variable_divides_nothing(rule: Rule) -> None:
+    """A rule that needs a number of heads does not fit if no configuration states this number."""
+    array = np.zeros((24, 24), "float32")
+    assert split_tensor(rule, {}, in_memory(array), {}) is None
