@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -107,6 +108,26 @@ def test_public_names_resolve() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = syncheck.nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("syncheck", "compare diff read metadata Options DiffOptions Report OutOfSync UsageError CheckpointError"),
+        ("syncheck.api", "compare find judge Options"),
+        ("syncheck.errors", "SyncheckError UsageError OptionError CheckpointError OutOfSync RankFailed"),
+        ("syncheck.records", "Report Group Finding TensorDiff Evidence History Histogram Reason OutOfSync"),
+        ("syncheck.options", "Options DiffOptions RunOptions"),
+        ("syncheck.live", "check SyncMonitor resync Resync"),
+        ("syncheck.testing", "assert_in_sync assert_same_model"),
+        ("syncheck.config", "load"),
+        ("syncheck.integrations", ""),
+    ],
+)
+def test_import_paths_of_users_stay(module: str, names: str) -> None:
+    """Names that users import from these modules in version 0.2 are still there."""
+    missing = [name for name in names.split() if not hasattr(importlib.import_module(module), name)]
+    assert missing == []
 
 
 @pytest.mark.parametrize(
