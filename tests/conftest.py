@@ -37,7 +37,7 @@ sys.dont_write_bytecode = False
 pytest_plugins = ["pytester"]
 collect_ignore = ["examples"]  # a separate project; test_examples.py runs it
 if find_spec("torch") is None:  # as in an installation of the command line only
-    collect_ignore += ["train", "live", "frameworks", "cli/test_demo.py"]
+    collect_ignore += ["train", "live", "frameworks", "test_trials.py", "cli/test_demo.py"]
     collect_ignore += [f"cli/test_ranks{name}.py" for name in ("", "_refused", "_programs", "_nodes")]
     collect_ignore += ["diagnose/test_series.py", "layout/test_ties.py", "fixtures/test_confusion.py"]
     collect_ignore += ["integrations/test_recipes.py", "docs/test_other_tools.py"]

@@ -1,0 +1,92 @@
+"""The tables of the trials: in total, per fault and per rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from benchmarks.trials.faults import FAULTS
+from benchmarks.trials.trial import SAVED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.trials.trial import Outcome
+
+SAVED_TITLES = {
+    "model": "the model",
+    "optimizer": "model and optimizer",
+    "metadata": "model, optimizer and metadata",
+    "steps": "model and optimizer at several steps",
+}
+
+
+def describe_total(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of all comparisons, by the saved content."""
+    lines = ["| saved | comparisons | right | open | false |", "|---|---|---|---|---|"]
+    for saved in SAVED:
+        chosen = [outcome for outcome in outcomes if outcome.saved == saved]
+        lines.append(_make_row(SAVED_TITLES[saved], chosen))
+    lines.append(_make_row("total", outcomes))
+    return "\n".join(lines)
+
+
+def describe_faults(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of faults, with the findings that were reported most often."""
+    lines = [
+        "| fault | named by | comparisons | right | open | false | findings |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for fault in FAULTS:
+        chosen = [outcome for outcome in outcomes if outcome.trajectory.fault is fault]
+        codes = ", ".join(sorted(fault.codes)) or "-"
+        row = _make_row(f"{fault.name} | {codes}", chosen)
+        lines.append(f"{row} {_describe_findings(chosen)} |")
+    return "\n".join(lines)
+
+
+def describe_rules(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of rules: how often a stated cause is right, and how often a fault of the rule is named."""
+    stated: Counter[str] = Counter()
+    right: Counter[str] = Counter()
+    possible: Counter[str] = Counter()
+    named: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.kind == "equal":
+            continue
+        for code in set(outcome.stated):
+            stated[code] += 1
+            right[code] += code in outcome.accepted
+        for code in outcome.trajectory.fault.codes:
+            if outcome.decidable:
+                possible[code] += 1
+                named[code] += code in outcome.stated or any(code in codes for codes in outcome.hedged)
+    lines = ["| finding | stated | precision | faults | recall |", "|---|---|---|---|---|"]
+    for code in sorted(stated.keys() | possible.keys()):
+        precision, recall = _format_share(right[code], stated[code]), _format_share(named[code], possible[code])
+        lines.append(f"| {code} | {stated[code]} | {precision} | {possible[code]} | {recall} |")
+    return "\n".join(lines)
+
+
+def _make_row(title: str, outcomes: Sequence[Outcome]) -> str:
+    """Return a row with the number of comparisons, and the shares of their kinds."""
+    kinds = Counter(outcome.kind for outcome in outcomes)
+    # Comparisons of equal files say nothing about causes, except for a run without a fault.
+    kinds["right"] += sum(outcome.kind == "equal" for outcome in outcomes if not outcome.trajectory.fault.codes)
+    count = kinds["right"] + kinds["open"] + kinds["false"]
+    shares = " | ".join(_format_share(kinds[kind], count) for kind in ("right", "open", "false"))
+    return f"| {title} | {count} | {shares} |"
+
+
+def _describe_findings(outcomes: Sequence[Outcome], most: int = 4) -> str:
+    """Return the most frequent findings, with a question mark if the finding was only consistent with the evidence."""
+    counts: Counter[str] = Counter()
+    for outcome in outcomes:
+        counts.update(outcome.stated)
+        counts.update(f"{codes[0]}?" for codes in outcome.hedged)
+    return ", ".join(f"{code} {count}" for code, count in counts.most_common(most))
+
+
+def _format_share(part: int, total: int) -> str:
+    """Return a share in percent; a dash without cases."""
+    return f"{100 * part / total:.1f} %" if total else "-"

@@ -1,0 +1,186 @@
+"""One trial: a simulated run with a fault, its checkpoints, and the findings that syncheck reports for them."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import syncheck
+from benchmarks.trials.faults import FAULTS, Fault
+from benchmarks.trials.simulation import Run, Setup, draw_setup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from syncheck import Report
+
+    # The content of each rank's file.
+    Contents = Sequence[Mapping[str, Any]]
+
+# What is saved: the state dict of the model alone, with the optimizer, with a metadata block too, or the model and the
+# optimizer at several steps.
+SAVED = ("model", "optimizer", "metadata", "steps")
+# Rules and thresholds are chosen on the first part, certainty is granted on the second, and the third is reported.
+PARTS = ("fit", "certify", "report")
+# Temporary files in memory, if the system has such a folder.
+_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A run of the design: its part, fault and settings."""
+
+    part: str
+    fault: type[Fault]
+    setup: Setup
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one comparison.
+
+    lag: steps since the onset. differs: whether the files differ. stated: codes of findings that state their cause as
+    a fact. hedged: codes of findings that are only consistent with the evidence, each with its alternatives.
+    """
+
+    trajectory: Trajectory
+    lag: int
+    saved: str
+    differs: bool
+    verdict: str
+    stated: tuple[str, ...]
+    hedged: tuple[tuple[str, ...], ...]
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        """The codes that are right for the fault."""
+        codes = set(self.trajectory.fault.codes)
+        # Local batches are normal for BatchNorm, beside any fault.
+        if self.trajectory.setup.model == "conv":
+            codes.add("SYN201")
+        if not self.decidable:
+            codes.add("SYN299")
+        return frozenset(codes)
+
+    @property
+    def decidable(self) -> bool:
+        """Whether the saved content can show the cause at all."""
+        fault = self.trajectory.fault
+        has_optimizer = self.saved != "model"
+        if fault.needs_steps and self.saved not in ("steps", "metadata"):
+            return False
+        if fault.needs_metadata and self.saved != "metadata":
+            return False
+        return has_optimizer or not fault.needs_optimizer
+
+    @property
+    def kind(self) -> str:
+        """One of: right, false, open (neither), equal (the fault has no effect)."""
+        if not self.differs:
+            return "equal" if self.verdict == "in_sync" else "false"
+        if self.verdict == "in_sync" or not self.accepted.issuperset(self.stated):
+            return "false"
+        named = set(self.stated)
+        for codes in self.hedged:
+            named.update(codes)
+        background = {"SYN201"} - self.trajectory.fault.codes
+        is_normal = self.trajectory.fault is Fault and "SYN201" in named
+        if is_normal or not named.isdisjoint(self.accepted - background):
+            return "right"
+        return "open"
+
+
+def draw_trajectories(count: int, seed: int = 1) -> list[Trajectory]:
+    """Draw so many runs, all faults equally often in each part."""
+    numbers = random.Random(seed)
+    trajectories = []
+    for number in range(count):
+        part = number % len(PARTS)
+        fault = FAULTS[number // len(PARTS) % len(FAULTS)]
+        setup = draw_setup(numbers, part)
+        while not fault().fits(setup):
+            setup = draw_setup(numbers, part)
+        trajectories.append(Trajectory(PARTS[part], fault, setup))
+    return trajectories
+
+
+def run_trial(trajectory: Trajectory, seed: int = 1) -> list[Outcome]:
+    """Train, save, compare: at each lag of the fault, with two kinds of content."""
+    torch.set_num_threads(1)
+    setup, fault = trajectory.setup, trajectory.fault()
+    numbers = random.Random(setup.seed + seed)
+    run = Run(setup, fault)
+    earlier: dict[int, Contents] = {}
+    outcomes = []
+    for lag in (-1, *fault.lags):
+        while run.step < setup.onset + lag:
+            run.train()
+        if run.step == 0:
+            continue
+        # Evidence over steps begins with the step before the fault.
+        earlier[run.step] = [run.save(rank, with_optimizer=True, with_metadata=False) for rank in run.ranks]
+        if lag < 0:
+            continue
+        for saved in numbers.sample(SAVED, 2):
+            if saved == "steps":
+                steps = earlier
+            else:
+                with_optimizer, with_metadata = saved != "model", saved == "metadata"
+                contents = [
+                    run.save(rank, with_optimizer=with_optimizer, with_metadata=with_metadata) for rank in run.ranks
+                ]
+                steps = {run.step: contents}
+            differs = not are_equal(steps[run.step])
+            report = compare_steps(steps)
+            outcomes.append(make_outcome(trajectory, lag, saved, report, differs=differs))
+    return outcomes
+
+
+def are_equal(contents: Contents) -> bool:
+    """Whether all ranks hold bitwise equal tensors and equal values."""
+    first, *others = contents
+    return all(_is_same(first, other) for other in others)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of checkpoints are bitwise equal, apart from the metadata."""
+    if isinstance(one, torch.Tensor):
+        same_type = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+        return same_type and one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes()
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one if key != "syncheck")
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
+
+
+def compare_steps(steps: Mapping[int, Contents]) -> Report:
+    """Write the files of all ranks and steps, and compare them."""
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        for step, contents in steps.items():
+            place = Path(folder) / f"step_{step}" if len(steps) > 1 else Path(folder)
+            place.mkdir(exist_ok=True)
+            for rank, content in enumerate(contents):
+                torch.save(content, place / f"rank_{rank}.pth")
+        return syncheck.compare(folder, options=syncheck.Options(jobs=1))
+
+
+def make_outcome(trajectory: Trajectory, lag: int, saved: str, report: Report, *, differs: bool) -> Outcome:
+    """Return the outcome of a report: the findings of its last step."""
+    group = report.groups[-1]
+    stated, hedged = [], []
+    for finding in group.findings:
+        if finding.severity == "info":
+            continue
+        is_hedged = finding.code == "SYN299" or "CONSISTENT" in finding.facts[0].code.name
+        if is_hedged:
+            hedged.append((finding.code,))
+        else:
+            stated.append(finding.code)
+    return Outcome(trajectory, lag, saved, differs, group.verdict, tuple(stated), tuple(hedged))
