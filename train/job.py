@@ -15,12 +15,13 @@ from train.data import DistributedBatchSampler, OwnSharesSampler, download, smal
 from train.data.loading import Loaders, evaluation_batches, training_batches
 from train.errors import UserError
 from train.faults import make_fault
+from train.faults.faulty_step import FaultyStep
 from train.methods import METHODS, check_modifiers
 from train.methods.sync_batchnorm import SyncBatchNorm
 from train.recorders.base import Recorder
 from train.schedule import LearningRate, Plan
 from train.seeds import seed_rank
-from train.step import FaultyStep, Step
+from train.step import Step
 from train.task import load_task_data, make_task
 from train.upkeep import Upkeep
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -103,27 +103,3 @@ class Step:
             return self.scaler.scale(loss_sum / predictions)
 
         self.method.train(self.forward, x, y, compute_loss)
-
-
-class FaultyStep(Step):
-    """An optimizer step with the hooks of an injected fault around it."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.fault.scaler = self.scaler
-
-    def accumulate(self, x: Tensor, *arguments: Any) -> None:
-        """Keep the inputs of the last micro-batch."""
-        self.last_inputs = x
-        super().accumulate(x, *arguments)
-
-    def update(self, step: int) -> None:
-        """Run the hooks before and after the update."""
-        self.fault.before_step(step, self.method, self.optimizer, self.last_inputs)
-        super().update(step)
-        self.fault.after_step(step, self.method, self.optimizer)
-
-    def update_average(self, step: int) -> None:
-        """Skip the update if the fault does."""
-        if self.fault.should_update_average(step):
-            super().update_average(step)
