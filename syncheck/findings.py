@@ -124,6 +124,7 @@ DECADES = range(-12, 6)
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
 
 Severity = Literal["info", "warning", "error"]
+Certainty = Literal["proved", "likely", "consistent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,11 @@ class Finding:
     """Tensors and values missing in the baseline under this code; empty without a baseline."""
     counts: bool = True
     """Whether it makes the group out of sync; False for a warning that is only reported."""
+    certainty: Certainty = "likely"
+    """`proved`: follows from bytes or saved values. `likely`: right in at least 98 % of the trials in
+    docs/diagnosis-trials.md. `consistent`: the evidence fits this cause, and other causes too."""
+    alternatives: tuple[str, ...] = ()
+    """Codes of other causes that fit the evidence as well."""
 
     @property
     def evidence(self) -> str:

@@ -14,6 +14,7 @@ from syncheck.findings import (
     DECADES,
     FIRST_MOMENTS,
     MEASURED,
+    Certainty,
     Evidence,
     Finding,
     Fixed,
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
     from syncheck.messages import Message
 
 __all__ = [
-    "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Closure", "Comparison", "Counts", "DriftPoint", "Evidence",
-    "Extent", "Finding", "Fixed", "FreeRunning", "Group", "GroupEvidence", "Histogram", "History", "HistoryPoint",
-    "NotFinite", "OutOfSync", "Place", "Reason", "Replica", "Report", "Severity", "Shards", "Status", "TensorDiff",
-    "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
+    "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Certainty", "Closure", "Comparison", "Counts", "DriftPoint",
+    "Evidence", "Extent", "Finding", "Fixed", "FreeRunning", "Group", "GroupEvidence", "Histogram", "History",
+    "HistoryPoint", "NotFinite", "OutOfSync", "Place", "Reason", "Replica", "Report", "Severity", "Shards",
+    "Status", "TensorDiff", "Tie", "Trend", "Unreadable", "ValueDiff", "ValueKind", "Verdict",
 ]  # fmt: skip
 
 

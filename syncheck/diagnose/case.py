@@ -15,7 +15,7 @@ from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-    from syncheck.findings import RelationKind
+    from syncheck.findings import Certainty, RelationKind
     from syncheck.records import Comparison, Severity, TensorDiff, Trend, ValueDiff
 
 # SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
@@ -337,7 +337,8 @@ class Match:
 
     facts: first the event, then the numbers. cause, fix: replace CAUSE and FIX of the rule. agree: sets of ranks; the
     rule explains no difference within a set. None stands for one set, all ranks except the suspects. only_warns: the
-    finding is a warning that does not make the group out of sync.
+    finding is a warning that does not make the group out of sync. certainty: replaces CERTAINTY of the rule.
+    alternatives: codes of other causes that fit as well.
     """
 
     tensors: tuple[TensorDiff, ...]
@@ -348,6 +349,8 @@ class Match:
     fix: Sentence | None = None
     agree: Sequence[Sequence[int]] | None = None
     only_warns: bool = False
+    certainty: Certainty | None = None
+    alternatives: tuple[str, ...] = ()
 
 
 class Rule(Protocol):
@@ -360,6 +363,7 @@ class Rule(Protocol):
     CODE: str
     SLUG: str
     SEVERITY: Severity
+    CERTAINTY: Certainty
     Text: type[Sentence]
     __doc__: str | None
 

@@ -264,6 +264,8 @@ def _apply_rules(
                 fix=(match.fix or rule.Text["IN_A_JOB" if in_a_job else "FIX"])(),
                 values=match.values,
                 counts=not match.only_warns,
+                certainty=match.certainty or rule.CERTAINTY,
+                alternatives=match.alternatives,
                 allowed=rule.CODE in allow,
                 history=history_of({diff.name for diff in match.tensors}, series),
             )

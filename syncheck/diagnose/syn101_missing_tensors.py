@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CODE = "SYN101"
 SLUG = "missing-tensors"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

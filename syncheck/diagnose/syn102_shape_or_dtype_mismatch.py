@@ -22,6 +22,7 @@ from syncheck.messages import Sentence
 CODE = "SYN102"
 SLUG = "shape-or-dtype-mismatch"
 SEVERITY = "error"
+CERTAINTY = "proved"
 _MOST = 2  # tensors with their shapes or dtypes
 
 

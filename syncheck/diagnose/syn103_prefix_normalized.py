@@ -20,6 +20,7 @@ from syncheck.messages import Sentence
 CODE = "SYN103"
 SLUG = "prefix-normalized"
 SEVERITY = "info"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

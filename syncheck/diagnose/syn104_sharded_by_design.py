@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CODE = "SYN104"
 SLUG = "sharded-by-design"
 SEVERITY = "info"
+CERTAINTY = "proved"
 _MOST = 4  # layouts
 
 

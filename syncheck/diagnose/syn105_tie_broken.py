@@ -23,6 +23,7 @@ from syncheck.messages import Sentence
 CODE = "SYN105"
 SLUG = "tie-broken"
 SEVERITY = "info"
+CERTAINTY = "proved"
 _MOST = 3  # ties
 
 

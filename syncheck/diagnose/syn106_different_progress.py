@@ -45,6 +45,7 @@ _SCHEDULED = re.compile(r"\.(lr|momentum|betas(\.\d+)?)$")
 CODE = "SYN106"
 SLUG = "different-progress"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

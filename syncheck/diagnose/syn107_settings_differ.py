@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 CODE = "SYN107"
 SLUG = "settings-differ"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 # Median cosine of first moments above which gradients count as averaged, as in SYN211.
 ALIKE = 0.9

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 CODE = "SYN201"
 SLUG = "bn-local-stats"
 SEVERITY = "warning"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 CODE = "SYN202"
 SLUG = "bn-drift-growing"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CODE = "SYN203"
 SLUG = "bn-count-mismatch"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

@@ -23,6 +23,7 @@ from syncheck.messages import Sentence
 CODE = "SYN204"
 SLUG = "bn-variance-only"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 CODE = "SYN205"
 SLUG = "buffer-local-state"
 SEVERITY = "error"
+CERTAINTY = "likely"
 # Cosine above which floating-point values have a common origin.
 ONE_ORIGIN = 0.5
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 CODE = "SYN210"
 SLUG = "init-not-broadcast"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 CODE = "SYN211"
 SLUG = "gradients-not-reduced"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

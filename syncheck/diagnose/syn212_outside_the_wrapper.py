@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 CODE = "SYN212"
 SLUG = "outside-the-wrapper"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

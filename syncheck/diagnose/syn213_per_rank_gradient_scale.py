@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 CODE = "SYN213"
 SLUG = "per-rank-gradient-scale"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 CODE = "SYN214"
 SLUG = "step-skipped"
 SEVERITY = "error"
+CERTAINTY = "likely"
 _DECIDE_TOGETHER = (
     "Decide on all ranks together: bad = torch.tensor(float(skip), device=device); "
     "dist.all_reduce(bad, op=dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue."

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 CODE = "SYN215"
 SLUG = "optimizer-state-not-restored"
 SEVERITY = "error"
+CERTAINTY = "likely"
 _LOAD_EVERYWHERE = (
     "Load the optimizer state on every rank before the first step: optimizer.load_state_dict(torch.load(path, "
     "map_location=device)['optimizer']), not under 'if rank == 0'. DDP broadcasts the model, never the optimizer."

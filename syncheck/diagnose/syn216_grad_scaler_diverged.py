@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 CODE = "SYN216"
 SLUG = "grad-scaler-diverged"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

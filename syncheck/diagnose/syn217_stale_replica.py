@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CODE = "SYN217"
 SLUG = "stale-replica"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

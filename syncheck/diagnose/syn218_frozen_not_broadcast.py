@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 CODE = "SYN218"
 SLUG = "frozen-not-broadcast"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CODE = "SYN219"
 SLUG = "averaged-copy-stale"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 CODE = "SYN220"
 SLUG = "bit-flip"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

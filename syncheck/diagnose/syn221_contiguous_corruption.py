@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CODE = "SYN221"
 SLUG = "contiguous-corruption"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -22,6 +22,7 @@ from syncheck.messages import Sentence
 CODE = "SYN223"
 SLUG = "damaged-on-disk"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

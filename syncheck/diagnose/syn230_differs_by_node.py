@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 CODE = "SYN230"
 SLUG = "differs-by-node"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

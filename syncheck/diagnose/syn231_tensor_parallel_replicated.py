@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 CODE = "SYN231"
 SLUG = "tensor-parallel-replicated"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

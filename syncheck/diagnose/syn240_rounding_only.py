@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 CODE = "SYN240"
 SLUG = "rounding-only"
 SEVERITY = "warning"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CODE = "SYN241"
 SLUG = "periodic-averaging"
 SEVERITY = "warning"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

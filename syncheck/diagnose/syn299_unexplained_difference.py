@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CODE = "SYN299"
 SLUG = "unexplained-difference"
 SEVERITY = "error"
+CERTAINTY = "consistent"
 
 
 class Text(Sentence):

@@ -23,6 +23,7 @@ from syncheck.messages import Sentence
 CODE = "SYN301"
 SLUG = "not-updated"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

@@ -22,6 +22,7 @@ from syncheck.messages import Sentence
 CODE = "SYN302"
 SLUG = "partially-updated"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

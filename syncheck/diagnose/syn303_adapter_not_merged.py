@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 CODE = "SYN303"
 SLUG = "adapter-not-merged"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

@@ -22,6 +22,7 @@ from syncheck.messages import Message, Sentence
 CODE = "SYN304"
 SLUG = "transposed"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CODE = "SYN305"
 SLUG = "fused-order"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

@@ -23,6 +23,7 @@ from syncheck.messages import Sentence
 CODE = "SYN306"
 SLUG = "rotary-permuted"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

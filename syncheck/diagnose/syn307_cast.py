@@ -22,6 +22,7 @@ from syncheck.messages import Sentence
 CODE = "SYN307"
 SLUG = "cast"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

@@ -23,6 +23,7 @@ from syncheck.messages import Sentence
 CODE = "SYN308"
 SLUG = "quantized"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -21,6 +21,7 @@ from syncheck.messages import Sentence
 CODE = "SYN309"
 SLUG = "padded"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

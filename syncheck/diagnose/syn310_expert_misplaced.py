@@ -23,6 +23,7 @@ from syncheck.messages import Message, Sentence
 CODE = "SYN310"
 SLUG = "expert-misplaced"
 SEVERITY = "error"
+CERTAINTY = "proved"
 _EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)\d+(\..*)")
 
 

@@ -22,6 +22,7 @@ from syncheck.messages import Sentence
 CODE = "SYN311"
 SLUG = "unrelated"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

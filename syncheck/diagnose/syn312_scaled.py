@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CODE = "SYN312"
 SLUG = "scaled"
 SEVERITY = "error"
+CERTAINTY = "likely"
 
 
 class Text(Sentence):

@@ -22,6 +22,7 @@ from syncheck.messages import Sentence
 CODE = "SYN313"
 SLUG = "wrong-shard"
 SEVERITY = "error"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

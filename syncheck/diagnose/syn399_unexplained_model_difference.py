@@ -21,6 +21,7 @@ from syncheck.messages import Message, Sentence
 CODE = "SYN399"
 SLUG = "unexplained-model-difference"
 SEVERITY = "error"
+CERTAINTY = "consistent"
 _MOST = 3  # values with their two sides
 
 

@@ -268,7 +268,7 @@ class SyncMonitor:
         facts += [Note.ATTRIBUTE_NAMES(count=len(differing), names=tuple(differing))] if differing else []
         for finding in group.findings:
             if not finding.counts:
-                self._warn_once(f"{finding.code} {finding.slug}: {finding.evidence}")
+                self._warn_once(f"{finding.code} {finding.slug} ({finding.certainty}): {finding.evidence}")
         for fact in facts:
             if fact is not None:
                 self._warn_once(str(fact))

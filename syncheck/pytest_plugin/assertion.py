@@ -38,7 +38,7 @@ def _explain(left: Any, right: Any) -> list[str] | None:
     except SyncheckError as error:
         return [title, str(error)]
     # Without -v, pytest shows the first eight lines only, so findings come first.
-    findings = [f"{f.code}: {f.evidence}" for group in report.groups for f in group.findings if f.fails]
+    findings = [f"{f.code} ({f.certainty}): {f.evidence}" for group in report.groups for f in group.findings if f.fails]
     summary, *table = testing.message(report).splitlines()
     return [title, summary, *findings[:3], *table]
 

@@ -37,11 +37,14 @@ from syncheck.text import brief
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from syncheck.findings import Certainty
+
 ENDING = ".jsonl"
 # Tensors of an event, and names of a finding: about 10 kB in a check that fails, nothing in one that does not.
 _MOST_TENSORS, _MOST_NAMES = 40, 8
 _MOST_NOTE = 1000  # characters
 _MOST_LINE = 1 << 22  # characters
+CERTAINTIES = ("proved", "likely", "consistent")
 _VERDICTS = ("in_sync", "out_of_sync", "undecided", "alone")
 _TEXTS = ("name", "kind", "dtype", "status")
 _NUMBERS = ("mismatched", "numel", "max_abs", "max_rel", "max_ulp")
@@ -62,6 +65,8 @@ def describe_findings(findings: Iterable[Finding], report: Report) -> list[dict[
                 "severity": finding.severity,
                 "allowed": finding.allowed,
                 "counts": finding.counts,
+                "certainty": finding.certainty,
+                "alternatives": list(finding.alternatives),
                 "ranks": list(finding.ranks),
                 "tensors": len(finding.tensors),
                 "names": list(finding.tensors[:_MOST_NAMES]),
@@ -250,6 +255,14 @@ def _read_size(value: Any) -> Any:
     return value
 
 
+def _read_certainty(value: Any) -> Certainty:
+    """Return the certainty of a finding. Raises ValueError for another text."""
+    if value not in CERTAINTIES:
+        raise ValueError(f"certainty {brief(value)}")
+    certainty: Certainty = value
+    return certainty
+
+
 def _make_finding(row: Mapping[str, Any]) -> Finding:
     if row["severity"] not in ("info", "warning", "error"):
         raise ValueError(f"severity {row['severity']!r}")
@@ -265,6 +278,9 @@ def _make_finding(row: Mapping[str, Any]) -> Finding:
         fix=Fact.TEXT(text=str(row.get("fix", f"see: syncheck explain {code}"))),
         allowed=bool(row["allowed"]),
         counts=bool(row.get("counts", True)),
+        # Versions before 0.3 wrote no certainty.
+        certainty=_read_certainty(row.get("certainty", "likely")),
+        alternatives=tuple(str(code) for code in row.get("alternatives", ())),
     )
 
 

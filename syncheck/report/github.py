@@ -147,7 +147,7 @@ def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
         finding.evidence,
         before,
         *rows,
-        str(finding.cause),
+        words.cause_text(finding),
         f"Fix: {finding.fix}",
         f"syncheck explain {finding.code}",
     )

@@ -30,6 +30,8 @@ _MOST_VALUES = 5
 _MOST_FIXED = 3
 _MOST_PATHS = 6
 _MOST_STEPS = 3
+# The findings that name no cause.
+UNEXPLAINED = ("SYN299", "SYN399")
 
 
 def counts_line(report: Report) -> str:
@@ -349,12 +351,12 @@ def note_lines(group: Group) -> list[str]:
 
 
 def finding_title(finding: Finding) -> str:
-    """Return the title of a finding: 'SYN201 bn-local-stats (warning) on ranks 0-1'."""
+    """Return the title of a finding: 'SYN201 bn-local-stats (warning, likely) on ranks 0-1'."""
     ignored = ", allowed" if finding.allowed else ", accepted by the baseline" if finding.accepted else ""
     if not finding.counts:
         ignored = ", does not fail"
     ranks = f" on {ranks_label(finding.ranks)}" if finding.ranks else ""
-    return f"{finding.code} {finding.slug} ({finding.severity}{ignored}){ranks}"
+    return f"{finding.code} {finding.slug} ({finding.severity}, {finding.certainty}{ignored}){ranks}"
 
 
 def fixed_lines(groups: Sequence[Group]) -> list[str]:
@@ -388,10 +390,18 @@ def step_text(group: Group) -> str:
     return one_line(group.name) if group.step is None else f"step {group.step}"
 
 
+def cause_text(finding: Finding) -> str:
+    """Return the cause of a finding, with the other causes that fit the evidence as well."""
+    if finding.certainty != "consistent" or finding.code in UNEXPLAINED:
+        return str(finding.cause)
+    others = f" Also possible: {', '.join(finding.alternatives)}." if finding.alternatives else ""
+    return f"Possible cause: {finding.cause}{others}"
+
+
 def finding_rows(finding: Finding) -> list[tuple[str, str]]:
     """Return labels and texts: what happened, when if there is a history, why, and the fix."""
     when = [] if finding.history is None else [("when", describe_history(finding))]
-    return [("what", finding.evidence), *when, ("why", str(finding.cause)), ("fix", str(finding.fix))]
+    return [("what", finding.evidence), *when, ("why", cause_text(finding)), ("fix", str(finding.fix))]
 
 
 def describe_history(finding: Finding) -> str:

@@ -48,7 +48,7 @@ def test_out_of_sync_exits_with_1(cli: Run, ranks: Ranks) -> None:
     ranks(network(), changed(network(), *BN))
     done = cli("compare", "*.pth")
     assert (done.code, done.err) == (1, "")
-    assert "SYN201 bn-local-stats (warning) on ranks 0-1" in done.out
+    assert "SYN201 bn-local-stats (warning, likely) on ranks 0-1" in done.out
     assert done.lines[-2:] == ["OUT OF SYNC", "14 tensors: 10 identical, 0 close, 4 different, 0 not compared"]
 
 

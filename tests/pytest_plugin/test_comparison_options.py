@@ -106,9 +106,9 @@ def test_reference(tmp_path: Path) -> None:
     )
     assert plain.outcomes() == second.outcomes() == path.outcomes()
     assert plain.code == second.code == path.code == 1
-    assert "SYN299 unexplained-difference (error) on rank 2" in plain.out
+    assert "SYN299 unexplained-difference (error, consistent) on rank 2" in plain.out
     for run in (second, path):
-        assert "SYN299 unexplained-difference (error) on ranks 0-1" in run.out
+        assert "SYN299 unexplained-difference (error, consistent) on ranks 0-1" in run.out
 
 
 def test_quick_and_jobs(tmp_path: Path) -> None:

@@ -59,10 +59,10 @@ def test_a_real_comparison() -> None:
     assert drawn.splitlines()[-2:] == ["OUT OF SYNC", words.counts_line(report)]
     growing, local = commands(drawn)
     assert (growing[0], local[0]) == ("error", "error")
-    assert growing[1]["title"] == "SYN202 bn-drift-growing (error) on ranks 0-1, ddp-nobufsync step 12"
+    assert growing[1]["title"] == "SYN202 bn-drift-growing (error, likely) on ranks 0-1, ddp-nobufsync step 12"
     finding = next(f for g in report.groups if g.step == 12 for f in g.findings if f.code == "SYN202")
     assert f"\n{words.summarize_history(finding)}\n" in growing[2]
-    assert local[1]["title"].startswith("SYN201 bn-local-stats (warning) on ranks 0-1, ")
+    assert local[1]["title"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1, ")
     paths = [replica.path for group in report.groups for replica in group.replicas]
     assert local[1]["file"] in paths
     assert re.search(r"\n- layer3\.0\.bn1\.running_var: 16 of 16, max abs 0\.0379, max rel 4\.67%, max ulp ", local[2])

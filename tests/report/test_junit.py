@@ -91,7 +91,7 @@ def test_a_real_comparison() -> None:
     (local,) = (group for group in report.groups if [f.code for f in group.findings] == ["SYN201"])
     (failure,) = root.findall(f"testsuite[@name='{local.name}']/testcase[@name='bn-stats']/failure")
     assert failure.attrib["type"] == "SYN201"
-    assert failure.attrib["message"].startswith("SYN201 bn-local-stats (warning) on ranks 0-1: ")
+    assert failure.attrib["message"].startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1: ")
     assert str(local.findings[0].fix) in str(failure.text)
     worst = local.tensors[0].name
     assert worst in str(failure.text)
@@ -196,7 +196,7 @@ def test_allowed_findings_pass(tmp_path: Path) -> None:
     agree(report, root)
     assert set(results_by_case(root).values()) == {"passed"}
     (text,) = (out.text for out in root.iter("system-out") if "SYN201" in str(out.text))
-    assert "SYN201 bn-local-stats (warning, allowed) on ranks 0-1" in str(text)
+    assert "SYN201 bn-local-stats (warning, likely, allowed) on ranks 0-1" in str(text)
 
 
 def test_findings_without_tensors_fail_cases() -> None:
