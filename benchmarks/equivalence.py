@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import SYNCHECK, environment
-from train.bench.runs import LEAST
+from train.bench.cases import LEAST
 
 ROUNDS = 1
 STEPS = 20

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck.comparison import reference
-from syncheck.comparison import replicas as comparison
+from syncheck.comparison import replicas as compared
 from syncheck.comparison.replicas import compare_group
 from syncheck.comparison.stale import add_stale_ranks
 from syncheck.diagnose import series
@@ -18,8 +18,8 @@ from syncheck.layout.second_weights import separate_copies
 from syncheck.messages import Note
 from syncheck.options import Options as Options  # users import it from here too
 from syncheck.options import build_selection
-from syncheck.readers import find as files
-from syncheck.readers.find import find_shared_files, remove_aliases
+from syncheck.readers import find as finder
+from syncheck.readers.find import find_shared_files, open_checkpoints, remove_aliases, unify_paths
 from syncheck.records import Alias, Report, Unreadable
 from syncheck.tensors import kinds
 from syncheck.tensors.blocks import broken_files
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether `find` would open the path: a checkpoint, or a folder with a checkpoint in it."""
-    return files.holds_checkpoint(str(path))
+    return finder.holds_checkpoint(str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
         baseline.read(options.baseline)  # a broken baseline raises before anything is compared
     if not paths:
         raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
-    opened = files.open_checkpoints([str(path) for path in paths])
+    opened = open_checkpoints([str(path) for path in paths])
     snapshots, linked = remove_aliases(separate_copies(opened.snapshots))
-    spelled = files.unify_paths([s.path for s in snapshots] + list(opened.roots.values()))
+    spelled = unify_paths([s.path for s in snapshots] + list(opened.roots.values()))
     groups = group_replicas(snapshots, options.group_by, opened.roots, spelled)
     unreadable = (*opened.unreadable, *(found for replicas in groups for found in find_shared_files(replicas.ranks)))
     reference.check_reference(options.reference, groups, unreadable)
@@ -83,7 +83,7 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
     The last kind is `value` if the files hold Python values that are compared, such as the step.
     """
     counted = any(has_counted_values(snapshot) for _, snapshot in replicas.ranks)
-    return comparison.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
+    return compared.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
 
 
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
@@ -187,7 +187,7 @@ def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison
 def read_baseline_for_update(path: str) -> Known:
     """Read a baseline before updating it; empty if the file does not exist.
 
-    Raises UsageError as `read` does, and if the file is obviously not writable.
+    Raises UsageError as `baseline.read` does, and if the file is obviously not writable.
     """
     from syncheck.diagnose import baseline
     from syncheck.readers import outputs

@@ -183,7 +183,8 @@ class RefusedFile(CheckpointError):
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        # OutOfSync contains a report, so it is defined above this module. Its import path of version 0.2 still works.
+        # OutOfSync contains a report, so it is defined in a higher layer. Its import path of version 0.2 still works:
+        # this is the only import of a higher layer, and only the old path executes it.
         if name == "OutOfSync":
             return import_module("syncheck.records").OutOfSync
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Frozen records of findings: their evidence, and their history over the steps of a run."""
+"""Frozen records of findings: their evidence, their history over the steps of a run, and relations of two models."""
 
 from __future__ import annotations
 
@@ -11,9 +11,22 @@ if TYPE_CHECKING:
 
     from syncheck.messages import Message
 
+Trend = Literal["constant", "shrinking", "growing", "varying"]
+Severity = Literal["info", "warning", "error"]
+Certainty = Literal["proved", "likely", "consistent"]
+# Norms and cosines are computed over the first elements of a tensor, up to this number.
+MEASURED = 1 << 18
+# The powers of ten at which the decades of a histogram begin.
+DECADES = range(-12, 6)
+# Names of the running averages of gradients in torch optimizers.
+FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
+
 
 class RelationKind(StrEnum):
-    """Relations. All but the last three are proven: the bytes are equal after the operation."""
+    """How a tensor of model B follows from model A.
+
+    All but the last three are proven: the bytes are equal after the operation.
+    """
 
     BASE = "base"
     """B equals the model before the update."""
@@ -63,10 +76,6 @@ class Stored:
     boxes: tuple[tuple[tuple[int, ...] | None, tuple[int, ...] | None, str], ...] = ()
 
 
-# This module imports only the standard library, because `records` imports it.
-Trend = Literal["constant", "shrinking", "growing", "varying"]
-
-
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
     """The tensors of a finding at one step."""
@@ -112,19 +121,6 @@ class NotFinite:
     """The compared step before it; None if there is none."""
     first: tuple[str, ...] = ()
     """The tensors at step `since`."""
-
-
-# Norms and cosines are computed over the first elements of a tensor, up to this number.
-MEASURED = 1 << 18
-
-# The powers of ten at which the decades of a histogram begin.
-DECADES = range(-12, 6)
-
-# Names of the running averages of gradients in torch optimizers.
-FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
-
-Severity = Literal["info", "warning", "error"]
-Certainty = Literal["proved", "likely", "consistent"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Frozen records of comparisons, findings and reports. They never read files.
+"""Frozen records of comparisons, findings and reports, the error with a report, and sets of ranks.
+
+Records never read files.
 
 The JSON document has the same field names: `report.groups[0].findings[0].code` is `.groups[0].findings[0].code`.
 """
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
     from syncheck.findings import Stored
     from syncheck.messages import Message
+
+_Value = TypeVar("_Value")
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Certainty", "Closure", "Comparison", "Counts", "DriftPoint",
@@ -393,9 +397,6 @@ class OutOfSync(SyncheckError, AssertionError):
     def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
         # Test runners send exceptions from one process to another.
         return type(self), (str(self), self.report)
-
-
-_Value = TypeVar("_Value")
 
 
 def group_ranks(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+_MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
+
 _COLONS = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=(?:\x1b\[[0-9;]*m)*:)", re.MULTILINE)
 
 _HASHES = re.compile(r"##(?=\w*\[)")
@@ -64,9 +66,6 @@ def shorten(text: str) -> str:
     if len(text) > 400:
         text = f"{text[:200]}...{text[-200:]}"
     return one_line(text)
-
-
-_MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
 
 
 def ranks_text(ranks: Sequence[int | str]) -> str:

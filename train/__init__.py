@@ -5,12 +5,10 @@ step, and calls a method in methods/; start with single.py. job.py builds the ob
 options.py define the options.
 
     launch/                start, rendezvous and end of processes, signals: torchrun, --spawn, by hand, SLURM
-    models/ data/          networks and data sets
-    loading.py             training batches, optionally loaded by worker processes
+    models/ data/          networks; data sets, and training batches, optionally loaded by worker processes
     optional.py            imports of syncheck, without which the trainer writes no metadata blocks
     mesh.py                coordinates of a rank in the grid of a method
     schedule.py seeds.py   the plan of a run and its learning rates; random streams of ranks and samples
-    data_parallel.py sync_batchnorm.py comm_hooks.py    implementations used by the methods
     checkpoints/           one file per rank: the end of the run, steps, and the best epoch
     resume/                states for a bitwise identical continuation
     task.py metrics.py     data, model, loss and metrics of a run; scores over all ranks

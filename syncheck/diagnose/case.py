@@ -435,11 +435,6 @@ def limit_facts(facts: Sequence[Message], most: int, more: Sentence) -> list[Mes
     return [*facts[:most], *further]
 
 
-def fewer(some: set[int], others: set[int]) -> set[int]:
-    """Return the smaller set of ranks, which is suspect, or both sets if they are equally large."""
-    return some | others if len(some) == len(others) else min(some, others, key=len)
-
-
 def agrees_within(diff: TensorDiff, locations: Mapping[int, Hashable]) -> bool:
     """Whether ranks of one location hold the same bytes of a differing tensor, within each replica group.
 

@@ -1,4 +1,4 @@
-"""Follow the tensors of a finding over the steps of a run: when they first differ, and whether the difference grows."""
+"""Follow the tensors of a finding over the steps of a run, and identify the ranks that cause their differences."""
 
 from __future__ import annotations
 
@@ -123,3 +123,8 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     if not odd or len(odd) >= len(group.replicas) or 2 * without > len(diffs):
         odd = {rank for diff in diffs for cluster in diff.clusters for rank in cluster}
     return tuple(sorted(odd)) or group.ranks
+
+
+def fewer(some: set[int], others: set[int]) -> set[int]:
+    """Return the smaller set of ranks, which is suspect, or both sets if they are equally large."""
+    return some | others if len(some) == len(others) else min(some, others, key=len)

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, fewer
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import without_state
+from syncheck.diagnose.history import fewer
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
 

@@ -17,7 +17,8 @@ across pipeline stages, drifted apart).
 
 from __future__ import annotations
 
-from syncheck.diagnose.case import Case, Match, fewer, limit_facts
+from syncheck.diagnose.case import Case, Match, limit_facts
+from syncheck.diagnose.history import fewer
 from syncheck.messages import Sentence
 
 CODE = "SYN105"

@@ -1,7 +1,9 @@
 """Find tensors that are copies: names sharing memory on some ranks only, and copies in several pipeline stages.
 
-An embedding tied to the last layer is copied to the last stage.
 torch.save and torch.load preserve shared memory. Other formats store separate bytes for each name, so ties are unknown.
+
+An embedding tied to the last layer is copied to the last stage. The parts of a model that is not joined are accepted if
+they are no copies.
 """
 
 from __future__ import annotations
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 
     from syncheck.records import Comparison
     from syncheck.snapshots import Snapshot, Tensor
+
+# Names of embeddings without the number of a layer, which a stage might count from 0. Other tensors with one name in
+# several stages may be different tensors.
+_EMBEDDING = re.compile(
+    r"(?:[^.\d]+\.)*(?:word_embeddings?|embed_tokens|tok_embeddings?|token_embeddings?|tok_emb|wte|embed|embeddings?)"
+    r"\.weight"
+)
 
 _FORMATS_WITH_TIES = ("torch-zip", "torch-legacy")
 
@@ -64,14 +73,6 @@ def _find_place(tensor: Tensor) -> tuple[str, int] | None:
     first = tensor.shards[0].tensor if tensor.shards else tensor
     unplaced = tensor.refused or not tensor.numel or first.data is not None or first.digest is not None
     return None if unplaced else (first.path, first.offset)
-
-
-# Names of embeddings without the number of a layer, which a stage might count from 0. Other tensors with one name in
-# several stages may be different tensors.
-_EMBEDDING = re.compile(
-    r"(?:[^.\d]+\.)*(?:word_embeddings?|embed_tokens|tok_embeddings?|token_embeddings?|tok_emb|wte|embed|embeddings?)"
-    r"\.weight"
-)
 
 
 def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snapshot]) -> dict[str, str]:

@@ -29,12 +29,29 @@ from syncheck.records import group_ranks
 from syncheck.text import ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterable, Mapping
 
     from syncheck.snapshots import Sharding, Snapshot, Tensor
 
     Coordinates = Mapping[int, tuple[tuple[str, int], ...]]
-    from collections.abc import Iterable
+
+# Names of the tensor-parallel mesh dimension. `mp` is excluded: it may be the pipeline's dimension.
+TENSOR_PARALLEL = frozenset({"tp", "tensor", "tensor_parallel"})
+_PLACE = "input|post|pre|final|self|cross|attn|attention|mlp|ffn|feed_?forward|word|embeddings?|embed|layer|rms"
+_NORM = re.compile(
+    rf"(?:(?:{_PLACE})_?)*(?:layer_?norm|rms_?norm|norm)(?:_?(?:f|final|\d))?|ln(?:_?(?:\d|f|final|attn|mlp))?|norm\d"
+)
+_NORM_LEAVES = frozenset({"weight", "bias"})
+# TransformerEngine stores a norm in the linear layer after it.
+_FUSED = frozenset({"layer_norm_weight", "layer_norm_bias"})
+_ROUTER_LEAVES = frozenset({"weight", "bias", "expert_bias", "e_score_correction_bias"})
+_ROW_PARALLEL = frozenset({"o_proj", "down_proj", "linear_proj", "linear_fc2", "dense_4h_to_h"})
+_ATTENTION = frozenset({"self_attention", "attention", "inter_attention"})
+# Name segments of modules whose layers may be sharded in another way.
+_DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
+# Modules whose norms are over an inner dimension.
+_INNER = re.compile(r".*(?:attn|attention|mlp|ffn|feed_?forward)")
+
 
 # Names of mesh dimensions along which ranks hold different parameters, in libraries and their examples. Along dp,
 # replicate, shard, fsdp and cp (context), all ranks have the same plain tensors.
@@ -227,25 +244,6 @@ def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
     """Whether some ranks hold a shard and other ranks the whole tensor."""
     sharded = sum(t.sharding is not None and not is_whole(t.sharding) for t in tensors.values())
     return 0 < sharded < len(tensors)
-
-
-# Names of the tensor-parallel mesh dimension. `mp` is excluded: it may be the pipeline's dimension.
-TENSOR_PARALLEL = frozenset({"tp", "tensor", "tensor_parallel"})
-
-_PLACE = "input|post|pre|final|self|cross|attn|attention|mlp|ffn|feed_?forward|word|embeddings?|embed|layer|rms"
-_NORM = re.compile(
-    rf"(?:(?:{_PLACE})_?)*(?:layer_?norm|rms_?norm|norm)(?:_?(?:f|final|\d))?|ln(?:_?(?:\d|f|final|attn|mlp))?|norm\d"
-)
-_NORM_LEAVES = frozenset({"weight", "bias"})
-# TransformerEngine stores a norm in the linear layer after it.
-_FUSED = frozenset({"layer_norm_weight", "layer_norm_bias"})
-_ROUTER_LEAVES = frozenset({"weight", "bias", "expert_bias", "e_score_correction_bias"})
-_ROW_PARALLEL = frozenset({"o_proj", "down_proj", "linear_proj", "linear_fc2", "dense_4h_to_h"})
-_ATTENTION = frozenset({"self_attention", "attention", "inter_attention"})
-# Name segments of modules whose layers may be sharded in another way.
-_DIVIDED = re.compile(r"expert|mixer|mamba|ssm|rwkv|retention|linear_attn|delta_net|lora|adapter")
-# Modules whose norms are over an inner dimension.
-_INNER = re.compile(r".*(?:attn|attention|mlp|ffn|feed_?forward)")
 
 
 def find_replicated(names: Iterable[str]) -> frozenset[str]:

@@ -42,8 +42,8 @@ def compare_models(a: Any, b: Any, group: Any, options: Callable[[], DiffOptions
 
     a, b: each a path, several paths separated by commas, or an object in memory as in `memory.snapshot`. group: a
     process group, all ranks by default. options: a function that returns the options; if it raises, all ranks raise.
-    Raises UsageError for objects without tensors, and as `model_diff.diff` does; in a process group the same error on
-    all ranks.
+    Raises UsageError for objects without tensors, and as `conversion.diff.diff` does; in a process group the same error
+    on all ranks.
     """
     if _is_path(a) and _is_path(b):
         if group is not None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.readers.open import read
 from syncheck.tensors.blocks import Files
-from syncheck.tensors.digests import NAMES, compute_moments
 from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.kinds import classify_snapshot
+from syncheck.tensors.moments import NAMES, compute_moments
 from syncheck.text import brief
 
 if TYPE_CHECKING:

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from syncheck.layout.groups import Ranked
     from syncheck.snapshots import Snapshot
 
+_DIGITS = re.compile(r"\d+")
+_SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECASE)
+# Extensions of files beside checkpoints: notes and pictures.
+_NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
+# Lines of small text files: a number, a comment, or a setting in YAML, with its list items below.
+_TEXT_LINE = re.compile(r"\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*", re.IGNORECASE)
+_MOST_TEXT = 1 << 16
+
 # A folder to enter, the enclosing folder that is a single checkpoint (or ""), and its reader.
 _Folder = tuple[str, str, "ModuleType | None"]
 
@@ -60,7 +68,7 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
             if not _open_folder(path.rstrip("/") or path, opened, seen):
                 skipped = opened.skipped - before
                 raise UsageError(
-                    f"{path}: no checkpoint in this folder ({skipped} other files){_describe_unread(path)}; pass a "
+                    f"{path}: no checkpoint in this folder ({skipped} other files){_explain_missing(path)}; pass a "
                     "folder with torch.save or safetensors files, or train with --save-per-rank"
                 )
         elif _absolute_path(path) not in seen:
@@ -69,7 +77,7 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
     return opened
 
 
-def _describe_unread(folder: str) -> str:
+def _explain_missing(folder: str) -> str:
     """Return the format of a folder or of one of its files, which syncheck does not read, and the next step."""
     try:
         unread = describe_unread(folder)
@@ -251,16 +259,6 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
         return True
     opened.skipped += 1
     return False
-
-
-_DIGITS = re.compile(r"\d+")
-_SUFFIX = re.compile(r"(?:\.(?!r(?:ank)?\d)[a-z][a-z0-9]{0,11})+$", re.IGNORECASE)
-# Extensions of files beside checkpoints: notes and pictures.
-_NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html .png .jpg .svg .pdf .py .sh".split())
-
-# Lines of small text files: a number, a comment, or a setting in YAML, with its list items below.
-_TEXT_LINE = re.compile(r"\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*", re.IGNORECASE)
-_MOST_TEXT = 1 << 16
 
 
 def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:

@@ -20,8 +20,9 @@ from syncheck.readers.fingerprint_file import FORMAT, KEY, MOST_TEXT, VERSION
 from syncheck.readers.formats import EXTENSIONS
 from syncheck.readers.metadata_block import SCHEMA
 from syncheck.tensors.blocks import Files, ranges
-from syncheck.tensors.digests import ALGORITHM, Moments, new_hasher
+from syncheck.tensors.digests import ALGORITHM, new_hasher
 from syncheck.tensors.kinds import classify_snapshot
+from syncheck.tensors.moments import Moments
 from syncheck.tensors.value_kinds import select_counted_values
 
 if TYPE_CHECKING:

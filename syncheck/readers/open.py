@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format, a file or a folder."""
+"""Open a checkpoint of any format, a file or a folder, and describe files and folders that are none."""
 
 from __future__ import annotations
 

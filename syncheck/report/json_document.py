@@ -38,7 +38,7 @@ def render(report: Report, version: str) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Return JSON, with the commands of CI systems in names escaped (see `errors.logged`)."""
+    """Return JSON, with the commands of CI systems in names escaped (see `text.logged`)."""
     # In JSON `#` occurs only inside strings, where it can be escaped.
     return re.sub(r"##(?=\w*\[)", r"#\\u0023", json.dumps(value, default=_fields, indent=1, allow_nan=False)) + "\n"
 

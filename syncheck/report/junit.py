@@ -58,7 +58,7 @@ def render(report: Report) -> str:
     ET.indent(root)
     # Characters beyond ASCII become character references.
     body = ET.tostring(root, encoding="us-ascii", xml_declaration=False).decode("ascii")
-    # Escape CI commands like `errors.logged`, but with a reference that XML parsers decode.
+    # Escape CI commands like `text.logged`, but with a reference that XML parsers decode.
     body = re.sub(r"##(?=\w*\[)", "#&#35;", body)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{body}\n'
 

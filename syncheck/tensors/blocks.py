@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
     from syncheck.snapshots import Tensor
 
+# Minimum size of all replicas together, in bytes. Reading them takes 20 times as long as starting a thread.
+LARGE = 16 << 20
+# Maximum number of threads, even if `jobs` is higher: each thread has its own buffers.
+MOST_THREADS = 64
+Result = TypeVar("Result")
+
 # Bytes of a block. The fastest size between 64 KiB and 2 MiB: two blocks of 256 KiB fit into the cache of a core.
 BLOCK = 1 << 18
 # Bytes of the blocks of all replicas of a tensor, per thread: 1,024 different replicas must not take 1 GiB.
@@ -160,15 +166,6 @@ def broken_files(replicas: Sequence[Iterable[Tensor]], first: CheckpointError) -
     return list(errors.values())[: max(1, len(replicas) - 1)]
 
 
-# Minimum size of all replicas together, in bytes. Reading them takes 20 times as long as starting a thread.
-LARGE = 16 << 20
-
-# Maximum number of threads, even if `jobs` is higher: each thread has its own buffers.
-MOST = 64
-
-Result = TypeVar("Result")
-
-
 def run_in_shares(
     tensors: Sequence[Tensor], files: Files, work: Callable[[Iterator[tuple[int, int]], int], Result]
 ) -> list[Result]:
@@ -240,7 +237,7 @@ def _jobs(tensors: Sequence[Tensor], files: Files) -> int:
         return 1
     if not all(is_plain(tensor) and tensor.data is None for tensor in _stored(tensors)):
         return 1
-    return min(files.jobs, MOST)
+    return min(files.jobs, MOST_THREADS)
 
 
 def _stored(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -11,10 +11,11 @@ from collections import defaultdict
 from threading import Event
 from typing import TYPE_CHECKING
 
+from syncheck.records import largest_first
 from syncheck.tensors.blocks import run_in_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
@@ -52,7 +53,7 @@ def cluster_replicas(
                 all_differ.set()
         return groups
 
-    return _largest_first(_intersect(run_in_shares(tensors, files, sort), len(tensors)))
+    return largest_first(_intersect(run_in_shares(tensors, files, sort), len(tensors)))
 
 
 def cluster_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
@@ -60,11 +61,7 @@ def cluster_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
     by_key: dict[Hashable, list[int]] = defaultdict(list)
     for position, key in enumerate(keys):
         by_key[key].append(position)
-    return _largest_first(by_key.values())
-
-
-def _largest_first(groups: Iterable[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(members) for members in sorted(groups, key=lambda members: (-len(members), members[0])))
+    return largest_first(by_key.values())
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""Compare replicas by stored digest or checksum instead of by their bytes, and compute moments of a tensor.
+"""Compare replicas by stored digest or checksum instead of by their bytes.
 
 Digests, for tensors of fingerprints, show which replicas hold equal bytes, but not which elements differ. The stored
 moments give a lower bound of the difference.
@@ -11,11 +11,8 @@ tensor, equal records prove equal tensors at the same offset, and different reco
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from syncheck.messages import Detail
 from syncheck.records import Reason
@@ -97,6 +94,7 @@ def _describe_cluster(tensors: Sequence[Tensor], positions: Sequence[int], files
     known = next((tensors[i].digest for i in positions if tensors[i].digest is not None), None)
     if known is not None:
         return known
+    from syncheck.tensors.moments import compute_moments  # needs numpy
 
     moments = compute_moments(tensors[positions[0]], files)
     return Digest(ALGORITHM, "", moments.nonfinite, **moments.values())
@@ -179,52 +177,3 @@ def _is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill a memory range without gaps and overlaps, in any order of dimensions."""
     order = sorted(range(len(tensor.shape)), key=lambda i: -tensor.strides[i])
     return is_contiguous([tensor.shape[i] for i in order], [tensor.strides[i] for i in order])
-
-
-# The keys of `Moments.values`.
-NAMES = ("min", "max", "mean", "std")
-
-
-class Moments:
-    """Running moments of one tensor. Complex tensors have none."""
-
-    def __init__(self, dtype: str) -> None:
-        self._row = DTYPES[dtype]
-        self._count, self._mean, self._square, self._nonfinite = 0, 0.0, 0.0, 0
-        self._low, self._high = math.inf, -math.inf
-
-    def add(self, data: bytes | bytearray) -> None:
-        """Add elements, as little-endian bytes."""
-        if self._row.family == "complex":
-            return
-        with np.errstate(all="ignore"):
-            block = np.frombuffer(data, self._row.dtype()).astype(np.float64)
-            finite = block[np.isfinite(block)]
-            self._nonfinite += block.size - finite.size
-            if not finite.size:
-                return
-            self._low, self._high = min(self._low, float(finite.min())), max(self._high, float(finite.max()))
-            # Chan, Golub, LeVeque 1979: merge the mean and the sum of squared deviations of the block into the total.
-            delta, total = float(finite.mean()) - self._mean, self._count + finite.size
-            self._square += float(finite.var()) * finite.size + delta * delta * self._count * finite.size / total
-            self._mean, self._count = self._mean + delta * finite.size / total, total
-
-    def values(self) -> dict[str, float | None]:
-        """Return min, max, mean and std in float64; None if no element is finite, or on overflow."""
-        if not self._count:
-            return dict.fromkeys(NAMES)
-        numbers = (self._low, self._high, self._mean, math.sqrt(self._square / self._count))
-        return {name: n if math.isfinite(n) else None for name, n in zip(NAMES, numbers, strict=True)}
-
-    @property
-    def nonfinite(self) -> int | None:
-        """Number of infinities and NaNs; None for complex tensors."""
-        return None if self._row.family == "complex" else self._nonfinite
-
-
-def compute_moments(tensor: Tensor, files: Files) -> Moments:
-    """Read a tensor and return its moments. Raises CheckpointError if the file can no longer be read."""
-    moments = Moments(tensor.dtype)
-    for start, count in ranges([tensor]):
-        moments.add(files.read(tensor, start, count, slot=0))
-    return moments

@@ -1,4 +1,7 @@
-"""Classify Python values of a checkpoint by their names and by the other keys of their containers."""
+"""Classify Python values of a checkpoint by their names and by the other keys of their containers.
+
+The classes determine which values count as out of sync, and how they are compared.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
     from syncheck.records import ValueKind
     from syncheck.snapshots import Snapshot
+
+_DIGEST = 16  # bytes
 
 # Last name segments of values that differ between ranks by design.
 _OWN = frozenset(
@@ -182,9 +187,6 @@ def values_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return the values of a checkpoint. Step and epoch of the metadata are defaults."""
     progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
     return {name: value for name, value in progress.items() if value is not None} | dict(snapshot.values)
-
-
-_DIGEST = 16  # bytes
 
 
 def to_comparable(value: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.bench.runs import CASES, Row, Timing
+from train.bench.cases import CASES
+from train.bench.runs import Row, Timing
 
 MACHINE: dict[str, Any] = {
     "cpu": "A processor",

@@ -19,19 +19,10 @@ from programs import children
 from started import ROOT, alive, wait_for
 
 from train.bench.__main__ import main
-from train.bench.runs import (
-    CASES,
-    LAUNCHERS,
-    RUN,
-    Node,
-    Timing,
-    as_json,
-    as_markdown,
-    as_text,
-    compute_speed_up,
-    read_timing,
-    select_cases,
-)
+from train.bench.cases import CASES, LAUNCHERS, RUN, select_cases
+from train.bench.nodes import Node
+from train.bench.runs import Timing, read_timing
+from train.bench.table import as_json, as_markdown, as_text, compute_speed_up
 from train.errors import UserError
 from train.methods import METHODS
 from train.options import build_parser

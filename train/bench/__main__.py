@@ -31,8 +31,11 @@ if __name__ == "__main__" and find_spec("torch") is None:
 import torch
 from rich.console import Console
 
+from train.bench.cases import CASES, select_cases
 from train.bench.measure import measure_overhead, measure_parts, print_measurement
-from train.bench.runs import CASES, Row, as_json, as_markdown, as_text, run_case, select_cases, two_nodes
+from train.bench.nodes import two_nodes
+from train.bench.runs import Row, run_case
+from train.bench.table import as_json, as_markdown, as_text
 from train.checkpoints.checkpoint_files import write_atomic
 from train.errors import UserError
 from train.options import Parser
@@ -41,7 +44,7 @@ from train.options import build_parser as build_trainer_parser
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from train.bench.runs import Node
+    from train.bench.nodes import Node
 
 DEFAULT = (
     *("single", "dp", "ddp", "ddp-torchrun", "ddp-launch", "ddp-sync-bn", "ddp-accumulate-2", "ddp-amp-bf16"),

@@ -1,6 +1,7 @@
 """Checkpoints of a run: one per rank, at the end, every N steps, and for the best epoch.
 
-saver.py decides when to save, and builds the metadata block for syncheck. formats.py encodes the tensors. files.py
-names the files and replaces them atomically. lock.py keeps two runs of the same name out of one folder.
+saver.py decides when to save, and builds the metadata block for syncheck. formats.py encodes the tensors.
+checkpoint_files.py names the files and replaces them atomically. lock.py keeps two runs of the same name out of one
+folder.
 The states for --resume are separate files: see train/resume/.
 """

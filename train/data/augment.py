@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AUGMENTATIONS = ("none", "basic", "strong", "timm")
 JITTER = 0.4  # brightness, contrast and saturation are multiplied by 0.6 to 1.4
 ERASE_PROBABILITY = 0.25
-STRONG_STREAM = 1  # makes the draws of StrongAugment and BasicAugment independent
+STRONG_STREAM = 1  # of random numbers; BasicAugment uses stream 0, and `mixup` stream 2
 
 
 def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:

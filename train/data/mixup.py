@@ -9,8 +9,7 @@ from torch import Tensor
 
 from train.seeds import draw_integers, mixed, mixed_each
 
-MIXUP_STREAM = 2  # makes the draws of Mixup independent of the augmentation's
-
+MIXUP_STREAM = 2  # of random numbers; `augment` uses streams 0 and 1
 MIXUP_ALPHA, SMOOTHING = 0.2, 0.1
 
 

@@ -1,7 +1,9 @@
-"""Signals that end a run: at once while it starts, and after an agreed step once it trains.
+"""Signals that end a run: at once while it starts, and after an agreed step once it trains; and how a process ends.
 
 Python runs a signal handler only when its main thread returns from C++, and a collective may hold it for --timeout.
 The wakeup file descriptor gets the number of a signal at once, and a thread reads it.
+
+A process ends with one message on stderr and an exit code, and on errors rank 0 ends first.
 """
 
 from __future__ import annotations
@@ -29,6 +31,24 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from train.launch.environment import RankContext
+
+LINGER = 10.0  # seconds for rank 0 to print the error first; torchrun ends them sooner
+LINGER_SLURM = 3.0  # srun ends the other ranks only with --kill-on-bad-exit
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How the run of one rank ended.
+
+    message: one line for stderr, or empty. shared: whether all ranks end with this message, and only rank 0 prints it.
+    """
+
+    code: int = 0
+    message: str = ""
+    shared: bool = False
+
+
+INTERRUPTED = ExitStatus(128 + signal.SIGINT, "interrupted", shared=True)
 
 INTERRUPT = 2.0  # seconds after Ctrl-C in which a starting process may end by KeyboardInterrupt
 # Seconds in which a training must stop: torchrun (multiprocessing/api.py, close) and SLURM (KillWait) kill a process
@@ -223,25 +243,6 @@ class Stopping:
 def count_steps_within(steps: int, seconds: float, every: float = EVERY) -> int:
     """Return the number of steps that take `every` seconds, at least 1. seconds: the time of `steps` steps."""
     return max(1, int(every * steps / max(seconds, 1e-6)))
-
-
-LINGER = 10.0  # seconds for rank 0 to print the error first; torchrun ends them sooner
-LINGER_SLURM = 3.0  # srun ends the other ranks only with --kill-on-bad-exit
-
-
-@dataclass(frozen=True)
-class ExitStatus:
-    """How the run of one rank ended.
-
-    message: one line for stderr, or empty. shared: whether all ranks end with this message, and only rank 0 prints it.
-    """
-
-    code: int = 0
-    message: str = ""
-    shared: bool = False
-
-
-INTERRUPTED = ExitStatus(128 + signal.SIGINT, "interrupted", shared=True)
 
 
 def print_status(status: ExitStatus) -> None:

@@ -1,8 +1,8 @@
 """Save and restore the full state of a run: --checkpoint-every and --resume.
 
-keeper.py decides when to save and restore, and compares the options of the saved and the resumed run. files.py reads
-and writes state files, and state.py collects and restores one rank's state with its RNG states. search.py finds the
-newest state complete on all ranks. shards.py converts sharded tensors to another number of ranks.
+keeper.py decides when to save and restore, and compares the options of the saved and the resumed run. state_files.py
+reads and writes state files, and finds the newest state complete on all ranks. state.py collects and restores one
+rank's state with its RNG states, and converts sharded tensors to another number of ranks.
 """
 
 from __future__ import annotations

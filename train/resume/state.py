@@ -1,4 +1,4 @@
-"""Collect and restore the state of one rank."""
+"""Collect and restore the state of one rank, merging the shards of all saving ranks for another number of ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _shape(value: Any) -> str:
 def restore_state(state: Mapping[str, Any], trainer: Step) -> None:
     """Restore the model, optimizer, scaler, average and method; under fsdp a collective.
 
-    Tensors are DTensors of this rank, or whole tensors merged from another number of ranks (see `train.resume.state`).
+    Tensors are DTensors of this rank, or whole tensors merged from another number of ranks (see `merge_states`).
     `Keeper` restores RNG states afterwards.
     """
     method, optimizer = trainer.method, find_local_optimizer(trainer)

@@ -2,6 +2,9 @@
 
 The folder is hidden, so that tools that search `<out>` for checkpoints, like `syncheck report`, skip it. Given
 explicitly, it is compared like any other folder of ranks.
+
+To find the newest state that is complete on all ranks, the ranks exchange the steps that they can read, because the
+folder may be local to each node.
 """
 
 from __future__ import annotations

@@ -40,6 +40,18 @@ from syncheck.text import brief
 if TYPE_CHECKING:
     from syncheck.tensors.dtypes import DType
 
+# numpy's codes of the dtypes that torch has; strings, objects, records and dates are not among them.
+_CODES = {
+    **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
+    **{f"i{size}": f"int{8 * size}" for size in (1, 2, 4, 8)},
+    **{f"u{size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
+    **{f"c{size}": f"complex{8 * size}" for size in (8, 16)},
+    "b1": "bool",
+    **{f"ml_dtypes.{row.numpy}": name for name, row in DTYPES.items() if row.numpy.startswith(("bfloat", "float8"))},
+}
+# The elements of a dtype's state after its byte order. Alignment and flags follow from the other elements.
+_DETAILS = ("subarray", "names", "fields", "itemsize", "", "", "metadata")
+
 # Storage classes of quantized tensors, with bytes per element and dtype.
 QUANTIZED_STORAGES = {
     "QInt8Storage": (1, "qint8"),
@@ -239,21 +251,6 @@ REBUILT: dict[str, Any] = {
     "torch._utils._rebuild_meta_tensor_no_storage": StandIn(_refuse_meta),
     "torch._utils._rebuild_device_tensor_from_numpy": StandIn(_rebuild_on_device),
 }
-
-
-# numpy's codes of the dtypes that torch has; strings, objects, records and dates are not among them.
-_CODES = {
-    **{f"f{size}": f"float{8 * size}" for size in (2, 4, 8)},
-    **{f"i{size}": f"int{8 * size}" for size in (1, 2, 4, 8)},
-    **{f"u{size}": f"uint{8 * size}" for size in (1, 2, 4, 8)},
-    **{f"c{size}": f"complex{8 * size}" for size in (8, 16)},
-    "b1": "bool",
-    **{f"ml_dtypes.{row.numpy}": name for name, row in DTYPES.items() if row.numpy.startswith(("bfloat", "float8"))},
-}
-
-
-# The elements of a dtype's state after its byte order. Alignment and flags follow from the other elements.
-_DETAILS = ("subarray", "names", "fields", "itemsize", "", "", "metadata")
 
 
 def restore_bytes(data: Any) -> Any:

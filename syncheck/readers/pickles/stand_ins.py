@@ -1,9 +1,7 @@
-"""Stand-ins for the objects in a checkpoint's pickle: tensors, containers, and objects of unknown classes.
+"""Stand-ins for the objects in a checkpoint's pickle, and the location of the bytes of its tensors in the file.
 
 Functions are replaced by immutable instances, because the BUILD opcode can set attributes of any object: defaults that
 one file set on a function would affect the next file.
-
-A tensor is located in its file, and must be within its storage.
 """
 
 from __future__ import annotations
@@ -26,6 +24,11 @@ if TYPE_CHECKING:
 
     from syncheck.messages import Message
     from syncheck.snapshots import Sharding
+
+_AGAIN = "the file is cut short or damaged: save or copy the file again"
+# Limit for the bytes of an expanded or overlapping view beyond its stored bytes, minutes of reading: a 1 kB file can
+# claim any number.
+_MOST_SHOWN = 1 << 36
 
 
 class _Immutable:
@@ -336,12 +339,6 @@ class Complex(complex):
 
     def __hash__(self) -> int:
         return hash(repr(self + 0))  # hashes of strings are randomized; + 0 makes -0.0 equal to 0.0
-
-
-_AGAIN = "the file is cut short or damaged: save or copy the file again"
-# Limit for the bytes of an expanded or overlapping view beyond its stored bytes, minutes of reading: a 1 kB file can
-# claim any number.
-_MOST_SHOWN = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)

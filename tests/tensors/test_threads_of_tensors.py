@@ -189,7 +189,7 @@ def test_excessive_number_of_threads(tmp_path: Path) -> None:
     with Files(jobs=10**30) as files:
         assert (
             len(blocks.run_in_shares(write_replicas(tmp_path, [[], []]), files, lambda share, _: list(share)))
-            == blocks.MOST
+            == blocks.MOST_THREADS
         )
 
 

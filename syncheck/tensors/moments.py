@@ -1,0 +1,63 @@
+"""Compute minimum, maximum, mean and standard deviation of the finite elements of a tensor, block by block."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from syncheck.tensors.blocks import ranges
+from syncheck.tensors.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from syncheck.snapshots import Tensor
+    from syncheck.tensors.blocks import Files
+
+# The keys of `Moments.values`.
+NAMES = ("min", "max", "mean", "std")
+
+
+class Moments:
+    """Running moments of one tensor. Complex tensors have none."""
+
+    def __init__(self, dtype: str) -> None:
+        self._row = DTYPES[dtype]
+        self._count, self._mean, self._square, self._nonfinite = 0, 0.0, 0.0, 0
+        self._low, self._high = math.inf, -math.inf
+
+    def add(self, data: bytes | bytearray) -> None:
+        """Add elements, as little-endian bytes."""
+        if self._row.family == "complex":
+            return
+        with np.errstate(all="ignore"):
+            block = np.frombuffer(data, self._row.dtype()).astype(np.float64)
+            finite = block[np.isfinite(block)]
+            self._nonfinite += block.size - finite.size
+            if not finite.size:
+                return
+            self._low, self._high = min(self._low, float(finite.min())), max(self._high, float(finite.max()))
+            # Chan, Golub, LeVeque 1979: merge the mean and the sum of squared deviations of the block into the total.
+            delta, total = float(finite.mean()) - self._mean, self._count + finite.size
+            self._square += float(finite.var()) * finite.size + delta * delta * self._count * finite.size / total
+            self._mean, self._count = self._mean + delta * finite.size / total, total
+
+    def values(self) -> dict[str, float | None]:
+        """Return min, max, mean and std in float64; None if no element is finite, or on overflow."""
+        if not self._count:
+            return dict.fromkeys(NAMES)
+        numbers = (self._low, self._high, self._mean, math.sqrt(self._square / self._count))
+        return {name: n if math.isfinite(n) else None for name, n in zip(NAMES, numbers, strict=True)}
+
+    @property
+    def nonfinite(self) -> int | None:
+        """Number of infinities and NaNs; None for complex tensors."""
+        return None if self._row.family == "complex" else self._nonfinite
+
+
+def compute_moments(tensor: Tensor, files: Files) -> Moments:
+    """Read a tensor and return its moments. Raises CheckpointError if the file can no longer be read."""
+    moments = Moments(tensor.dtype)
+    for start, count in ranges([tensor]):
+        moments.add(files.read(tensor, start, count, slot=0))
+    return moments

@@ -1,0 +1,144 @@
+"""The cases of the benchmark: combinations of a method, its modifiers and a launcher."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.errors import UserError
+from train.methods import METHODS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from train.bench.nodes import Node
+
+RUN = Path(__file__).resolve().parents[1] / "run.py"
+
+_BY_HAND = ("{run}", "--rank", "{rank}", "--world-size", "{processes}", "--init-method")
+_FILE, _TCP = (*_BY_HAND, "file://{folder}/rendezvous"), (*_BY_HAND, "tcp://{address}:{port}")
+_NODES = ("--nnodes=2", "--node-rank={node}", "--master-addr={address}", "--master-port={port}")
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node={share}")
+# The words after `python` by launcher, with the placeholders of `Case.build_commands`. With {rank}, each process has a
+# command line of its own. torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its
+# warning.
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": ("{run}",),
+    "spawn": ("{run}", "--spawn", "{processes}"),
+    "torchrun": (*_TORCHRUN, "--standalone", "{run}"),
+    "launch": ("-W", "ignore", "-m", "torch.distributed.launch", *_TORCHRUN[2:], "--standalone", "{run}"),
+    "file": _FILE,
+    "tcp": _TCP,
+    "nodes": (*_TORCHRUN, *_NODES, "{run}"),
+    "nodes-file": _FILE,
+    "nodes-tcp": _TCP,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    options: options of run.py in addition to --method; they replace the options for all cases. launcher: a key of
+    LAUNCHERS. least: minimum number of processes.
+    """
+
+    name: str
+    method: str
+    options: tuple[str, ...] = ()
+    launcher: str = "spawn"
+    least: int = 2
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return 2 if self.launcher.startswith("nodes") else 1
+
+    def count_processes(self, requested: int) -> int:
+        """Return the number of processes of this case, given the value of --processes: equal on all nodes."""
+        return 1 if self.launcher == "python" else -(-max(requested, self.least) // self.nodes) * self.nodes
+
+    def build_commands(
+        self, requested: int, options: Sequence[str], folder: Path, nodes: Sequence[Node] = ()
+    ) -> list[list[str]]:
+        """Build the command lines, which run at the same time.
+
+        requested: value of --processes. options: for all cases. folder: of this run. nodes: two, if the case has two.
+        """
+        words, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
+        share = processes // self.nodes
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            address, port = probe.getsockname()
+        if self.nodes > 1:
+            address = nodes[0].address
+        commands = []
+        for rank in range(0, processes, 1 if "{rank}" in words else share):
+            values = {"run": RUN, "rank": rank, "processes": processes, "node": rank // share, "share": share}
+            values |= {"folder": folder, "address": address, "port": port}
+            prefix = nodes[rank // share].prefix if self.nodes > 1 else []
+            start = [*prefix, sys.executable, *(word.format(**values) for word in words)]
+            replicas = ["--replicas", str(requested)] if self.method == "dp" else []
+            commands.append([*start, "--method", self.method, *options, *self.options, *replicas])
+        return commands
+
+
+# The minimum number of processes of each method; 2 for methods that are missing here.
+LEAST = {"hsdp": 4, "ddp_tp": 4, "fsdp_tp": 4, "pp_fsdp": 4, "hsdp_tp": 8}
+
+# --join is missing, because it writes no metrics.
+_MODIFIERS = {
+    "no-buffer-sync": ("--no-buffer-sync",),
+    "sync-bn": ("--sync-bn",),
+    "amp-bf16": ("--amp", "bf16"),
+    "accumulate-2": ("--accumulate", "2"),
+    "grad-clip": ("--grad-clip", "1"),
+    "find-unused": ("--find-unused",),
+    "ema": ("--ema", "0.999"),
+    "channels-last": ("--channels-last",),
+    "compile": ("--compile",),
+    "comm-hook-fp16": ("--comm-hook", "fp16"),
+    "comm-hook-bf16": ("--comm-hook", "bf16"),
+    "comm-hook-powersgd": ("--comm-hook", "powersgd"),
+    "workers-1": ("--workers", "1"),
+    "monitor-10": ("--monitor", "10"),
+}
+_SINGLE = ("amp-bf16", "channels-last", "compile", "workers-1")  # modifiers for a single process
+
+_MOE = ("--model", "gpt-tiny-moe")
+_MODELS = {"ep": _MOE}  # the only model with experts
+_DONE = ("single", "dp", "ddp")
+
+_CASES = (
+    Case("single", "single", launcher="python"),
+    *(Case(f"single-{name}", "single", _MODIFIERS[name], launcher="python") for name in _SINGLE),
+    Case("single-moe", "single", _MOE, launcher="python"),
+    Case("dp", "dp", launcher="python"),
+    Case("ddp", "ddp"),
+    Case("ddp-torchrun", "ddp", launcher="torchrun"),
+    Case("ddp-launch", "ddp", launcher="launch"),
+    Case("ddp-file", "ddp", launcher="file"),
+    Case("ddp-tcp", "ddp", launcher="tcp"),
+    Case("ddp-4", "ddp", least=4),
+    Case("ddp-nodes", "ddp", launcher="nodes"),
+    Case("ddp-nodes-file", "ddp", launcher="nodes-file"),
+    Case("ddp-nodes-tcp", "ddp", launcher="nodes-tcp"),
+    Case("ddp-nodes-4", "ddp", launcher="nodes", least=4),
+    *(Case(f"ddp-{name}", "ddp", options) for name, options in _MODIFIERS.items()),
+    *(Case(name, name, _MODELS.get(name, ()), least=LEAST.get(name, 2)) for name in METHODS if name not in _DONE),
+    Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
+)
+CASES = {case.name: case for case in _CASES}
+REFERENCES = ("single", "single-moe")  # speed-ups are relative to the throughput of the case with the same model
+
+
+def select_cases(names: Sequence[str]) -> list[Case]:
+    """Return the cases of these names, always including the reference. Raises UserError for unknown names."""
+    lists = {"all": tuple(CASES), "methods": (*METHODS, "single-moe")}
+    selected = {"single", *(case for name in names for case in lists.get(name, (name,)))}
+    for name in names:
+        if name not in CASES and name not in lists:
+            raise UserError(f"unknown case {name}; supported: {', '.join([*CASES, *lists])}")
+    return [case for case in CASES.values() if case.name in selected]
