@@ -20,6 +20,11 @@ MEASURED = 1 << 18
 DECADES = range(-12, 6)
 # Names of the running averages of gradients in torch optimizers.
 FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer"})
+# The states of optimizers that are running averages of squared gradients: Adam, RMSprop, Adafactor (torch,
+# Transformers), AdaBelief.
+SECOND_MOMENTS = frozenset(
+    {"exp_avg_sq", "square_avg", "row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_var"}
+)
 
 
 class RelationKind(StrEnum):
@@ -141,9 +146,16 @@ class Evidence:
     bit: int | None = None
     """The position of the different bit, 0 for the lowest bit of the element, if only one bit differs."""
     norms: Mapping[int, float] = field(default_factory=dict)
-    """Euclidean norm by rank, of parameters, buffers and first moments."""
+    """Euclidean norm by rank, of parameters, buffers and moments."""
     cosine: float | None = None
     """Smallest cosine between a replica of the majority (without a majority, the first replica) and another replica."""
+    smaller: Mapping[int, float] = field(default_factory=dict)
+    """For second moments: the share of the different elements that are smaller than in the first replica of the
+    majority (without a majority, the first replica), by rank, for the other replicas."""
+    zeroed: Mapping[int, float] = field(default_factory=dict)
+    """For parameters: the share of the different elements that are zero, by rank, for ranks with such elements."""
+    holds: Mapping[int, str] = field(default_factory=dict)
+    """By rank, the tensor of the other ranks with exactly the values that this rank has here."""
     relation: Relation | None = None
     """For two models: how B follows from A, if a relation was found."""
 

@@ -106,7 +106,7 @@ class Rank:
         self.rank = rank
         self.module = module
         self.optimizers = make_optimizers(setup, module)
-        self.average = copy.deepcopy(dict(module.named_parameters()))
+        self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
         self.scaler = dict(SCALER)
         self.data = torch.Generator().manual_seed(setup.seed * 64 + rank)
         self.gradients: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from benchmarks.trials.faults import FAULTS, Fault
 from benchmarks.trials.simulation import Run, Setup, draw_setup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
     from syncheck import Report
@@ -110,14 +110,27 @@ def draw_trajectories(count: int, seed: int = 1) -> list[Trajectory]:
     return trajectories
 
 
-def run_trial(trajectory: Trajectory, seed: int = 1) -> list[Outcome]:
-    """Train, save, compare: at each lag of the fault, with two kinds of content."""
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoints of one comparison. lag: steps since the onset. saved: the kind of content. steps: by step."""
+
+    lag: int
+    saved: str
+    steps: Mapping[int, Contents]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the ranks differ at the last step."""
+        return not are_equal(self.steps[max(self.steps)])
+
+
+def simulate(trajectory: Trajectory, seed: int = 1) -> Iterator[Saved]:
+    """Train, and save at each lag of the fault, with two kinds of content."""
     torch.set_num_threads(1)
     setup, fault = trajectory.setup, trajectory.fault()
     numbers = random.Random(setup.seed + seed)
     run = Run(setup, fault)
     earlier: dict[int, Contents] = {}
-    outcomes = []
     for lag in (-1, *fault.lags):
         while run.step < setup.onset + lag:
             run.train()
@@ -129,16 +142,23 @@ def run_trial(trajectory: Trajectory, seed: int = 1) -> list[Outcome]:
             continue
         for saved in numbers.sample(SAVED, 2):
             if saved == "steps":
-                steps = earlier
+                yield Saved(lag, saved, dict(earlier))
             else:
                 with_optimizer, with_metadata = saved != "model", saved == "metadata"
                 contents = [
                     run.save(rank, with_optimizer=with_optimizer, with_metadata=with_metadata) for rank in run.ranks
                 ]
-                steps = {run.step: contents}
-            differs = not are_equal(steps[run.step])
-            report = compare_steps(steps)
-            outcomes.append(make_outcome(trajectory, lag, saved, report, differs=differs))
+                yield Saved(lag, saved, {run.step: contents})
+
+
+def run_trial(trajectory: Trajectory, seed: int = 1) -> list[Outcome]:
+    """Train, save and compare at each lag of the fault, with two kinds of content."""
+    outcomes = []
+    for found in simulate(trajectory, seed):
+        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+            write_checkpoints(Path(folder), found.steps)
+            report = compare_files(Path(folder))
+        outcomes.append(make_outcome(trajectory, found.lag, found.saved, report, differs=found.differs))
     return outcomes
 
 
@@ -160,27 +180,30 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def compare_steps(steps: Mapping[int, Contents]) -> Report:
-    """Write the files of all ranks and steps, and compare them."""
-    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        for step, contents in steps.items():
-            place = Path(folder) / f"step_{step}" if len(steps) > 1 else Path(folder)
-            place.mkdir(exist_ok=True)
-            for rank, content in enumerate(contents):
-                torch.save(content, place / f"rank_{rank}.pth")
-        return syncheck.compare(folder, options=syncheck.Options(jobs=1))
+def write_checkpoints(folder: Path, steps: Mapping[int, Contents]) -> None:
+    """Write the files of all ranks, in a folder per step if there are several steps."""
+    for step, contents in steps.items():
+        place = folder / f"step_{step}" if len(steps) > 1 else folder
+        place.mkdir(exist_ok=True)
+        for rank, content in enumerate(contents):
+            torch.save(content, place / f"rank_{rank}.pth")
+
+
+def compare_files(folder: Path) -> Report:
+    """Compare the files as `syncheck compare` does."""
+    return syncheck.compare(folder, options=syncheck.Options(jobs=1))
 
 
 def make_outcome(trajectory: Trajectory, lag: int, saved: str, report: Report, *, differs: bool) -> Outcome:
     """Return the outcome of a report: the findings of its last step."""
     group = report.groups[-1]
-    stated, hedged = [], []
+    stated: list[str] = []
+    hedged: list[tuple[str, ...]] = []
     for finding in group.findings:
         if finding.severity == "info":
             continue
-        is_hedged = finding.code == "SYN299" or "CONSISTENT" in finding.facts[0].code.name
-        if is_hedged:
-            hedged.append((finding.code,))
+        if finding.certainty == "consistent":
+            hedged.append((finding.code, *finding.alternatives))
         else:
             stated.append(finding.code)
     return Outcome(trajectory, lag, saved, differs, group.verdict, tuple(stated), tuple(hedged))

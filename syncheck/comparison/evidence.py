@@ -1,4 +1,4 @@
-"""Collect evidence about tensors that differ: damaged files, flipped bits, norms and cosines.
+"""Collect evidence about tensors that differ: damaged files, flipped bits, vectors and exchanged contents.
 
 The cost is small compared with the comparison, because the size and number of inspected tensors are limited.
 """
@@ -11,27 +11,26 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from syncheck.records import FIRST_MOMENTS, MEASURED, Evidence, sets_within
+from syncheck.comparison.exchanged import find_exchanged
+from syncheck.comparison.vectors import MOST, block_size, compare_vectors, select_vectors
+from syncheck.records import Evidence, sets_within
 from syncheck.snapshots import ravel_index
 from syncheck.tensors.blocks import is_plain
 from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
 
-# Maximum number of inspected tensors of each kind: they are enough to show a cause.
-MOST = 512
 # Checksum budget in bytes for tensors that differ in at least half of their elements, which damaged files rarely cause
 # and diverged runs always do. Tensors with fewer different elements are always checked.
 CHECKED = 256 << 20
 # Maximum number of clusters whose bits are compared pairwise.
 _PAIRED = 64
-_BLOCK = 1 << 16  # elements
-_ALL_BLOCKS = 1 << 20  # elements of the blocks of all replicas
+_BLOCK = 1 << 16  # bytes of a checksum at a time
 
 
 def add_evidence(
@@ -51,21 +50,13 @@ def add_evidence(
         fields[diff.name] |= _inspect_element(diff, replicas[diff.name], files)
     for diff in [diff for diff in differing if diff.extent == "contiguous"][:MOST]:
         fields[diff.name] |= _find_start(diff, replicas[diff.name], files)
-    for diff in _select_vectors(differing):
-        fields[diff.name] |= _compute_directions(diff, replicas[diff.name], files)
+    for diff in select_vectors(differing):
+        fields[diff.name] |= compare_vectors(diff, replicas[diff.name], files)
+    for name, holds in find_exchanged(differing, replicas, files).items():
+        fields[name]["holds"] = holds
     return tuple(
         replace(diff, evidence=Evidence(**fields[diff.name])) if fields.get(diff.name) else diff for diff in diffs
     )
-
-
-def _select_vectors(differing: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return the first `MOST` floating-point parameters, buffers and first moments each."""
-    by_kind: dict[str, list[TensorDiff]] = {"parameter": [], "buffer": [], "moment": []}
-    for diff in differing:
-        kind = "moment" if diff.kind == "optimizer" and diff.name.rpartition(".")[2] in FIRST_MOMENTS else diff.kind
-        if kind in by_kind and DTYPES[diff.dtype].family == "float" and len(by_kind[kind]) < MOST:
-            by_kind[kind].append(diff)
-    return [diff for diffs in by_kind.values() for diff in diffs]
 
 
 def _find_damage(
@@ -125,11 +116,6 @@ def _representatives(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tu
     return {ranks: tensors[ranks[0]] for ranks in differing[0]} if len(differing) == 1 else {}
 
 
-def _block_size(replicas: int) -> int:
-    """Return the number of elements to read at a time from each replica."""
-    return max(1024, min(_BLOCK, _ALL_BLOCKS // replicas))
-
-
 def _inspect_element(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
     """Return the values of the only element that differs, and its flipped bits."""
     import numpy as np
@@ -168,7 +154,7 @@ def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
     if not replicas:
         return {}
     worst = ravel_index(diff.index, diff.shape)
-    step = _block_size(len(replicas))
+    step = block_size(len(replicas))
     for at in range(max(0, worst - (diff.mismatched or 1) + 1), worst, step):
         count = min(step, worst - at)
         raw = [np.frombuffer(bytes(files.read(t, at, count, 0)), np.uint8) for t in replicas]
@@ -180,44 +166,3 @@ def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -
         if differs.any():
             return {"first": at + int(np.argmax(differs))}
     return {"first": worst}
-
-
-def _compute_directions(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
-    """Compute the norm of each cluster, and the smallest cosine between the largest and any other cluster."""
-    norms: dict[int, float] = {}
-    cosines = []
-    for sets in sets_within(diff):
-        squares, products = _sum_products([tensors[ranks[0]] for ranks in sets], files)
-        for ranks, square in zip(sets, squares, strict=True):
-            if math.isfinite(square):
-                norms.update(dict.fromkeys(ranks, math.sqrt(square)))
-        for product, square in zip(products, squares[1:], strict=True):
-            scale = math.sqrt(squares[0]) * math.sqrt(square)
-            if scale and math.isfinite(product / scale):
-                cosines.append(max(-1.0, min(1.0, product / scale)))
-    return {"norms": dict(sorted(norms.items())), "cosine": min(cosines, default=None)}
-
-
-def _sum_products(tensors: Sequence[Tensor], files: Files) -> tuple[list[float], list[float]]:
-    """Return the dot product of each tensor with itself and with the first tensor.
-
-    Elements that are NaN or infinite in any tensor are skipped.
-    """
-    import numpy as np
-
-    from syncheck.tensors.differences import read_float64
-
-    squares, products = [0.0] * len(tensors), [0.0] * (len(tensors) - 1)
-    size = min(tensors[0].numel, MEASURED)
-    step = _block_size(len(tensors))
-    for start in range(0, size, step):
-        arrays = [read_float64(t, files, start, min(step, size - start), slot) for slot, t in enumerate(tensors)]
-        with np.errstate(over="ignore", invalid="ignore"):  # products may overflow to infinities of both signs
-            own = [float(array @ array) for array in arrays]
-            if not all(map(math.isfinite, own)):
-                finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
-                arrays = [array[finite] for array in arrays]
-                own = [float(array @ array) for array in arrays]
-            squares = [total + square for total, square in zip(squares, own, strict=True)]
-            products = [total + float(arrays[0] @ a) for total, a in zip(products, arrays[1:], strict=True)]
-    return squares, products
