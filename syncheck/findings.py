@@ -156,6 +156,9 @@ class Evidence:
     """For parameters: the share of the different elements that are zero, by rank, for ranks with such elements."""
     holds: Mapping[int, str] = field(default_factory=dict)
     """By rank, the tensor of the other ranks with exactly the values that this rank has here."""
+    resembles: Mapping[int, str] = field(default_factory=dict)
+    """By rank, the tensor of the other ranks with nearly the direction of the values that this rank has here, if both
+    tensors are exchanged in this way."""
     relation: Relation | None = None
     """For two models: how B follows from A, if a relation was found."""
 

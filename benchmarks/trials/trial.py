@@ -65,7 +65,7 @@ class Outcome:
         if self.trajectory.setup.model == "conv":
             codes.add("SYN201")
         if not self.decidable:
-            codes.add("SYN299")
+            codes |= {"SYN299"} | self.trajectory.fault.fallback
         return frozenset(codes)
 
     @property
@@ -88,8 +88,10 @@ class Outcome:
             return "false"
         named = set(self.stated)
         for codes in self.hedged:
-            named.update(codes)
-        background = {"SYN201"} - self.trajectory.fault.codes
+            # "Unexplained" is right for a cause that no finding names, unless the finding lists other causes.
+            is_unlisted = codes[0] == "SYN299" and (len(codes) == 1 or not self.decidable)
+            named.update(codes if codes[0] != "SYN299" or is_unlisted else codes[1:])
+        background = {"SYN201"} - self.trajectory.fault.codes - self.trajectory.fault.fallback
         is_normal = self.trajectory.fault is Fault and "SYN201" in named
         if is_normal or not named.isdisjoint(self.accepted - background):
             return "right"

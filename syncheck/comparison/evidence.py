@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.exchanged import find_exchanged
+from syncheck.comparison.exchanged import find_exchanged, find_resembling
 from syncheck.comparison.vectors import MOST, block_size, compare_vectors, select_vectors
 from syncheck.records import Evidence, sets_within
 from syncheck.snapshots import ravel_index
@@ -54,6 +54,9 @@ def add_evidence(
         fields[diff.name] |= compare_vectors(diff, replicas[diff.name], files)
     for name, holds in find_exchanged(differing, replicas, files).items():
         fields[name]["holds"] = holds
+    measured = {name: values.get("cosine") for name, values in fields.items()}
+    for name, resembles in find_resembling(differing, measured, replicas, files).items():
+        fields[name]["resembles"] = resembles
     return tuple(
         replace(diff, evidence=Evidence(**fields[diff.name])) if fields.get(diff.name) else diff for diff in diffs
     )

@@ -2,14 +2,16 @@
 
 For example, two layers exchange their contents if a rank registers its modules in another order, or if an optimizer
 state is loaded by position. Equal bytes are a proof, unless all elements are equal: constants are the same everywhere.
+After more steps, the tensors only have nearly the direction of each other.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.comparison.vectors import block_size
+from syncheck.comparison.vectors import block_size, compute_cosine
 from syncheck.records import sets_within
 
 if TYPE_CHECKING:
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
 
+# Largest cosine of replicas with different directions, and least cosine of tensors with nearly the same direction.
+TURNED, ALIKE = 0.6, 0.8
+# Maximum number of tensors of one shape whose directions are compared pairwise.
+_MOST_ALIKE = 32
 # Elements at the start of a tensor that choose the tensors to compare whole.
 _FIRST = 1024
 # Maximum number of differing tensors: after a long divergence all of them differ, and exchanged tensors are among many.
@@ -87,3 +93,50 @@ def _hold_equal_values(one: Tensor, other: Tensor, files: Files) -> bool:
         width = len(block) // count
         is_constant = is_constant and block == block[:width] * count
     return not is_constant
+
+
+def find_resembling(
+    differing: Sequence[TensorDiff],
+    cosines: Mapping[str, float | None],
+    replicas: Mapping[str, Mapping[int, Tensor]],
+    files: Files,
+) -> dict[str, dict[int, str]]:
+    """Return pairs of tensors of one rank that nearly have each other's direction, by tensor and rank.
+
+    cosines: between the replicas of each tensor. Raises CheckpointError if a file can no longer be read.
+    """
+    turned = [diff for diff in differing if _has_turned(diff, cosines.get(diff.name))]
+    by_shape: dict[tuple[object, ...], list[TensorDiff]] = defaultdict(list)
+    for diff in _with_partners(turned):
+        by_shape[diff.dtype, diff.shape].append(diff)
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for diffs in by_shape.values():
+        for one, other in combinations(diffs[:_MOST_ALIKE], 2):
+            for rank in _odd_ranks(one) & _odd_ranks(other):
+                # Exchanged tensors are alike in both directions.
+                if _is_alike(one, rank, other, replicas, files) and _is_alike(other, rank, one, replicas, files):
+                    found[one.name][rank] = other.name
+                    found[other.name][rank] = one.name
+    return dict(found)
+
+
+def _has_turned(diff: TensorDiff, cosine: float | None) -> bool:
+    """Whether the replicas of a parameter have different directions. Moments of two layers may be alike by chance."""
+    is_parameter = diff.kind == "parameter" and diff.reason is None
+    return is_parameter and cosine is not None and cosine < TURNED and diff.mismatched == diff.numel
+
+
+def _odd_ranks(diff: TensorDiff) -> set[int]:
+    """Return the ranks outside the first set of equal replicas, of each replica group."""
+    return {rank for sets in sets_within(diff) for ranks in sets[1:] for rank in ranks}
+
+
+def _is_alike(
+    diff: TensorDiff, rank: int, other: TensorDiff, replicas: Mapping[str, Mapping[int, Tensor]], files: Files
+) -> bool:
+    """Whether a tensor of a rank has nearly the direction of another tensor of the first set of equal replicas."""
+    first = next((sets[0][0] for sets in sets_within(other) if any(rank in ranks for ranks in sets)), None)
+    if first is None:
+        return False
+    cosine = compute_cosine(replicas[diff.name][rank], replicas[other.name][first], files)
+    return cosine is not None and cosine >= ALIKE

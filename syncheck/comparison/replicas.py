@@ -144,8 +144,12 @@ def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable
 
 
 def hyperparameters(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return `lr`, `weight_decay` and `momentum` of the first parameter group from the values of a snapshot."""
-    settings = {name: values.get(f"optimizer.param_groups.0.{name}") for name in ("lr", "weight_decay", "momentum")}
+    """Return lr, weight decay and momentum of the first parameter group from the values of a snapshot.
+
+    decoupled_weight_decay: 1.0 if the decay is not part of the gradients, as with AdamW.
+    """
+    names = ("lr", "weight_decay", "momentum", "decoupled_weight_decay")
+    settings = {name: values.get(f"optimizer.param_groups.0.{name}") for name in names}
     return {name: float(value) for name, value in settings.items() if isinstance(value, (int, float))}
 
 

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from syncheck.findings import Certainty, RelationKind
     from syncheck.records import Comparison, Severity, TensorDiff, Trend, ValueDiff
 
-# SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
-# the first steps and a little more later, because the difference shrinks. Measured: 0.27 to 1.04 times, in all tensors.
-DECAY_ROOM = 1.25
 # Kinds of tensors affected by differing parameters, without a cause of their own.
 _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
 # Share of elements. Gradients of different batches change every element of a parameter; damage changes few elements.
@@ -230,32 +227,6 @@ class Case:
         """Return the differing, unexplained first moments by parameter."""
         moments = (diff for diff in self.differing("optimizer") if self._is_first_moment(diff.name))
         return {self.owner_of(diff.name): diff for diff in moments}
-
-    def decay_share(self) -> float:
-        """Return the ratio of momentum difference to parameter difference explained by SGD's weight decay."""
-        settings = self.group.evidence.hyperparameters
-        momentum = settings.get("momentum", 1.0)
-        return settings.get("weight_decay", 0.0) / (1 - momentum) if 0 <= momentum < 1 else 0.0
-
-    def only_decay(self) -> bool:
-        """Whether only SGD's momentum differs in the optimizer, by no more than weight decay explains.
-
-        The gradients were equal then, and all differences come from earlier differences of parameters.
-        """
-        differing = [diff for diff in self.group.tensors if diff.out_of_sync and diff.kind == "optimizer"]
-        differences = {
-            name: float(diff.max_abs) for name, diff in self.differing_parameters().items() if diff.max_abs is not None
-        }
-        share = self.decay_share()
-        if not differing or not differences or not share:
-            return False
-        largest = max(differences.values())
-        return all(
-            diff.name.endswith(".momentum_buffer")
-            and diff.max_abs is not None
-            and float(diff.max_abs) <= DECAY_ROOM * share * differences.get(self.owner_of(diff.name), largest)
-            for diff in differing
-        )
 
     def trend_facts(self, *kinds: str, names: Collection[str] = ()) -> tuple[Trend | None, tuple[Message, ...]]:
         """Return and state how the difference of tensors developed since the first step at which they differed.

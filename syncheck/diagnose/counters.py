@@ -113,9 +113,15 @@ def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
     """Return the counters whose lag means skipped steps or, with `far`, lost optimizer state.
 
     Empty if nothing else differs (somebody set the counters), if the loss scalers explain the lag, or with `far` if
-    BatchNorm's counts lag too, because the rank then missed more than the optimizer step.
+    BatchNorm's counts lag too, because the rank then missed more than the optimizer step. A lag that grew since an
+    earlier step means skipped steps, however large it is.
     """
-    counters = tuple(counter for counter in counters_of(case) if counter.far is far)
+    counters = counters_of(case)
+    most = farthest(counters)
+    if most is not None and lag_grew(most, case.series):
+        counters = () if far else counters
+    else:
+        counters = tuple(counter for counter in counters if counter.far is far)
     if not counters or scaler_explains(case, counters):
         return ()
     # A stale rank holds the other ranks' state of an earlier step, so it has not lost its state.
@@ -277,6 +283,30 @@ def earlier_lag(counter: StepCounter, series: Sequence[Comparison]) -> tuple[int
                 lag = max(counts.values()) - min(counts.values())
                 return None if lag == counter.lag else (group.step, int(lag))
     return None
+
+
+def lag_grew(counter: StepCounter, series: Sequence[Comparison]) -> bool:
+    """Whether the counter lagged at an earlier step too, and by less: steps are skipped again and again."""
+    earlier = earlier_lag(counter, series)
+    return earlier is not None and earlier[1] < counter.lag
+
+
+def lag_stayed(counter: StepCounter, series: Sequence[Comparison]) -> bool:
+    """Whether the counter lagged by as much at an earlier step, so that the lag has a single cause."""
+    for group in series[:-1]:
+        for diff in group.tensors:
+            counts = counts_of(diff) if diff.name == counter.name else {}
+            if counts and max(counts.values()) - min(counts.values()) == counter.lag:
+                return max(counts.values()) < max(counter.by_rank.values())
+    return False
+
+
+def may_be_old(case: Case) -> bool:
+    """Whether nothing shows that the files are of the same step.
+
+    They are if they store their step. With checkpoints of several steps, an older file of a rank is a stale rank.
+    """
+    return not case.group.evidence.stores_progress and not case.in_memory and len(case.steps()) == 1
 
 
 def without_state(case: Case) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ from syncheck.diagnose import (
     syn221_contiguous_corruption,
     syn222_nonfinite_on_some_ranks,
     syn223_damaged_on_disk,
+    syn224_contents_exchanged,
+    syn225_not_updated_on_some_ranks,
     syn230_differs_by_node,
     syn231_tensor_parallel_replicated,
     syn240_rounding_only,
@@ -127,6 +129,7 @@ _EVERY_RANK = frozenset(
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
     (
+        syn225_not_updated_on_some_ranks,
         syn101_missing_tensors,
         syn102_shape_or_dtype_mismatch,
         syn223_damaged_on_disk,
@@ -139,6 +142,7 @@ RULES: tuple[Rule, ...] = cast(
         syn214_step_skipped,
         syn216_grad_scaler_diverged,
         syn107_settings_differ,
+        syn224_contents_exchanged,
         syn231_tensor_parallel_replicated,
         syn230_differs_by_node,
         syn240_rounding_only,

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts
 from syncheck.diagnose.counters import find_minority
+from syncheck.diagnose.moments import only_decay
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -206,7 +207,7 @@ def _describe_setting(diff: ValueDiff) -> Message:
 def _explained_tensors(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
     """Return the trained tensors that differ only between ranks with different settings."""
     moments = cosines(case.differing_moments().values())
-    turned = case.only_decay() or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
+    turned = only_decay(case) or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
     if moments and median(moments) < ALIKE and not turned:
         return ()
     settings_of = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}

@@ -27,11 +27,13 @@ pytorch/xla#3216.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, differing_share, follower_facts
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.moments import decay_share, only_decay
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -95,7 +97,11 @@ def apply(case: Case) -> Match | None:
         *since,
         *follower_facts(covered, "optimizer"),
     ]
-    return case.make_match(differing, facts, covered)
+    match = case.make_match(differing, facts, covered)
+    if state:
+        return match
+    # Without optimizer state, it is unknown which parameters are trained.
+    return replace(match, certainty="consistent", alternatives=("SYN218",) if case.agreeing("parameter") else ())
 
 
 def _summary(case: Case, differing: list[TensorDiff], has_state: bool) -> Message:
@@ -123,7 +129,7 @@ def _state_facts(case: Case) -> tuple[Message, ...] | None:
     if case.agrees("optimizer"):
         number = case.compared("optimizer")
         return (Text.OPTIMIZER_AGREES(tensors=number),) if number else ()
-    return (Text.ONLY_DECAY(share=case.decay_share()),) if case.only_decay() else None
+    return (Text.ONLY_DECAY(share=decay_share(case)),) if only_decay(case) else None
 
 
 def _started_differently(case: Case, differing: list[TensorDiff], has_state: bool, trend: str | None) -> bool:

@@ -23,10 +23,12 @@ huggingface/diffusers#4046, moojink/openvla-oft#160 (only the action head).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts, is_share_below, largest_difference
+from syncheck.diagnose.moments import BOTH_SIDES, differing_squares, mean_cosine, only_decay, share_smaller
 from syncheck.messages import Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -63,6 +65,8 @@ class Text(Sentence):
 FEW = 4
 # With equal gradients, momenta differ only by the weight decay of an unequal start: cosines of at least 0.97, measured.
 ALIKE = 0.97
+# Mean cosine of parameters that started with equal values. Those of different initial values are near 0.
+COMMON_START = 0.5
 _ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
 
 
@@ -75,15 +79,16 @@ def apply(case: Case) -> Match | None:
     modules = _find_modules(case, names)
     if not parameters or not modules or not names <= model or not case.in_step():
         return None
-    whole = not named and len(moments) == len(case.with_moment())
-    if whole or is_share_below(parameters.values(), TOUCHED):
+    is_whole = case.optimized is not None and not case.optimized - names
+    is_whole = is_whole or (not named and len(moments) == len(case.with_moment()))
+    if is_whole or is_share_below(parameters.values(), TOUCHED):
         return None
     trend, since = case.trend_facts("parameter")
     has_moments = bool(case.with_moment())
     if has_moments:
         if not _has_own_gradients(case, list(moments.values()), len(parameters)):
             return None
-    elif not (trend == "growing" or (trend is None and _is_adapter(modules))):
+    elif not (trend == "growing" or (trend is None and (_is_adapter(modules) or _has_common_start(case, parameters)))):
         return None
     differing = list(parameters.values())
     covered = tuple(
@@ -104,7 +109,31 @@ def apply(case: Case) -> Match | None:
         *since,
         *follower_facts(covered, "optimizer"),
     ]
-    return case.make_match(differing, facts, covered)
+    match = case.make_match(differing, facts, covered)
+    if not has_moments:
+        return replace(match, certainty="consistent", alternatives=("SYN211", "SYN225"))
+    # A part that some ranks do not update differs too. The step counters of its parameters would show it.
+    counted = frozenset(map(case.owner_of, case.names_of("optimizer_step")))
+    is_counted = names <= counted
+    if is_counted and _is_every_rank(case, differing):
+        return match
+    return replace(match, certainty="consistent", alternatives=("SYN224",) if is_counted else ("SYN225", "SYN224"))
+
+
+def _is_every_rank(case: Case, differing: list[TensorDiff]) -> bool:
+    """Whether each rank has gradients of its own: all of three or more ranks differ, or two differ to both sides."""
+    if len(case.group.replicas) > 2:
+        return all(len(diff.clusters) == len(case.group.replicas) for diff in differing)
+    shares = share_smaller(differing_squares(case))
+    return bool(shares) and all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
+
+
+def _has_common_start(case: Case, parameters: dict[str, TensorDiff]) -> bool:
+    """Whether all of three or more ranks differ, but not as much as different initial values."""
+    ranks = len(case.group.replicas)
+    cosine = mean_cosine(parameters.values())
+    differ = all(len(diff.clusters) == ranks > 2 for diff in parameters.values())
+    return differ and cosine is not None and cosine >= COMMON_START
 
 
 def _find_modules(case: Case, differing: set[str]) -> list[str]:
@@ -154,7 +183,7 @@ def _is_adapter(modules: list[str]) -> bool:
 
 def _has_own_gradients(case: Case, moments: list[TensorDiff], parameters: int) -> bool:
     """Whether the first moments show unreduced gradients."""
-    if len(moments) < parameters or case.only_decay():
+    if len(moments) < parameters or only_decay(case):
         return False
     if case.counts_steps():
         return True

@@ -1,11 +1,17 @@
 """Some ranks clipped or scaled their gradients: same direction as on the other ranks, but another length.
 
-Signature: the optimizer's first moments (Adam's exp_avg, SGD's momentum_buffer) differ but have the same direction, and
-in nearly all tensors the same rank has the shorter moments, by about the same factor. Measured with averaged gradients
-clipped on one rank, on 2 to 8 ranks after 3 to 600 steps: the same rank is shorter in every tensor, the factor is
-within 1.3 times its median in at least 85 % of the tensors, and the median cosine is 0.94 to 0.999. Late in training,
-when the factor changes from step to step, these bounds are 2 times and 0.85. If gradients are not averaged (SYN211),
-the factors scatter around 1, with cosines of -0.4 to 0.88.
+Signature: with second moments (Adam, RMSprop, Adafactor): nearly all their elements are smaller on the same rank, or
+nearly all are larger. They remember about 1,000 steps, so one scaled step is visible much later. In the trials
+(docs/diagnosis-trials.md), the share was at least 0.98 for smaller gradients; gradients of other batches gave 0.4 to
+0.6, and one rank with its own gradients 0 to 0.35, because a batch of one rank has larger gradients than an average.
+Larger moments therefore also require first moments with the same direction.
+
+With first moments alone (SGD's momentum_buffer): they differ but have the same direction, and in nearly all
+tensors the same rank has the shorter moments, by about the same factor. Measured with averaged gradients clipped on one
+rank, on 2 to 8 ranks after 3 to 600 steps: the same rank is shorter in every tensor, the factor is within 1.3 times its
+median in at least 85 % of the tensors, and the median cosine is 0.94 to 0.999. Late in training, when the factor
+changes from step to step, these bounds are 2 times and 0.85. If gradients are not averaged (SYN211), the factors
+scatter around 1, with cosines of -0.4 to 0.88.
 
 SGD's momentum contains the weight decay too, which is not clipped. A tensor is therefore ignored if its momentum is
 less than four times wd / (1 - momentum) times the norm of the parameter (16 of the 23 tensors of resnet8). If no tensor
@@ -25,10 +31,21 @@ pytorch/torchtitan#766, pytorch/pytorch#170862, NVIDIA-NeMo/RL#3788.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, evidence_of, follower_facts
+from syncheck.diagnose.moments import (
+    BOTH_SIDES,
+    count_squares,
+    decay_share,
+    differing_squares,
+    mean_cosine,
+    only_decay,
+    share_smaller,
+    sidedness,
+)
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -70,11 +87,25 @@ class Text(Sentence):
         "Consistent with clipped or scaled gradients on {ranks:ranks}: compared with {others:ranks}, "
         "their first moments have the same direction, but these multiples of the length: {ratios:by_rank}"
     )
+    SCALED = (
+        "{ranks:Ranks} scaled {ranks:verb its|their} gradients in some steps at least: nearly all elements of "
+        "{ranks:verb its|their} second moments are {side} than on {others:ranks}"
+    )
+    EACH_SCALED = (
+        "Consistent with a scale of each rank's own: all ranks differ, and their first moments have nearly the same "
+        "direction"
+    )
+    SMALLER = "smaller"
+    LARGER = "larger"
     COSINE = "the median cosine over {count:count parameter} is {cosine:.3f}"
     MOSTLY_DECAY = "{count:count parameter} ignored, because momentum is mostly weight decay"
     UNCOUNTED = "the optimizer does not count steps, so a skipped step or a lost momentum would look the same"
 
 
+# Share of the elements of second moments that are on one side, and the least mean cosine of first moments with it.
+ONE_SIDED, ALIKE = 0.98, 0.95
+# The same within each tensor, if each rank has a scale of its own.
+EACH_SIDED = 0.75
 # Least shares of tensors: differing; with the same shorter rank; with a factor near the median.
 MOST, ONE_SIDE, NEAR = 0.9, 0.95, 0.85
 # A tensor shows nothing about the gradients unless its momentum is this many times its weight decay.
@@ -90,11 +121,87 @@ DECAY_ALONE = ((12.0, 0.3, 20.0),)
 
 
 def apply(case: Case) -> Match | None:
-    """Match first moments with the same direction, but another length on some ranks in nearly all tensors."""
+    """Match moments with the same direction, but another length on some ranks in nearly all tensors."""
     moments = case.differing_moments()
-    total = len(case.with_moment())
-    if not moments or len(moments) < MOST * total or not case.in_step():
+    if not case.in_step() or len(moments) < MOST * len(case.with_moment()):
         return None
+    shares = share_smaller(differing_squares(case))
+    if shares:
+        return _match_squares(case, moments, shares)
+    return _match_first_moments(case, moments) if moments else None
+
+
+def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int, float]) -> Match | None:
+    """Match second moments whose elements are nearly all smaller, or nearly all larger, on the odd ranks."""
+    squares = differing_squares(case)
+    is_smaller = all(share >= ONE_SIDED for share in shares.values())
+    is_larger = all(share <= 1 - ONE_SIDED for share in shares.values())
+    cosine = mean_cosine(moments.values())
+    if len(squares) < MOST * count_squares(case):
+        return None
+    if not (is_smaller or is_larger):
+        return _match_unequal_scales(case, moments, squares)
+    # The gradients of a single rank are larger than averaged gradients, but have another direction.
+    if is_larger and cosine is not None and cosine < ALIKE:
+        return None
+    sides = _find_odd_ranks(list(moments.values()))
+    if _are_scaled(list(moments.values()), sides, SURE):
+        summary = _summary(case, list(moments.values()), sides)
+        ranks = tuple(sides)
+    else:
+        ranks, others = _name_sides(case, shares, is_smaller=is_smaller)
+        side = Text.SMALLER if is_smaller or len(case.group.replicas) == 2 else Text.LARGER
+        summary = Text.SCALED(ranks=ranks, others=others, side=side())
+    facts = [summary]
+    measured = cosines(moments.values())
+    if measured:
+        facts.append(Text.COSINE(count=len(measured), cosine=median(measured)))
+    differing = case.with_followers(case.differing_parameters().values())
+    match = _make_match(case, differing, ranks, facts, moments)
+    if is_larger and cosine is None:
+        return replace(match, certainty="consistent", alternatives=("SYN211",))
+    return match
+
+
+def _match_unequal_scales(case: Case, moments: dict[str, TensorDiff], squares: list[TensorDiff]) -> Match | None:
+    """Match ranks that all have scales of their own, as if each clipped by its local norm."""
+    if not _is_each_scaled(case, moments):
+        return None
+    shares = share_smaller(squares).values()
+    is_both_sided = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares)
+    if is_both_sided and max(sidedness(squares).values()) < EACH_SIDED:
+        return None
+    return _make_unequal_match(case, moments)
+
+
+def _is_each_scaled(case: Case, moments: dict[str, TensorDiff]) -> bool:
+    """Whether all of three or more ranks differ, and their first moments have nearly the same direction."""
+    cosine = mean_cosine(moments.values())
+    differ = all(len(diff.clusters) == len(case.group.ranks) > 2 for diff in moments.values())
+    return differ and cosine is not None and cosine >= ALIKE
+
+
+def _make_unequal_match(case: Case, moments: dict[str, TensorDiff]) -> Match:
+    """Return the match for ranks that each have a scale of their own."""
+    facts: list[Message] = [Text.EACH_SCALED()]
+    measured = cosines(moments.values())
+    facts.append(Text.COSINE(count=len(measured), cosine=median(measured)))
+    covered = case.with_followers(case.differing_parameters().values())
+    match = _make_match(case, covered, case.group.ranks, facts, moments)
+    return replace(match, certainty="consistent", alternatives=("SYN211",))
+
+
+def _name_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks with scaled gradients, and the others. Of two ranks, the rank with smaller moments is odd."""
+    odd = tuple(sorted(shares))
+    others = tuple(rank for rank in case.group.ranks if rank not in shares)
+    if len(case.group.replicas) == 2 and not is_smaller:
+        return others, odd
+    return odd, others
+
+
+def _match_first_moments(case: Case, moments: dict[str, TensorDiff]) -> Match | None:
+    """Match first moments with the same direction, but another length on some ranks in nearly all tensors."""
     counting = case.counts_steps()
     if not counting and case.just_began():
         return None
@@ -104,17 +211,32 @@ def apply(case: Case) -> Match | None:
         used = _moments_above_decay(case, moments, 0.0)
         sides = _find_odd_ranks(used)
         if counting or not _are_scaled(used, sides, DECAY_ALONE):
-            return None
+            is_unequal = not counting and not only_decay(case) and _is_each_scaled(case, moments)
+            return _make_unequal_match(case, moments) if is_unequal else None
     covered = case.with_followers(case.differing_parameters().values())
     facts = [_summary(case, used, sides), Text.COSINE(count=len(used), cosine=median(cosines(used)))]
     if len(used) < len(moments):
         facts.append(Text.MOSTLY_DECAY(count=len(moments) - len(used)))
     if not counting:
         facts.append(Text.UNCOUNTED())
+    match = _make_match(case, covered, tuple(sides), facts, moments)
+    if counting:
+        return match
+    return replace(match, cause=Text.CAUSE_UNCOUNTED, certainty="consistent", alternatives=("SYN214", "SYN215"))
+
+
+def _make_match(
+    case: Case,
+    covered: tuple[TensorDiff, ...],
+    ranks: tuple[int, ...],
+    facts: list[Message],
+    moments: dict[str, TensorDiff],
+) -> Match:
+    """Return the match, and state the trend, what follows, and which ranks agree."""
     facts += case.trend_facts("parameter")[1]
     facts += follower_facts(covered, "optimizer")
     facts += case.agreement_facts(list(moments.values()))
-    return Match(covered, sides, facts, cause=None if counting else Text.CAUSE_UNCOUNTED)
+    return Match(covered, ranks, facts)
 
 
 def _summary(case: Case, moments: list[TensorDiff], sides: dict[int, int]) -> Message:
@@ -131,7 +253,7 @@ def _summary(case: Case, moments: list[TensorDiff], sides: dict[int, int]) -> Me
 
 def _moments_above_decay(case: Case, moments: dict[str, TensorDiff], times: float = ABOVE_DECAY) -> list[TensorDiff]:
     """Return the moments with norms, except SGD's momenta if they are mostly weight decay on some rank."""
-    share, parameters = case.decay_share(), case.differing_parameters()
+    share, parameters = decay_share(case), case.differing_parameters()
     used = []
     for name, diff in moments.items():
         norms = evidence_of(diff).norms

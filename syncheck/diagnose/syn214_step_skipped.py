@@ -20,6 +20,7 @@ and #2724 (the same). Checkpoints of several steps show whether a rank skips ste
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -33,6 +34,8 @@ from syncheck.diagnose.counters import (
     fitting,
     followers,
     forwards_lag,
+    lag_grew,
+    may_be_old,
     names_of_values,
     odd_ranks,
     only_skipped,
@@ -106,7 +109,9 @@ def apply(case: Case) -> Match | None:
         if first is None:
             facts += _doubts(case, most)
     values = (*names_of_values(counters), *trackers(case, ranks))
-    return Match(tensors, ranks, facts, values)
+    match = Match(tensors, ranks, facts, values)
+    others = () if first is not None or most is None else _find_alternatives(case, most)
+    return replace(match, certainty="consistent", alternatives=others) if others else match
 
 
 def _summary(counter: StepCounter) -> Message:
@@ -126,11 +131,23 @@ def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Messag
     return []
 
 
+def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
+    """Return the codes of other causes with the same evidence."""
+    if lag_grew(counter, case.series):
+        return ()
+    others = []
+    if may_be_old(case):
+        others.append("SYN217")
+    if int(counter.lag) > FEW or max(counter.by_rank.values()) <= SHORT:
+        others.append("SYN215")
+    return tuple(others)
+
+
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     """State other causes with the same evidence."""
     doubts, lag = [], int(counter.lag)
     if lag > FEW or max(counter.by_rank.values()) <= SHORT:
         doubts.append(Text.LOST_STATE(lag=lag))
-    if not case.group.evidence.stores_progress and not case.in_memory:
+    if may_be_old(case):
         doubts.append(Text.STEP_UNKNOWN())
     return doubts

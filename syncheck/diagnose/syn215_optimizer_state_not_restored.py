@@ -16,6 +16,7 @@ Incidents: vllm-project/speculators#926 (only rank 0 loaded), PaddlePaddle/Paddl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -25,6 +26,8 @@ from syncheck.diagnose.counters import (
     farthest,
     fitting,
     followers,
+    lag_stayed,
+    may_be_old,
     names_of_values,
     odd_ranks,
     trackers,
@@ -34,6 +37,7 @@ from syncheck.messages import Sentence
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
+    from syncheck.diagnose.counters import StepCounter
     from syncheck.records import TensorDiff
 
 CODE = "SYN215"
@@ -91,9 +95,23 @@ def apply(case: Case) -> Match | None:
         facts.append(Text.SCALER_DIFFERS())
     if earlier := earlier_lag(most, case.series):
         facts.append(Text.REPEATED(step=earlier[0], lag=earlier[1]))
-    if not case.group.evidence.stores_progress and not case.in_memory:
+    if may_be_old(case):
         facts.append(Text.STEP_UNKNOWN())
-    return Match(tensors, ranks, facts, (*names_of_values(counters), *scaler))
+    match = Match(tensors, ranks, facts, (*names_of_values(counters), *scaler))
+    others = _find_alternatives(case, most, parameters_differ=bool(parameters))
+    return replace(match, certainty="consistent", alternatives=others) if others else match
+
+
+def _find_alternatives(case: Case, counter: StepCounter, *, parameters_differ: bool) -> tuple[str, ...]:
+    """Return the codes of other causes with the same evidence."""
+    others = []
+    # A rank that skips steps takes at least half of them. A lag of the same size at two steps has a single cause.
+    is_small = 2 * counter.lag < max(counter.by_rank.values())
+    if is_small and parameters_differ and not lag_stayed(counter, case.series):
+        others.append("SYN214")
+    if parameters_differ and may_be_old(case):
+        others.append("SYN217")
+    return tuple(others)
 
 
 def _parameters_agree(case: Case) -> bool:
@@ -108,6 +126,9 @@ def _match_empty_state(case: Case, ranks: tuple[int, ...], lacking: tuple[Tensor
     """Return the match for ranks without optimizer state. The smaller set is suspect, of two equal sets the empty."""
     others = tuple(rank for rank in case.group.ranks if rank not in ranks)
     facts = [Text.EMPTY(ranks=ranks, others=others, tensors=len(lacking))]
+    match = Match(lacking, others if len(others) < len(ranks) else ranks, facts)
     if _parameters_agree(case):
         facts.append(Text.PARAMETERS_AGREE())
-    return Match(lacking, others if len(others) < len(ranks) else ranks, facts)
+        return match
+    # The rank may not have taken any step so far.
+    return replace(match, certainty="consistent", alternatives=("SYN214",))

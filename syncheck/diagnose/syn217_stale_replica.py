@@ -17,10 +17,11 @@ gather).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.counters import fitting, only_skipped, ran_forward, scales_of, stale_at_first, stale_facts
+from syncheck.diagnose.counters import FEW, fitting, only_skipped, ran_forward, scales_of, stale_at_first, stale_facts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -81,7 +82,18 @@ def apply(case: Case) -> Match | None:
     facts = [Text.SET_BACK(ranks=tuple(sorted(stale))), *stale_facts(first)]
     if ran_forward(first) is False:
         facts.append(Text.BATCHNORM_SET_BACK())
-    return Match(covered, stale, facts)
+    match = Match(covered, stale, facts)
+    return match if _is_certain(first, ()) else replace(match, certainty="consistent", alternatives=("SYN214",))
+
+
+def _is_certain(group: Comparison, values: Sequence[ValueDiff]) -> bool:
+    """Whether skipped steps cannot explain the stale ranks of a group.
+
+    The stored step differs, the rank did not see the batches, or it lacks more steps than a rank skips in a row.
+    """
+    if any(value.kind == "progress" for value in values) or ran_forward(group) is False:
+        return True
+    return all(group.step is not None and group.step - earlier > FEW for earlier in group.evidence.stale.values())
 
 
 def _skipped_step(group: Comparison) -> bool:
@@ -104,7 +116,10 @@ def _match_stale(case: Case) -> Match | None:
     values = [value for value in case.of_values() if _is_value_explained(value, stale)]
     if any(value.kind == "progress" for value in values):
         facts.append(Text.STORED_STEP_DIFFERS(ranks=tuple(sorted(stale))))
-    return Match(covered, stale, facts, tuple(value.name for value in values))
+    match = Match(covered, stale, facts, tuple(value.name for value in values))
+    if _is_certain(case.group, values):
+        return match
+    return replace(match, certainty="consistent", alternatives=("SYN214",))
 
 
 def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: int) -> tuple[Message, Message]:

@@ -1,13 +1,14 @@
 """Replicas differ, and no rule explains why.
 
 Signature: all differences not covered by another rule. The finding still reports the available evidence: only optimizer
-state or buffers differ, the gradients are equal now, or only digests were compared.
+state or buffers differ, the gradients are equal now, or only digests were compared. It names the causes that the
+evidence does not exclude, at most three, in the order of their frequency in the trials (docs/diagnosis-trials.md).
 
-Cause: unknown. The most common causes of differing parameters: gradients were not reduced, the initial model was not
-broadcast, or only some ranks loaded state.
+Cause: unknown. Without optimizer state, a scaled gradient, a skipped step and a gradient that was not averaged all move
+the parameters of a rank in the same way. With SGD's momentum, step counters are missing.
 
-Fix: check which ranks agree and which tensors differ (`--format json` lists all), and save at two early steps. A
-constant difference comes from the start of the run, a growing difference from every step.
+Fix: collect the observation that the finding names: the optimizer state, or a second step. A constant difference comes
+from a single event, a growing difference from every step.
 
 Incidents: please send a report with the JSON attached. Every rule began as an unexplained difference.
 """
@@ -16,10 +17,11 @@ from __future__ import annotations
 
 from collections import Counter
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, cosines, largest_difference, limit_facts
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.moments import only_decay
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks
 from syncheck.text import brief
@@ -38,13 +40,26 @@ CERTAINTY = "consistent"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = (
-        "No rule explains this difference. Often gradients were not reduced, the initial model was not broadcast, or "
-        "only some ranks loaded state."
-    )
+    CAUSE = "No rule explains this difference."
     FIX = (
         "Check which ranks agree, and compare two early steps: a constant difference comes from the start of the run, "
         "a growing difference from every step."
+    )
+    CAUSE_STATELESS = (
+        "The parameters alone do not show the cause: without optimizer state, a scaled gradient, a skipped step and a "
+        "gradient that was not averaged have the same effect."
+    )
+    FIX_STATELESS = (
+        "Save the optimizer state of every rank too, and compare again: its moments and step counters distinguish the "
+        "causes. SGD without momentum has none; then compare two neighbouring steps."
+    )
+    CAUSE_COUNTED = (
+        "The gradients of the ranks differed in some step, and the optimizer counted equal steps: no step was skipped, "
+        "and no optimizer state was lost."
+    )
+    FIX_COUNTED = (
+        "Compare a second step: if the first moments differ more and more, gradients are not averaged; if they "
+        "converge, it was a single event. Then look for code that changes gradients on the suspects."
     )
     CAUSE_STATE = (
         "Only the optimizer state differs: it was loaded, reset or averaged on some ranks only, or each rank keeps its "
@@ -61,12 +76,13 @@ class Text(Sentence):
         "Look for code that changes parameters outside optimizer.step() on the suspects, and check that all ranks have "
         "the same learning rate."
     )
-    CAUSE_AVERAGED = (
-        "The first moments are nearly equal, so gradients are averaged: a rank skipped a step or lost its momentum."
+    CAUSE_UNCOUNTED = (
+        "A rank took another step than the other ranks. The optimizer counts no steps, so a skipped step, a lost "
+        "momentum and a scaled gradient have the same effect."
     )
-    FIX_AVERAGED = (
-        "Look for skipped steps (a bad batch, an overflow) and for state loaded on some ranks only; AdamW's step "
-        "counters would show them."
+    FIX_UNCOUNTED = (
+        "Compare two neighbouring steps: after a single event, the first moments converge. Look for skipped steps (a "
+        "bad batch, an overflow), for state loaded on some ranks only and for clipping on some ranks."
     )
     CAUSE_DIGESTS = (
         "Digests show differing bytes, but neither the size nor the direction of a difference, which the rules require."
@@ -84,8 +100,8 @@ class Text(Sentence):
     MOMENTS = "the median cosine of the first moments is {cosine:.3f}"
 
 
-# Median cosine from which first moments count as equal.
-ALIKE = 0.9
+# Share of the trained parameters from which the whole model differs.
+WHOLE = 0.9
 _MOST = 3  # listed values
 
 
@@ -102,30 +118,69 @@ def apply(case: Case) -> Match | None:
         facts += case.agreement_facts(case.tensors)
     if case.values:
         facts.append(_describe_values(case.of_values()))
-    cause, fix, more = _diagnose_remainder(case)
-    return Match(case.tensors, _ranks(case), (*facts, *more), case.values, cause, fix)
+    rest = _diagnose_remainder(case)
+    return Match(
+        case.tensors,
+        _ranks(case),
+        (*facts, *rest.facts),
+        case.values,
+        rest.cause,
+        rest.fix,
+        alternatives=rest.alternatives,
+    )
 
 
-def _diagnose_remainder(case: Case) -> tuple[Sentence | None, Sentence | None, tuple[Message, ...]]:
-    """Return cause, fix and evidence by the kinds of the differing tensors; None for an unknown cause or fix."""
+class _Rest(NamedTuple):
+    """Cause, fix and evidence by the kinds of the differing tensors; None for an unknown cause or fix.
+
+    alternatives: the codes of causes that are not excluded.
+    """
+
+    cause: Sentence | None = None
+    fix: Sentence | None = None
+    facts: tuple[Message, ...] = ()
+    alternatives: tuple[str, ...] = ()
+
+
+def _diagnose_remainder(case: Case) -> _Rest:
+    """Return what the kinds of the differing tensors show."""
     kinds = {diff.kind for diff in case.tensors}
-    moments = cosines(case.differing_moments().values())
     if not case.tensors:
-        return None, None, ()
+        return _Rest()
     since = case.trend_facts(*({"parameter"} & kinds or kinds))[1]
     if all(diff.mismatched is None and diff.reason for diff in case.tensors):
-        return Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since
+        return _Rest(Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since)
     if kinds <= {"optimizer"} and case.compared("parameter") and case.agrees("parameter"):
-        return Text.CAUSE_STATE, Text.FIX_STATE, since or (Text.PARAMETERS_AGREE(),)
+        return _Rest(Text.CAUSE_STATE, Text.FIX_STATE, since or (Text.PARAMETERS_AGREE(),))
     if kinds <= {"buffer"}:
-        return Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since
-    if "parameter" not in kinds:
-        return None, None, since
-    if (case.compared("optimizer") and case.agrees("optimizer")) or case.only_decay():
-        return Text.CAUSE_EVENT, Text.FIX_EVENT, since
-    if moments and median(moments) >= ALIKE:
-        return Text.CAUSE_AVERAGED, Text.FIX_AVERAGED, (Text.MOMENTS(cosine=median(moments)), *since)
-    return None, None, since
+        return _Rest(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
+    if "parameter" not in kinds or not case.differing_parameters():
+        return _Rest(facts=since)
+    if (case.compared("optimizer") and case.agrees("optimizer")) or only_decay(case):
+        return _Rest(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
+    return _diagnose_parameters(case, since)
+
+
+def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Rest:
+    """Return the causes of differing parameters that are not excluded, by the optimizer state that was compared."""
+    trained, differing = case.trained_parameters(), frozenset(case.differing_parameters())
+    is_whole = len(differing & trained) >= WHOLE * len(trained)
+    ranks = len(case.group.replicas)
+    all_differ = all(len(diff.clusters) == ranks > 2 for diff in case.differing_parameters().values())
+    moments = case.differing_moments().values()
+    measured = cosines(moments)
+    facts = (*((Text.MOMENTS(cosine=median(measured)),) if measured else ()), *since)
+    if not case.compared("optimizer"):
+        stateless: tuple[str, ...] = ("SYN213", "SYN214", "SYN211") if is_whole else ("SYN212", "SYN225", "SYN210")
+        if is_whole and all_differ:
+            stateless = ("SYN211", "SYN213")
+        return _Rest(Text.CAUSE_STATELESS, Text.FIX_STATELESS, since, stateless)
+    if not case.in_step():
+        return _Rest(facts=since)
+    if case.counts_steps():
+        return _Rest(Text.CAUSE_COUNTED, Text.FIX_COUNTED, facts, ("SYN211",) if is_whole else ("SYN212", "SYN224"))
+    others = ("SYN214", "SYN215", "SYN213") if is_whole else ("SYN225", "SYN212", "SYN224")
+    return _Rest(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED, facts, others)
 
 
 def _describe_values(differing: Sequence[ValueDiff]) -> Message:

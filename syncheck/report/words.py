@@ -392,9 +392,12 @@ def step_text(group: Group) -> str:
 
 def cause_text(finding: Finding) -> str:
     """Return the cause of a finding, with the other causes that fit the evidence as well."""
-    if finding.certainty != "consistent" or finding.code in UNEXPLAINED:
+    if finding.certainty != "consistent":
         return str(finding.cause)
-    others = f" Also possible: {', '.join(finding.alternatives)}." if finding.alternatives else ""
+    listed = ", ".join(finding.alternatives)
+    if finding.code in UNEXPLAINED:
+        return f"{finding.cause} Not excluded: {listed}." if listed else str(finding.cause)
+    others = f" Also possible: {listed}." if listed else ""
     return f"Possible cause: {finding.cause}{others}"
 
 

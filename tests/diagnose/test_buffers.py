@@ -11,7 +11,7 @@ from groups import facts_of
 from small_model import HALF, SGD, group, in_head, make_diff, model, moments, unreduced
 
 from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
-from syncheck.diagnose.counters import Origin
+from syncheck.diagnose import syn225_not_updated_on_some_ranks as syn225
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def test_large_counts_are_exact() -> None:
     counts = {0: 1_000_000.0, 1: 1_000_001.0}
     step = make_diff("optimizer.fc.weight.step", "optimizer_step", values=counts, numel=1, shape=(), mismatched=1)
     (finding,) = diagnose_case(group(replace(step, extent="one"), make_diff("fc.weight", cosine=0.99))).values()
-    assert facts_of(finding)[Origin.COUNTERS]["steps"] == counts
+    assert facts_of(finding)[syn225.Text.LESS_OFTEN]["steps"] == counts
     assert {"1000000", "1000001"} <= set(finding.evidence.split())
 
 

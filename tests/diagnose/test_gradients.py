@@ -152,7 +152,8 @@ def test_212_by_a_name_component() -> None:
     """Differing adapters with a common name component are SYN212; layers without a common component are not."""
     names = [f"layer{i}.attn.{name}.weight" for i in range(6) for name in ("base", "lora_A", "lora_B")]
     lora = [name for name in names if "lora" in name]
-    fitted = diagnose_single(layers(lora, names, lora))
+    assert diagnose_single(layers(lora, names, lora)).code == "SYN211"  # the whole of the trained parameters
+    fitted = diagnose_single(layers(lora, names, names))
     assert fitted.code == "SYN212"
     assert fitted.facts[0].parameters["modules"] == ("*.lora_A.*", "*.lora_B.*")
     plain = [f"{part}{i}.weight" for i in range(6) for part in ("a", "b")]

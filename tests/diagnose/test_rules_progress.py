@@ -124,12 +124,15 @@ def test_counters_as_python_numbers(lag: int, code: str, name: str) -> None:
 
 
 def test_only_parameters_with_lagging_counters_are_covered() -> None:
-    """SYN214 covers only parameters with a small lag: no frozen parameters, equal counters or large lags (SYN215)."""
+    """SYN214 covers only parameters with a small lag: no frozen parameters or large lags (SYN215).
+
+    If only some counters differ, their parameters were not updated (SYN225).
+    """
     near, far = trained({0: 100, 1: 99}), trained({0: 100, 1: 9})
     bias = {d.name for d in near if "bias" in d.name}
     fitted = diagnose_case(group(*(d for d in near if d.name in bias), diff("fc.weight", "parameter", {0: 1, 1: 2})))
-    assert set(fitted["SYN214"].tensors) == bias
-    assert "SYN215" not in fitted
+    assert set(fitted["SYN225"].tensors) == bias
+    assert not {"SYN214", "SYN215"} & set(fitted)
     assert FROZEN.name not in diagnose_case(group(*near, FROZEN))["SYN214"].tensors
     value = ValueDiff("optimizer.state.0.step", {0: 100, 1: 99}, counts=True, kind="counter")
     fields: dict[str, Any] = {"values": (value,), "metadata": Metadata(frozen=(FROZEN.name,))}

@@ -174,5 +174,6 @@ def test_cause_of_299() -> None:
         diagnose_single(group(*tensors, optimizer=SGD)) for tensors in (model(), [*model(), *momenta], momenta)
     )
     assert diagnose_single(group(*model())).cause.code is event.cause.code is syn299.Text.CAUSE_EVENT
-    assert (averaged.cause.code, state.cause.code) == (syn299.Text.CAUSE_AVERAGED, syn299.Text.CAUSE_STATE)
+    assert (averaged.cause.code, state.cause.code) == (syn299.Text.CAUSE_UNCOUNTED, syn299.Text.CAUSE_STATE)
+    assert averaged.alternatives == ("SYN214", "SYN215", "SYN213")
     assert facts_of(averaged)[syn299.Text.MOMENTS] == {"cosine": pytest.approx(0.98)}

@@ -32,6 +32,8 @@ class Fault:
     """Whether only the optimizer state can show the cause."""
     needs_metadata: ClassVar[bool] = False
     """Whether only the metadata can show the cause."""
+    fallback: ClassVar[frozenset[str]] = frozenset()
+    """Findings that are right if the saved content cannot show the cause: what is visible, said without the cause."""
     saves_average: ClassVar[bool] = False
     saves_scaler: ClassVar[bool] = False
     local_buffers: ClassVar[frozenset[str]] = frozenset()

@@ -18,6 +18,7 @@ class BuffersNeverSynced(Fault):
     """Nothing copies the buffers of rank 0."""
 
     name = "buffers never synchronized"
+    fallback = frozenset({"SYN201"})
     codes = frozenset({"SYN202"})
     needs_steps = True
     from_start = True
@@ -33,7 +34,7 @@ class ExtraForward(Fault):
     """One rank runs a forward pass in training mode outside the steps."""
 
     name = "extra forward pass"
-    codes = frozenset({"SYN203"})
+    codes = frozenset({"SYN203", "SYN202"})
 
     def fits(self, setup: Setup) -> bool:
         return setup.model == "conv"

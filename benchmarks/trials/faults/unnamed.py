@@ -20,6 +20,7 @@ class NoisyGradient(Fault):
 
     name = "one noisy gradient"
     codes = frozenset({"SYN299"})
+    needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
         if run.step == run.setup.onset:
@@ -36,6 +37,7 @@ class ZeroedGradient(Fault):
 
     name = "one zeroed gradient"
     codes = frozenset({"SYN299"})
+    needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
         if run.step == run.setup.onset:
@@ -47,6 +49,7 @@ class NegatedGradient(Fault):
 
     name = "one negated gradient"
     codes = frozenset({"SYN299"})
+    needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
         if run.step == run.setup.onset:
@@ -58,6 +61,7 @@ class DroppedGradient(Fault):
 
     name = "half of one gradient lost"
     codes = frozenset({"SYN299"})
+    needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
         if run.step == run.setup.onset:
@@ -73,6 +77,7 @@ class ShrunkWeights(Fault):
 
     name = "weights shrunk once"
     codes = frozenset({"SYN299"})
+    needs_optimizer = True
 
     @torch.no_grad()
     def finish_step(self, run: Run) -> None:

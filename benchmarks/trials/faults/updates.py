@@ -126,6 +126,7 @@ class PeriodicAveraging(Fault):
     """Local SGD: ranks step with their own gradients and average their parameters in each eighth step."""
 
     name = "periodic averaging"
+    fallback = frozenset({"SYN211"})
     codes = frozenset({"SYN241"})
     needs_metadata = True
     from_start = True

@@ -1,0 +1,70 @@
+"""Tensors of some ranks hold the values of other tensors.
+
+Signature: a tensor of one rank is bitwise equal to another tensor of the other ranks, and is not constant. This proves
+that the values were moved. If the ranks have trained since, the values are no longer equal, but two parameters of a
+rank have nearly the direction of each other (cosine of at least 0.8), and not their own (cosine under 0.6).
+
+Cause: a rank registered its parameters or buffers in another order, for example in the order of a set, and
+DistributedDataParallel pairs them by position; or it loaded the state of an optimizer, which has no names, into
+parameters in another order; or a loader renamed tensors on some ranks only.
+
+Fix: register tensors in the same order on every rank, and load them by name. For optimizer state, use
+`torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`, which stores the names of the parameters.
+
+Incidents: huggingface/transformers#48162 (rotary buffers in the order of a set).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from syncheck.diagnose.case import Case, Match, evidence_of, limit_facts
+from syncheck.messages import Sentence
+
+CODE = "SYN224"
+SLUG = "contents-exchanged"
+SEVERITY = "error"
+CERTAINTY = "proved"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "Some ranks hold values under the names of other tensors: they register or load tensors in another order "
+        "than the other ranks."
+    )
+    FIX = (
+        "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
+        "over a set. Load optimizer state by name, with torch.distributed.checkpoint.state_dict. Then load a "
+        "checkpoint in which the ranks agree."
+    )
+    EXCHANGED = "{ranks:Ranks} {ranks:verb holds|hold} the values of other tensors in {count:count tensor}"
+    ALIKE = (
+        "{ranks:Ranks} {ranks:verb holds|hold} values with nearly the direction of other tensors in "
+        "{count:count tensor}, and have trained since"
+    )
+    PAIR = "{name} contains {other}"
+    MORE = "{count:count more tensor} {count:verb is|are} exchanged"
+
+
+_MOST = 4  # described tensors
+
+
+def apply(case: Case) -> Match | None:
+    """Match tensors that hold the values of other tensors."""
+    exact = {diff.name: evidence_of(diff).holds for diff in case.tensors if evidence_of(diff).holds}
+    alike = {diff.name: evidence_of(diff).resembles for diff in case.tensors if evidence_of(diff).resembles}
+    others_by_name = {**alike, **exact}
+    if not others_by_name:
+        return None
+    ranks = tuple(sorted({rank for others in others_by_name.values() for rank in others}))
+    summary = Text.EXCHANGED if exact else Text.ALIKE
+    pairs = [
+        Text.PAIR(name=name, other=other)
+        for name, others in others_by_name.items()
+        for other in dict.fromkeys(others.values())
+    ]
+    facts = [summary(ranks=ranks, count=len(others_by_name)), *limit_facts(pairs, _MOST, Text.MORE)]
+    match = case.make_match([diff for diff in case.tensors if diff.name in others_by_name], facts)
+    return match if exact else replace(match, certainty="likely")

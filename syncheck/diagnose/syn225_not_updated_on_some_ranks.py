@@ -1,0 +1,138 @@
+"""Some ranks did not update some parameters, and updated the others.
+
+Signature: a part of the trained parameters differs, and the optimizer shows that some ranks updated them less often:
+their step counters are behind, or they have no optimizer state on these ranks, or their values are those of an earlier
+saved step. The counters of the other parameters agree.
+
+Cause: the optimizer skips a parameter without a gradient. On some ranks the parameter was not used (an expert without
+tokens, a branch that was not taken), it was frozen, or it is not in the optimizer. DistributedDataParallel with
+find_unused_parameters=True gives every rank the averaged gradient; code that averages gradients itself often skips
+parameters without one.
+
+Fix: give every rank a gradient of every trained parameter before the gradients are averaged: `if p.grad is None:
+p.grad = torch.zeros_like(p)`. Then all ranks take part in each all-reduce, and all optimizers take the same step.
+
+Incidents: microsoft/dion#89 (an expert without tokens on one rank has no optimizer state there).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncheck.diagnose.case import Case, Match, largest_difference
+from syncheck.diagnose.counters import counters_of, odd_ranks, steps_by_rank, without_state
+from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+CODE = "SYN225"
+SLUG = "not-updated-on-some-ranks"
+SEVERITY = "error"
+CERTAINTY = "likely"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "Some ranks had no gradient of these parameters and did not update them: they were not used there (an expert "
+        "without tokens, a branch not taken), frozen there, or are not in the optimizer of these ranks."
+    )
+    FIX = (
+        "Before averaging gradients, give every rank a gradient of every trained parameter: "
+        "for p in model.parameters(): p.grad = torch.zeros_like(p) if p.grad is None else p.grad. "
+        "Or train through DistributedDataParallel(model, find_unused_parameters=True)."
+    )
+    NEVER = "{ranks:Ranks} never updated {names:names 4}: the optimizer has no state of {count:verb it|them} there"
+    LESS_OFTEN = "{ranks:Ranks} updated {names:names 4} less often: {name} has the steps {steps:by_rank}"
+    UNCHANGED = "{ranks:Ranks} did not update {names:names 4} after step {step}: the values are still equal"
+    PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"
+    REST = "the optimizer counted the same steps of the other {count:count parameter}"
+
+
+class _Part(NamedTuple):
+    """The parameters that some ranks did not update, these ranks, and how it is known."""
+
+    names: frozenset[str]
+    ranks: tuple[int, ...]
+    fact: Message
+
+
+def apply(case: Case) -> Match | None:
+    """Match a part of the parameters that some ranks did not update."""
+    part = _find_without_state(case) or _find_behind(case) or _find_unchanged(case)
+    differing = case.differing_parameters()
+    changed = [diff for name, diff in differing.items() if part is not None and name in part.names]
+    if part is None or not changed:
+        return None
+    covered = tuple(diff for diff in case.tensors if _follows(case, diff.name, diff.kind, part.names))
+    total = len(case.names_of("parameter") - case.untrained)
+    facts = [
+        part.fact,
+        Text.PARAMETERS(count=len(changed), total=total, size=largest_difference(changed)),
+    ]
+    agreeing = _counted(case) - part.names
+    if agreeing:
+        facts.append(Text.REST(count=len(agreeing)))
+    facts += case.agreement_facts(changed)
+    return Match(covered, part.ranks, facts)
+
+
+def _follows(case: Case, name: str, kind: str, parameters: Collection[str]) -> bool:
+    """Whether a tensor differs because these parameters do."""
+    if kind in OPTIMIZER:
+        return case.owner_of(name) in parameters
+    return name in parameters or kind in ("ema", *BN_STATISTICS)
+
+
+def _counted(case: Case) -> frozenset[str]:
+    """Return the parameters whose steps the optimizer counts."""
+    return frozenset(map(case.owner_of, case.names_of("optimizer_step")))
+
+
+def _find_without_state(case: Case) -> _Part | None:
+    """Return the parameters without any optimizer state on some ranks."""
+    missing = [diff for diff in case.tensors if diff.reason == "missing" and diff.kind in OPTIMIZER]
+    if not missing or without_state(case):
+        return None
+    names = frozenset(case.owner_of(diff.name) for diff in missing)
+    states = [name for name, kind in case.group.evidence.names.items() if kind in OPTIMIZER]
+    lost = {diff.name for diff in missing}
+    is_whole = all(name in lost for name in states if case.owner_of(name) in names)
+    holders = {rank for diff in missing for ranks in diff.clusters for rank in ranks}
+    ranks = tuple(rank for rank in case.group.ranks if rank not in holders)
+    if not is_whole or not ranks or lost >= set(states):
+        return None
+    return _Part(names, ranks, Text.NEVER(ranks=ranks, names=tuple(sorted(names)), count=len(names)))
+
+
+def _find_behind(case: Case) -> _Part | None:
+    """Return the parameters whose step counters are behind on some ranks, if those of other parameters agree."""
+    counters = [counter for counter in counters_of(case) if counter.diff is not None]
+    names = frozenset(case.owner_of(diff.name) for diff in case.of_kind("optimizer_step"))
+    if not counters or not _counted(case) - names:
+        return None
+    largest = max(counters, key=lambda counter: counter.lag)
+    ranks = odd_ranks(counters)
+    fact = Text.LESS_OFTEN(ranks=ranks, names=tuple(sorted(names)), name=largest.name, steps=steps_by_rank(largest))
+    return _Part(names, ranks, fact)
+
+
+def _find_unchanged(case: Case) -> _Part | None:
+    """Return the parameters with the values of an earlier saved step on some ranks, if others agree."""
+    stale = case.group.evidence.stale
+    names = frozenset(case.differing_parameters())
+    trained = case.trained_parameters()
+    if not stale or not names or not trained - names or _is_divided(case):
+        return None
+    ranks = tuple(sorted(stale))
+    return _Part(names, ranks, Text.UNCHANGED(ranks=ranks, names=tuple(sorted(names)), step=max(stale.values())))
+
+
+def _is_divided(case: Case) -> bool:
+    """Whether ranks hold different parameters, as with pipeline stages. A rank may then be stale as a whole."""
+    ranks = set(case.group.ranks)
+    groups = [diff.replica_groups for diff in case.differing_parameters().values() if diff.replica_groups]
+    return any(set().union(*map(set, sets)) < ranks for sets in groups)
