@@ -32,7 +32,7 @@ from syncheck.tensors.blocks import Files
 from syncheck.tensors.finiteness import FiniteScan, prepare
 from syncheck.tensors.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.tensors.names import normalize, normalize_keys
-from syncheck.tensors.value_kinds import is_membership, stores_progress
+from syncheck.tensors.value_kinds import counts_updates, is_membership, stores_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -94,6 +94,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
             hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
             normalized=_count_prefixes(names, snapshots),
             stores_progress=any(map(stores_progress, snapshots.values())),
+            counts_updates=all(map(counts_updates, snapshots.values())),
         ),
         not_finite=NotFinite(tuple(tally.not_finite), len(tally.not_finite)) if tally.not_finite else None,
     )
