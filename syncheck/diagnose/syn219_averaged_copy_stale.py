@@ -50,8 +50,9 @@ class Text(Sentence):
     FIX = (
         "Update the copy on every rank after optimizer.step(), not under 'if rank == 0': "
         "ema.update_parameters(model) with torch's AveragedModel. Load it on every rank when resuming, and create it "
-        "after DDP has wrapped the model. Then broadcast it once from a rank with the right copy: "
-        "for t in ema.state_dict().values(): torch.distributed.broadcast(t, rank)."
+        "after DDP has wrapped the model. Then copy it once from a rank with the right copy: "
+        "state = [ema.state_dict()]; torch.distributed.broadcast_object_list(state, rank); "
+        "ema.load_state_dict(state[0])."
     )
     CAUSE_UPDATES = "Only some ranks updated or restored the averaged copy of the weights; the model itself agrees."
     CAUSE_START = (
@@ -60,16 +61,16 @@ class Text(Sentence):
     )
     FIX_START = (
         "Create the copy after DDP has wrapped the model, and load it on every rank when resuming. Make the copies "
-        "equal now: for t in ema.state_dict().values(): torch.distributed.broadcast(t, 0); with torch-ema and "
-        "diffusers: for t in ema.shadow_params: torch.distributed.broadcast(t, 0)."
+        "equal now: state = [ema.state_dict()]; torch.distributed.broadcast_object_list(state, 0); "
+        "ema.load_state_dict(state[0])."
     )
     COPY_DIFFERS = "Only the averaged copy of the weights differs, in {count:count tensor} ({names:names}), {size}"
     MODEL_AGREES = "all {count:count parameter} of the model agree"
     UPDATES = "{name} is {values:by_rank}"
     EQUAL_UPDATES = "all ranks updated the copy equally often"
     SHRINKS = (
-        "the difference of all tensors is {ratio:.3g} times as large as at step {step}, as after equal updates of "
-        "unequal copies"
+        "the difference of all tensors is {ratio:.3g} times as large as at step {step} (a decay of {decay:.4g} per "
+        "step), as after equal updates of unequal copies"
     )
     ALL_DIFFER = "no two ranks have the same copy"
 
@@ -108,8 +109,9 @@ def apply(case: Case) -> Match | None:
         Text.COPY_DIFFERS(count=len(weights), names=names, size=largest_difference(weights)),
         Text.MODEL_AGREES(count=case.compared("parameter")),
         *origin.facts,
-        *case.trend_facts("ema")[1],
     ]
+    if not any(fact.code is Text.SHRINKS for fact in facts):
+        facts += case.trend_facts("ema")[1]
     match = case.make_match(weights, facts, copies)
     values = tuple(diff.name for diff in case.of_values() if diff.kind == "average")
     return Match(
@@ -199,8 +201,11 @@ def _find_shrinking(case: Case) -> Message | None:
         if earlier.keys() != later.keys() or not _is_linear(earlier, later):
             return None
     first, last = groups[0], groups[-1]
-    ratios = difference_ratios(_differing_copies(first).values(), _differing_copies(last).values())
-    return Text.SHRINKS(ratio=median(ratios), step=first.step)
+    assert first.step is not None, "only groups with a step have a course"
+    assert last.step is not None
+    ratio = median(difference_ratios(_differing_copies(first).values(), _differing_copies(last).values()))
+    decay = ratio ** (1 / (last.step - first.step))
+    return Text.SHRINKS(ratio=ratio, step=first.step, decay=decay)
 
 
 def _is_linear(earlier: dict[str, TensorDiff], later: dict[str, TensorDiff]) -> bool:
