@@ -244,6 +244,21 @@ def test_three_different_starts(syncheck_rank: Any) -> None:
 
 
 @pytest.mark.syncheck(ranks=2)
+@pytest.mark.parametrize("library", [averaged_model, derived, ema_pytorch, timm_v3])
+def test_local_statistics_of_a_copy(syncheck_rank: Any, library: Callable[..., Any]) -> None:
+    """Running statistics of the model and of its copy, from each rank's own data, are one finding on statistics."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    ema, update = library(model)
+    train(model, optimizer, update)
+    for module in (model[1], *(m for m in ema.modules() if isinstance(m, nn.BatchNorm1d))):
+        module.running_mean.add_(0.1 * syncheck_rank.rank)
+    report = all_pass(each_rank(check, model, optimizer, ema))
+    (finding,) = [finding for finding in report.groups[0].findings if finding.code != "SYN105"]
+    assert finding.code == "SYN201"
+
+
+@pytest.mark.syncheck(ranks=2)
 def test_a_frozen_reference_model_is_no_average(syncheck_rank: Any) -> None:
     """A frozen copy without an averaging class or key stays a frozen model, and a difference in it is no SYN219."""
     model = make_net()
