@@ -357,6 +357,10 @@ def _make_notes(
         (world,) = worlds
         if absent := tuple(rank for rank in range(world) if rank not in snapshots):
             notes.append(Note.RANKS_ABSENT(ranks=absent, world_size=world))
+    differing = {diff.name for diff in tally.diffs}
+    equal_states = [name for name, kind in tally.names.items() if kind == "rng" and name not in differing]
+    if equal_states and len(snapshots) > 1:
+        notes.append(Note.EQUAL_RNG(names=tuple(equal_states)))
     if guessed:
         notes.append(Note.KINDS_GUESSED())
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})

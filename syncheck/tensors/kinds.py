@@ -189,6 +189,9 @@ class _Evidence(NamedTuple):
         if last in BUFFER_NAMES or last == "weight_u":
             # The name is confirmed if an optimizer exists and has no state for this tensor.
             return "buffer", sure and bool(self.trained)
+        # Only floating-point tensors are trained; quantized layers have parameters of integers, with usual names.
+        if self.dtypes.get(name, "").startswith(("int", "uint", "bool")) and not _named_as_parameter(name):
+            return "buffer", False
         # In FrozenBatchNorm, weight and bias are buffers, and there is no batch counter.
         frozen = beside("running_mean", "running_var") and not beside("num_batches_tracked")
         return "parameter", sure and not self.trained and not frozen and _named_as_parameter(name)
