@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
 
 _PARTITIONED = "partitioned over the ranks"
+# Elements of the smallest RNG state.
+_SMALLEST_STATE = 16
 
 
 def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
@@ -262,6 +264,20 @@ def _compare_tensors(
             tally.add(diff.name, diff.kind, diff)
 
 
+def _find_equal_rng(snapshots: Mapping[int, Snapshot], tally: _Tally) -> tuple[str, ...]:
+    """Return the RNG states that were compared and are equal on all of several ranks."""
+    differing = {diff.name for diff in tally.diffs}
+    equal_states = []
+    for name, kind in tally.names.items():
+        if kind != "rng" or name in differing or len(snapshots) < 2:
+            continue
+        # Smaller tensors are positions in a state. The state of a CUDA generator has 16 bytes.
+        sizes = [snapshot.tensors[name].numel for snapshot in snapshots.values() if name in snapshot.tensors]
+        if sizes and min(sizes) >= _SMALLEST_STATE:
+            equal_states.append(name)
+    return tuple(equal_states)
+
+
 def _is_not_finite(diff: TensorDiff) -> bool:
     """Whether a differing tensor holds NaN or infinity on all ranks. The numbers of buffers do not separate both."""
     return diff.kind != "buffer" and bool(diff.nonfinite) and all(diff.nonfinite.values())
@@ -357,10 +373,8 @@ def _make_notes(
         (world,) = worlds
         if absent := tuple(rank for rank in range(world) if rank not in snapshots):
             notes.append(Note.RANKS_ABSENT(ranks=absent, world_size=world))
-    differing = {diff.name for diff in tally.diffs}
-    equal_states = [name for name, kind in tally.names.items() if kind == "rng" and name not in differing]
-    if equal_states and len(snapshots) > 1:
-        notes.append(Note.EQUAL_RNG(names=tuple(equal_states)))
+    if equal_states := _find_equal_rng(snapshots, tally):
+        notes.append(Note.EQUAL_RNG(names=equal_states))
     if guessed:
         notes.append(Note.KINDS_GUESSED())
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})

@@ -149,7 +149,19 @@ def _find_candidates(case: Case) -> list[TensorDiff]:
             buffer = diff.name in untrained or diff.name in statistics
         if buffer and diff.status == "different":
             candidates.append(diff)
-    return candidates
+    return candidates + _find_frozen_codebooks(case, candidates)
+
+
+def _find_frozen_codebooks(case: Case, buffers: list[TensorDiff]) -> list[TensorDiff]:
+    """Return the frozen parameters beside differing running statistics: a module without gradients may update them."""
+    modules = {diff.name.rpartition(".")[0] for diff in running_statistics(case, buffers)}
+    listed = {diff.name for diff in buffers}
+    codebooks = []
+    for diff in case.differing("parameter"):
+        beside = diff.name.rpartition(".")[0] in modules and diff.name not in listed
+        if beside and diff.name in case.frozen and not is_weight(diff.name):
+            codebooks.append(diff)
+    return codebooks
 
 
 def _changes_over_steps(case: Case, names: Collection[str]) -> bool:
