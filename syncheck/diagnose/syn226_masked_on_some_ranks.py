@@ -65,25 +65,41 @@ _ALL = 1 - 1e-9
 
 def apply(case: Case) -> Match | None:
     """Match parameters that differ only in zeros on one side, and masks."""
-    parameters = case.differing("parameter")
-    masks = [diff for diff in case.differing("parameter", "buffer") if _is_mask(diff.name)]
-    weights = [diff for diff in parameters if diff not in masks]
-    if not masks and not weights:
-        return None
-    if weights and not (_are_zeroed(weights) and _is_scattered(weights)):
-        return None
-    names = {diff.name for diff in weights}
+    masks: list[TensorDiff] = []
+    weights: list[TensorDiff] = []
+    for diff in case.differing("parameter", "buffer"):
+        if _is_mask(diff.name):
+            masks.append(diff)
+        elif diff.kind == "parameter":
+            weights.append(diff)
+
     states = case.of_kind("optimizer")
-    if any(case.owner_of(diff.name) not in names for diff in states):
+    if not _explain(case, weights, masks, states):
         return None
+
     certainty: Certainty | None = None
     alternatives: tuple[str, ...] = ()
     if not weights and not all(_is_pruning(case, diff.name) for diff in masks):
+        # Other modules call a buffer mask, too, and may update it from each rank's own data.
         certainty, alternatives = "consistent", ("SYN205",)
+
+    # The outputs of masked layers change the running statistics of later layers.
     covered = (*weights, *masks, *states, *case.of_kind(*BN_STATISTICS, "ema"))
     facts = [*_describe_weights(weights), *_describe_masks(masks, weights), *follower_facts(covered)]
     match = case.make_match([*weights, *masks], facts, covered)
     return Match(match.tensors, match.ranks, match.facts, certainty=certainty, alternatives=alternatives)
+
+
+def _explain(
+    case: Case, weights: Sequence[TensorDiff], masks: Sequence[TensorDiff], states: Sequence[TensorDiff]
+) -> bool:
+    """Whether masks explain the differences of the parameters and of the optimizer state."""
+    if weights:
+        # The state of other parameters would have another cause.
+        names = {diff.name for diff in weights}
+        owners = {case.owner_of(diff.name) for diff in states}
+        return owners <= names and _are_zeroed(weights) and _is_scattered(weights)
+    return bool(masks) and not states
 
 
 def _is_mask(name: str) -> bool:
@@ -99,10 +115,14 @@ def _are_zeroed(weights: Iterable[TensorDiff]) -> bool:
     """Whether every differing element is zero on one of two replicas."""
     for diff in weights:
         zeroed = evidence_of(diff).zeroed
+        if not zeroed:
+            return False
         for first, *others in sets_within(diff):
-            shares = [zeroed.get(first[0], 0.0) + zeroed.get(ranks[0], 0.0) for ranks in others]
-            if not shares or min(shares) < _ALL:
-                return False
+            # An element that differs from a zero is no zero, so the shares of two ranks have no element in common.
+            share_of_first = zeroed.get(first[0], 0.0)
+            for ranks in others:
+                if share_of_first + zeroed.get(ranks[0], 0.0) < _ALL:
+                    return False
     return True
 
 
@@ -116,7 +136,14 @@ def _is_scattered(weights: Sequence[TensorDiff]) -> bool:
 def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
     if not weights:
         return []
-    ranks = tuple(sorted({rank for diff in weights for rank in evidence_of(diff).zeroed}))
+    ranks_with_zeros: set[int] = set()
+    largest_share = 0.0
+    for diff in weights:
+        zeroed = evidence_of(diff).zeroed
+        ranks_with_zeros.update(zeroed)
+        largest_share = max(largest_share, *zeroed.values())
+
+    ranks = tuple(sorted(ranks_with_zeros))
     facts: list[Message] = [
         Text.ZEROS(
             count=len(weights),
@@ -127,8 +154,7 @@ def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
             size=largest_difference(weights),
         )
     ]
-    partly = all(share < _ALL for diff in weights for share in evidence_of(diff).zeroed.values())
-    if partly and len(ranks) > 1:
+    if largest_share < _ALL and len(ranks) > 1:
         facts.append(Text.OWN_MASKS(ranks=ranks))
     return facts
 
