@@ -166,9 +166,10 @@ def _index_suffixes(parameters: Iterable[str]) -> dict[str, list[tuple[str, str]
     suffixes: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name in parameters:
         parts = name.split(".")
-        for i in range(len(parts)):
-            prefix = "".join(f"{part}." for part in parts[:i])
+        prefix = ""
+        for i, part in enumerate(parts):
             suffixes["".join(parts[i:])].append((prefix, name))
+            prefix += f"{part}."
     return suffixes
 
 
@@ -182,6 +183,7 @@ def _find_groups(
     groups: dict[str, _Group] = {}
     for name in below:
         parts = name.removeprefix(root.prefix).split(".")
+        # The longest common part of the names counts.
         for i in range(len(parts)):
             matches = suffixes.get("".join(parts[i:]), ())
             prefixes = {prefix for prefix, parameter in matches if shapes[parameter] == shapes[name]}
@@ -241,9 +243,11 @@ def _is_list_of(
 ) -> bool:
     """Whether tensors have the shapes of the model's parameters, in their order; if certain, of some parameters."""
     listed = [shapes[name] for name in numbers]
-    if any(listed == [shapes[name] for name in model] for model in (trained, parameters)):
+    all_shapes = [shapes[name] for name in parameters]
+    if listed in (all_shapes, [shapes[name] for name in trained]):
         return True
-    remaining = iter([shapes[name] for name in parameters])
+    # The search goes on after the last found shape, so the order counts.
+    remaining = iter(all_shapes)
     return certain and all(shape in remaining for shape in listed)
 
 
