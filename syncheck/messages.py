@@ -241,6 +241,11 @@ class Note(Sentence):
         "{count:verb does|do} not count: {names:names 5}"
     )
     MORE_ATTRIBUTES = "{count} more"
+    EQUAL_RNG = (
+        "the ranks have equal RNG states ({names:names}), so they draw equal random numbers, for example equal dropout "
+        "masks. Under data parallelism, each rank should have its own: did all ranks load the state of one rank? Save "
+        "and load the state of each rank, or seed each rank: torch.manual_seed(seed + rank)"
+    )
     METRICS = "states of metrics differ between ranks by design, until compute() reduces them: {names:names 5}"
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
     FINGERPRINT = (

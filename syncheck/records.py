@@ -244,6 +244,8 @@ class GroupEvidence:
     """The number of names with a wrapper's prefix like `module.`, by rank."""
     stores_progress: bool = False
     """Whether the files store their step or epoch."""
+    counts_updates: bool = False
+    """Whether every replica stores how often its averaged copy of the weights was updated, as a Python value."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     base: str = ""

@@ -79,6 +79,7 @@ class Metadata:
     # Whether each rank has a shard of the optimizer state; when local SGD averages. See `syncheck.metadata()`.
     optimizer_sharded: bool = False
     averaging: Mapping[str, int] = field(default_factory=dict)
+    averaged: tuple[str, ...] = ()  # names of the objects in memory that average the weights of a model
     tied: Mapping[str, str] = field(default_factory=dict)  # names of copies in other pipeline stages
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)

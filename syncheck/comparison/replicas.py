@@ -32,7 +32,7 @@ from syncheck.tensors.blocks import Files
 from syncheck.tensors.finiteness import FiniteScan, prepare
 from syncheck.tensors.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
 from syncheck.tensors.names import normalize, normalize_keys
-from syncheck.tensors.value_kinds import is_membership, stores_progress
+from syncheck.tensors.value_kinds import counts_updates, is_membership, stores_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot, Tensor
 
 _PARTITIONED = "partitioned over the ranks"
+# Elements of the smallest RNG state.
+_SMALLEST_STATE = 16
 
 
 def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
@@ -94,6 +96,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
             hyperparameters=hyperparameters(next(iter(snapshots.values())).values),
             normalized=_count_prefixes(names, snapshots),
             stores_progress=any(map(stores_progress, snapshots.values())),
+            counts_updates=all(map(counts_updates, snapshots.values())),
         ),
         not_finite=NotFinite(tuple(tally.not_finite), len(tally.not_finite)) if tally.not_finite else None,
     )
@@ -265,6 +268,20 @@ def _compare_tensors(
             tally.add(diff.name, diff.kind, diff)
 
 
+def _find_equal_rng(snapshots: Mapping[int, Snapshot], tally: _Tally) -> tuple[str, ...]:
+    """Return the RNG states that were compared and are equal on all of several ranks."""
+    differing = {diff.name for diff in tally.diffs}
+    equal_states = []
+    for name, kind in tally.names.items():
+        if kind != "rng" or name in differing or len(snapshots) < 2:
+            continue
+        # Smaller tensors are positions in a state. The state of a CUDA generator has 16 bytes.
+        sizes = [snapshot.tensors[name].numel for snapshot in snapshots.values() if name in snapshot.tensors]
+        if sizes and min(sizes) >= _SMALLEST_STATE:
+            equal_states.append(name)
+    return tuple(equal_states)
+
+
 def _is_not_finite(diff: TensorDiff) -> bool:
     """Whether a differing tensor holds NaN or infinity on all ranks. The numbers of buffers do not separate both."""
     return diff.kind != "buffer" and bool(diff.nonfinite) and all(diff.nonfinite.values())
@@ -360,6 +377,8 @@ def _make_notes(
         (world,) = worlds
         if absent := tuple(rank for rank in range(world) if rank not in snapshots):
             notes.append(Note.RANKS_ABSENT(ranks=absent, world_size=world))
+    if equal_states := _find_equal_rng(snapshots, tally):
+        notes.append(Note.EQUAL_RNG(names=equal_states))
     if guessed:
         notes.append(Note.KINDS_GUESSED())
     stubs = sorted({stub for snapshot in snapshots.values() for stub in snapshot.stubs})

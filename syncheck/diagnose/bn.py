@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, is_weight, largest_difference
+from syncheck.diagnose.case import Case, Match, follower_facts, is_weight, largest_difference
 from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -90,7 +90,15 @@ def match_statistics(
         facts.append(Statistics.PARAMETERS_NOT_COMPARED())
     if case.compared("bn_count") and case.agrees("bn_count"):
         facts.append(Statistics.COUNTS_AGREE())
-    return Match(statistics, suspects(statistics, case.group), [*facts, *synchronization])
+    copies = statistics_of_copies(case)
+    facts += follower_facts(copies)
+    return Match((*statistics, *copies), suspects(statistics, case.group), [*facts, *synchronization])
+
+
+def statistics_of_copies(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the differing running statistics of averaged copies, which are averages or copies of the model's."""
+    last_parts = ("running_mean", "running_var")
+    return tuple(diff for diff in case.differing("ema") if diff.name.rpartition(".")[2] in last_parts)
 
 
 def drift(group: Comparison) -> float:

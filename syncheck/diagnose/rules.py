@@ -18,6 +18,7 @@ from syncheck.diagnose import (
     syn203_bn_count_mismatch,
     syn204_bn_variance_only,
     syn205_buffer_local_state,
+    syn206_metric_states,
     syn210_init_not_broadcast,
     syn211_gradients_not_reduced,
     syn212_outside_the_wrapper,
@@ -34,6 +35,7 @@ from syncheck.diagnose import (
     syn223_damaged_on_disk,
     syn224_contents_exchanged,
     syn225_not_updated_on_some_ranks,
+    syn226_masked_on_some_ranks,
     syn230_differs_by_node,
     syn231_tensor_parallel_replicated,
     syn240_rounding_only,
@@ -123,12 +125,13 @@ def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tup
 
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
 _EVERY_RANK = frozenset(
-    "SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299 SYN399".split()
+    "SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN206 SYN226 SYN231 SYN240 SYN241 SYN299 SYN399".split()
 ) | {f"SYN{code}" for code in range(301, 314)}
 # In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
     (
+        syn206_metric_states,
         syn225_not_updated_on_some_ranks,
         syn101_missing_tensors,
         syn102_shape_or_dtype_mismatch,
@@ -143,6 +146,7 @@ RULES: tuple[Rule, ...] = cast(
         syn216_grad_scaler_diverged,
         syn107_settings_differ,
         syn224_contents_exchanged,
+        syn226_masked_on_some_ranks,
         syn231_tensor_parallel_replicated,
         syn230_differs_by_node,
         syn240_rounding_only,

@@ -12,8 +12,9 @@ this is known.
 Cause: a module updates its buffer in `forward()`, or the training loop does, from the batch of the rank. DDP with
 `broadcast_buffers=True` copies rank 0's buffers at the start of each forward pass, so the ranks differ by one update
 and the data of all other ranks is lost. With `broadcast_buffers=False`, with FSDP, or for an update outside the forward
-pass, the buffers are never synchronized. A different codebook or normalizer changes the outputs and gradients of the
-model on each rank.
+pass, the buffers are never synchronized. If most ranks agree and some do not, or a count of updates is zero on some
+ranks, the update or a load took place on some ranks only (`if rank == 0:`). A different codebook or normalizer changes
+the outputs and gradients of the model on each rank.
 
 Fix: reduce the statistics of the batch over the ranks before the update (all-reduce sums and counts, gather the entries
 of queues), as SyncBatchNorm does. Or average or broadcast the buffers before saving.
@@ -24,6 +25,7 @@ leggedrobotics/rsl_rl#226 (observations), pytorch/pytorch#85627 (observers).
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,8 @@ CODE = "SYN205"
 SLUG = "buffer-local-state"
 SEVERITY = "error"
 CERTAINTY = "likely"
+# Last parts of the names of queues and of the position in them.
+_QUEUE = re.compile(r"(?:\w+_)?(?:queue|queue_ptr|memory_bank|bank_ptr)\d*")
 # Cosine above which floating-point values have a common origin.
 ONE_ORIGIN = 0.5
 
@@ -56,6 +60,24 @@ class Text(Sentence):
     FIX = (
         "Reduce the batch statistics before the update: dist.all_reduce(batch_sum); dist.all_reduce(batch_count). Or "
         "keep DDP's broadcast_buffers=True and, before saving: for b in model.buffers(): dist.broadcast(b, 0)."
+    )
+    FIX_UNTRAINED = (
+        "Reduce the batch statistics before the update: dist.all_reduce(batch_sum); dist.all_reduce(batch_count). Or "
+        "copy the tensors before saving: for t in [*model.parameters(), *model.buffers()]: "
+        "torch.distributed.broadcast(t.data, 0)."
+    )
+    CAUSE_SOME = (
+        "Some ranks updated or loaded these tensors, which no optimizer trains, and the other ranks did not. Updates "
+        "from each rank's own data would differ on all ranks."
+    )
+    FIX_SOME = (
+        "Update and load the tensors on every rank, not under 'if rank == 0'. Make them equal now, from a rank with "
+        "the right values: for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, rank)."
+    )
+    CAUSE_QUEUE = "Each rank enqueues the entries of its own batches only."
+    FIX_QUEUE = (
+        "Gather the entries of all ranks before enqueuing them: dist.all_gather(entries, own_entries). Make the queues "
+        "equal now: for b in model.buffers(): dist.broadcast(b, 0)."
     )
     BUFFERS = "The ranks have different values in {count:count buffer} ({names:names}), {size}"
     UNTRAINED = (
@@ -92,7 +114,27 @@ def apply(case: Case) -> Match | None:
     ]
     if trend is None:
         facts.append(Text.ONE_STEP())
-    return case.make_match(differing, facts)
+    match = case.make_match(differing, facts)
+    cause, fix = _select_words(differing, are_buffers)
+    return Match(match.tensors, match.ranks, match.facts, cause=cause, fix=fix)
+
+
+def _select_words(differing: list[TensorDiff], are_buffers: bool) -> tuple[Sentence, Sentence]:
+    """Return the cause and the fix: updates on some ranks, queues, or other updates from each rank's own data."""
+    if _is_update_of_some_ranks(differing):
+        return Text.CAUSE_SOME, Text.FIX_SOME
+    if are_buffers and all(_QUEUE.fullmatch(diff.name.rpartition(".")[2]) for diff in differing):
+        return Text.CAUSE_QUEUE, Text.FIX_QUEUE
+    return Text.CAUSE, Text.FIX if are_buffers else Text.FIX_UNTRAINED
+
+
+def _is_update_of_some_ranks(differing: list[TensorDiff]) -> bool:
+    """Whether most ranks agree in all tensors, or a count of updates is zero on some ranks only."""
+    odd = {diff.minority for diff in differing}
+    if len(odd) == 1 and all(odd) and all(len(diff.clusters[0]) > 1 for diff in differing):
+        return True
+    counts = [evidence_of(diff).values for diff in differing if diff.numel == 1 and diff.dtype.startswith("int")]
+    return any(0 in set(values.values()) for values in counts)
 
 
 def _find_candidates(case: Case) -> list[TensorDiff]:
@@ -107,7 +149,19 @@ def _find_candidates(case: Case) -> list[TensorDiff]:
             buffer = diff.name in untrained or diff.name in statistics
         if buffer and diff.status == "different":
             candidates.append(diff)
-    return candidates
+    return candidates + _find_frozen_codebooks(case, candidates)
+
+
+def _find_frozen_codebooks(case: Case, buffers: list[TensorDiff]) -> list[TensorDiff]:
+    """Return the frozen parameters beside differing running statistics: a module without gradients may update them."""
+    modules = {diff.name.rpartition(".")[0] for diff in running_statistics(case, buffers)}
+    listed = {diff.name for diff in buffers}
+    codebooks = []
+    for diff in case.differing("parameter"):
+        beside = diff.name.rpartition(".")[0] in modules and diff.name not in listed
+        if beside and diff.name in case.frozen and not is_weight(diff.name):
+            codebooks.append(diff)
+    return codebooks
 
 
 def _changes_over_steps(case: Case, names: Collection[str]) -> bool:

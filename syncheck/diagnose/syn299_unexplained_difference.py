@@ -68,6 +68,14 @@ class Text(Sentence):
     FIX_STATE = "Load the optimizer state on every rank. If models are averaged, average or reset it on every rank too."
     CAUSE_BUFFERS = "Only buffers differ: each rank updates them from its own data, or only some ranks loaded them."
     FIX_BUFFERS = "Call all_reduce on the inputs of the buffers on every rank before updating them."
+    CAUSE_RNG = (
+        "Only RNG states differ: each rank draws its own random numbers, as is usual under data parallelism, or some "
+        "ranks drew more of them."
+    )
+    FIX_RNG = (
+        "If the ranks must draw equal numbers, seed all of them alike: random.seed(seed); numpy.random.seed(seed); "
+        "torch.manual_seed(seed). Otherwise compare without the RNG states."
+    )
     CAUSE_EVENT = (
         "The gradients are equal now: some ranks edited or loaded parameters, or updated them with another learning "
         "rate."
@@ -152,6 +160,8 @@ def _diagnose_remainder(case: Case) -> _Rest:
         return _Rest(Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since)
     if kinds <= {"optimizer"} and case.compared("parameter") and case.agrees("parameter"):
         return _Rest(Text.CAUSE_STATE, Text.FIX_STATE, since or (Text.PARAMETERS_AGREE(),))
+    if kinds == {"rng"} and not any(".error_dict." in f".{diff.name}" for diff in case.tensors):
+        return _Rest(Text.CAUSE_RNG, Text.FIX_RNG, since)
     if kinds <= {"buffer"}:
         return _Rest(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
     if "parameter" not in kinds or not case.differing_parameters():

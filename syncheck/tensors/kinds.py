@@ -12,12 +12,14 @@ import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.tensors.averages import find_candidates, find_copies, find_roots, find_swapped
 from syncheck.tensors.names import is_rng_state, sibling_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from syncheck.snapshots import Metadata, Snapshot
+    from syncheck.tensors.averages import Root
 
 KINDS = (
     "parameter", "buffer", "bn_mean", "bn_var", "bn_count",
@@ -40,15 +42,12 @@ BUFFER_NAMES = frozenset(
 _PARAMETER = re.compile(
     r"weight|bias|(in|[qkv])_proj_weight|in_proj_bias|(weight|bias)_(ih|hh|hr)_l\d+(_reverse)?|weight_orig|original\d?"
 )
-# Prefixes of an averaged model's tensors below its top-level key.
-_WRAPPERS = ("", "module.", "model.", "shadow.", "shadow_params.", "state_dict.", "module.module.")
 SCALERS = ("scaler", "grad_scaler", "amp_scaler")
 # Values of torch's GradScaler: attributes (with an underscore) and keys of its state dict.
 _SCALING = frozenset(
     "scale growth_factor backoff_factor growth_interval growth_tracker _scale _growth_factor _backoff_factor "
     "_growth_interval _growth_tracker".split()
 )
-AVERAGED = frozenset("ema model_ema ema_model swa swa_model n_averaged shadow ema_state_dict".split())
 _SCALAR: tuple[tuple[int, ...], ...] = ((), (1,))
 
 
@@ -80,18 +79,19 @@ def classify_tensors(
     described = () if metadata is None else (*metadata.frozen, *metadata.optimizer_parameters)
     model = frozenset(parameters) | frozenset(described)
     trained = _find_trained(shapes, model | (recorded or frozenset()))
-    known = _Evidence(
-        shapes, dtypes or {}, model, recorded, bool(metadata and metadata.optimizer_parameters), trained,
-        tuple(buffer_globs),
-    )  # fmt: skip
-    averaged = [
-        name for name in shapes if not known.belongs_to_model(name) and not AVERAGED.isdisjoint(name.split("."))
-    ]
-    candidates = frozenset(averaged)
+    optimized = frozenset() if metadata is None else frozenset(metadata.optimizer_parameters)
+    known = _Evidence(shapes, dtypes or {}, model, recorded, optimized, trained, tuple(buffer_globs))
+    roots = find_roots(shapes, () if metadata is None else metadata.averaged)
+    swapped = find_swapped(shapes)
+    averaged = _list_candidates(roots, shapes, known) if roots else []
+    candidates = frozenset(averaged) | swapped
     found = {name: known.kind(name) for name in shapes if name not in candidates}
-    copies = _find_copies(averaged, found, known) if averaged else frozenset()
+    copies = _find_copies(roots, averaged, found, known) if averaged else frozenset()
     for name in averaged:
-        found[name] = ("ema", True) if name in copies else known.kind(name, sure=False)
+        # Options that select parameters or buffers select the copies in modules, too.
+        of_module = known.belongs_to_model(name)
+        found[name] = ("ema", not of_module) if name in copies else known.kind(name, sure=False)
+    found.update(dict.fromkeys(swapped, ("ema", True)))
     kinds = {name: found[name][0] for name in shapes}
     guessed = recorded is None and any(kind == "parameter" and name not in trained for name, kind in kinds.items())
     return Kinds(kinds, guessed, frozenset(name for name, (_, sure) in found.items() if not sure))
@@ -108,14 +108,14 @@ def _find_trained(shapes: Mapping[str, tuple[int, ...]], known: Collection[str])
 class _Evidence(NamedTuple):
     """Evidence about the tensors of a checkpoint, besides their names.
 
-    model: names of parameters. recorded: names of buffers. described: whether the metadata lists optimizer parameters.
+    model: names of parameters. recorded: names of buffers. optimized: the optimizer's parameters of the metadata.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     model: frozenset[str]
     recorded: frozenset[str] | None
-    described: bool
+    optimized: frozenset[str]
     trained: frozenset[str]
     globs: tuple[str, ...]
 
@@ -139,7 +139,7 @@ class _Evidence(NamedTuple):
                 return "buffer", True
             # The optimizer's parameters are listed, so this parameter is frozen, another rank's, or in an undescribed
             # module.
-            return "parameter", sure and (not self.described or _named_as_parameter(name))
+            return "parameter", sure and (not self.optimized or _named_as_parameter(name))
         if any(fnmatchcase(name, glob) for glob in self.globs):
             return "buffer", True
         return self._by_siblings(name, sure)
@@ -189,6 +189,9 @@ class _Evidence(NamedTuple):
         if last in BUFFER_NAMES or last == "weight_u":
             # The name is confirmed if an optimizer exists and has no state for this tensor.
             return "buffer", sure and bool(self.trained)
+        # Only floating-point tensors are trained; quantized layers have parameters of integers, with usual names.
+        if self.dtypes.get(name, "").startswith(("int", "uint", "bool")) and not _named_as_parameter(name):
+            return "buffer", False
         # In FrozenBatchNorm, weight and bias are buffers, and there is no batch counter.
         frozen = beside("running_mean", "running_var") and not beside("num_batches_tracked")
         return "parameter", sure and not self.trained and not frozen and _named_as_parameter(name)
@@ -204,39 +207,24 @@ def _named_as_parameter(name: str) -> bool:
     return _PARAMETER.fullmatch(name.rpartition(".")[2]) is not None
 
 
-def _find_copies(averaged: Iterable[str], found: Mapping[str, tuple[str, bool]], known: _Evidence) -> frozenset[str]:
-    """Return the tensors of averaged copies. averaged: candidates by key. found: kinds of the other tensors.
+def _list_candidates(roots: Sequence[Root], shapes: Mapping[str, tuple[int, ...]], known: _Evidence) -> list[str]:
+    """Return the names below roots of averaged copies, without trained tensors."""
+    below = find_candidates(roots, shapes)
+    return [name for name in shapes if name in below and name not in known.trained and name not in known.optimized]
+
+
+def _find_copies(
+    roots: Sequence[Root], averaged: Sequence[str], found: Mapping[str, tuple[str, bool]], known: _Evidence
+) -> frozenset[str]:
+    """Return the tensors of averaged copies. averaged: candidates. found: kinds of the other tensors.
 
     A key is no proof, because a module may have this name. Below it, every parameter needs a copy of the same name and
     shape. Names of copies may lack their dots (LitEma), or be numbers in the order of the model.
     """
-    below: dict[str, list[str]] = {}
-    for name in averaged:
-        parts = name.split(".")
-        at = next(i for i, part in enumerate(parts) if part in AVERAGED)
-        below.setdefault(".".join(parts[: at + 1]), []).append(name)
     parameters = [name for name, (kind, _) in found.items() if kind == "parameter"]
     moved = [name for name in parameters if name in known.trained]
     usual = moved or [name for name in parameters if found[name][1]] or parameters
-    copies: set[str] = set()
-    for key, names in below.items():
-        # `ema_model` beside `model` is a copy of `model` only.
-        head = "model." if "model" in key.rpartition(".")[2].split("_") else ""
-        own = [name for name in usual if name.startswith(head)]
-        for prefix, listed in ((head, own), ("", usual)):
-            short = [name.removeprefix(prefix) for name in listed]
-            ways = ([*short], [name.replace(".", "") for name in short], [str(i) for i in range(len(short))])
-            if listed and any(
-                all(
-                    known.shapes.get(f"{key}.{wrapper}{copy}") == known.shapes[name]
-                    for copy, name in zip(way, listed, strict=True)
-                )
-                for way in ways
-                for wrapper in _WRAPPERS
-            ):
-                copies.update(names)
-                break
-    return frozenset(copies)
+    return find_copies(roots, averaged, known.shapes, parameters, usual)
 
 
 def find_outside_model(snapshot: Snapshot) -> frozenset[str]:

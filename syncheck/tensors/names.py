@@ -69,6 +69,16 @@ def normalize_keys(found: Mapping[str, _Value]) -> dict[str, _Value]:
     return {normal: found[name] for name, normal in normalize(found).items()}
 
 
+def list_spellings(path: str) -> list[str]:
+    """Return the possible paths of a module after `normalize`, which depends on the names of all tensors."""
+    plain = _WRAPPER.sub("", f"{path}.").removesuffix(".")
+    spellings = [plain]
+    while plain.startswith("module."):
+        plain = plain.removeprefix("module.")
+        spellings.append(plain)
+    return spellings
+
+
 def make_unique_name(name: str, taken: Container[str]) -> str:
     """Return the name, or `name#2`, `name#3`, ... if it is taken."""
     free, i = name, 2

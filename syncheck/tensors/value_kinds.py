@@ -54,7 +54,7 @@ _SCALER = re.compile(r"scaler|^amp$|_amp_|^amp_|_amp$|^loss_scale$|^skipped_step
 _SCHEDULER = re.compile(r"scheduler|(?:^|_)sched(?:_|$)")
 _WORD = (
     "global|current|cur|total|train|training|trained|last|start|resume|n|num|run|taken|done|completed|finished|seen|"
-    "so_far|in_epoch|this_epoch|count|counter|idx|index|number|micro|opt|optim|optimizer|gradient|grad|decay|inner|outer"
+    "so_far|in_epoch|this_epoch|count|counter|idx|index|number|micro|opt|optim|optimizer|optimization|gradient|grad|decay|inner|outer"
 )
 _PROGRESS = re.compile(
     rf"_*(?:(?:{_WORD})_)*(?:(?:step|epoch|iter|iteration|update)s?|it)(?:_(?:{_WORD}))*|global_samples|"
@@ -74,6 +74,8 @@ _LOGGED = frozenset(
 )
 _CONFIG = frozenset("args cfg config conf hparams hyper".split())
 _AVERAGES = frozenset("ema swa average averaged averager".split())
+# Keys of averaged copies in torch-ema and diffusers, beside their decay.
+_AVERAGE_COUNTS = frozenset("num_updates optimization_step".split())
 
 
 def differs_by_design(name: str) -> bool:
@@ -123,6 +125,7 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
         container, _, key = name.rpartition(".")
         keys[container].add(key)
     scalers = {container for container, of in keys.items() if container and of & _SCALER_KEYS and of & SCALES}
+    averages = {container for container, of in keys.items() if "decay" in of and of & _AVERAGE_COUNTS}
     schedulers = {container for container, of in keys.items() if container and len(of & _SCHEDULER_KEYS) > 1}
 
     def kind_of(name: str) -> ValueKind:
@@ -141,7 +144,8 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
             return "setting"
         if words & _CONFIG or not _is_count(lowered):
             return "other"
-        return "average" if words & _AVERAGES else "progress"
+        in_average = bool(words & _AVERAGES) or name.rpartition(".")[0] in averages
+        return "average" if in_average else "progress"
 
     return kind_of
 
@@ -181,6 +185,12 @@ def stores_progress(snapshot: Snapshot) -> bool:
     values = values_of(snapshot)
     kind_of = make_value_classifier(values)
     return any(value is not None and kind_of(name) == "progress" for name, value in values.items())
+
+
+def counts_updates(snapshot: Snapshot) -> bool:
+    """Whether a checkpoint stores how often an averaged copy of the weights was updated, as a number."""
+    kind_of = make_value_classifier(snapshot.values)
+    return any(value is not None and kind_of(name) == "average" for name, value in snapshot.values.items())
 
 
 def values_of(snapshot: Snapshot) -> dict[str, Any]:

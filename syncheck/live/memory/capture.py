@@ -14,7 +14,7 @@ from syncheck.readers.bookkeeping import remove_bookkeeping
 from syncheck.readers.pickles.tree import flatten
 from syncheck.snapshots import Metadata, Snapshot, Tensor
 from syncheck.tensors.dtypes import DTYPES
-from syncheck.tensors.names import normalize
+from syncheck.tensors.names import list_spellings, normalize
 from syncheck.tensors.value_kinds import is_membership
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def _make_metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | 
         metadata,
         buffers=tuple(normalized[name] for name in tree.buffers if name in normalized),
         frozen=tuple(normalized[name] for name in tree.frozen if name in normalized),
+        averaged=tuple(spelling for name in tree.averaged for spelling in list_spellings(name)),
         bn_momentum=momentum,
         optimizer_sharded=metadata.optimizer_sharded or tree.partitioned,
         # To detect a rank that has lost all states of its parameters, which no other rank has.

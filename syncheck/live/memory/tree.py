@@ -35,10 +35,11 @@ from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
 from syncheck.messages import Refusal
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
+from syncheck.tensors.averages import is_averaging_class
 from syncheck.tensors.names import MODEL_CONTAINERS
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
 
 
 def get_local_optimizer(optimizer: Any) -> tuple[Any, bool]:
@@ -76,6 +77,8 @@ def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str
     return state_dict
 
 
+# The key of an averaged copy beside the model, as in files.
+_AVERAGE = "ema"
 # Below the limit of `readers.pickles.tree`, because this module uses recursion.
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes, bytearray)
@@ -86,13 +89,13 @@ class Tree:
     """Converts the parts of one replica; `root` is the equivalent content of a checkpoint.
 
     parts: modules, optimizers, other objects with a `state_dict()`, tensors, containers. persistent: skip
-    non-persistent buffers. buffers, frozen, parameters: names, as in `readers.pickles.tree`. bn_momentum: by BatchNorm
-    module. buffers_synced: as in `snapshots.Metadata`; None if no module defines it. stubs: unknown classes whose
-    tensors are all compared. unread: classes and module attributes that may have more tensors. hidden: the same with
-    names, if tensors were found. attributes: reads the plain attributes of the modules. modes: whether modules are in
-    training mode, by the name of the root. names: of the modules' parameters, by `id`. partitioned: an optimizer holds
-    the states of some parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for
-    objects that cannot be read.
+    non-persistent buffers. buffers, frozen, parameters: names, as in `readers.pickles.tree`. averaged: names of
+    objects that average a model. bn_momentum: by BatchNorm module. buffers_synced: as in `snapshots.Metadata`; None if
+    no module defines it. stubs: unknown classes whose tensors are all compared. unread: classes and module attributes
+    that may have more tensors. hidden: the same with names, if tensors were found. attributes: reads the plain
+    attributes of the modules. modes: whether modules are in training mode, by the name of the root. names: of the
+    modules' parameters, by `id`. partitioned: an optimizer holds the states of some parameters only, as with ZeRO;
+    local_parameters: their names on this rank. Raises UsageError for objects that cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
@@ -103,6 +106,7 @@ class Tree:
         self.buffers: list[str] = []
         self.frozen: list[str] = []
         self.parameters: set[str] = set()
+        self.averaged: list[str] = []
         self.bn_momentum: dict[str, float | None] = {}
         self.synced: set[bool | None] = set()
         self.stubs: set[str] = set()
@@ -223,6 +227,8 @@ class Tree:
         if isinstance(node, (set, frozenset)):  # a set of tensors has no order for a comparison
             return None if has_tensor(node) else node
         if is_stateful(node):
+            if is_averaging_class(type(node)):
+                self.averaged.append(name)
             return self._convert(node.state_dict(), name, depth + 1)
         if isinstance(node, _CODE):
             return None
@@ -261,6 +267,8 @@ class Tree:
                 if not (self.persistent and f"{at}{key}" in transient):
                     entries[f"{at}{key}"] = describe_tensor(buffer)
                     self.buffers.append(f"{prefix}{at}{key}")
+            if is_averaging_class(type(owner)):
+                self.averaged.append(f"{prefix}{path}".removesuffix("."))
             self._alive += [owner, *owner.buffers(recurse=False)]
             if is_read(owner):
                 plain_path = find_plain_path(path, modules)
@@ -319,13 +327,15 @@ def _merge_parts(parts: tuple[Any, ...]) -> Any:
     by_key: dict[str, list[Any]] = {}
     plain: list[tuple[str, Any]] = []
     listed = [part for given in parts for part in (given if is_bundle(given) else (given,))]
+    averages = _find_averages(listed)
     for i, part in enumerate(listed):
         if is_optimizer_state(part):  # with other keys beside it, the whole tree would look like an optimizer
             by_key.setdefault("optimizer", []).append(part)
         elif isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
             plain.append((f"things.{i}", part))
         else:
-            by_key.setdefault(_default_key(part), []).append(part)
+            key = _AVERAGE if id(part) in averages else _default_key(part)
+            by_key.setdefault(key, []).append(part)
     tree: dict[str, Any] = {key: parts[0] if len(parts) == 1 else parts for key, parts in by_key.items()}
     for key, part in plain:
         if isinstance(part, Mapping) and not part.keys() & tree.keys():
@@ -333,6 +343,17 @@ def _merge_parts(parts: tuple[Any, ...]) -> Any:
         else:
             tree[key] = part
     return tree
+
+
+def _find_averages(parts: Sequence[Any]) -> frozenset[int]:
+    """Return the ids of the objects that average a model, if the model is another one of the parts."""
+    averages = [part for part in parts if is_averaging_class(type(part)) and not is_optimizer(part)]
+    has_model = any(not is_averaging_class(type(part)) and _holds_model(part) for part in parts)
+    return frozenset(map(id, averages)) if has_model else frozenset()
+
+
+def _holds_model(part: Any) -> bool:
+    return is_module(part) or (isinstance(part, Mapping) and not is_optimizer_state(part))
 
 
 def _sort_key(key: Any) -> tuple[str, str]:

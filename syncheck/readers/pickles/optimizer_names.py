@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.stand_ins import TensorLocation
-from syncheck.tensors.kinds import AVERAGED, classify_tensors
+from syncheck.tensors.averages import is_average_key
+from syncheck.tensors.kinds import classify_tensors
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def match_parameters(
         return {}
     groups = [_as_list(group, "params") for group in state["param_groups"]]
     # If the ids match the tensors outside of `ema` and similar keys, the tensors below these keys are averages.
-    plain = [name for name in ordered if name.partition(".")[0] not in AVERAGED]
+    plain = [name for name in ordered if not is_average_key(name.partition(".")[0])]
     ordered = plain if len(plain) == len(ids) else ordered
     shapes = {key: _state_shapes(state["state"].get(key)) for key in ids}
     # Parameters within a group are in model order, but the order of the groups is the user's.

@@ -1,0 +1,126 @@
+"""States of metrics in the checkpoint differ: each rank accumulates its own batches until they are reduced.
+
+Signature: the differing tensors belong to modules that hold nothing but states of metrics, by their names: the counts
+`tp`, `fp`, `tn` and `fn`, `mean_value`, `sum_squared_error` and `total`, `confmat`, lists `value.0`, `value.1` and so
+on. No optimizer trains them. Lists may be longer on some ranks, which had more batches.
+
+Cause: torchmetrics adds up a metric on each rank, and `compute()` reduces the sums over the ranks for its result only.
+States that are persistent are part of the state dict, so the checkpoint of each rank has its own.
+
+Fix: leave the states out of checkpoints (`metric.persistent(False)`, the default), or reset the metrics before saving
+(`metric.reset()`). A resumed run that needs the states should load a rank's own states.
+
+Incidents: Lightning-AI/pytorch-lightning#3728 and #4482 (states of metrics in checkpoints).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.history import suspects
+from syncheck.messages import Sentence
+
+if TYPE_CHECKING:
+    from syncheck.records import TensorDiff
+
+CODE = "SYN206"
+SLUG = "metric-states"
+SEVERITY = "warning"
+CERTAINTY = "likely"
+
+# Names of states that hardly anything but a metric has.
+_TELLTALE = frozenset(
+    "tp fp tn fn confmat mean_value sum_value sum_squared_error sum_abs_error sum_error "
+    "sum_abs_per_error sum_squared_log_error sum_log_cosh_error corr_xy true_positives false_positives false_negatives "
+    "iou_sum detection_scores groundtruth_labels real_features_sum fake_features_sum total_num_edits sum_pesq sum_stoi "
+    "sum_sdr sum_si_sdr sum_snr sum_si_snr total_log_probs num_scores sum_scores".split()
+)
+# Names of states of metrics that other modules use too: a module with several of them, and nothing else, is a metric.
+_STATES = _TELLTALE | frozenset(
+    "total weight correct count preds target value score measures errors similarity labels indexes confidences "
+    "accuracies max_value min_value target_total preds_total num_elements numel residual num_batches num_obs "
+    "num_observations n_total mean_x mean_y var_x var_y max_abs_dev_x max_abs_dev_y sum_target sum_squared_target "
+    "target_squared misses hits false_alarms rmse_val_sum real_features_cov_sum real_features_num_samples "
+    "fake_features_cov_sum fake_features_num_samples total_images detection_labels detection_box detection_mask "
+    "groundtruth_box groundtruth_mask groundtruth_crowds groundtruth_area samples n_samples total_tgt_len preds_len "
+    "target_len support".split()
+)
+_BOUNDS = frozenset({"max_value", "min_value"})
+# Names of lists of batches.
+_LISTS = frozenset("value preds target score measures".split())
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = (
+        "These are states of metrics: each rank adds up its own batches, until compute() reduces the sums over the "
+        "ranks. They are not part of the model."
+    )
+    FIX = (
+        "Leave the states out of checkpoints: metric.persistent(False). Or reset the metric on every rank before "
+        "saving: metric.reset(). Or load each rank's own states when resuming."
+    )
+    STATES = "The ranks have different values in {count:count state} of the metrics {modules:names 4}"
+    LENGTHS = "{count:count state} {count:verb is|are} in the files of some ranks only, which had more batches"
+
+
+def apply(case: Case) -> Match | None:
+    """Match the differing states of metrics."""
+    candidates = _find_metrics(case)
+    # Elements of larger tensors may belong to a layer with the same names.
+    large = {_module_of(diff.name) for diff in case.tensors if not _is_number(diff)}
+    metrics = frozenset(name for name, certain in candidates.items() if certain or name not in large)
+    tensors = tuple(diff for diff in case.tensors if _module_of(diff.name) in metrics)
+    if not tensors:
+        return None
+    modules = tuple(dict.fromkeys(_module_of(diff.name) for diff in tensors))
+    missing = sum(diff.reason == "missing" for diff in tensors)
+    facts = [Text.STATES(count=len(tensors), modules=modules)]
+    if missing:
+        facts.append(Text.LENGTHS(count=missing))
+    return Match(tensors, suspects(tensors, case.group), facts)
+
+
+def _find_metrics(case: Case) -> dict[str, bool]:
+    """Return the modules that hold states of metrics only, and whether a name of their states is certain."""
+    trained = case.optimized or frozenset()
+    states: dict[str, set[str]] = defaultdict(set)
+    lists: dict[str, set[str]] = defaultdict(set)
+    others = set()
+    for name, kind in case.group.evidence.names.items():
+        module, state, is_item = _split(name)
+        if kind not in ("parameter", "buffer") or state not in _STATES or not module or name in trained:
+            others.add(name.rpartition(".")[0])
+            continue
+        states[module].add(state)
+        if is_item:
+            lists[module].add(state)
+    metrics = {}
+    for module, names in states.items():
+        certain = bool(names & _TELLTALE or lists[module] & _LISTS)
+        # A layer with an observer has both bounds, but a metric has one.
+        plain = len(names - {"weight"}) > 1 and not names <= _BOUNDS
+        if module not in others and (certain or plain or len(names & _BOUNDS) == len(names) == 1):
+            metrics[module] = certain
+    return metrics
+
+
+def _is_number(diff: TensorDiff) -> bool:
+    """Whether a tensor is a single number or counts."""
+    return diff.numel == 1 or diff.dtype.startswith(("int", "uint"))
+
+
+def _split(name: str) -> tuple[str, str, bool]:
+    """Return the module and the state of a tensor, and whether the tensor is an item of a list."""
+    module, _, last = name.rpartition(".")
+    is_item = last.isdecimal()
+    if is_item:
+        module, _, last = module.rpartition(".")
+    return module, last, is_item
+
+
+def _module_of(name: str) -> str:
+    return _split(name)[0]

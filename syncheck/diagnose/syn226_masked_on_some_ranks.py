@@ -1,0 +1,168 @@
+"""Parameters were pruned or masked on some ranks only, or by another mask on each rank.
+
+Signature: parameters differ only in elements that are zero on one of two ranks. These elements are scattered over the
+tensor, and the other elements of the tensor are not zero and agree. The optimizer state of the same parameters may
+differ too. Or only masks differ: `weight_mask` beside `weight_orig` (torch.nn.utils.prune), or other buffers called
+mask. A tensor that is zero as a whole does not match, because zero is also a usual initial value.
+
+Cause: pruning on some ranks only (`if rank == 0:`), a random mask from each rank's own generator, or a threshold from
+statistics of each rank's own batches. Each rank then trains and saves another model, and the averaged gradients belong
+to none of them.
+
+Fix: compute the mask once, and copy it to all ranks, or compute it from values that are equal on all ranks, before DDP
+wraps the model. Then broadcast parameters and buffers from a rank with the right mask.
+
+Incidents: neuralmagic/sparseml#429 (masks from each rank's generator), microsoft/nni#5205 (each rank prunes by its own
+batches).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Case, Match, evidence_of, follower_facts, largest_difference
+from syncheck.messages import Message, Sentence
+from syncheck.records import sets_within
+from syncheck.tensors.kinds import BN_STATISTICS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from syncheck.findings import Certainty
+    from syncheck.records import TensorDiff
+
+CODE = "SYN226"
+SLUG = "masked-on-some-ranks"
+SEVERITY = "error"
+CERTAINTY = "likely"
+
+
+class Text(Sentence):
+    """The sentences of this finding."""
+
+    CAUSE = "Elements were set to zero, by pruning or by a mask, on some ranks only, or with another mask on each rank."
+    FIX = (
+        "Compute the mask once, or from values that are equal on all ranks, before DDP wraps the model. Then copy the "
+        "tensors of a rank with the right mask: for t in [*model.parameters(), *model.buffers()]: "
+        "torch.distributed.broadcast(t.data, rank)."
+    )
+    ZEROS = (
+        "{count:count parameter} {count:verb differs|differ} only in elements that are zero on {ranks:ranks} "
+        "({names:names}), {elements} of {total:count element}, {size}"
+    )
+    OWN_MASKS = "each of {ranks:ranks} has zeros in other elements"
+    MASKS = "the ranks have different masks in {count:count tensor} ({names:names})"
+    WEIGHTS_AGREE = "the masked parameters themselves agree"
+
+
+_MASK = re.compile(r"(?:\w+_)?masks?")
+# Number of differing elements from which zeros are no coincidence.
+_FEWEST = 8
+# Share of elements, with room for rounding of the sum of two shares.
+_ALL = 1 - 1e-9
+
+
+def apply(case: Case) -> Match | None:
+    """Match parameters that differ only in zeros on one side, and masks."""
+    masks: list[TensorDiff] = []
+    weights: list[TensorDiff] = []
+    for diff in case.differing("parameter", "buffer"):
+        if _is_mask(diff.name):
+            masks.append(diff)
+        elif diff.kind == "parameter":
+            weights.append(diff)
+
+    states = case.of_kind("optimizer")
+    if not _explain(case, weights, masks, states):
+        return None
+
+    certainty: Certainty | None = None
+    alternatives: tuple[str, ...] = ()
+    if not weights and not all(_is_pruning(case, diff.name) for diff in masks):
+        # Other modules call a buffer mask, too, and may update it from each rank's own data.
+        certainty, alternatives = "consistent", ("SYN205",)
+
+    # The outputs of masked layers change the running statistics of later layers.
+    covered = (*weights, *masks, *states, *case.of_kind(*BN_STATISTICS, "ema"))
+    facts = [*_describe_weights(weights), *_describe_masks(masks, weights), *follower_facts(covered)]
+    match = case.make_match([*weights, *masks], facts, covered)
+    return Match(match.tensors, match.ranks, match.facts, certainty=certainty, alternatives=alternatives)
+
+
+def _explain(
+    case: Case, weights: Sequence[TensorDiff], masks: Sequence[TensorDiff], states: Sequence[TensorDiff]
+) -> bool:
+    """Whether masks explain the differences of the parameters and of the optimizer state."""
+    if weights:
+        # The state of other parameters would have another cause.
+        names = {diff.name for diff in weights}
+        owners = {case.owner_of(diff.name) for diff in states}
+        return owners <= names and _are_zeroed(weights) and _is_scattered(weights)
+    return bool(masks) and not states
+
+
+def _is_mask(name: str) -> bool:
+    return _MASK.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def _is_pruning(case: Case, name: str) -> bool:
+    """Whether a mask is one of torch.nn.utils.prune."""
+    return f"{name.removesuffix('_mask')}_orig" in case.group.evidence.names
+
+
+def _are_zeroed(weights: Iterable[TensorDiff]) -> bool:
+    """Whether every differing element is zero on one of two replicas."""
+    for diff in weights:
+        zeroed = evidence_of(diff).zeroed
+        if not zeroed:
+            return False
+        for first, *others in sets_within(diff):
+            # An element that differs from a zero is no zero, so the shares of two ranks have no element in common.
+            share_of_first = zeroed.get(first[0], 0.0)
+            for ranks in others:
+                if share_of_first + zeroed.get(ranks[0], 0.0) < _ALL:
+                    return False
+    return True
+
+
+def _is_scattered(weights: Sequence[TensorDiff]) -> bool:
+    """Whether the zeros are a part of tensors with other elements, and no damaged run of elements."""
+    elements = sum(diff.mismatched or 0 for diff in weights)
+    partial = [diff for diff in weights if diff.extent not in ("one", "contiguous", "all")]
+    return elements >= _FEWEST and any((diff.mismatched or 0) < diff.numel for diff in partial)
+
+
+def _describe_weights(weights: Sequence[TensorDiff]) -> list[Message]:
+    if not weights:
+        return []
+    ranks_with_zeros: set[int] = set()
+    largest_share = 0.0
+    for diff in weights:
+        zeroed = evidence_of(diff).zeroed
+        ranks_with_zeros.update(zeroed)
+        largest_share = max(largest_share, *zeroed.values())
+
+    ranks = tuple(sorted(ranks_with_zeros))
+    facts: list[Message] = [
+        Text.ZEROS(
+            count=len(weights),
+            ranks=ranks,
+            names=tuple(diff.name for diff in weights),
+            elements=sum(diff.mismatched or 0 for diff in weights),
+            total=sum(diff.numel for diff in weights),
+            size=largest_difference(weights),
+        )
+    ]
+    if largest_share < _ALL and len(ranks) > 1:
+        facts.append(Text.OWN_MASKS(ranks=ranks))
+    return facts
+
+
+def _describe_masks(masks: Sequence[TensorDiff], weights: Sequence[TensorDiff]) -> list[Message]:
+    if not masks:
+        return []
+    facts: list[Message] = [Text.MASKS(count=len(masks), names=tuple(diff.name for diff in masks))]
+    if not weights:
+        facts.append(Text.WEIGHTS_AGREE())
+    return facts
