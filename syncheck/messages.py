@@ -168,6 +168,7 @@ class Note(Sentence):
     NOT_FINITE = "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
     NOT_FINITE_SINCE = "{fact}; finite at step {finite}, not finite since step {since}, first in {first:names}"
     NOT_FINITE_FROM_START = "{fact}; since the first step compared ({since}), first in {first:names}"
+    RANK_0_UNAFFECTED = "training is not affected if the file of rank 0 is the one that is used"
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
