@@ -209,6 +209,13 @@ class Note(Sentence):
     )
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
+    TOO_MANY_RANKS = (
+        "{files:count file} in the group, but the metadata lists {world_size:count rank}: are all files of one run?"
+    )
+    WORLD_SIZES = (
+        "world_size in the metadata of the {files:count file} is {sizes:by_rank}: files of one launch have one "
+        "world_size"
+    )
     KINDS_GUESSED = (
         "parameters and buffers are distinguished by name; name buffers with {buffers:option GLOB}, or save "
         "syncheck.metadata(model=...) in the file"

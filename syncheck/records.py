@@ -244,6 +244,10 @@ class GroupEvidence:
     """The number of names with a wrapper's prefix like `module.`, by rank."""
     stores_progress: bool = False
     """Whether the files store their step or epoch."""
+    runs: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """The settings of runs that differ between files, by name and rank; None for files without the setting."""
+    repeated_ranks: tuple[int, ...] = ()
+    """Ranks that the metadata of several files records."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     base: str = ""

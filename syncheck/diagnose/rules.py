@@ -13,6 +13,7 @@ from syncheck.diagnose import (
     syn105_tie_broken,
     syn106_different_progress,
     syn107_settings_differ,
+    syn108_different_runs,
     syn201_bn_local_stats,
     syn202_bn_drift_growing,
     syn203_bn_count_mismatch,
@@ -127,6 +128,7 @@ _EVERY_RANK = frozenset(
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
     (
+        syn108_different_runs,
         syn101_missing_tensors,
         syn102_shape_or_dtype_mismatch,
         syn223_damaged_on_disk,
