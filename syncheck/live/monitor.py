@@ -6,6 +6,7 @@ import inspect
 import operator
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     Action = Literal["raise", "warn", "resync"] | Callable[[Report], object]
-    from syncheck.records import Finding
+    from syncheck.records import Finding, Group
 
 
 def check_agreement(channel: Channel, own: tuple[int, int, str, str]) -> None:
@@ -63,6 +64,10 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
         raise RankFailed(f"on_desync raised {_format_answers(failed)}")
 
 
+# Earlier checks that are kept to decide about a fault.
+_MOST_CHECKS = 16
+
+
 class DesyncState:
     """The known findings, so that only new findings are printed in detail.
 
@@ -73,6 +78,19 @@ class DesyncState:
         self.last_good = last_good
         self.since: int | None = None
         self._known: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+        self._checks: list[Group] = []  # the last checks out of sync, as diagnosed alone
+
+    def decide(self, step: int, report: Report) -> Report:
+        """Return the report; a fault that earlier checks showed keeps one code and one cause."""
+        if report.verdict != "out_of_sync":
+            self._checks = []
+            return report
+        from syncheck.diagnose.course import decide_over_steps  # only needed if the ranks differ
+
+        (group,) = report.groups
+        self._checks = [*self._checks, replace(group, step=step)][-_MOST_CHECKS:]
+        findings = decide_over_steps(self._checks)[-1].findings
+        return report if findings == group.findings else replace(report, groups=(replace(group, findings=findings),))
 
     def update(self, step: int, report: Report) -> tuple[Finding, ...]:
         """Record a check; return the failing findings with a new code, new ranks or new tensors."""
@@ -199,6 +217,7 @@ class SyncMonitor:
         else:
             check_agreement(channel, (self._step, self._every, self._action, self._stop_at))
             report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
+            report = self._state.decide(self._step, report)
         seconds = time.perf_counter() - began
         self._check_seconds += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
