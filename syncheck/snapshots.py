@@ -80,6 +80,8 @@ class Metadata:
     optimizer_sharded: bool = False
     averaging: Mapping[str, int] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)  # names of copies in other pipeline stages
+    # In memory only: the setting that keeps a parallel wrapper from reducing gradients now; empty if there is none.
+    gradients_off: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -107,10 +107,14 @@ def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
     """Return the metadata of the first rank with any; for stages and experts, with the names of all ranks."""
     blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
     positions = {coordinates_in(snapshot, DIFFERENT_PARAMETERS) for snapshot in snapshots.values()}
-    if not blocks or len(positions) < 2:
-        return blocks[0] if blocks else Metadata()
+    if not blocks:
+        return Metadata()
+    settings_off = [block.gradients_off for block in blocks if block.gradients_off]
+    first = replace(blocks[0], gradients_off=settings_off[0] if settings_off else "")
+    if len(positions) < 2:
+        return first
     return replace(
-        blocks[0],
+        first,
         optimizer_parameters=_join(block.optimizer_parameters for block in blocks),
         buffers=None
         if any(block.buffers is None for block in blocks)

@@ -51,6 +51,12 @@ class Text(Sentence):
         "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size())). "
         "If the first and last pipeline stage have copies of an embedding, add the gradients of both."
     )
+    FIX_SHARDED = (
+        "Add layers and adapters before fully_shard(model, mesh=mesh), and create the optimizer after it; call "
+        "model.set_requires_all_reduce(True) on every sharded module before the last backward pass. Or average the "
+        "gradients of the part over the replicas before optimizer.step(): for p in part.parameters(): "
+        "dist.all_reduce(p.grad.to_local().div_(replicas), group=mesh['replicate'].get_group())."
+    )
     NOT_AVERAGED = "The gradients of {modules:names 4} are not averaged over the ranks"
     CONSISTENT = "Consistent with unreduced gradients of {modules:names 4}: no first moments were compared"
     PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"

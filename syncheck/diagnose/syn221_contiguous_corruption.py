@@ -48,8 +48,19 @@ class Text(Sentence):
         "storage of the odd host."
     )
     IN_A_JOB = (
-        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks, "
-        "with source=RANK without a majority. Check the memory, links and storage of the odd host."
+        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks. "
+        "Check the memory, links and storage of the odd host."
+    )
+    FIX_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare the elements with the last checkpoint in sync: the healthy rank "
+        "is closer to it. Then load the checkpoint of the healthy rank on the other rank: "
+        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Check memory, links and "
+        "storage."
+    )
+    IN_A_JOB_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare the elements with the last checkpoint in sync: the healthy rank "
+        "is closer to it. Then call syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy "
+        "rank. Check memory, links and storage."
     )
     RUN = "{length} adjacent elements of {name} differ ({numel} in total)"
     POSITION = "they are elements {first} to {last} in C order"

@@ -168,6 +168,35 @@ def get_transient_buffers(modules: Mapping[str, Any]) -> set[str]:
     }
 
 
+def get_gradients_off(modules: Iterable[Any]) -> str:
+    """Return the setting that keeps a wrapper from reducing gradients in the next backward pass, or ''.
+
+    modules: a module and its submodules. Read from the attributes of torch's wrappers.
+    """
+    for module in modules:
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if "DistributedDataParallel" in kinds and getattr(module, "require_backward_grad_sync", True) is False:
+            return "no_sync()"
+        if "FullyShardedDataParallel" in kinds and getattr(module, "_sync_gradients", True) is False:
+            return "no_sync()"
+        if "FSDPModule" in kinds and (setting := _get_fsdp2_setting(module)):
+            return setting
+    return ""
+
+
+def _get_fsdp2_setting(module: Any) -> str:
+    """Return the setting of fully_shard that is off, or ''."""
+    state = module._get_fsdp_state()  # noqa: SLF001 - no public method reads the settings
+    groups = list(getattr(state, "_fsdp_param_groups", None) or ())
+    single = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+    for group in groups or ([] if single is None else [single]):
+        if getattr(group, "reduce_grads", True) is False:
+            return "set_requires_gradient_sync(False)"
+        if getattr(group, "all_reduce_grads", True) is False:
+            return "set_requires_all_reduce(False)"
+    return ""
+
+
 def get_buffers_synced(module: Any) -> bool | None:
     """Whether DDP copies rank 0's buffers at each forward; None for other modules."""
     if type(module).__name__ != "DistributedDataParallel":

@@ -20,6 +20,7 @@ from syncheck.live.memory.objects import (
     get_attributes,
     get_buffers_synced,
     get_custom_state,
+    get_gradients_off,
     get_referents,
     get_transient_buffers,
     has_extra_state,
@@ -87,7 +88,8 @@ class Tree:
 
     parts: modules, optimizers, other objects with a `state_dict()`, tensors, containers. persistent: skip
     non-persistent buffers. buffers, frozen, parameters: names, as in `readers.pickles.tree`. bn_momentum: by BatchNorm
-    module. buffers_synced: as in `snapshots.Metadata`; None if no module defines it. stubs: unknown classes whose
+    module. buffers_synced: as in `snapshots.Metadata`; None if no module defines it. gradients_off: as in
+    `snapshots.Metadata`. stubs: unknown classes whose
     tensors are all compared. unread: classes and module attributes that may have more tensors. hidden: the same with
     names, if tensors were found. attributes: reads the plain attributes of the modules. modes: whether modules are in
     training mode, by the name of the root. names: of the modules' parameters, by `id`. partitioned: an optimizer holds
@@ -105,6 +107,7 @@ class Tree:
         self.parameters: set[str] = set()
         self.bn_momentum: dict[str, float | None] = {}
         self.synced: set[bool | None] = set()
+        self.gradients_off = ""
         self.stubs: set[str] = set()
         self.unread: set[str] = set()
         self.names: dict[int, str] = {}
@@ -240,6 +243,7 @@ class Tree:
         prefix = get_prefix(name)
         entries: dict[str, Any] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
+        self.gradients_off = self.gradients_off or get_gradients_off(modules.values())
         self._roots.append((prefix, entries))
         self.modes[f"{prefix}training"] = describe_modes(modules)
         flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_fsdp1(m))
