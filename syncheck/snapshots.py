@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import os
@@ -59,6 +59,9 @@ class Membership(Enum):
     """They are as much a part of the model as its tensors."""
 
 
+NoSync = Literal["", "active", "last forward"]
+
+
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """The validated content of a `syncheck.metadata()` block."""
@@ -80,8 +83,7 @@ class Metadata:
     optimizer_sharded: bool = False
     averaging: Mapping[str, int] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)  # names of copies in other pipeline stages
-    # In memory only: the setting that keeps a parallel wrapper from reducing gradients now; empty if there is none.
-    gradients_off: str = ""
+    no_sync: NoSync = ""  # in memory only: whether DDP's no_sync() is active, or was at the last forward pass
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 

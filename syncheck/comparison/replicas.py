@@ -109,8 +109,8 @@ def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
     positions = {coordinates_in(snapshot, DIFFERENT_PARAMETERS) for snapshot in snapshots.values()}
     if not blocks:
         return Metadata()
-    settings_off = [block.gradients_off for block in blocks if block.gradients_off]
-    first = replace(blocks[0], gradients_off=settings_off[0] if settings_off else "")
+    # "active" on any rank is the strongest evidence.
+    first = replace(blocks[0], no_sync=min((block.no_sync for block in blocks if block.no_sync), default=""))
     if len(positions) < 2:
         return first
     return replace(

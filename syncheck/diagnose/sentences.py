@@ -2,7 +2,8 @@
 
 A rule may have these sentences besides CAUSE and FIX:
 
-- CAUSE_NO_SYNC, FIX_NO_SYNC: the wrapper of a running job does not reduce gradients now.
+- CAUSE_NO_SYNC, FIX_NO_SYNC: `no_sync()` of DDP is active in a running job. The fix also applies if it was active
+  during the last forward pass.
 - FIX_SHARDED: the model is sharded, by FSDP or HSDP.
 - IN_A_JOB: the ranks of a running job, without files.
 - FIX_NO_MAJORITY, IN_A_JOB_NO_MAJORITY: no majority shows which ranks are healthy.
@@ -30,15 +31,19 @@ _SHARDED_ALONG = re.compile(r"divided in \d+(?: along ([^(]+))? \(dimension (\d+
 class Wrapper(Sentence):
     """Statements about the parallel wrapper of a running job."""
 
-    NO_SYNC = "the wrapper does not reduce gradients now, because of {setting}"
+    NO_SYNC = "no_sync() of DDP is active, so backward passes do not reduce gradients"
+    LAST_FORWARD = (
+        "the last forward pass of DDP's wrapper was within no_sync() or torch.no_grad(), so its backward pass does not "
+        "reduce gradients"
+    )
 
 
 def choose_cause(rule: Rule, match: Match, case: Case) -> Sentence:
     """Return the sentence of the cause."""
     if match.cause is not None:
         return match.cause
-    name = "CAUSE_NO_SYNC" if "CAUSE_NO_SYNC" in rule.Text.__members__ and _gradients_are_off(case) else "CAUSE"
-    return rule.Text[name]
+    is_active = case.group.evidence.metadata.no_sync == "active"
+    return rule.Text["CAUSE_NO_SYNC" if is_active and "CAUSE_NO_SYNC" in rule.Text.__members__ else "CAUSE"]
 
 
 def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
@@ -48,7 +53,7 @@ def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
     sentences = rule.Text.__members__
     if case.group.labels:  # two models, which have neither ranks nor a wrapper
         return rule.Text["FIX"]
-    if _gradients_are_off(case) and "FIX_NO_SYNC" in sentences:
+    if case.group.evidence.metadata.no_sync and "FIX_NO_SYNC" in sentences:
         return rule.Text["FIX_NO_SYNC"]
     if is_sharded(case.group) and "FIX_SHARDED" in sentences:
         return rule.Text["FIX_SHARDED"]
@@ -59,14 +64,11 @@ def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
 
 
 def describe_wrapper(rule: Rule, case: Case) -> tuple[Message, ...]:
-    """State which setting keeps the wrapper from reducing gradients, for rules on gradients."""
-    if "FIX_NO_SYNC" not in rule.Text.__members__ or not _gradients_are_off(case):
+    """State whether DDP's `no_sync()` is or was active, for rules on gradients."""
+    no_sync = case.group.evidence.metadata.no_sync
+    if not no_sync or "FIX_NO_SYNC" not in rule.Text.__members__:
         return ()
-    return (Wrapper.NO_SYNC(setting=case.group.evidence.metadata.gradients_off),)
-
-
-def _gradients_are_off(case: Case) -> bool:
-    return bool(case.group.evidence.metadata.gradients_off)
+    return (Wrapper.NO_SYNC() if no_sync == "active" else Wrapper.LAST_FORWARD(),)
 
 
 def is_sharded(group: Comparison) -> bool:

@@ -49,8 +49,8 @@ class Text(Sentence):
     )
     FIX_SHARDED = (
         "Give fully_shard a mesh with a dimension across the nodes, init_device_mesh("
-        '"cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")), and call '
-        "model.set_requires_all_reduce(True) before the last backward pass of each step."
+        '"cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")), and not only its dimension of shards. Keep '
+        "model.set_requires_all_reduce(True) for the last micro-batch of each step."
     )
     NODES_DIFFER = "Ranks on the same node agree, but the nodes differ: {nodes:list}"
     NODE = "{host} ({ranks:ranks})"

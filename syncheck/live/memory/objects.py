@@ -17,6 +17,8 @@ from syncheck.live.memory.tensor_bytes import holds_shard, is_tensor
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
+    from syncheck.snapshots import NoSync
+
 # The key of `get_extra_state()` in a state dict.
 EXTRA_STATE = "_extra_state"
 # Limit of a search for tensors. An object that refers to more, like a logger, counts as holding a tensor.
@@ -168,32 +170,20 @@ def get_transient_buffers(modules: Mapping[str, Any]) -> set[str]:
     }
 
 
-def get_gradients_off(modules: Iterable[Any]) -> str:
-    """Return the setting that keeps a wrapper from reducing gradients in the next backward pass, or ''.
+def get_no_sync(modules: Iterable[Any]) -> NoSync:
+    """Return whether DDP's `no_sync()` is active, or was at the last forward pass of the wrapper.
 
-    modules: a module and its submodules. Read from the attributes of torch's wrappers.
+    modules: a module and its submodules. With fully_shard, gradients that are not reduced do not reach the optimizer at
+    all (measured with torch 2.14), so replicas do not diverge.
     """
     for module in modules:
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if "DistributedDataParallel" in kinds and getattr(module, "require_backward_grad_sync", True) is False:
-            return "no_sync()"
-        if "FullyShardedDataParallel" in kinds and getattr(module, "_sync_gradients", True) is False:
-            return "no_sync()"
-        if "FSDPModule" in kinds and (setting := _get_fsdp2_setting(module)):
-            return setting
-    return ""
-
-
-def _get_fsdp2_setting(module: Any) -> str:
-    """Return the setting of fully_shard that is off, or ''."""
-    state = module._get_fsdp_state()  # noqa: SLF001 - no public method reads the settings
-    groups = list(getattr(state, "_fsdp_param_groups", None) or ())
-    single = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
-    for group in groups or ([] if single is None else [single]):
-        if getattr(group, "reduce_grads", True) is False:
-            return "set_requires_gradient_sync(False)"
-        if getattr(group, "all_reduce_grads", True) is False:
-            return "set_requires_all_reduce(False)"
+        if type(module).__name__ != "DistributedDataParallel":
+            continue
+        if getattr(module, "require_backward_grad_sync", True) is False:
+            return "active"
+        # Set by each forward pass; also by one under torch.no_grad().
+        if getattr(module, "require_forward_param_sync", True) is False:
+            return "last forward"
     return ""
 
 
