@@ -52,8 +52,8 @@ class Text(Sentence):
         "If the first and last pipeline stage have copies of an embedding, add the gradients of both."
     )
     FIX_SHARDED = (
-        "Add layers and adapters before fully_shard(model, mesh=mesh), with the whole mesh and not only its dimension of "
-        "shards, and create the optimizer after it. Or average the gradients of a part without shards before "
+        "Add layers and adapters before fully_shard(model, mesh=mesh), with the whole mesh and not only its dimension "
+        "of shards, and create the optimizer after it. Or average the gradients of a part without shards before "
         "optimizer.step(): for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))."
     )
     NOT_AVERAGED = "The gradients of {modules:names 4} are not averaged over the ranks"
