@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.trials.trial import Outcome
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "diagnosis-trials.md"
-RUNS = 735
+RUNS = 840
 SEED = 1
 
 

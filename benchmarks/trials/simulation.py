@@ -19,7 +19,7 @@ from benchmarks.trials.models import MODELS, Sizes
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.optim import Optimizer
 
@@ -35,6 +35,8 @@ RATES = {
     "adafactor": 1e-2,
     "muon": 1e-2,
 }
+# The gradients of a rank, by parameter.
+Gradients = dict[str, Tensor]
 EMA_DECAY = 0.95
 # A loss scale of torch.amp.GradScaler. Powers of two scale gradients without rounding, so the runs need no float16.
 SCALER = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
@@ -109,7 +111,7 @@ class Rank:
         self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
         self.scaler = dict(SCALER)
         self.data = torch.Generator().manual_seed(setup.seed * 64 + rank)
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: Gradients = {}
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name."""
@@ -174,7 +176,7 @@ class Run:
                 if name not in self.fault.local_buffers:
                     buffer.copy_(first[name])
 
-    def compute_gradients(self, rank: Rank) -> dict[str, Tensor]:
+    def compute_gradients(self, rank: Rank) -> Gradients:
         """Return the gradients of a rank on a batch of its own, by name."""
         x, y = self.model.draw(self.setup.sizes, self.setup.samples, rank.data)
         rank.module.train()
@@ -220,10 +222,10 @@ class Run:
                 averaging=self.fault.describe_averaging(self),
                 host=self.fault.name_host(rank),
             )
-        return copy.deepcopy(self.fault.change_content(self, rank, content))
+        return self.fault.change_content(self, rank, copy.deepcopy(content))
 
 
-def average_gradients(local: Sequence[Mapping[str, Tensor]], ranks: Sequence[Rank]) -> None:
+def average_gradients(local: Sequence[Gradients], ranks: Sequence[Rank]) -> None:
     """Give each rank the average of the gradients of these ranks, in the order of summation of gloo on two ranks."""
     for name in local[0]:
         total = local[0][name] / len(local)

@@ -10,7 +10,7 @@ from checkpoints import compare_ranks, save_safetensors
 from dtensors import save_ranks
 
 import syncheck
-from syncheck.comparison import evidence
+from syncheck.comparison import evidence, vectors
 from syncheck.readers.fingerprints import fingerprint, write
 from syncheck.records import Evidence
 
@@ -199,7 +199,7 @@ class TestDirections:
 
     def test_number_of_measured_elements_is_limited(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Norms and cosines cover only the first MEASURED elements."""
-        monkeypatch.setattr(evidence, "MEASURED", 100)
+        monkeypatch.setattr(vectors, "MEASURED", 100)
         base = np.ones(1000)
         other = base.copy()
         other[500] = 1e6
@@ -208,7 +208,7 @@ class TestDirections:
         assert result.cosine == pytest.approx(1.0)
 
     def test_tensors_with_norms(self, tmp_path: Path) -> None:
-        """Parameters and first moments have norms; second moments, buffers and integers do not."""
+        """Parameters and moments have norms; running statistics and integers do not."""
         for rank in range(2):
             model = {"w": weights() + rank, "bn.running_mean": weights(3) + rank, "bn.running_var": weights(3)}
             model["bn.num_batches_tracked"] = torch.tensor(3)
@@ -216,12 +216,68 @@ class TestDirections:
             optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
             torch.save({"model": model, "optimizer": optimizer}, tmp_path / f"m_rank{rank}.pth")
         having = {name for name, diff in compare_folder(tmp_path).items() if diff.evidence and diff.evidence.norms}
-        assert having == {"w", "optimizer.w.exp_avg"}
+        assert having == {"w", "optimizer.w.exp_avg", "optimizer.w.exp_avg_sq"}
 
     def test_norms_of_bfloat16(self, tmp_path: Path) -> None:
         """Norms of bfloat16 tensors are the norms of their values."""
         result = compare_tensors(tmp_path, *(torch.full((4,), size).to(torch.bfloat16) for size in (0.5, 1.5)))
         assert (result.norms, result.cosine) == ({0: 1.0, 1: 3.0}, pytest.approx(1.0))
+
+
+class TestShares:
+    """Shares of smaller second moments and of zeros, among the elements that differ."""
+
+    def test_smaller_second_moments(self, tmp_path: Path) -> None:
+        """Rank 1 has smaller second moments in two of three different elements; first moments have no share."""
+        for rank, squares in enumerate(([4.0, 4.0, 4.0, 4.0], [4.0, 1.0, 2.0, 9.0], [4.0, 4.0, 4.0, 4.0])):
+            state = {0: {"exp_avg": weights(4) + rank, "exp_avg_sq": torch.tensor(squares)}}
+            optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+            torch.save({"model": {"w": weights(4)}, "optimizer": optimizer}, tmp_path / f"m_rank{rank}.pth")
+        assert read_evidence(tmp_path, "optimizer.w.exp_avg_sq").smaller == {1: pytest.approx(2 / 3)}
+        assert read_evidence(tmp_path, "optimizer.w.exp_avg").smaller == {}
+
+    def test_zeros(self, tmp_path: Path) -> None:
+        """Rank 1 holds zeros in all different elements, and rank 0 in none of them."""
+        pruned = weights(6)
+        pruned[:3] = 0
+        assert compare_tensors(tmp_path, weights(6), pruned).zeroed == {1: 1.0}
+
+
+class TestExchanged:
+    """Tensors that hold the values of another tensor of the other ranks."""
+
+    def hold(self, folder: Path, *states: dict[str, Any]) -> dict[str, dict[int, str]]:
+        """Return which tensors hold the values of which others."""
+        save(folder, *states)
+        return {name: dict(diff.evidence.holds) for name, diff in compare_folder(folder).items() if diff.evidence}
+
+    def test_two_tensors_of_one_rank(self, tmp_path: Path) -> None:
+        """Two tensors of rank 1 are exchanged."""
+        a, b = weights(), weights() * 2
+        states = [{"a": a, "b": b}, {"a": b, "b": a}, {"a": a, "b": b}]
+        assert self.hold(tmp_path, *states) == {"a": {1: "b"}, "b": {1: "a"}}
+
+    def test_three_tensors_moved_by_one(self, tmp_path: Path) -> None:
+        """Each of three tensors holds the values of the next."""
+        a, b, c = weights(), weights() * 2, weights() * 3
+        held = self.hold(tmp_path, {"a": a, "b": b, "c": c}, {"a": b, "b": c, "c": a})
+        assert held == {"a": {1: "b"}, "b": {1: "c"}, "c": {1: "a"}}
+
+    def test_constants_and_other_shapes_prove_nothing(self, tmp_path: Path) -> None:
+        """Exchanged constants, and equal bytes in another shape, are not exchanged tensors."""
+        ones, twos = torch.ones(24), torch.ones(24) * 2
+        states = [
+            {"a": ones, "b": twos, "c": weights(), "d": weights().view(4, 6) * 2},
+            {"a": twos, "b": ones, "c": weights() * 2, "d": weights().view(4, 6)},
+        ]
+        assert not any(self.hold(tmp_path, *states).values())
+
+    def test_equal_only_at_the_start(self, tmp_path: Path) -> None:
+        """Tensors that begin with equal bytes and differ later are not exchanged."""
+        long = torch.arange(5000.0)
+        changed = long.clone()
+        changed[4000] = -1
+        assert not any(self.hold(tmp_path, {"a": long, "b": long + 1}, {"a": long + 2, "b": changed}).values())
 
 
 def test_digests_have_no_evidence(tmp_path: Path) -> None:
