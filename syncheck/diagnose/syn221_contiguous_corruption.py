@@ -9,9 +9,9 @@ overwrote the memory. If an all-reduce delivers other bytes to one rank, the run
 optimizer state. Whole rows of a matrix also differ if each rank added or filled them on its own (the embeddings of new
 tokens).
 
-Fix: copy the parameters and optimizer state of a rank in the majority. Without a majority,
-the healthy rank is the one that is closer to the last checkpoint in sync. Compare right after loading and after the first
-steps, to see when the difference returns. Check the memory, links and local storage of the odd host. Broadcast new rows
+Fix: copy the parameters and optimizer state of a rank in the majority. Without a majority, the healthy rank is closer
+to the last checkpoint in sync. Compare right after loading and after the first steps, to see when the difference
+returns. Check the memory, links and local storage of the odd host. Broadcast new rows
 (`dist.broadcast(weight.data, 0)`).
 
 Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with no integrity check).
