@@ -15,7 +15,8 @@ single value was overwritten by mistake. A flip before gradients are averaged re
 invisible here.
 
 Fix: copy the parameters and optimizer state of a rank in the majority (load its file), and test the memory of the host.
-Without a majority, compare both values with the last checkpoint in sync, or test the memory of both hosts. If the same rank fails again, exclude the host.
+Without a majority, compare both values with the last checkpoint in sync, or test the memory of both hosts. If the same
+rank fails again, exclude the host.
 
 Incidents: silent data corruption interrupted Llama 3's training 6 times in 54 days; ByteRobust (arXiv 2509.16293)
 isolates the machines outside the dominant group of equal signatures; arXiv 2502.12340 studies 15 faulty nodes.
