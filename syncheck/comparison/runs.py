@@ -7,13 +7,14 @@ rank. They are skipped.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from syncheck.layout.groups import rank_of
 from syncheck.tensors.value_kinds import differs_by_design, in_configuration, is_seed, values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from syncheck.snapshots import Metadata, Snapshot
 
@@ -38,17 +39,21 @@ def find_differing_settings(snapshots: Mapping[int, Snapshot]) -> dict[str, dict
         for name, value in _list_settings(snapshot):
             by_name.setdefault(name, {})[rank] = value
     ranks = {rank: rank_of(snapshot) for rank, snapshot in snapshots.items()}
-    return {
-        name: {rank: values.get(rank) for rank in snapshots}
-        for name, values in by_name.items()
-        if len({str(value) for value in values.values()}) > 1 and not _follows_rank(name, values, ranks)
-    }
+    differing: dict[str, dict[int, Any]] = {}
+    for name, values in by_name.items():
+        distinct = set(map(str, values.values()))
+        if len(distinct) > 1 and not _follows_rank(name, values, ranks):
+            differing[name] = {rank: values.get(rank) for rank in snapshots}
+    return differing
 
 
 def find_repeated_ranks(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     """Return the ranks that the metadata of several files records. A run saves one file of each rank."""
-    recorded = [s.metadata.rank for s in snapshots.values() if s.metadata is not None and s.metadata.rank is not None]
-    return tuple(sorted({rank for rank in recorded if recorded.count(rank) > 1}))
+    files: Counter[int] = Counter()
+    for snapshot in snapshots.values():
+        if snapshot.metadata is not None and snapshot.metadata.rank is not None:
+            files[snapshot.metadata.rank] += 1
+    return tuple(sorted(rank for rank, count in files.items() if count > 1))
 
 
 def _list_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
@@ -56,8 +61,11 @@ def _list_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
     if snapshot.metadata is not None:
         yield from _list_metadata(snapshot.metadata)
     for name, value in values_of(snapshot).items():
+        if not is_seed(name) and not in_configuration(name):
+            continue
+        # Saved flags often say whether this is the main process.
         is_setting = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-        if is_setting and (is_seed(name) or in_configuration(name)) and not _belongs_to_rank(name, value):
+        if is_setting and not _belongs_to_rank(name, value):
             yield name, value
 
 
@@ -94,21 +102,33 @@ def _follows_rank(name: str, values: Mapping[int, Any], ranks: Mapping[int, int 
 
     ranks: by position in the group, the rank of the file, None if it is unknown.
     """
-    known = {position: rank for position, rank in ranks.items() if position in values and rank is not None}
-    if len(known) < len(values) or len(set(known.values())) < len(known):
+    known: dict[int, int] = {}
+    for position in values:
+        rank = ranks[position]
+        if rank is None:
+            return False
+        known[position] = rank
+    if len(set(known.values())) < len(known):  # two files of one rank
         return False
-    if all(isinstance(value, str) for value in values.values()):
+    kinds = {type(value) for value in values.values()}
+    if kinds == {str}:
         patterns = {_without_number(values[position], rank) for position, rank in known.items()}
         return len(patterns) == 1
-    if not all(isinstance(value, (int, float)) for value in values.values()):
+    if not kinds <= {int, float}:
         return False
-    pairs = sorted((rank, values[position]) for position, rank in known.items())
+    return _are_on_a_line(sorted((rank, values[position]) for position, rank in known.items()), seeds=is_seed(name))
+
+
+def _are_on_a_line(pairs: Sequence[tuple[int, float]], *, seeds: bool) -> bool:
+    """Whether numbers grow evenly with the rank. pairs: rank and number. seeds: whether they are seeds."""
     (first_rank, first), (second_rank, second) = pairs[:2]
     slope = (second - first) / (second_rank - first_rank)
-    is_linear = all(value == first + slope * (rank - first_rank) for rank, value in pairs)
+    if slope == 0:
+        return False
     # Any two numbers are on a line, so two seeds follow the rank only if the slope is typical.
-    is_typical = len(pairs) > 2 or (is_seed(name) and abs(slope) in (1, 10, 100, 1000, 10_000))
-    return slope != 0 and is_linear and is_typical
+    if len(pairs) == 2:
+        return seeds and abs(slope) in (1, 10, 100, 1000, 10_000)
+    return all(value == first + slope * (rank - first_rank) for rank, value in pairs)
 
 
 def _without_number(text: str, number: int) -> str:

@@ -32,9 +32,10 @@ from syncheck.records import group_ranks
 from syncheck.tensors.value_kinds import is_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from syncheck.findings import Certainty
+    from syncheck.records import TensorDiff
 
 CODE = "SYN108"
 SLUG = "different-runs"
@@ -69,31 +70,60 @@ _MOST_SETTINGS = 4
 def apply(case: Case) -> Match | None:
     """Match differences between files of different runs."""
     evidence = case.group.evidence
-    tensors = tuple(diff for diff in case.tensors if not evidence_of(diff).damaged)
-    # These differences have a cause of their own even between two runs.
-    if not evidence.runs or evidence.stale or not (tensors or case.values):
-        return None
-    if localized_damage(case) or syn240_rounding_only.apply(case) is not None:
+    if not evidence.runs or not _needs_other_runs(case):
         return None
     identities = [name for name in evidence.runs if name in IDENTITIES]
     if not identities and not _is_plausible(case):
         return None
-    names = identities or list(evidence.runs)
-    run_of = {rank: str([evidence.runs[name].get(rank) for name in names]) for rank in case.group.ranks}
-    runs = list(group_ranks(run_of).values())
-    certainty: Certainty = "proved" if identities else "consistent"
-    if not identities and evidence.repeated_ranks:
-        certainty = "likely"
-    alternatives = _list_alternatives(evidence.runs) if certainty == "consistent" else ()
+    run_of = _identify_runs(case, identities or list(evidence.runs))
+    certainty = _choose_certainty(case, identities)
+    alternatives: tuple[str, ...] = ()
+    if certainty == "consistent":
+        alternatives = _list_alternatives(evidence.runs)
+    tensors = _select_undamaged(case)
     return Match(
         tensors,
         find_minority(run_of) or case.group.ranks,
         _list_facts(case, tensors, certainty),
         case.values,
-        agree=runs,
+        # A difference within one run has another cause.
+        agree=list(group_ranks(run_of).values()),
         certainty=certainty,
         alternatives=alternatives,
     )
+
+
+def _select_undamaged(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the differing tensors, without those that changed on disk (SYN223)."""
+    return tuple(diff for diff in case.tensors if not evidence_of(diff).damaged)
+
+
+def _needs_other_runs(case: Case) -> bool:
+    """Whether something differs that has no cause of its own even between two runs."""
+    if case.group.evidence.stale:  # the values of an earlier step of the same run
+        return False
+    if not case.values and not _select_undamaged(case):
+        return False
+    # Two runs that should be equal may still differ in one element or by rounding.
+    is_small = bool(localized_damage(case)) or syn240_rounding_only.apply(case) is not None
+    return not is_small
+
+
+def _identify_runs(case: Case, names: Sequence[str]) -> dict[int, str]:
+    """Return a key of the run of each rank. names: of the settings that distinguish the runs."""
+    keys: dict[int, str] = {}
+    for rank in case.group.ranks:
+        values = [case.group.evidence.runs[name].get(rank) for name in names]
+        keys[rank] = str(values)
+    return keys
+
+
+def _choose_certainty(case: Case, identities: Sequence[str]) -> Certainty:
+    """Return how certain it is that the files are of different runs."""
+    if identities:
+        return "proved"
+    # One run saves one file of each rank.
+    return "likely" if case.group.evidence.repeated_ranks else "consistent"
 
 
 def _is_plausible(case: Case) -> bool:
@@ -114,13 +144,14 @@ def _list_alternatives(settings: Iterable[str]) -> tuple[str, ...]:
     return ("SYN210", "SYN211") if only_seeds else ("SYN107", "SYN211")
 
 
-def _list_facts(case: Case, tensors: Iterable[object], certainty: Certainty) -> tuple[Message, ...]:
+def _list_facts(case: Case, tensors: Sequence[TensorDiff], certainty: Certainty) -> tuple[Message, ...]:
     evidence = case.group.evidence
-    settings = [Text.SETTING(name=name, values=dict(values)) for name, values in evidence.runs.items()]
+    settings: list[Message] = []
+    for name, values in evidence.runs.items():
+        settings.append(Text.SETTING(name=name, values=dict(values)))
     first, *others = limit_facts(settings, _MOST_SETTINGS, Text.MORE)
     sentence = Text.CONSISTENT if certainty == "consistent" else Text.PROVED
     facts = [sentence(setting=first), *others]
     if evidence.repeated_ranks:
         facts.append(Text.REPEATED(ranks=evidence.repeated_ranks))
-    differing = frozenset(map(id, tensors))
-    return (*facts, *case.parameter_facts(diff for diff in case.tensors if id(diff) in differing))
+    return (*facts, *case.parameter_facts(tensors))
