@@ -109,6 +109,10 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
     runs = series.by_run(groups)
     allow = frozenset(code.upper() for code in options.allow)
     judged = tuple(judge_group(group, runs.get(group.run, ()), allow) for group in groups)
+    if len([group for group in judged if group.findings]) > 1:
+        from syncheck.diagnose.course import decide_over_steps  # only needed if several steps differ
+
+        judged = decide_over_steps(judged)
     report = Report(
         verdict=overall(judged, unreadable),
         groups=judged,

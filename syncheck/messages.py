@@ -168,6 +168,7 @@ class Note(Sentence):
     NOT_FINITE = "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
     NOT_FINITE_SINCE = "{fact}; finite at step {finite}, not finite since step {since}, first in {first:names}"
     NOT_FINITE_FROM_START = "{fact}; since the first step compared ({since}), first in {first:names}"
+    RANK_0_UNAFFECTED = "training is not affected if the file of rank 0 is the one that is used"
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
@@ -208,6 +209,13 @@ class Note(Sentence):
     )
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
+    TOO_MANY_RANKS = (
+        "{files:count file} in the group, but the metadata lists {world_size:count rank}: are all files of one run?"
+    )
+    WORLD_SIZES = (
+        "world_size in the metadata of the {files:count file} is {sizes:by_rank}: files of one launch have one "
+        "world_size"
+    )
     KINDS_GUESSED = (
         "parameters and buffers are distinguished by name; name buffers with {buffers:option GLOB}, or save "
         "syncheck.metadata(model=...) in the file"

@@ -246,6 +246,10 @@ class GroupEvidence:
     """Whether the files store their step or epoch."""
     counts_updates: bool = False
     """Whether every replica stores how often its averaged copy of the weights was updated, as a Python value."""
+    runs: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """The settings of runs that differ between files, by name and rank; None for files without the setting."""
+    repeated_ranks: tuple[int, ...] = ()
+    """Ranks that the metadata of several files records."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     base: str = ""

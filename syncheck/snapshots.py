@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import os
@@ -59,6 +59,9 @@ class Membership(Enum):
     """They are as much a part of the model as its tensors."""
 
 
+NoSync = Literal["", "active", "last forward"]
+
+
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """The validated content of a `syncheck.metadata()` block."""
@@ -81,6 +84,7 @@ class Metadata:
     averaging: Mapping[str, int] = field(default_factory=dict)
     averaged: tuple[str, ...] = ()  # names of the objects in memory that average the weights of a model
     tied: Mapping[str, str] = field(default_factory=dict)  # names of copies in other pipeline stages
+    no_sync: NoSync = ""  # in memory only: whether DDP's no_sync() is active, or was at the last forward pass
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 

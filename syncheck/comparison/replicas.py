@@ -11,6 +11,7 @@ from syncheck.comparison.attributes import compare_attributes, compare_registrat
 from syncheck.comparison.evidence import add_evidence
 from syncheck.comparison.model_values import note_unknown_values
 from syncheck.comparison.reference import describe_from_reference
+from syncheck.comparison.runs import find_differing_settings, find_repeated_ranks
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
 from syncheck.layout.copies import broken_ties, rename_copies
@@ -97,6 +98,9 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
             normalized=_count_prefixes(names, snapshots),
             stores_progress=any(map(stores_progress, snapshots.values())),
             counts_updates=all(map(counts_updates, snapshots.values())),
+            # The ranks of a running job, and two models, are compared for other reasons.
+            runs={} if replicas.paired or replicas.two_models else find_differing_settings(snapshots),
+            repeated_ranks=find_repeated_ranks(snapshots),
         ),
         not_finite=NotFinite(tuple(tally.not_finite), len(tally.not_finite)) if tally.not_finite else None,
     )
@@ -106,10 +110,14 @@ def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:
     """Return the metadata of the first rank with any; for stages and experts, with the names of all ranks."""
     blocks = [snapshot.metadata for snapshot in snapshots.values() if snapshot.metadata is not None]
     positions = {coordinates_in(snapshot, DIFFERENT_PARAMETERS) for snapshot in snapshots.values()}
-    if not blocks or len(positions) < 2:
-        return blocks[0] if blocks else Metadata()
+    if not blocks:
+        return Metadata()
+    # "active" on any rank is the strongest evidence.
+    first = replace(blocks[0], no_sync=min((block.no_sync for block in blocks if block.no_sync), default=""))
+    if len(positions) < 2:
+        return first
     return replace(
-        blocks[0],
+        first,
         optimizer_parameters=_join(block.optimizer_parameters for block in blocks),
         buffers=None
         if any(block.buffers is None for block in blocks)
@@ -360,6 +368,27 @@ def _count_prefixes(names: Mapping[int, Mapping[str, str]], snapshots: Mapping[i
     return {rank: count for rank, count in counts.items() if count}
 
 
+def _compare_world_sizes(snapshots: Mapping[int, Snapshot]) -> list[Message]:
+    """Return notes if the number of ranks in the metadata is not the number of files."""
+    worlds = {
+        rank: snapshot.metadata.world_size
+        for rank, snapshot in snapshots.items()
+        if snapshot.metadata is not None and snapshot.metadata.world_size
+    }
+    if len(set(worlds.values())) > 1:
+        return [Note.WORLD_SIZES(files=len(snapshots), sizes=worlds)]
+    if not worlds:
+        return []
+    world = next(iter(worlds.values()))
+    absent = tuple(rank for rank in range(world) if rank not in snapshots)
+    if absent:
+        return [Note.RANKS_ABSENT(ranks=absent, world_size=world)]
+    # In memory, each rank describes itself alone.
+    if len(snapshots) > world and not in_memory(snapshots):
+        return [Note.TOO_MANY_RANKS(files=len(snapshots), world_size=world)]
+    return []
+
+
 def _make_notes(
     snapshots: Mapping[int, Snapshot], tally: _Tally, selection: Selection, *, guessed: bool
 ) -> list[Message]:
@@ -372,11 +401,7 @@ def _make_notes(
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     if alone and tally.compared:
         notes.append(Note.RANKS_NOT_COMPARED(ranks=alone))
-    worlds = {s.metadata.world_size for s in snapshots.values() if s.metadata is not None and s.metadata.world_size}
-    if len(worlds) == 1:
-        (world,) = worlds
-        if absent := tuple(rank for rank in range(world) if rank not in snapshots):
-            notes.append(Note.RANKS_ABSENT(ranks=absent, world_size=world))
+    notes += _compare_world_sizes(snapshots)
     if equal_states := _find_equal_rng(snapshots, tally):
         notes.append(Note.EQUAL_RNG(names=equal_states))
     if guessed:

@@ -29,6 +29,7 @@ class Statistics(Sentence):
 
     PARAMETERS_AGREE = "all parameters agree ({count} compared)"
     PARAMETERS_NOT_COMPARED = "no parameter was compared"
+    SETTINGS = "{count} of {total:count parameter} {count:verb differs|differ} because of the settings (SYN107)"
     OTHER_CAUSE = "{count} of {total:count parameter} {count:verb differs|differ} for another reason"
     COUNTS_AGREE = "num_batches_tracked agrees"
 
@@ -82,7 +83,9 @@ def match_statistics(
     facts = [first(count=len(statistics), total=total, size=size), *case.agreement_facts(statistics)]
     parameters = case.compared("parameter")
     explained = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "parameter"]
-    if explained:
+    if explained and explained_by_settings(case):
+        facts.append(Statistics.SETTINGS(count=len(explained), total=parameters))
+    elif explained:
         facts.append(Statistics.OTHER_CAUSE(count=len(explained), total=parameters))
     elif parameters:
         facts.append(Statistics.PARAMETERS_AGREE(count=parameters))
@@ -99,6 +102,18 @@ def statistics_of_copies(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing running statistics of averaged copies, which are averages or copies of the model's."""
     last_parts = ("running_mean", "running_var")
     return tuple(diff for diff in case.differing("ema") if diff.name.rpartition(".")[2] in last_parts)
+
+
+def explained_by_settings(case: Case) -> bool:
+    """Whether SYN107 covers differing settings and the differing parameters that follow from them."""
+    uncovered = {diff.name for diff in case.tensors}
+    covered = [
+        diff
+        for diff in case.group.tensors
+        if diff.out_of_sync and diff.kind == "parameter" and diff.name not in uncovered
+    ]
+    settings = [value for value in case.group.values if value.kind == "setting" and value.counts]
+    return bool(covered) and any(value.name not in case.values for value in settings)
 
 
 def drift(group: Comparison) -> float:

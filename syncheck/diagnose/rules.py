@@ -13,6 +13,7 @@ from syncheck.diagnose import (
     syn105_tie_broken,
     syn106_different_progress,
     syn107_settings_differ,
+    syn108_different_runs,
     syn201_bn_local_stats,
     syn202_bn_drift_growing,
     syn203_bn_count_mismatch,
@@ -58,6 +59,7 @@ from syncheck.diagnose import (
 )
 from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.history import history_of
+from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper
 from syncheck.messages import relabel
 from syncheck.records import Finding, largest_first, minority_of, sets_within
 
@@ -131,6 +133,7 @@ _EVERY_RANK = frozenset(
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
     (
+        syn108_different_runs,
         syn206_metric_states,
         syn225_not_updated_on_some_ranks,
         syn101_missing_tensors,
@@ -257,7 +260,6 @@ def _apply_rules(
         if agree is None:
             odd = frozenset(match.ranks)
             agree = () if rule.CODE in _EVERY_RANK else (tuple(rank for rank in group.ranks if rank not in odd),)
-        in_a_job = case.in_memory and "IN_A_JOB" in rule.Text.__members__
         tensors = left_of(tensors, match.tensors, agree)
         values = names_left(values, match.values, by_rank, agree)
         findings.append(
@@ -267,9 +269,9 @@ def _apply_rules(
                 severity="warning" if match.only_warns else rule.SEVERITY,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
-                facts=tuple(match.facts),
-                cause=(match.cause or rule.Text["CAUSE"])(),
-                fix=(match.fix or rule.Text["IN_A_JOB" if in_a_job else "FIX"])(),
+                facts=(*match.facts, *describe_wrapper(rule, case)),
+                cause=choose_cause(rule, match, case)(),
+                fix=choose_fix(rule, match, case)(),
                 values=match.values,
                 counts=not match.only_warns,
                 certainty=match.certainty or rule.CERTAINTY,

@@ -16,9 +16,12 @@ One checkpoint does not show whether the statistics are one step apart or never 
 differences stay at the same size after about 1/momentum steps. To find out, save three or more early steps close
 together, or record the metadata.
 
+Beside SYN107 the weights differ too, and with them the activations and their statistics: fix SYN107 first.
+
 Fix, best first: convert to SyncBatchNorm before wrapping, which uses the statistics of the global batch on every rank
-(`model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`). Or broadcast or average the buffers before saving and
-evaluating (`for b in model.buffers(): dist.broadcast(b, 0)`). Or use a normalization without running statistics.
+(`model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)`); torch's SyncBatchNorm needs GPUs. On a CPU, and
+otherwise too: broadcast or average the buffers before saving and evaluating
+(`for b in model.buffers(): dist.broadcast(b, 0)`). Or use a normalization without running statistics.
 
 An evaluation through the DDP wrapper also copies rank 0's buffers, so files saved afterwards do not show the
 difference.
@@ -28,9 +31,10 @@ Incidents: pytorch/pytorch#13711, pytorch/pytorch#30718, open-mmlab/mmpose#998, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import match_statistics, statistics_alone
+from syncheck.diagnose.bn import explained_by_settings, match_statistics, statistics_alone
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -52,8 +56,17 @@ class Text(Sentence):
         "only rank 0's file is used."
     )
     FIX = (
-        "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or broadcast before "
-        "saving: for b in model.buffers(): dist.broadcast(b, 0). To accept the finding: {allow:option=SYN201}."
+        "On GPUs, convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). On a CPU, "
+        "where torch's SyncBatchNorm does not run, or without it, broadcast before saving: "
+        "for b in model.buffers(): dist.broadcast(b, 0). To accept the finding: {allow:option=SYN201}."
+    )
+    CAUSE_OF_SETTINGS = (
+        "The weights of the ranks differ because of their settings (SYN107), and so do the activations. The statistics "
+        "of their batches then differ too."
+    )
+    FIX_OF_SETTINGS = (
+        "Fix SYN107 first. If the statistics still differ after that, broadcast them before saving: "
+        "for b in model.buffers(): dist.broadcast(b, 0)."
     )
     STATISTICS = (
         "The ranks have different BatchNorm running statistics: {count} of {total} {count:verb differs|differ}, {size}"
@@ -81,7 +94,10 @@ def apply(case: Case) -> Match | None:
     statistics = statistics_alone(case)
     if not statistics:
         return None
-    return match_statistics(case, statistics, Text.STATISTICS, _synchronization_facts(case))
+    match = match_statistics(case, statistics, Text.STATISTICS, _synchronization_facts(case))
+    if explained_by_settings(case):
+        return replace(match, cause=Text.CAUSE_OF_SETTINGS, fix=Text.FIX_OF_SETTINGS)
+    return match
 
 
 def _synchronization_facts(case: Case) -> list[Message]:

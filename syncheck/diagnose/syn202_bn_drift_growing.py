@@ -17,8 +17,8 @@ synchronize buffers, or a forward pass that bypasses the wrapper. Each rank's ru
 the data for the whole run. If the shares have different means, the difference grows to the full difference between the
 shares, 1/momentum times the difference of SYN201.
 
-Fix: convert to SyncBatchNorm before wrapping, or keep DDP's buffer synchronization on. Under FSDP, average the running
-statistics over the ranks before saving and evaluating.
+Fix: convert to SyncBatchNorm before wrapping, or keep DDP's buffer synchronization on. torch's SyncBatchNorm needs
+GPUs. On a CPU, and under FSDP, average the running statistics over the ranks before saving and evaluating.
 
 Incidents: facebookresearch/detectron2#1297, facebookresearch/maskrcnn-benchmark#692, open-mmlab/mmdetection#2539,
 pytorch/pytorch#22095, facebookresearch/fairseq2#1081.
@@ -49,8 +49,9 @@ class Text(Sentence):
         "data for the whole run."
     )
     FIX = (
-        "Convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or keep DDP's "
-        "forward_sync_buffers (broadcast_buffers in older torch) on. Under FSDP, before saving: for b in "
+        "On GPUs, convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which does "
+        "not run on a CPU. Or keep DDP's forward_sync_buffers (broadcast_buffers in older torch) on. On a CPU, and "
+        "under FSDP, average the statistics before saving: for b in "
         "filter(torch.is_floating_point, model.buffers()): dist.all_reduce(b.div_(dist.get_world_size()))."
     )
     STATISTICS = (

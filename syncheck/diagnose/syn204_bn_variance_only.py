@@ -8,8 +8,9 @@ all ranks') to make the variance unbiased (n / (n - 1)) or to combine it. The er
 the ranks differ in size, or if one rank runs other code. Training normalizes with the biased variance and is not
 affected. Evaluation uses the running variance.
 
-Fix: use the number of samples of all ranks on every rank: upgrade torch, or correct your own layer. Then broadcast the
-buffers once: `for b in model.buffers(): dist.broadcast(b, 0)`.
+Fix: use the number of samples of all ranks on every rank: upgrade torch, or correct your own layer. torch's
+SyncBatchNorm needs GPUs; a layer of your own for CPUs must all-reduce the sums, the squares and the number of samples.
+Then broadcast the buffers once: `for b in model.buffers(): dist.broadcast(b, 0)`.
 
 Incidents: pytorch/pytorch#22192 (fixed).
 """
@@ -35,8 +36,8 @@ class Text(Sentence):
     )
     FIX = (
         "In the synchronized BatchNorm, compute the unbiased variance from the samples of all ranks: var * n / (n - 1) "
-        "with the all-reduced n. If the layer is torch's own, upgrade torch. Then broadcast the buffers: for b in "
-        "model.buffers(): dist.broadcast(b, 0)."
+        "with the all-reduced n. If the layer is torch's own (for GPUs only), upgrade torch. Then broadcast the "
+        "buffers: for b in model.buffers(): dist.broadcast(b, 0)."
     )
     VARIANCES = (
         "The ranks have different BatchNorm running variances, but the same running means: {count} of "

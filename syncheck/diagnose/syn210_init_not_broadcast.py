@@ -57,6 +57,11 @@ class Text(Sentence):
         "broadcasts nothing, so use the same seed on all ranks). Or broadcast after loading: "
         "for t in model.state_dict().values(): dist.broadcast(t, 0)."
     )
+    FIX_SHARDED = (
+        "fully_shard broadcasts nothing: build the model from the same seed on all ranks, or load the weights on every "
+        "rank. To make the replicas of a sharded model equal: for p in model.parameters(): "
+        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)."
+    )
     DIFFERENT_STARTS = "The ranks started from different parameters"
     OTHER_START = "{ranks:Ranks} started from other parameters than the other ranks"
     CONSISTENT = "Consistent with different initial parameters: no optimizer state was compared"

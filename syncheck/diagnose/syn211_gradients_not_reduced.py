@@ -26,7 +26,9 @@ every micro-batch, or is off by one at the end of the accumulation; the wrapped 
 one rank steps with its local gradients. The loss looks healthy, but the remaining checkpoint has seen 1/N of the data.
 
 Fix: call the wrapper, `loss = criterion(ddp_model(x), y)`, and leave `no_sync()` before the forward pass of the last
-micro-batch.
+micro-batch. With HSDP, pass `fully_shard` the whole mesh and not only its dimension of shards: each replica then trains
+alone. `set_requires_all_reduce(False)` on all micro-batches does not cause this, because no gradient reaches the
+optimizer (measured with torch 2.14). In a running job, the finding names `no_sync()` if it is active.
 
 Incidents: jingyaogong/minimind#853, jingyaogong/minimind#854, kohya-ss/sd-scripts#924, kohya-ss/sd-scripts#604,
 pytorch/pytorch#104336 (moved after the wrap), modelscope/FunASR#3472 (`no_sync` off by one).
@@ -68,6 +70,19 @@ class Text(Sentence):
     FIX = (
         "Train through the wrapper, loss = criterion(ddp_model(x), y), not ddp_model.module(x). Use no_sync() only for "
         "micro-batches before the last one, around forward and backward."
+    )
+    FIX_SHARDED = (
+        'Pass fully_shard the whole mesh, init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", '
+        '"shard")), and not only its dimension of shards. For gradient accumulation, call '
+        "model.set_requires_all_reduce(is_last_micro_batch) before each backward pass, on all ranks."
+    )
+    CAUSE_NO_SYNC = (
+        "Gradients are not averaged over the ranks, because the training runs within no_sync(). Each rank trains its "
+        "own model on its share of the data."
+    )
+    FIX_NO_SYNC = (
+        "Leave no_sync() before the forward pass of the last micro-batch: its forward and backward pass must both be "
+        "outside. Train through the wrapper, loss = criterion(ddp_model(x), y)."
     )
     EACH_RANK = (
         "Each rank stepped with its own gradients: first moments of different ranks have a median cosine of "

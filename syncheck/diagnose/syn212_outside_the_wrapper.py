@@ -53,6 +53,11 @@ class Text(Sentence):
         "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size())). "
         "If the first and last pipeline stage have copies of an embedding, add the gradients of both."
     )
+    FIX_SHARDED = (
+        "Add layers and adapters before fully_shard(model, mesh=mesh), with the whole mesh and not only its dimension "
+        "of shards, and create the optimizer after it. Or average the gradients of a part without shards before "
+        "optimizer.step(): for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))."
+    )
     NOT_AVERAGED = "The gradients of {modules:names 4} are not averaged over the ranks"
     CONSISTENT = "Consistent with unreduced gradients of {modules:names 4}: no first moments were compared"
     PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"

@@ -67,6 +67,11 @@ class Text(Sentence):
         "Clip after backward() with the same value on every rank: clip_grad_norm_(model.parameters(), max_norm). No "
         "clip, loss scale or division may depend on the rank, its loss or its batch."
     )
+    FIX_SHARDED = (
+        "Clip on every rank with all parameters of the sharded model: clip_grad_norm_(model.parameters(), max_norm), "
+        "which reduces the norm over the shards. A norm of p.grad.to_local() differs between ranks. No clip, loss "
+        "scale or division may depend on the rank, its loss or its batch."
+    )
     CAUSE_UNCOUNTED = (
         "Some ranks clip or scale the averaged gradients by another factor than the other ranks. Or a rank skipped a "
         "step or lost its momentum, which looks the same without step counters."

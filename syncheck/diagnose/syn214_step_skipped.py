@@ -64,9 +64,10 @@ class Text(Sentence):
 
     CAUSE = "A rank skipped an optimizer step that the other ranks took, because it decided on its own to skip a batch."
     FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
-    IN_A_JOB = (
-        f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks, with "
-        "source=RANK if there is no majority."
+    IN_A_JOB = f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
+    IN_A_JOB_NO_MAJORITY = (
+        f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
+        "with a rank that took all steps."
     )
     SKIPPED = "{ranks:Ranks} skipped {lag:count optimizer step} that {others:ranks} took"
     SKIPPED_UP_TO = "{ranks:Ranks} skipped up to {lag:count optimizer step} that {others:ranks} took"

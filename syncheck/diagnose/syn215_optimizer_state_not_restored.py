@@ -55,6 +55,11 @@ class Text(Sentence):
 
     CAUSE = "The optimizer state was loaded or lost on some ranks only, so its moments and step counts differ."
     FIX = _LOAD_EVERYWHERE
+    FIX_SHARDED = (
+        "Load the optimizer state of every rank before the first step, with "
+        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, not under 'if rank == 0'. Nothing copies "
+        "the state from one replica of a sharded model to another."
+    )
     # The majority may have lost its state, so resync needs a source.
     IN_A_JOB = (
         f"{_LOAD_EVERYWHERE} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "

@@ -47,6 +47,11 @@ class Text(Sentence):
         "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0). Or load them, or "
         "build them from the same seed, on every rank."
     )
+    FIX_SHARDED = (
+        "fully_shard broadcasts nothing. Load frozen parameters and buffers, or build them from the same seed, on "
+        "every rank. To make the replicas equal: for p in model.parameters(): "
+        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)."
+    )
     FROZEN = "{count:count frozen parameter} {count:verb was|were} never synchronized ({names:names}), {size}"
     UNTRAINED = "{count:count untrained tensor} {count:verb was|were} never synchronized ({names:names}), {size}"
     BUFFERS = "{count:count plain buffer} {count:verb was|were} not synchronized ({names:names}), {size}"

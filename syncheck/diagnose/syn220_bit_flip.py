@@ -15,7 +15,8 @@ single value was overwritten by mistake. A flip before gradients are averaged re
 invisible here.
 
 Fix: copy the parameters and optimizer state of a rank in the majority (load its file), and test the memory of the host.
-If the same rank fails again, exclude the host.
+Without a majority, compare both values with the last checkpoint in sync, or test the memory of both hosts. If the same
+rank fails again, exclude the host.
 
 Incidents: silent data corruption interrupted Llama 3's training 6 times in 54 days; ByteRobust (arXiv 2509.16293)
 isolates the machines outside the dominant group of equal signatures; arXiv 2502.12340 studies 15 faulty nodes.
@@ -54,8 +55,18 @@ class Text(Sentence):
         "odd host."
     )
     IN_A_JOB = (
-        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks, "
-        "with source=RANK without a majority. Test the memory of the odd host."
+        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks. "
+        "Test the memory of the odd host."
+    )
+    FIX_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
+        "changes a value by orders of magnitude), or test the memory of both hosts. Then load the checkpoint of the "
+        "healthy rank on the other rank: model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+    )
+    IN_A_JOB_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
+        "changes a value by orders of magnitude), or test the memory of both hosts. Then call "
+        "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy rank."
     )
     FLIPPED = "A single bit of {element} flipped: {bit}"
     FLIPPED_EARLIER = "at step {step} a single bit of {element} differed: {bit}"

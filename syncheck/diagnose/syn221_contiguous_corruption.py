@@ -9,8 +9,9 @@ overwrote the memory. If an all-reduce delivers other bytes to one rank, the run
 optimizer state. Whole rows of a matrix also differ if each rank added or filled them on its own (the embeddings of new
 tokens).
 
-Fix: copy the parameters and optimizer state of a rank in the majority. Compare right after loading and after the first
-steps, to see when the difference returns. Check the memory, links and local storage of the odd host. Broadcast new rows
+Fix: copy the parameters and optimizer state of a rank in the majority. Without a majority, the healthy rank is closer
+to the last checkpoint in sync. Compare right after loading and after the first steps, to see when the difference
+returns. Check the memory, links and local storage of the odd host. Broadcast new rows
 (`dist.broadcast(weight.data, 0)`).
 
 Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with no integrity check).
@@ -48,8 +49,19 @@ class Text(Sentence):
         "storage of the odd host."
     )
     IN_A_JOB = (
-        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks, "
-        "with source=RANK without a majority. Check the memory, links and storage of the odd host."
+        "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks. "
+        "Check the memory, links and storage of the odd host."
+    )
+    FIX_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare the elements with the last checkpoint in sync: the healthy rank "
+        "is closer to it. Then load the checkpoint of the healthy rank on the other rank: "
+        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Check memory, links and "
+        "storage."
+    )
+    IN_A_JOB_NO_MAJORITY = (
+        "No majority shows the healthy rank. Compare the elements with the last checkpoint in sync: the healthy rank "
+        "is closer to it. Then call syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy "
+        "rank. Check memory, links and storage."
     )
     RUN = "{length} adjacent elements of {name} differ ({numel} in total)"
     POSITION = "they are elements {first} to {last} in C order"

@@ -45,9 +45,10 @@ class Text(Sentence):
         "gradients, which would have spread NaN to all ranks."
     )
     FIX = f"{_CHECK_TOGETHER} Resume from checkpoints in which the ranks agree."
-    IN_A_JOB = (
-        f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks, with "
-        "source=RANK if there is no majority."
+    IN_A_JOB = f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
+    IN_A_JOB_NO_MAJORITY = (
+        f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
+        "with a rank whose values are finite."
     )
     MORE_NONFINITE = (
         "{ranks:Ranks} {ranks:verb holds|hold} more NaN or infinite elements than the other ranks, in "

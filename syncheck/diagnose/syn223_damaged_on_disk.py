@@ -7,7 +7,7 @@ which stores 0). torch.load does not check it, so the file loads without an erro
 Cause: the bytes changed after they were written: a failing disk, a truncated copy or download, a full file system, or a
 program writing into the file. The rank itself was in order when it saved.
 
-Fix: replace the file by another copy, or by the file of a rank in the majority. `python -m zipfile -t FILE` reads all
+Fix: replace the file by another copy, or by the file of a rank without damage. `python -m zipfile -t FILE` reads all
 records and prints the first damaged record. Check the disk, and send a checksum (`sha256sum`) with every copy.
 
 Incidents: NVIDIA/Megatron-LM#5281: a corrupt local checkpoint, fetched from a replica, caused NaN three steps after
@@ -37,7 +37,7 @@ class Text(Sentence):
     )
     DIFF_FIX = "Save or copy the damaged file again. python -m zipfile -t FILE checks a file. Check the disk too."
     FIX = (
-        "Replace the file: copy it again, or use the file of a rank in the majority. "
+        "Replace the file: copy it again, or use the file of a rank that the finding does not name. "
         "python -m zipfile -t FILE checks a file. Check the disk too."
     )
     CHANGED = "The {paths:verb file|files} {paths:names} changed after torch.save wrote {paths:verb it|them}"

@@ -47,6 +47,11 @@ class Text(Sentence):
         "Reduce over all ranks: DistributedDataParallel(model, process_group=None), or a mesh with a dimension across "
         'the nodes: init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")).'
     )
+    FIX_SHARDED = (
+        "Give fully_shard a mesh with a dimension across the nodes, init_device_mesh("
+        '"cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")), and not only its dimension of shards. Keep '
+        "model.set_requires_all_reduce(True) for the last micro-batch of each step."
+    )
     NODES_DIFFER = "Ranks on the same node agree, but the nodes differ: {nodes:list}"
     NODE = "{host} ({ranks:ranks})"
     MORE_NODES = "{count} more"

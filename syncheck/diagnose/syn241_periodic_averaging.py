@@ -1,6 +1,7 @@
 """Local SGD: the ranks train on their own between two averages of their parameters.
 
-Signature: the metadata contains a period of parameter averaging. Between two averages all trained parameters differ.
+Signature: the metadata contains a period of parameter averaging. Between two averages all trained parameters differ,
+and so do weights that are tied to them under another name.
 Right after an average they agree, and only the optimizer state and BatchNorm's statistics differ, because these are not
 averaged. Not part of this finding: differences of parameters right after an average, during the warm-up, or when an
 average is overdue, and frozen parameters.
@@ -19,11 +20,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Averaging, Case, Match, parameter_of
+from syncheck.diagnose.case import Averaging, Case, Match, evidence_of, parameter_of
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncheck.records import TensorDiff
 
 CODE = "SYN241"
@@ -62,9 +65,8 @@ def apply(case: Case) -> Match | None:
     averaging = case.averaging()
     if averaging is None or not case.agrees("optimizer_step"):
         return None
-    trained = {parameter_of(name) for name, kind in case.group.evidence.names.items() if kind == "optimizer"}
-    frozen = case.frozen
-    parameters = tuple(d for d in case.of_kind("parameter") if (d.name in trained if trained else d.name not in frozen))
+    parameters = _find_trained(case)
+    parameters += _find_copies(case, parameters)
     # A difference that remains after the average may have caused all others.
     if averaging.just_averaged and not case.agrees("parameter"):
         return None
@@ -74,6 +76,31 @@ def apply(case: Case) -> Match | None:
         return None
     facts = _facts(case, averaging, parameters, statistics)
     return Match((*parameters, *state, *statistics), case.group.ranks, facts)
+
+
+def _find_trained(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the differing parameters with optimizer state, or if the names of its ids are unknown, all not frozen."""
+    trained = {parameter_of(name) for name, kind in case.group.evidence.names.items() if kind == "optimizer"}
+    differing = case.of_kind("parameter")
+    if trained.isdisjoint(case.names_of("parameter")):
+        return tuple(diff for diff in differing if diff.name not in case.frozen)
+    return tuple(diff for diff in differing if diff.name in trained)
+
+
+def _find_copies(case: Case, parameters: Sequence[TensorDiff]) -> tuple[TensorDiff, ...]:
+    """Return the other parameters that are tied to one of these parameters: they differ by the same numbers.
+
+    The optimizer has the state of a tied weight under one of its names only.
+    """
+    measured = {_numbers(diff) for diff in parameters if diff.max_abs and evidence_of(diff).norms}
+    names = {diff.name for diff in parameters}
+    return tuple(diff for diff in case.of_kind("parameter") if diff.name not in names and _numbers(diff) in measured)
+
+
+def _numbers(diff: TensorDiff) -> tuple[object, ...]:
+    """Return the numbers of a difference, which are equal for two names of one tensor."""
+    norms = tuple(evidence_of(diff).norms.items())
+    return diff.shape, diff.dtype, diff.clusters, diff.mismatched, diff.max_abs, diff.max_rel, diff.index, norms
 
 
 def _facts(

@@ -6,6 +6,7 @@ import inspect
 import operator
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
@@ -23,14 +24,17 @@ if TYPE_CHECKING:
     from typing import Self
 
     Action = Literal["raise", "warn", "resync"] | Callable[[Report], object]
-    from syncheck.records import Finding
+    from syncheck.records import Finding, Group
 
 
-def check_agreement(channel: Channel, own: tuple[int, int, str]) -> None:
-    """Raise on all ranks unless they are at the same step with equal settings. own: step, every= and on_desync=."""
+def check_agreement(channel: Channel, own: tuple[int, int, str, str]) -> None:
+    """Raise on all ranks unless they are at the same step with equal settings.
+
+    own: step, every=, on_desync= and stop_at=.
+    """
     settings = channel.gather(own, "monitor")
-    steps, intervals, actions = ({rank: sent[i] for rank, sent in settings.items()} for i in range(3))
-    for name, answers in (("every", intervals), ("on_desync", actions)):
+    steps, intervals, actions, severities = ({rank: sent[i] for rank, sent in settings.items()} for i in range(4))
+    for name, answers in (("every", intervals), ("on_desync", actions), ("stop_at", severities)):
         if len(set(answers.values())) > 1:
             raise UsageError(f"{name}= differs between ranks: {_format_answers(answers)}")
     if len(set(steps.values())) > 1:
@@ -60,6 +64,10 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
         raise RankFailed(f"on_desync raised {_format_answers(failed)}")
 
 
+# Earlier checks that are kept to decide about a fault.
+_MOST_CHECKS = 16
+
+
 class DesyncState:
     """The known findings, so that only new findings are printed in detail.
 
@@ -70,6 +78,19 @@ class DesyncState:
         self.last_good = last_good
         self.since: int | None = None
         self._known: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+        self._checks: list[Group] = []  # the last checks out of sync, as diagnosed alone
+
+    def decide(self, step: int, report: Report) -> Report:
+        """Return the report; a fault that earlier checks showed keeps one code and one cause."""
+        if report.verdict != "out_of_sync":
+            self._checks = []
+            return report
+        from syncheck.diagnose.course import decide_over_steps  # only needed if the ranks differ
+
+        (group,) = report.groups
+        self._checks = [*self._checks, replace(group, step=step)][-_MOST_CHECKS:]
+        findings = decide_over_steps(self._checks)[-1].findings
+        return report if findings == group.findings else replace(report, groups=(replace(group, findings=findings),))
 
     def update(self, step: int, report: Report) -> tuple[Finding, ...]:
         """Record a check; return the failing findings with a new code, new ranks or new tensors."""
@@ -90,6 +111,7 @@ class DesyncState:
 
 
 ACTIONS = ("raise", "warn", "resync")
+SEVERITIES = ("error", "warning")
 _ALONE = "the process group has no other rank to compare with"
 _NO_GROUP = "no process group to compare across; call torch.distributed.init_process_group() on every rank"
 
@@ -106,6 +128,10 @@ class SyncMonitor:
     all details. "warn": rank 0 prints the findings. "resync": `syncheck.live.resync` repairs the differing ranks;
     UsageError if it refuses. Or a function, called with the report on every rank at every check that fails; if it
     raises on some ranks only, the other ranks raise RankFailed, so that no rank continues alone.
+
+    stop_at: the least severity that stops the run. With "error", "raise" prints findings that are only warnings, like
+    BatchNorm's local statistics (SYN201), and continues; so does "resync" if it cannot repair them. With "warning",
+    they stop the run too. A function of the report decides on its own.
 
     The group's first rank reports each check: a line on `console` (a rich Console; None for stderr; False for no
     output), an object in the JSONL file `events`, and scalars to `writer`, an object with TensorBoard's
@@ -125,6 +151,7 @@ class SyncMonitor:
         *,
         every: int = 100,
         on_desync: Action = "raise",
+        stop_at: Literal["error", "warning"] = "error",
         group: Any = None,
         start: int = 0,
         events: Any = None,
@@ -134,6 +161,8 @@ class SyncMonitor:
     ) -> None:
         self._checking = checking
         _check_arguments(every, on_desync, start, writer, console, checking)
+        if stop_at not in SEVERITIES:
+            raise UsageError(f"stop_at={brief(stop_at)}: must be {' or '.join(SEVERITIES)}")
         self.checks = 0
         """The number of checks so far."""
         self.last: Report | None = None
@@ -141,6 +170,7 @@ class SyncMonitor:
         self._objects = (model, optimizer, scaler)
         self._cache: dict[Any, Report] = {}
         self._every, self._on_desync, self._group = every, on_desync, group
+        self._stop_at = stop_at
         self._start = self._step = start
         self._pending = False
         self._checked_at: int | None = None
@@ -185,8 +215,9 @@ class SyncMonitor:
         if channel is None:
             report = Report("undecided", ())
         else:
-            check_agreement(channel, (self._step, self._every, self._action))
+            check_agreement(channel, (self._step, self._every, self._action, self._stop_at))
             report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
+            report = self._state.decide(self._step, report)
         seconds = time.perf_counter() - began
         self._check_seconds += seconds
         self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
@@ -255,7 +286,7 @@ class SyncMonitor:
             good, since = self._state.last_good, self._state.since
             checked = CheckRecord(self._step, report, seconds, self.overhead, good, since, new)
             # The text of OutOfSync has the details.
-            self._reporter.report_check(checked, details=self._on_desync != "raise")
+            self._reporter.report_check(checked, details=self._on_desync != "raise" or not self._stops(report))
 
     def _print_new_facts(self, report: Report) -> None:
         """Print what a verdict does not say: tensors that are not finite, and differences that do not count."""
@@ -273,8 +304,15 @@ class SyncMonitor:
             if fact is not None:
                 self._warn_once(str(fact))
 
+    def _stops(self, report: Report) -> bool:
+        """Whether a failing finding is severe enough to stop the run. Equal on all ranks, like the report."""
+        failing = [finding for group in report.groups for finding in group.findings if finding.fails]
+        return self._stop_at == "warning" or any(finding.severity == "error" for finding in failing)
+
     def _handle_desync(self, report: Report) -> None:
         if self._on_desync == "raise":
+            if not self._stops(report):
+                return
             from syncheck.report.failure import message
 
             good = (
@@ -282,11 +320,12 @@ class SyncMonitor:
             )
             raise OutOfSync(f"step {self._step} ({good}): {message(report)}", report)
         if self._on_desync == "resync":
-            self._resync()
+            self._resync(stops=self._stops(report))
         elif callable(self._on_desync):
             call_on_all_ranks(Channel(self._process_group), self._on_desync, report)
 
-    def _resync(self) -> None:
+    def _resync(self, *, stops: bool) -> None:
+        """Repair the ranks. stops: whether a refusal stops the run; all ranks refuse together."""
         from syncheck.live.repair import resync
         from syncheck.live.repair.plan import NoMajority
 
@@ -297,6 +336,9 @@ class SyncMonitor:
                     model, optimizer, scaler, source="majority", group=self._process_group, **self._checking
                 )
         except UsageError as error:
+            if not stops:
+                self._warn_once(f'on_desync="resync" cannot repair: {error}; these are warnings, so the run continues')
+                return
             text = f'step {self._step}: on_desync="resync" cannot repair: {error}'
             if isinstance(error.__cause__, NoMajority):  # of this rank; all ranks raise a UsageError with its text
                 text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"

@@ -97,7 +97,7 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
     lines = [
         f'<header class="{report.verdict}">',
         f"<h1>{_escape(words.verdict_line(report))}</h1>",
-        *(f"<p>{_escape(fact)}</p>" for fact in words.not_finite_lines(report)),
+        *(f"<p>{_escape(fact)}</p>" for fact in words.first_lines(report)),
         f'<p class="where">{escape(_DOT.join(where))}</p>' if where else "",
     ]
     if len(groups) <= 1:

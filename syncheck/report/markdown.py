@@ -82,7 +82,7 @@ def _head(report: Report) -> list[str]:
     fixed = [f"- {text(line)}" for line in words.fixed_lines(report.groups)]
     more = [f"- and {len(fixed) - _MOST_ITEMS} more"] if len(fixed) > _MOST_ITEMS else []
     fixed_list = ["\n".join([*fixed[:_MOST_ITEMS], *more])] if fixed else []
-    facts = [f"**{text(fact)}**" for fact in words.not_finite_lines(report)]
+    facts = [f"**{text(fact)}**" for fact in words.first_lines(report)]
     return [
         f"## syncheck: {text(words.verdict_line(report))}",
         *facts,

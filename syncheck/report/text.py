@@ -69,8 +69,9 @@ def overview(report: Report, limit: int) -> list[Part]:
 
 
 def _first_lines(report: Report) -> list[Part]:
-    facts = words.not_finite_lines(report)
-    return [*lines(facts, "bold red"), BLANK] if facts else []
+    facts = words.first_lines(report)
+    style = "bold red" if words.not_finite_lines(report) else "bold yellow"
+    return [*lines(facts, style), BLANK] if facts else []
 
 
 def _title(group: Group) -> Line:

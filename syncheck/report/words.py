@@ -30,6 +30,8 @@ _MOST_VALUES = 5
 _MOST_FIXED = 3
 _MOST_PATHS = 6
 _MOST_STEPS = 3
+# The findings that affect neither the training nor the file of rank 0.
+_HARMLESS = ("SYN201",)
 # The findings that name no cause.
 UNEXPLAINED = ("SYN299", "SYN399")
 
@@ -49,8 +51,21 @@ def counts_text(counts: Counts) -> str:
     )
 
 
+def first_lines(report: Report) -> list[str]:
+    """Return the first lines of a report: what a verdict does not say."""
+    return [*unaffected_lines(report), *not_finite_lines(report)]
+
+
+def unaffected_lines(report: Report) -> list[str]:
+    """Return a line if the replicas differ, but neither the training nor the file of rank 0 is affected."""
+    failing = [finding for group in report.groups for finding in group.findings if finding.fails]
+    if failing and all(finding.severity == "warning" and finding.code in _HARMLESS for finding in failing):
+        return [str(Note.RANK_0_UNAFFECTED())]
+    return []
+
+
 def not_finite_lines(report: Report) -> list[str]:
-    """Return the first lines of a report: one for the last step of each run that is not finite on all ranks."""
+    """Return a line for the last step of each run that is not finite on all ranks."""
     by_run: dict[str, str] = {}
     for group in report.groups:
         fact = describe_not_finite(group)

@@ -114,6 +114,16 @@ def is_aside(name: str) -> bool:
     return bool(_find_words(containers) & (_ASIDE | _CONFIG)) or bool(_find_words(last) & _LOGGED)
 
 
+def in_configuration(name: str) -> bool:
+    """Whether a value is in a container of the user's settings, such as `args.lr`."""
+    return bool(_find_words(name.lower().rpartition(".")[0]) & _CONFIG)
+
+
+def is_seed(name: str) -> bool:
+    """Whether a value is the seed of a random generator."""
+    return bool(_find_words(name.lower().rpartition(".")[2]) & {"seed", "seeds"})
+
+
 def _find_words(text: str) -> set[str]:
     return set(re.findall(r"[a-z]+", text))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import Done, save, save_pth
 
+from syncheck.messages import Note
 from syncheck.options import EXTENSIONS, FORMATS
 
 if TYPE_CHECKING:
@@ -36,13 +37,17 @@ def is_whole(name: str, text: str) -> None:
         assert lines[0].startswith(f"::error file=run_rank0.pth,title={title}")
         assert lines[1:] == ["OUT OF SYNC", COUNTS]
     elif name == "markdown":
-        assert text.startswith(f"## syncheck: OUT OF SYNC\n\n{COUNTS}\n")
+        title, unaffected, counts, *_ = text.split("\n\n")
+        assert (title, counts) == ("## syncheck: OUT OF SYNC", COUNTS)
+        assert str(Note.RANK_0_UNAFFECTED()) in unaffected
     elif name == "html":
         assert text.startswith("<!doctype html>")
         assert text.rstrip().endswith("</html>")
     else:
         assert name == "text", f"add a check of a complete document in {name}"
-        assert text.splitlines()[-2:] == ["OUT OF SYNC", COUNTS]
+        lines = text.splitlines()
+        assert lines[0] == str(Note.RANK_0_UNAFFECTED())
+        assert lines[-2:] == ["OUT OF SYNC", COUNTS]
 
 
 @pytest.mark.parametrize("command", ["compare", "report"])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from syncheck.api import Options
     from syncheck.live.channel import Channel
+    from syncheck.snapshots import NoSync
     from syncheck.tensors.blocks import Files
 
     Key = tuple[bytes, bytes]
@@ -129,7 +130,7 @@ def make_manifest(local: Snapshot, algorithms: Sequence[str]) -> Manifest:
                 tensor.crc32,
             )
         )
-    metadata = local.metadata and replace(local.metadata, rank=None, host=None, mesh={})
+    metadata = local.metadata and replace(local.metadata, rank=None, host=None, mesh={}, no_sync="")
     shared = Snapshot("", local.format, 0, {}, dict(local.values), local.stubs, metadata, local.notes, local.ties)
     return Manifest(tuple(rows), tuple(shardings), shared)
 
@@ -145,7 +146,7 @@ class RankInfo:
 
     path, size: of its replica in reports. host: of the training. fallback: why its digests were computed without the
     fused GPU kernel, else empty. attributes: hash of the plain attributes of its modules. not_finite: names of its
-    tensors with NaN or infinity.
+    tensors with NaN or infinity. no_sync: as in `snapshots.Metadata`.
     """
 
     key: Key
@@ -157,6 +158,7 @@ class RankInfo:
     fallback: str = ""
     attributes: bytes = b""
     not_finite: tuple[str, ...] = ()
+    no_sync: NoSync = ""
 
 
 @dataclass
@@ -267,7 +269,14 @@ class GroupContents:
             # In a subgroup, ranks outside are not missing; ranks that saved a file and are absent are.
             present = len(self.rank_infos) if self.is_world else None
             world_size = None if ranks else content.metadata.world_size or present
-            metadata = replace(content.metadata, rank=rank, world_size=world_size, host=info.host, mesh=dict(info.mesh))
+            metadata = replace(
+                content.metadata,
+                rank=rank,
+                world_size=world_size,
+                host=info.host,
+                mesh=dict(info.mesh),
+                no_sync=info.no_sync,
+            )
             shared = content.manifest.snapshot
             snapshots[rank] = replace(
                 shared,
@@ -296,7 +305,9 @@ def exchange_manifests(channel: Channel, local: Snapshot, options: Options) -> G
     options_hash = hashlib.sha256(repr(options).encode()).digest()[:16]
     fallback, KERNEL.fallback = one_line(KERNEL.fallback)[:200], ""
     hashed, not_finite = hash_attributes(local.attributes), _find_not_finite(channel, local)
-    own_info = RankInfo(key, options_hash, path, local.bytes, host, mesh, fallback, hashed, not_finite)
+    own_info = RankInfo(
+        key, options_hash, path, local.bytes, host, mesh, fallback, hashed, not_finite, metadata.no_sync
+    )
     sent = channel.gather(own_info, "digests")
     rank_infos: dict[int, RankInfo] = {rank: sent[rank] for rank in sorted(sent)}
     if len({info.options for info in rank_infos.values()}) > 1:

@@ -128,5 +128,6 @@ def _make_metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | 
         # To detect a rank that has lost all states of its parameters, which no other rank has.
         optimizer_parameters=metadata.optimizer_parameters
         or tuple(normalized[name] for name in tree.local_parameters if name in normalized),
+        no_sync=tree.no_sync,
         buffers_synced=metadata.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
     )

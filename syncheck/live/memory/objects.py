@@ -17,6 +17,8 @@ from syncheck.live.memory.tensor_bytes import holds_shard, is_tensor
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
+    from syncheck.snapshots import NoSync
+
 # The key of `get_extra_state()` in a state dict.
 EXTRA_STATE = "_extra_state"
 # Limit of a search for tensors. An object that refers to more, like a logger, counts as holding a tensor.
@@ -166,6 +168,23 @@ def get_transient_buffers(modules: Mapping[str, Any]) -> set[str]:
         for path, owner in modules.items()
         for name in getattr(owner, "_non_persistent_buffers_set", ())
     }
+
+
+def get_no_sync(modules: Iterable[Any]) -> NoSync:
+    """Return whether DDP's `no_sync()` is active, or was at the last forward pass of the wrapper.
+
+    modules: a module and its submodules. With fully_shard, gradients that are not reduced do not reach the optimizer at
+    all (measured with torch 2.14), so replicas do not diverge.
+    """
+    for module in modules:
+        if type(module).__name__ != "DistributedDataParallel":
+            continue
+        if getattr(module, "require_backward_grad_sync", True) is False:
+            return "active"
+        # Set by each forward pass; also by one under torch.no_grad().
+        if getattr(module, "require_forward_param_sync", True) is False:
+            return "last forward"
+    return ""
 
 
 def get_buffers_synced(module: Any) -> bool | None:

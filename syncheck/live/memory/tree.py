@@ -20,6 +20,7 @@ from syncheck.live.memory.objects import (
     get_attributes,
     get_buffers_synced,
     get_custom_state,
+    get_no_sync,
     get_referents,
     get_transient_buffers,
     has_extra_state,
@@ -40,6 +41,8 @@ from syncheck.tensors.names import MODEL_CONTAINERS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
+
+    from syncheck.snapshots import NoSync
 
 
 def get_local_optimizer(optimizer: Any) -> tuple[Any, bool]:
@@ -91,11 +94,12 @@ class Tree:
     parts: modules, optimizers, other objects with a `state_dict()`, tensors, containers. persistent: skip
     non-persistent buffers. buffers, frozen, parameters: names, as in `readers.pickles.tree`. averaged: names of
     objects that average a model. bn_momentum: by BatchNorm module. buffers_synced: as in `snapshots.Metadata`; None if
-    no module defines it. stubs: unknown classes whose tensors are all compared. unread: classes and module attributes
-    that may have more tensors. hidden: the same with names, if tensors were found. attributes: reads the plain
-    attributes of the modules. modes: whether modules are in training mode, by the name of the root. names: of the
-    modules' parameters, by `id`. partitioned: an optimizer holds the states of some parameters only, as with ZeRO;
-    local_parameters: their names on this rank. Raises UsageError for objects that cannot be read.
+    no module defines it. no_sync: as in `snapshots.Metadata`. stubs: unknown classes whose tensors are all compared.
+    unread: classes and module attributes that may have more tensors. hidden: the same with names, if tensors were
+    found. attributes: reads the plain attributes of the modules. modes: whether modules are in training mode, by the
+    name of the root. names: of the modules' parameters, by `id`. partitioned: an optimizer holds the states of some
+    parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for objects that cannot
+    be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
@@ -109,6 +113,7 @@ class Tree:
         self.averaged: list[str] = []
         self.bn_momentum: dict[str, float | None] = {}
         self.synced: set[bool | None] = set()
+        self.no_sync: NoSync = ""
         self.stubs: set[str] = set()
         self.unread: set[str] = set()
         self.names: dict[int, str] = {}
@@ -246,6 +251,7 @@ class Tree:
         prefix = get_prefix(name)
         entries: dict[str, Any] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
+        self.no_sync = self.no_sync or get_no_sync(modules.values())
         self._roots.append((prefix, entries))
         self.modes[f"{prefix}training"] = describe_modes(modules)
         flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_fsdp1(m))

@@ -1,0 +1,92 @@
+"""Choose the cause and the fix of a finding for the case at hand: a running job, a sharded model, no majority.
+
+A rule may have these sentences besides CAUSE and FIX:
+
+- CAUSE_NO_SYNC, FIX_NO_SYNC: `no_sync()` of DDP is active in a running job. The fix also applies if it was active
+  during the last forward pass.
+- FIX_SHARDED: the model is sharded, by FSDP or HSDP.
+- IN_A_JOB: the ranks of a running job, without files.
+- FIX_NO_MAJORITY, IN_A_JOB_NO_MAJORITY: no majority shows which ranks are healthy.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from syncheck.layout.replica_groups import TENSOR_PARALLEL
+from syncheck.messages import Message, Sentence
+from syncheck.records import sets_within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from syncheck.diagnose.case import Case, Match, Rule
+    from syncheck.records import Comparison, TensorDiff
+
+# A mesh dimension along which a DTensor is sharded, with its name if it has one: see `layout.dtensors.layout_text`.
+_SHARDED_ALONG = re.compile(r"divided in \d+(?: along ([^(]+))? \(dimension (\d+)")
+
+
+class Wrapper(Sentence):
+    """Statements about the parallel wrapper of a running job."""
+
+    NO_SYNC = "no_sync() of DDP is active, so backward passes do not reduce gradients"
+    LAST_FORWARD = (
+        "the last forward pass of DDP's wrapper was within no_sync() or torch.no_grad(), so its backward pass does not "
+        "reduce gradients"
+    )
+
+
+def choose_cause(rule: Rule, match: Match, case: Case) -> Sentence:
+    """Return the sentence of the cause."""
+    if match.cause is not None:
+        return match.cause
+    is_active = case.group.evidence.metadata.no_sync == "active"
+    return rule.Text["CAUSE_NO_SYNC" if is_active and "CAUSE_NO_SYNC" in rule.Text.__members__ else "CAUSE"]
+
+
+def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
+    """Return the sentence of the fix."""
+    if match.fix is not None:
+        return match.fix
+    sentences = rule.Text.__members__
+    if case.group.labels:  # two models, which have neither ranks nor a wrapper
+        return rule.Text["FIX"]
+    if case.group.evidence.metadata.no_sync and "FIX_NO_SYNC" in sentences:
+        return rule.Text["FIX_NO_SYNC"]
+    if is_sharded(case.group) and "FIX_SHARDED" in sentences:
+        return rule.Text["FIX_SHARDED"]
+    name = "IN_A_JOB" if case.in_memory and "IN_A_JOB" in sentences else "FIX"
+    if f"{name}_NO_MAJORITY" in sentences and not has_majority(match.tensors):
+        name = f"{name}_NO_MAJORITY"
+    return rule.Text[name]
+
+
+def describe_wrapper(rule: Rule, case: Case) -> tuple[Message, ...]:
+    """State whether DDP's `no_sync()` is or was active, for rules on gradients."""
+    no_sync = case.group.evidence.metadata.no_sync
+    if not no_sync or "FIX_NO_SYNC" not in rule.Text.__members__:
+        return ()
+    return (Wrapper.NO_SYNC() if no_sync == "active" else Wrapper.LAST_FORWARD(),)
+
+
+def is_sharded(group: Comparison) -> bool:
+    """Whether FSDP or HSDP shards the model. Shards of tensor parallelism alone do not count."""
+    for shards in group.shards:
+        if shards.kind != "DTensor":
+            continue
+        for name, dimension in _SHARDED_ALONG.findall(shards.layout):
+            # fully_shard divides the first dimension of a tensor, along a mesh that needs no names.
+            if (name and name.lower() not in TENSOR_PARALLEL) or (not name and dimension == "0"):
+                return True
+    return False
+
+
+def has_majority(tensors: Iterable[TensorDiff]) -> bool:
+    """Whether more than half of the ranks of each replica group agree in every tensor."""
+    for diff in tensors:
+        for sets in sets_within(diff):
+            if 2 * len(sets[0]) <= sum(map(len, sets)):
+                return False
+    return True
