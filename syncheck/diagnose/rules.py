@@ -50,6 +50,10 @@ from syncheck.diagnose import (
     syn311_unrelated,
     syn312_scaled,
     syn313_wrong_shard,
+    syn314_tie_changed,
+    syn315_offset,
+    syn316_scales_missing,
+    syn317_repeated,
     syn399_unexplained_model_difference,
 )
 from syncheck.diagnose.case import Case, Rule
@@ -122,7 +126,7 @@ def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tup
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
 _EVERY_RANK = frozenset(
     "SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN231 SYN240 SYN241 SYN299 SYN399".split()
-) | {f"SYN{code}" for code in range(301, 314)}
+) | {f"SYN{code}" for code in range(301, 318)}
 # In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
@@ -170,6 +174,10 @@ RULES: tuple[Rule, ...] = cast(
         syn309_padded,
         syn312_scaled,
         syn313_wrong_shard,
+        syn314_tie_changed,
+        syn315_offset,
+        syn316_scales_missing,
+        syn317_repeated,
         syn311_unrelated,
         syn399_unexplained_model_difference,
     ),
@@ -191,6 +199,10 @@ DIFF_RULES: tuple[Rule, ...] = cast(
         syn309_padded,
         syn312_scaled,
         syn313_wrong_shard,
+        syn314_tie_changed,
+        syn315_offset,
+        syn316_scales_missing,
+        syn317_repeated,
         syn311_unrelated,
         syn101_missing_tensors,
         syn102_shape_or_dtype_mismatch,

@@ -28,8 +28,14 @@ CERTAINTY = "proved"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "A rank or stage of B holds what belongs to another one: shards or layers are at the wrong place."
-    FIX = "Assemble shards by their rank and layer, not by the order of file names."
+    CAUSE = (
+        "Shards, layers or other tensors of B are at the wrong place: they are those of another rank, layer or module "
+        "of A."
+    )
+    FIX = (
+        "Assemble shards by their rank and layer, not by the order of file names, and check the names of modules in "
+        "the conversion."
+    )
     OTHER = "{name} of B is {other} of A"
     BOXES = "{boxes} of {of} shards of {name} belong to other ranks, in {files}"
     MORE = "{count:count more tensor}"
