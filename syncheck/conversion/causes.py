@@ -20,7 +20,7 @@ from syncheck.conversion.fused_parts import are_parts_of_one
 from syncheck.conversion.local_changes import list_local, relate_local
 from syncheck.conversion.merges import Replaced, find_adapted, fit_factor, view_base
 from syncheck.conversion.missing_scales import relate_fitted, relate_unscaled
-from syncheck.conversion.model_pairs import Models
+from syncheck.conversion.model_pairs import FEW, Models
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, has_scales, measure_rounding
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable
@@ -70,7 +70,26 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
             # A few wrong elements are no property of the whole tensor.
             if name not in relations and name not in models.local:
                 relations |= relate(name, models)
+    relations = _drop_chance_casts(relations, models)
     return tuple(_with_relation(diff, relations[diff.name]) if diff.name in relations else diff for diff in diffs)
+
+
+def _drop_chance_casts(relations: Mapping[str, Relation], models: Models) -> dict[str, Relation]:
+    """Return the relations without the rounding of small tensors, unless a larger tensor shows the same rounding.
+
+    A step counter of 19 is 20 in an 8-bit dtype, and a rounded bias of 4 elements is no evidence either.
+    """
+    shown: set[object] = set()
+    small: dict[str, object] = {}
+    for name, relation in relations.items():
+        if relation.kind is not RelationKind.CAST or models.a[name].dtype != models.b[name].dtype:
+            continue
+        rounding = relation.parameters["side"], relation.parameters["dtype"]
+        if models.a[name].numel < FEW:
+            small[name] = rounding
+        else:
+            shown.add(rounding)
+    return {name: relation for name, relation in relations.items() if name not in small or small[name] in shown}
 
 
 def _is_comparable(name: str, models: Models) -> bool:

@@ -55,6 +55,7 @@ from syncheck.diagnose import (
     syn316_scales_missing,
     syn317_repeated,
     syn399_unexplained_model_difference,
+    two_runs,
 )
 from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.history import history_of
@@ -207,6 +208,10 @@ DIFF_RULES: tuple[Rule, ...] = cast(
         syn101_missing_tensors,
         syn102_shape_or_dtype_mismatch,
         syn220_bit_flip,
+        syn106_different_progress,
+        syn214_step_skipped,
+        syn107_settings_differ,
+        syn213_per_rank_gradient_scale,
         syn399_unexplained_model_difference,
         syn103_prefix_normalized,
     ),
@@ -254,9 +259,15 @@ def _apply_rules(
     findings: list[Finding] = []
     for rule in rules:
         case = Case(group, tensors, values, series or (group,))
+        of_runs = bool(group.labels) and rule.CODE in two_runs.CODES
+        if of_runs and not two_runs.may_explain(rule.CODE, case):
+            continue
         match = rule.apply(case)
         if match is None:
             continue
+        if of_runs:
+            certainty, alternatives = two_runs.limit_certainty(rule.CODE, match, case)
+            match = replace(match, certainty=certainty, alternatives=alternatives)
         agree = match.agree
         if agree is None:
             odd = frozenset(match.ranks)

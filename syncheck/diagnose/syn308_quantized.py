@@ -6,8 +6,8 @@ quantization step of A. Or B stores floats that are multiples of one step for ea
 plausible: the largest value in the block of a scale uses a part of the range of the stored numbers, so that the values
 are not just rounded to zero. Without scales in the file, the evidence states bounds only.
 
-Cause: the copy was exported in a quantized format. Quantization is intended in most cases, but an uninitialized or exchanged
-scale is not.
+Cause: the copy was exported in a quantized format. Quantization is intended in most cases, but an uninitialized or
+exchanged scale is not.
 
 Fix: if quantization is intended, accept this finding with `--allow SYN308`: values beyond half a step, and values with
 scales that are NaN, infinite, negative or too large, are still reported as SYN399.
