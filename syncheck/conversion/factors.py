@@ -24,6 +24,8 @@ _LEAST_BITS = 40.0
 _ROUNDINGS = 4
 # An offset of a multiple of this is taken for exact, if it fits.
 _FRACTION = 64
+# The smallest positive number of dtypes that round weights of a usual size to it.
+_SMALLEST = {"float16": 2.0**-24, "float8_e5m2": 2.0**-16, "float8_e4m3fn": 2.0**-9}
 # Elements in which blocks with one factor are searched.
 _SAMPLE = 1 << 18
 
@@ -34,7 +36,8 @@ def relate_constants(name: str, models: Models) -> dict[str, Relation]:
     if a.shape != b.shape or a.numel < 2 or not (is_readable(a) and is_readable(b)):
         return {}
     unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
-    fits: list[_Fit] = [_Factor(unit), _Offset(unit)]
+    smallest = max(_SMALLEST.get(tensor.dtype, 0.0) for tensor in (a, b))
+    fits: list[_Fit] = [_Factor(unit, smallest), _Offset(unit, smallest)]
     for x, y in read_pairs(a, b, models.files):
         fits = [fit for fit in fits if fit.add(x, y)]
         if not fits:
@@ -48,11 +51,12 @@ def relate_constants(name: str, models: Models) -> dict[str, Relation]:
 class _Fit:
     """A constant that is fitted to the first block of two tensors, and checked in all of them."""
 
-    def __init__(self, unit: float) -> None:
-        self._unit = unit
+    def __init__(self, unit: float, smallest: float) -> None:
+        """Take the unit roundoff and the smallest number of the less precise dtype."""
+        self._unit, self._smallest = unit, smallest
         self._constant: float | None = None
         self._spread = 0.0
-        self._bits = 0.0
+        self._bits = self._most_bits = 0.0
 
     def add(self, x: Any, y: Any) -> bool:
         """Return whether the constant fits a block."""
@@ -71,12 +75,18 @@ class _Fit:
         if not (np.abs(y - expected) <= bounds).all():
             return False
         informative = bounds[(bounds > 0) & (bounds < self._spread)]
-        self._bits += float(np.log2(self._spread / informative).sum())
+        if informative.size:
+            bits = np.log2(self._spread / informative)
+            self._bits += float(bits.sum())
+            self._most_bits = max(self._most_bits, float(bits.max()))
         return True
 
     def is_evident(self) -> bool:
         """Whether the fit is not by chance, and not the identity."""
-        return self._constant is not None and self._bits > _LEAST_BITS and not self._is_identity()
+        if self._constant is None or self._is_identity():
+            return False
+        # The element from which the constant is computed shows nothing.
+        return self._bits - self._most_bits > _LEAST_BITS
 
     def describe(self) -> Relation:
         """Return the relation with the constant."""
@@ -107,7 +117,7 @@ class _Factor(_Fit):
     def _expect(self, x: Any, y: Any) -> tuple[Any, Any]:
         import numpy as np
 
-        return self._constant * x, _ROUNDINGS * self._unit * np.abs(y)
+        return self._constant * x, _ROUNDINGS * (self._unit * np.abs(y) + self._smallest)
 
     def _is_identity(self) -> bool:
         # A factor of 0 is a tensor of zeros, which is not a multiple of A in particular.
@@ -135,7 +145,7 @@ class _Offset(_Fit):
         import numpy as np
 
         sizes = np.maximum(np.abs(x), np.abs(y))
-        return x + self._constant, _ROUNDINGS / 2 * self._unit * sizes + self._doubt
+        return x + self._constant, _ROUNDINGS / 2 * (self._unit * sizes + self._smallest) + self._doubt
 
     def _is_identity(self) -> bool:
         # An offset below the rounding of its elements is no offset.
@@ -151,7 +161,8 @@ def relate_blocks(name: str, models: Models) -> dict[str, Relation]:
     if min(rows, columns) < 2:
         return {}
     unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
-    blocks = BlockFactors(rows, columns, _ROUNDINGS * unit)
+    smallest = max(_SMALLEST.get(tensor.dtype, 0.0) for tensor in (a, b))
+    blocks = BlockFactors(rows, columns, _ROUNDINGS * unit, _ROUNDINGS * smallest)
     if not blocks.fit(lambda first, count: _read_rows(name, models, first, count)) or not blocks.is_evident():
         return {}
     return {name: Relation(RelationKind.FACTORS, blocks.describe())}
@@ -172,9 +183,9 @@ def _read_rows(name: str, models: Models, first: int, count: int) -> tuple[Any, 
 class BlockFactors:
     """Factors of the blocks of a matrix."""
 
-    def __init__(self, rows: int, columns: int, tolerance: float) -> None:
-        """Take the shape of the matrix, and the relative rounding of its elements."""
-        self._rows, self._columns, self._tolerance = rows, columns, tolerance
+    def __init__(self, rows: int, columns: int, tolerance: float, smallest: float) -> None:
+        """Take the shape of the matrix, and the relative and the absolute rounding of its elements."""
+        self._rows, self._columns, self._tolerance, self._smallest = rows, columns, tolerance, smallest
         self._block = (rows, columns)
         self._count = self._unchanged = 0
         self._bits = 0.0
@@ -183,7 +194,7 @@ class BlockFactors:
     def fit(self, read: Callable[[int, int], tuple[Any, Any]]) -> bool:
         """Return whether factors of equal blocks fit all elements. read: return some rows of both matrices."""
         sample = min(self._rows, max(1, _SAMPLE // self._columns))
-        block = find_block(*read(0, sample), self._tolerance)
+        block = find_block(*read(0, sample), self._tolerance, self._smallest)
         if block is None:
             return False
         # A block as high as the sample may have any height.
@@ -255,22 +266,24 @@ class BlockFactors:
         expected = x * factors[: len(x)]
         if not (np.isfinite(expected).all() and np.isfinite(y).all()):
             return False
-        if not (np.abs(y - expected) <= self._tolerance * np.abs(y)).all():
+        bounds = self._tolerance * np.abs(y)
+        if not (np.abs(y - expected) <= bounds + self._smallest).all():
             return False
-        self._bits -= math.log2(self._tolerance) * np.count_nonzero(y)
+        self._bits -= math.log2(self._tolerance) * np.count_nonzero(bounds > self._smallest)
         return True
 
 
-def find_block(x: Any, y: Any, tolerance: float) -> tuple[int, int] | None:
+def find_block(x: Any, y: Any, tolerance: float, smallest: float) -> tuple[int, int] | None:
     """Return the largest block of rows and columns that may have one factor each; None if no two elements share one.
 
     x, y: the first rows of two matrices.
-    tolerance: the relative rounding of their elements.
+    tolerance, smallest: the relative and the absolute rounding of their elements.
     """
     import numpy as np
 
+    is_precise = (x != 0) & (tolerance * np.minimum(np.abs(x), np.abs(y)) >= smallest)
     with np.errstate(all="ignore"):
-        ratios = np.where(x != 0, y / x, np.nan)
+        ratios = np.where(is_precise, y / x, np.nan)
     height = _find_period(ratios, 0, tolerance)
     width = _find_period(ratios, 1, tolerance)
     if height == width == 1:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncheck.conversion.merges import unit_roundoff
 from syncheck.conversion.quantized import Quantized
 from syncheck.conversion.recognition import get_computed, is_readable
 from syncheck.findings import Relation, RelationKind
@@ -24,8 +25,6 @@ _MOST, _LEAST = 255, 7
 # Elements of the shortest block with its own scale, and other possible lengths of a block within a row.
 _SHORTEST = 16
 _LENGTHS = (256, 128, 64, 32)
-# Largest distance from the original in steps: half of one, and the error of a fitted scale.
-_HALF = 0.52
 
 
 def relate_unscaled(name: str, models: Models) -> dict[str, Relation]:
@@ -89,16 +88,20 @@ def _fit(own: Tensor, other: Tensor, length: int, models: Models) -> tuple[float
     import numpy as np
 
     least, most = math.inf, 0.0
+    rounding = 2 * unit_roundoff(other.dtype)
     for numbers, values in _read_blocks(own, other, length, models):
         if not np.isfinite(values).all() or not _are_integers(numbers):
             return None
+        # A value within half a step of its number bounds the scale from below and from above.
+        sizes, counts = np.abs(values), np.abs(numbers)
+        if (values * numbers < 0).any():
+            return None
+        lowest = (sizes / (counts + 0.5)).max(1)
         with np.errstate(all="ignore"):
-            scales = (numbers * values).sum(1) / (numbers * numbers).sum(1)
-        if not np.isfinite(scales).all() or not (scales > 0).all():
+            highest = np.where(counts > 0, sizes / (counts - 0.5), np.inf).min(1)
+        if not ((lowest > 0) & (lowest <= highest * (1 + rounding))).all():
             return None
-        if not (np.abs(values - numbers * scales[:, None]) <= _HALF * scales[:, None]).all():
-            return None
-        least, most = min(least, float(scales.min())), max(most, float(scales.max()))
+        least, most = min(least, float(lowest.min())), max(most, float(highest.max()))
     # With a scale of 1, the numbers are rounded values, and no scale is missing.
     return (least, most) if not least <= 1 <= most else None
 

@@ -17,7 +17,9 @@ WEIGHT = draw(64, 64)
 @pytest.mark.parametrize("bit", [3, 19, 23, 26, 30, 31])
 def test_one_flipped_bit(tmp_path: Path, bit: int) -> None:
     """A bit of the mantissa, the exponent or the sign: also one that makes an element as large as 1e36."""
-    found = find(tmp_path, {"fc.weight": WEIGHT, "b": WEIGHT * 2}, {"fc.weight": flip(WEIGHT, 327, bit), "b": WEIGHT * 2})
+    found = find(
+        tmp_path, {"fc.weight": WEIGHT, "b": WEIGHT * 2}, {"fc.weight": flip(WEIGHT, 327, bit), "b": WEIGHT * 2}
+    )
     assert found == {"SYN220": {"fc.weight"}}
 
 
