@@ -204,7 +204,7 @@ def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
     # A tensor with one wrong element may have had the values of another one, like a tied weight.
     found = None if name in models.local else models.find_elsewhere(name)
     if found is None:
-        return {}
+        return {} if name in models.local else _relate_transposed_elsewhere(name, models)
     other, extra = found
     expert, others = _EXPERT.fullmatch(name), _EXPERT.fullmatch(other)
     if expert and others and (expert[1], expert[3]) == (others[1], others[3]):
@@ -215,6 +215,17 @@ def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
     else:
         kind = RelationKind.SHARD
     return {name: Relation(kind, {**extra, "other": other})}
+
+
+def _relate_transposed_elsewhere(name: str, models: Models) -> dict[str, Relation]:
+    """Find the matrix of A that B holds transposed under another name."""
+    if len(models.b[name].shape) != 2 or min(models.b[name].shape) < 2:
+        return {}
+    match = models.find_elsewhere(name, transposed=True)
+    if match is None:
+        return {}
+    other, extra = match
+    return {name: Relation(RelationKind.SHARD, {**extra, "other": other, "dims": (0, 1)})}
 
 
 def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert
 from syncheck.conversion.recognition import is_readable
+from syncheck.layout import views
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.clustering import cluster_replicas
 from syncheck.tensors.dtypes import DTYPES
@@ -47,7 +48,7 @@ class Models:
     """The tensors of which few elements differ."""
     partners: Mapping[str, AbstractSet[str]] = field(default_factory=dict)
     """For each name, the names of tensors that are usually one weight with its tensor."""
-    _probes: dict[tuple[str, tuple[int, ...]], dict[bytes, list[str]]] = field(default_factory=dict)
+    _probes: dict[tuple[str, tuple[int, ...], bool], dict[bytes, list[str]]] = field(default_factory=dict)
 
     def equals(self, view: Tensor, b: Tensor) -> dict[str, Any] | None:
         """Return the parameters of an additional conversion if a view has the bytes of a tensor of B, else None."""
@@ -73,24 +74,41 @@ class Models:
         starts = sorted({(tensor.numel - count) * i // (_PROBES - 1) for i in range(_PROBES)})
         return b"".join(bytes(self.files.read(tensor, start, count, 0)) for start in starts)
 
-    def find_elsewhere(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """Return the other tensor of A with the bytes of a tensor of B, if one exists and is not constant."""
+    def find_elsewhere(self, name: str, *, transposed: bool = False) -> tuple[str, dict[str, Any]] | None:
+        """Return the other tensor of A with the bytes of a tensor of B, if one exists and is not constant.
+
+        transposed: whether to look for matrices with exchanged dimensions.
+        """
         b = self.b[name]
-        key = b.dtype, b.shape
-        if key not in self._probes:
-            self._probes[key] = defaultdict(list)
-            for other, tensor in self.a.items():
-                same = tensor.shape == b.shape and has_elements(tensor)
-                if same and (tensor.dtype == b.dtype or (is_readable(tensor) and is_readable(b))):
-                    view = tensor if tensor.dtype == b.dtype else convert(tensor, (b.dtype,), self.files)
-                    self._probes[key][self.probe(view)].append(other)
         probe = self.probe(b)
         if b.numel < FEW or _is_constant(probe, b):
             return None
+        key = b.dtype, b.shape, transposed
+        if key not in self._probes:
+            self._probes[key] = self._probe_all(b, transposed=transposed)
         for other in self._probes[key].get(probe, ()):
-            if other != name and (extra := self.equals(self.a[other], b)) is not None:
+            if other == name:
+                continue
+            view = views.permute(self.a[other], (1, 0)) if transposed else self.a[other]
+            extra = self.equals(view, b)
+            if extra is not None:
                 return other, extra
         return None
+
+    def _probe_all(self, b: Tensor, *, transposed: bool) -> dict[bytes, list[str]]:
+        """Return the names of the tensors of A that may be a tensor of B, by their probes."""
+        names_by_probe: dict[bytes, list[str]] = defaultdict(list)
+        shape = b.shape[::-1] if transposed else b.shape
+        for name, tensor in self.a.items():
+            if tensor.shape != shape or not has_elements(tensor):
+                continue
+            view = views.permute(tensor, (1, 0)) if transposed else tensor
+            if tensor.dtype != b.dtype:
+                if not (is_readable(tensor) and is_readable(b)):
+                    continue
+                view = convert(view, (b.dtype,), self.files)
+            names_by_probe[self.probe(view)].append(name)
+        return names_by_probe
 
 
 def _is_constant(data: bytes, tensor: Tensor) -> bool:
