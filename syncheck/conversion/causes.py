@@ -33,6 +33,7 @@ from syncheck.layout import views
 from syncheck.records import Evidence
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -67,8 +68,8 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
                 relations |= relate(name, models)
     for relate in _FITS:
         for name in names:
-            # A few wrong elements are no property of the whole tensor.
-            if name not in relations and name not in models.local:
+            # A few wrong elements are no property of the whole tensor, and training changes the state of an optimizer.
+            if name not in relations and name not in models.local and models.kinds[name] not in OPTIMIZER:
                 relations |= relate(name, models)
     relations = _drop_chance_casts(relations, models)
     return tuple(_with_relation(diff, relations[diff.name]) if diff.name in relations else diff for diff in diffs)

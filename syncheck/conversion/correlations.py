@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from syncheck.conversion.merges import unit_roundoff
 from syncheck.conversion.recognition import is_readable, read_pairs
 from syncheck.findings import Relation, RelationKind
+from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
     from syncheck.conversion.model_pairs import Models
@@ -28,14 +29,13 @@ _CORRELATED = 1 << 22
 _EQUAL = 0.1
 # Elements beyond so many typical deviations from the median are moved to this bound.
 _BOUND = 3.0
-# States of an optimizer have no correlation with those of a few steps ago.
-_UNCORRELATED_KINDS = ("optimizer", "optimizer_step")
 
 
 def relate_unrelated(name: str, models: Models) -> dict[str, Relation]:
     """Find the absence of a correlation, and a constant tensor."""
     a, b = models.a[name], models.b[name]
-    if models.kinds.get(name) in _UNCORRELATED_KINDS or a.shape != b.shape or a.numel < _LEAST:
+    # The constants of other code are not loaded from A.
+    if is_code_constant(name) or a.shape != b.shape or a.numel < _LEAST:
         return {}
     if not (is_readable(a) and is_readable(b)):
         return {}

@@ -74,6 +74,11 @@ class Models:
         starts = sorted({(tensor.numel - count) * i // (_PROBES - 1) for i in range(_PROBES)})
         return b"".join(bytes(self.files.read(tensor, start, count, 0)) for start in starts)
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether some elements from all parts of a tensor are equal."""
+        data, size = self.probe(tensor), DTYPES[tensor.dtype].size
+        return data == data[:size] * (len(data) // size)
+
     def find_elsewhere(self, name: str, *, transposed: bool = False) -> tuple[str, dict[str, Any]] | None:
         """Return the other tensor of A with the bytes of a tensor of B, if one exists and is not constant.
 
@@ -81,7 +86,7 @@ class Models:
         """
         b = self.b[name]
         probe = self.probe(b)
-        if b.numel < FEW or _is_constant(probe, b):
+        if b.numel < FEW or self.is_constant(b):
             return None
         key = b.dtype, b.shape, transposed
         if key not in self._probes:
@@ -109,8 +114,3 @@ class Models:
                 view = convert(view, (b.dtype,), self.files)
             names_by_probe[self.probe(view)].append(name)
         return names_by_probe
-
-
-def _is_constant(data: bytes, tensor: Tensor) -> bool:
-    size = DTYPES[tensor.dtype].size
-    return data == data[:size] * (len(data) // size)

@@ -45,7 +45,7 @@ def relate_copies(name: str, models: Models) -> dict[str, Relation]:
         return {}
     order = [dim, *(other for other in range(len(a.shape)) if other != dim)]
     digests = _digest_both(views.permute(shorter, order), views.permute(longer, order), 1, models)
-    if digests is None or not _are_distinct(digests[0]):
+    if digests is None or not _are_distinct(digests[0]) or models.is_constant(shorter):
         return {}
     copies = describe_copies(*digests)
     if copies is None or copies["pattern"] == "other":
@@ -68,9 +68,28 @@ def relate_rows(name: str, models: Models) -> dict[str, Relation]:
         levels += [2, len(a.shape) - 1]
     for level in dict.fromkeys(levels):
         digests = _digest_both(a, b, level, models)
-        if digests is not None and (relation := _compare_rows(name, (a, b), digests, level)):
+        if digests is None:
+            continue
+        relation = _compare_rows(name, (a, b), digests, level)
+        if relation is None and level == 1:
+            relation = _find_copies(name, models, digests)
+        if relation is not None:
             return {name: relation}
     return {}
+
+
+def _find_copies(name: str, models: Models, digests: tuple[list[bytes], list[bytes]]) -> Relation | None:
+    """Return which rows of A a tensor of the same shape holds several times. digests: of the rows."""
+    a, b = models.a[name], models.b[name]
+    if a.shape != b.shape or not _are_distinct(digests[0]) or models.is_constant(b):
+        return None
+    copies = describe_copies(*digests)
+    if copies is None or len(set(digests[1])) * math.prod(a.shape[1:]) < FEW:
+        return None
+    # Single elements are equal by chance, and a few wrong rows are a local change.
+    if copies["pattern"] == "other" and (len(a.shape) == 1 or name in models.local):
+        return None
+    return Relation(RelationKind.REPEATED, {**copies, "dim": 0, "side": "B"})
 
 
 def _digest_both(a: Tensor, b: Tensor, level: int, models: Models) -> tuple[list[bytes], list[bytes]] | None:
@@ -105,12 +124,7 @@ def _compare_rows(
     if a.shape != b.shape or a.numel < FEW or not _are_distinct(digests[0]):
         return None
     order = find_order(*digests)
-    if order is not None:
-        return _describe_permutation(name, a.shape, order, level)
-    copies = describe_copies(*digests) if level == 1 else None
-    if copies is None:
-        return None
-    return Relation(RelationKind.REPEATED, {**copies, "dim": 0, "side": "B"})
+    return None if order is None else _describe_permutation(name, a.shape, order, level)
 
 
 def _describe_permutation(name: str, shape: Sequence[int], order: Sequence[int], level: int) -> Relation:

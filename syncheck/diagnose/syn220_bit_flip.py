@@ -26,6 +26,7 @@ isolates the machines outside the dominant group of equal signatures; arXiv 2502
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from syncheck.diagnose.case import Case, Match, element_name, evidence_of, param
 from syncheck.diagnose.localized import MOST, follower_facts, is_one_bit, localized_damage, rest_facts
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff
@@ -97,7 +99,11 @@ def apply(case: Case) -> Match | None:
     damages = localized_damage(case)
     if damages and all(damage[0].extent == "one" for damage in damages):
         facts = [fact for damage in damages for fact in _facts(damage, case)]
-        return case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
+        match = case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
+        # Replicas have one history, but somebody may have edited one of two models.
+        if case.group.labels and not all(_is_clear_flip(damage) for damage in damages):
+            return replace(match, certainty="consistent", alternatives=("SYN399",))
+        return match
     return _match_two_models(case) if case.group.labels else None
 
 
@@ -114,10 +120,21 @@ def _match_two_models(case: Case) -> Match | None:
     return Match(damaged, case.group.ranks, facts)
 
 
+def _is_clear_flip(damage: list[TensorDiff]) -> bool:
+    """Whether a single bit of a single element differs, and its values are not both integers, which people write."""
+    proof = next((diff for diff in damage if is_one_bit(diff)), None)
+    if proof is None:
+        return False
+    values = evidence_of(proof).values.values()
+    return not all(isinstance(value, (int, float)) and value == round(value) for value in values)
+
+
 def _is_large_flip(diff: TensorDiff) -> bool:
     """Whether a single bit of a single element differs, in the sign or by a factor of at least 4."""
     bit = evidence_of(diff).bit
     if not is_one_bit(diff) or diff.numel < 2 or bit is None or diff.dtype not in _FORMATS:
+        return False
+    if is_code_constant(diff.name) or not _is_clear_flip([diff]):
         return False
     mantissa, _ = _FORMATS[diff.dtype]
     return bit > mantissa

@@ -22,6 +22,7 @@ from syncheck.diagnose.case import Case, Match, cosines, largest_difference, lim
 from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks
+from syncheck.tensors.names import is_code_constant
 from syncheck.text import brief
 
 if TYPE_CHECKING:
@@ -41,6 +42,14 @@ class Text(Sentence):
     CAUSE = (
         "No rule explains this difference. Often gradients were not reduced, the initial model was not broadcast, or "
         "only some ranks loaded state."
+    )
+    CAUSE_CODE = (
+        "Constants in the code of the TorchScript archives differ: the models were traced or scripted from other code, "
+        "or with other inputs."
+    )
+    FIX_CODE = (
+        "Trace or script the models from one version of the code, with the same inputs. Register values that belong to "
+        "the model as buffers."
     )
     FIX = (
         "Check which ranks agree, and compare two early steps: a constant difference comes from the start of the run, "
@@ -112,6 +121,8 @@ def _diagnose_remainder(case: Case) -> tuple[Sentence | None, Sentence | None, t
     moments = cosines(case.differing_moments().values())
     if not case.tensors:
         return None, None, ()
+    if all(is_code_constant(diff.name) for diff in case.tensors):
+        return Text.CAUSE_CODE, Text.FIX_CODE, ()
     since = case.trend_facts(*({"parameter"} & kinds or kinds))[1]
     if all(diff.mismatched is None and diff.reason for diff in case.tensors):
         return Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since
