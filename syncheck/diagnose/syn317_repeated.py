@@ -28,7 +28,8 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = "One model holds tensors, or parts of them, of the other model several times."
-    FIX = (
+    FIX = "Save and join the shards of all ranks: copies have taken the place of other rows of A, which are lost."
+    FIX_LONGER = (
         "Join only shards, and keep one copy of what every rank holds. If repeated heads are intended, pass "
         "{allow:option=SYN317}."
     )
@@ -42,6 +43,8 @@ class Text(Sentence):
 def apply(case: Case) -> Match | None:
     """Match tensors with several copies of a part."""
     found = case.related(RelationKind.REPEATED)
+    if not found:
+        return None
     facts = []
     for diff in found:
         own = dict(parameters_of(diff))
@@ -55,4 +58,6 @@ def apply(case: Case) -> Match | None:
             facts.append(Text.WHOLE(**own))
         else:
             facts.append(Text.PART(first=first, last=first + own["size"] - 1, **own))
-    return Match(found, case.group.ranks, limit_facts(facts, 4, Text.MORE)) if found else None
+    # With more rows than the other model, nothing is lost.
+    fix = Text.FIX_LONGER if all(diff.reason == "shape" for diff in found) else None
+    return Match(found, case.group.ranks, limit_facts(facts, 4, Text.MORE), fix=fix)
