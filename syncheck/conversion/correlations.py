@@ -1,4 +1,4 @@
-"""Find tensors of B that have nothing to do with those of A.
+"""Find tensors of B without any relation to tensors of A.
 
 One huge element ruins a correlation, and so does a part of the elements. So nothing of A is in B only if few elements
 are equal, and the correlation is zero with and without the largest elements.

@@ -24,7 +24,7 @@ _LEAST_BITS = 40.0
 _ROUNDINGS = 4
 # An offset of a multiple of this is taken for exact, if it fits.
 _FRACTION = 64
-# The smallest positive number of dtypes that round weights of a usual size to it.
+# The smallest positive number of dtypes with too small a range for usual weights.
 _SMALLEST = {"float16": 2.0**-24, "float8_e5m2": 2.0**-16, "float8_e4m3fn": 2.0**-9}
 # Elements in which blocks with one factor are searched.
 _SAMPLE = 1 << 18

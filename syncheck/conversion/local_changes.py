@@ -1,4 +1,4 @@
-"""Find differences in few elements of a tensor: they are no relation of the whole tensor to another one."""
+"""Find differences in few elements of a tensor, which are no property of the whole tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAST = 16
 
 
 def list_local(diffs: Sequence[TensorDiff]) -> frozenset[str]:
-    """Return the names of tensors of which few elements differ: a single one, or a small share."""
+    """Return the names of tensors with few different elements: a single element, or a small share."""
     names = set()
     for diff in diffs:
         if diff.status != "different" or diff.reason is not None or not diff.mismatched:

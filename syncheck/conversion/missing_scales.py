@@ -1,4 +1,4 @@
-"""Find quantized numbers that are stored as weights, without the scales that belong to them."""
+"""Find quantized numbers that are stored as weights, without their scales."""
 
 from __future__ import annotations
 

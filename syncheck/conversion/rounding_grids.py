@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Steps between the smallest and the largest value, by bits.
 _MOST_STEPS = {4: 15, 8: 255}
-# Steps that each block uses at least, by bits. With fewer of them, its scale is wrong, or its values are lost.
+# Steps that each block uses at least, by bits. With fewer steps, its scale is wrong, or its values are lost.
 _LEAST_STEPS = {4: 7, 8: 31}
 # Lengths of the blocks of a row with one step each.
 _LENGTHS = (256, 128, 64, 32)
@@ -36,7 +36,7 @@ _LEAST_BITS = 40.0
 _SAMPLE, _MOST = 1 << 18, 1 << 18
 # Rounding of a value to its dtype, and of its product with the step.
 _ROUNDINGS = 4
-# Largest distance from the original in steps: half of one, and the rounding of the scale.
+# Largest distance from the original in steps: half a step, and the rounding of the scale.
 _HALF = 0.51
 
 

@@ -7,7 +7,7 @@ the difference remains. SGD keeps it, and AdamW shrinks it by (1 - lr x weight d
 to the gradients (SGD, Adam), it carries the difference to the same element of the moments, and a flip in a first moment
 reaches the weight at the next step.
 
-Between two models, a single element that a conversion to another dtype does not explain is reported as well. A single
+Between two models, a single element beyond a conversion to another dtype is reported as well. A single
 bit that changes the sign or the exponent, by a factor of at least 4, is a bit flip even if other tensors were trained.
 
 A difference in a tensor of one element (a step counter, a temperature) is not sufficient, and the rule does not match

@@ -4,8 +4,8 @@ Signature: in one model, two tensors with the names of an embedding and its outp
 equal values. In the other model they differ, and one of the two tensors agrees between A and B.
 
 Cause: the loader or the conversion of one model did not tie its weights, so that the output layer kept its initial
-values or was trained alone. Or it tied weights that are separate in the other model, and lost one of them: the
-configuration states `tie_word_embeddings`, or the file has no output layer.
+values or was trained alone. Or the loader tied separate weights and lost the output layer: the configuration states
+`tie_word_embeddings`, or the file has no output layer.
 
 Fix: compare `tie_word_embeddings` of both configurations. Tie the weights after building and loading the model
 (`model.tie_weights()` in transformers), or save both tensors and load them untied.
@@ -34,7 +34,7 @@ class Text(Sentence):
         "Compare tie_word_embeddings of both models. Tie the weights after loading (model.tie_weights() in "
         "transformers), or save and load both tensors."
     )
-    TIED = "{name} equals {other} in {tied}, and differs from it in {separate}"
+    TIED = "{name} equals {other} in {tied}, and they differ in {separate}"
     MORE = "{count:count more tensor}"
 
 

@@ -1,10 +1,10 @@
-"""Tensors of B are those of A plus a constant.
+"""Tensors of B are tensors of A plus a constant.
 
 Signature: B equals A plus one number, within the rounding of the dtype, in all elements of a tensor. The elements are
 so many and so different that the number does not fit by chance.
 
 Cause: the libraries store the tensor around another center. The norms of Gemma multiply by `1 + weight`, so that a
-conversion adds 1, or forgets to add or subtract it. Zero-centered norms of Megatron-Core
+conversion adds 1, or forgets this step. Zero-centered norms of Megatron-Core
 (`--apply-layernorm-1p`) have the same offset. A bias or the mean of an image may have been folded into a tensor.
 
 Fix: add or subtract the constant of the evidence in the conversion, once, for the tensors that the evidence lists.

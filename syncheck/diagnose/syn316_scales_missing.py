@@ -1,15 +1,15 @@
 """Scales were applied in one model only: of a quantized tensor, or of each row, column or block.
 
-Signature: one model holds the stored numbers of a quantized tensor as they are, without their scales. This is proved if
-the other model has the numbers and the scales: then the numbers are equal, bit by bit. Or B equals A times a factor for
+Signature: one model holds the stored numbers of a quantized tensor without their scales, bit by bit,
+and the other model has the numbers and the scales. This case is proved. Or B equals A times a factor for
 each row, column or block, within the rounding of the dtype.
 
 Cause: a loader did not find the scales (another name, `weight_scale` instead of `weight_scale_inv`), read the numbers
 as if they were weights, or applied the scales twice. The scales of a weight normalization, of SmoothQuant or AWQ, or of
 a norm may have been folded into one of the models only.
 
-Fix: multiply the numbers by their scales when you convert or load them, and make the loader fail for scales that it
-does not use (`strict=True`). The evidence states the blocks and the range of the factors.
+Fix: multiply the numbers by their scales when you convert or load them, and make the loader fail for unused
+scales (`strict=True`). The evidence states the blocks and the range of the factors.
 
 Incidents: unslothai/unsloth#6978 (block scales ignored), Lightricks/LTX-2#172 (scales of tensors ignored).
 """
@@ -38,7 +38,7 @@ class Text(Sentence):
     CAUSE = "Scales were applied in one of the models only, for each tensor, row, column or block."
     FIX = (
         "Apply the scales once in the conversion: of a quantized tensor, a weight normalization or a folded norm. Let "
-        "the loader fail for scales that it does not use."
+        "the loader fail for unused scales."
     )
     STORED = (
         "{count:count tensor} of {side} {count:verb is|are} the stored numbers of quantized weights of {other}, "

@@ -1,7 +1,7 @@
-"""One model holds a part of the other one several times.
+"""One model holds a part of the other model several times.
 
-Signature: all rows of B are rows of A, bit by bit, but some of them occur several times: the whole tensor or a part of
-it is repeated, or each block of rows, so that B has more rows, or that other rows of A are missing. Or the reverse.
+Signature: all rows of B are rows of A, bit by bit, but some rows occur several times: the whole tensor or a part is
+repeated, or each block of rows, so that B has more rows, or that other rows of A are missing. Or the reverse.
 
 Cause: a merge joined copies that every rank holds as if they were shards, a conversion repeated the key and value heads
 of grouped-query attention for a library without it, or each rank saved the part of the first rank.
@@ -27,7 +27,7 @@ CERTAINTY = "proved"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "One model holds tensors, or parts of them, of the other model several times."
+    CAUSE = "One model holds tensors, or parts of tensors, of the other model several times."
     FIX = "Save and join the shards of all ranks: copies have taken the place of other rows of A, which are lost."
     FIX_LONGER = (
         "Join only shards, and keep one copy of what every rank holds. If repeated heads are intended, pass "

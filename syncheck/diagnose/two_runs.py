@@ -1,7 +1,7 @@
 """Causes of `syncheck compare` that also explain how two runs differ, if both models have the state of an optimizer.
 
-Replicas of one run must agree, so a deviation is a fault. Two runs may differ for any reason: nothing but the evidence
-shows that one of these causes applies, so that none of them is proved.
+Replicas of one run must agree, so a deviation is a fault. Two runs may differ for any reason, so
+that the evidence suggests a cause and proves nothing.
 """
 
 from __future__ import annotations
