@@ -25,7 +25,7 @@ from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, has_scales, measure_rounding
 from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable
 from syncheck.conversion.rounding_grids import relate_grid
-from syncheck.conversion.row_relations import relate_copies, relate_rows
+from syncheck.conversion.row_relations import relate_columns, relate_copies, relate_rows
 from syncheck.conversion.rows import digest_rows
 from syncheck.conversion.ties import list_partners, relate_tied, relate_untied
 from syncheck.findings import Relation, RelationKind
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 # Possible dtypes of a model in between, the most precise dtype first.
 _CASTS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)(\d+)(\..*)")
+# Fewer different values than this in a rounded tensor may be its initial values.
+_FEWEST_VALUES = 3
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
 _BOUND = 1.001
 # Limit of the parts of a tensor whose orders are tried.
@@ -66,19 +68,20 @@ def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDi
         for name in names:
             if name not in relations:
                 relations |= relate(name, models)
+    relations = _drop_chance_casts(relations, models)
     for relate in _FITS:
         for name in names:
             # A few wrong elements are no property of the whole tensor, and training changes the state of an optimizer.
             if name not in relations and name not in models.local and models.kinds[name] not in OPTIMIZER:
                 relations |= relate(name, models)
-    relations = _drop_chance_casts(relations, models)
     return tuple(_with_relation(diff, relations[diff.name]) if diff.name in relations else diff for diff in diffs)
 
 
 def _drop_chance_casts(relations: Mapping[str, Relation], models: Models) -> dict[str, Relation]:
-    """Return the relations without the rounding of small tensors, unless a larger tensor shows the same rounding.
+    """Return the relations without roundings by chance, unless another tensor shows the same rounding.
 
-    A step counter of 19 is 20 in an 8-bit dtype, and a rounded bias of 4 elements is no evidence either.
+    A step counter of 19 is 20 in an 8-bit dtype, a rounded bias of 4 elements is no evidence either, and a norm near 1
+    is 1 in a dtype with few bits.
     """
     shown: set[object] = set()
     small: dict[str, object] = {}
@@ -86,7 +89,8 @@ def _drop_chance_casts(relations: Mapping[str, Relation], models: Models) -> dic
         if relation.kind is not RelationKind.CAST or models.a[name].dtype != models.b[name].dtype:
             continue
         rounding = relation.parameters["side"], relation.parameters["dtype"]
-        if models.a[name].numel < FEW:
+        copy = (models.a if relation.parameters["side"] == "A" else models.b)[name]
+        if copy.numel < FEW or models.count_values(copy) < _FEWEST_VALUES:
             small[name] = rounding
         else:
             shown.add(rounding)
@@ -302,6 +306,7 @@ _PROOFS: tuple[_Relate, ...] = (
     _relate_elsewhere,
     _relate_boxes,
     relate_rows,
+    relate_columns,
 )
 _FITS: tuple[_Relate, ...] = (
     _relate_merge,

@@ -53,7 +53,8 @@ def relate_unrelated(name: str, models: Models) -> dict[str, Relation]:
         nonzero += int(((x != 0) | (y != 0)).sum())
         if plain.count >= _CORRELATED:
             break
-    if equal > _EQUAL * nonzero:
+    # The same values at other positions are of A as well.
+    if equal > _EQUAL * nonzero or plain.has_equal_sums(unit):
         return {}
     constant_a, constant_b = plain.are_constant()
     if constant_b and not constant_a:
@@ -113,6 +114,17 @@ class _Correlation:
 
         constant = self._deviations() < 1e-7 * np.sqrt(np.maximum(self._sums[2:4] / self.count, 1e-300))
         return bool(constant[0]), bool(constant[1])
+
+    def has_equal_sums(self, unit: float) -> bool:
+        """Whether the sums and the sums of squares agree within rounding, as for a permutation."""
+        import numpy as np
+
+        # Sums of many roundings deviate by their root mean square.
+        spread = unit * np.sqrt(max(self._sums[2], self._sums[3]))
+        rounding = self.count * np.finfo(np.float64).eps * np.abs(self._sums[:4]).max()
+        if abs(self._sums[0] - self._sums[1]) > 4 * spread + rounding:
+            return False
+        return bool(abs(self._sums[2] - self._sums[3]) <= 4 * unit * max(self._sums[2:4]) / self.count**0.5 + rounding)
 
     def compute(self) -> float:
         """Return the correlation; NaN for a constant tensor."""

@@ -26,6 +26,8 @@ _ROUNDINGS = 4
 _FRACTION = 64
 # The smallest positive number of dtypes with too small a range for usual weights.
 _SMALLEST = {"float16": 2.0**-24, "float8_e5m2": 2.0**-16, "float8_e4m3fn": 2.0**-9}
+# Fewer factors than this are no scales of blocks.
+_FEWEST_BLOCKS = 3
 # Elements in which blocks with one factor are searched.
 _SAMPLE = 1 << 18
 
@@ -216,8 +218,8 @@ class BlockFactors:
         """Whether the factors differ, and do not fit by chance."""
         if self._bits <= _LEAST_BITS or self._most <= self._least * (1 + 2 * self._tolerance):
             return False
-        # A matrix with some rows of zeros was pruned, and one with few changed rows was not scaled.
-        return self._least > 0 and 2 * self._unchanged <= self._count
+        # A matrix with some rows of zeros was pruned, and scales change most of several blocks.
+        return self._least > 0 and 2 * self._unchanged < self._count and self._count >= _FEWEST_BLOCKS
 
     def describe(self) -> dict[str, Any]:
         """Return the parameters of a relation."""

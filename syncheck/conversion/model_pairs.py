@@ -76,8 +76,12 @@ class Models:
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether some elements from all parts of a tensor are equal."""
+        return self.count_values(tensor) == 1
+
+    def count_values(self, tensor: Tensor) -> int:
+        """Return the number of different values of some elements from all parts of a tensor."""
         data, size = self.probe(tensor), DTYPES[tensor.dtype].size
-        return data == data[:size] * (len(data) // size)
+        return len({data[start : start + size] for start in range(0, len(data), size)})
 
     def find_elsewhere(self, name: str, *, transposed: bool = False) -> tuple[str, dict[str, Any]] | None:
         """Return the other tensor of A with the bytes of a tensor of B, if one exists and is not constant.

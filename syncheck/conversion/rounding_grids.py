@@ -34,8 +34,12 @@ _LEAST = 16
 _LEAST_BITS = 40.0
 # Elements that are read at once, and limit of the elements of a whole tensor with one step.
 _SAMPLE, _MOST = 1 << 18, 1 << 18
-# Rounding of a value to its dtype, and of its product with the step.
-_ROUNDINGS = 4
+# Rounding of a value to its dtype, and of its distance from the smallest value.
+_ROUNDINGS = 1.5
+# A step is so many times the rounding at least: floats have steps of their own.
+_COARSE = 8.0
+# Numbers with few decimals are not quantized: largest distance of the logarithm of their step from an integer.
+_DECIMAL = 1e-4
 # Largest distance from the original in steps: half a step, and the rounding of the scale.
 _HALF = 0.51
 
@@ -98,6 +102,7 @@ class _Grid:
         self._unit = unit
         self._most_steps, self._fewest_steps = 0, max(_MOST_STEPS.values())
         self._bits = 0.0
+        self._is_decimal = True
         self.largest = 0.0
         """The largest distance from the original values, in steps."""
 
@@ -124,6 +129,7 @@ class _Grid:
             return False
         self._most_steps = max(self._most_steps, blocks.most_steps)
         self._fewest_steps = min(self._fewest_steps, blocks.fewest_steps)
+        self._is_decimal = self._is_decimal and blocks.is_decimal
         self.largest = max(self.largest, blocks.largest)
         # Two values show the step and its origin.
         self._bits += float(blocks.bits.sum()) - 2 * float(blocks.bits.max(1).sum())
@@ -131,7 +137,7 @@ class _Grid:
 
     def find_bits(self) -> int:
         """Return the bits of the integers; 0 if the steps may be chance."""
-        if self._bits <= _LEAST_BITS:
+        if self._bits <= _LEAST_BITS or self._is_decimal:
             return 0
         bits = next(bits for bits, most in _MOST_STEPS.items() if self._most_steps <= most)
         return bits if self._fewest_steps >= _LEAST_STEPS[bits] else 0
@@ -160,6 +166,8 @@ class _Blocks:
         """The largest and the smallest number of steps between the smallest and the largest value of a block."""
         self.largest = 0.0
         """The largest distance from the values before rounding, in steps."""
+        self.is_decimal = True
+        """Whether the step of each block is a power of ten."""
 
     def try_steps(self, multiple: int) -> None:
         """Try a step for the blocks that have none. multiple: the number of steps of the smallest distance."""
@@ -176,7 +184,8 @@ class _Blocks:
             step = np.where(squares > 0, products / np.maximum(squares, 1), step)
         counts = np.round(heights / step)
         near = (np.abs(heights - counts * step) <= self._noise).all(1)
-        fits = near & (counts.max(1) <= max(_MOST_STEPS.values())) & ~self.fits
+        is_coarse = (step >= _COARSE * self._noise)[:, 0]
+        fits = near & is_coarse & (counts.max(1) <= max(_MOST_STEPS.values())) & ~self.fits
         if not fits.any():
             return
         self.fits |= fits
@@ -185,6 +194,8 @@ class _Blocks:
         self.fewest_steps = min(self.fewest_steps, int(steps.min()))
         distances = np.abs(self._values - self._before) / step
         self.largest = max(self.largest, float(distances[fits].max()))
+        powers = np.log10(step[fits])
+        self.is_decimal = self.is_decimal and bool((np.abs(powers - np.round(powers)) < _DECIMAL).all())
         # A wide noise accepts any value, which shows nothing.
         shown = np.broadcast_to(np.maximum(np.log2(step / (2 * self._noise)), 0), heights.shape)
         self.bits[fits] = shown[fits]

@@ -20,6 +20,7 @@ from syncheck.conversion.rows import (
 )
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
+from syncheck.tensors.dtypes import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +91,30 @@ def _find_copies(name: str, models: Models, digests: tuple[list[bytes], list[byt
     if copies["pattern"] == "other" and (len(a.shape) == 1 or name in models.local):
         return None
     return Relation(RelationKind.REPEATED, {**copies, "dim": 0, "side": "B"})
+
+
+def relate_columns(name: str, models: Models) -> dict[str, Relation]:
+    """Find a permutation of the columns of a matrix."""
+    a, b = models.a[name], models.b[name]
+    if a.shape != b.shape or a.dtype != b.dtype or len(a.shape) != 2 or a.numel < FEW or models.is_part(name):
+        return {}
+    # The first row has the same elements in another order. Columns are read slowly.
+    if _sort_row(a, models) != _sort_row(b, models):
+        return {}
+    digests = _digest_both(views.permute(a, (1, 0)), views.permute(b, (1, 0)), 1, models)
+    if digests is None or not _are_distinct(digests[0]):
+        return {}
+    order = find_order(*digests)
+    if order is None:
+        return {}
+    return {name: Relation(RelationKind.FUSED_ORDER, {**describe_order(order), "dim": 1})}
+
+
+def _sort_row(tensor: Tensor, models: Models) -> list[bytes]:
+    """Return the elements of the first row of a matrix in order."""
+    size = DTYPES[tensor.dtype].size
+    row = bytes(models.files.read(tensor, 0, tensor.shape[1], 0))
+    return sorted(row[start : start + size] for start in range(0, len(row), size))
 
 
 def _digest_both(a: Tensor, b: Tensor, level: int, models: Models) -> tuple[list[bytes], list[bytes]] | None:

@@ -1,4 +1,4 @@
-"""Rows, channels or the parts of a fused tensor are in another order.
+"""Rows, columns, channels or the parts of a fused tensor are in another order.
 
 Signature: B has the rows of A in another order, bit by bit: parts of a fused tensor (query, key and value; gate and up)
 are exchanged, joined one after the other instead of in groups of heads, or divided between ranks before they were
@@ -39,9 +39,9 @@ class Text(Sentence):
 
     CAUSE = "The parts of fused tensors are in another order than the layout requires."
     FIX = "Join or divide the parts in the order of the library that loads them. The evidence states the order in B."
-    CAUSE_ROWS = "The rows or channels of these tensors of B are in another order than in A."
+    CAUSE_ROWS = "The rows, columns or channels of these tensors of B are in another order than in A."
     FIX_ROWS = (
-        "Keep the order of A in the conversion, or permute the tensors that depend on these rows or channels as well. "
+        "Keep the order of A in the conversion, or permute the tensors that depend on this order as well. "
         "The evidence states the order in B."
     )
     CHANNELS = "{count:count tensor} of B {count:verb has|have} the input channels {channels:list} of A: {names:names}"
@@ -54,6 +54,7 @@ class Text(Sentence):
     INTERLEAVED = "{name} of B has one row of each of {size} blocks of A in turn"
     WITHIN = "{name} of B has another order of rows within each block of {size} rows"
     PERMUTED = "{name} of B has the rows of A in another order"
+    COLUMNS = "{name} of B has the columns of A in another order"
     MORE = "{count:count more tensor}"
 
 
@@ -90,6 +91,8 @@ def _state_order(diff: TensorDiff) -> Message:
     """State the order of the parts or rows of a tensor of B."""
     own = parameters_of(diff)
     pattern = own["pattern"]
+    if own.get("dim"):
+        return Text.COLUMNS(name=diff.name)
     if pattern == "other-part":
         return Text.OTHER(name=diff.name, other=own["other"])
     if pattern == "boxes":
