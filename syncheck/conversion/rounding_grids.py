@@ -28,16 +28,18 @@ _LEAST_STEPS = {4: 7, 8: 31}
 _LENGTHS = (256, 128, 64, 32)
 # The smallest distance of two values may be so many steps.
 _MULTIPLES = range(1, 9)
+# Numbers of steps from which a step is computed at first.
+_SMALL = 16
 # Blocks with fewer values do not show a step.
 _LEAST = 16
 # Bits that the values show beyond chance; see `factors`.
 _LEAST_BITS = 40.0
 # Elements that are read at once, and limit of the elements of a whole tensor with one step.
 _SAMPLE, _MOST = 1 << 18, 1 << 18
-# Rounding of a value to its dtype, and of its distance from the smallest value.
-_ROUNDINGS = 1.5
+# Rounding of a value, of the smallest value, and of their distance.
+_ROUNDINGS = 3
 # A step is so many times the rounding at least: floats have steps of their own.
-_COARSE = 8.0
+_COARSE = 5.0
 # Numbers with few decimals are not quantized: largest distance of the logarithm of their step from an integer.
 _DECIMAL = 1e-4
 # Largest distance from the original in steps: half a step, and the rounding of the scale.
@@ -100,7 +102,7 @@ class _Grid:
     def __init__(self, unit: float) -> None:
         """Take the unit roundoff of the values."""
         self._unit = unit
-        self._most_steps, self._fewest_steps = 0, max(_MOST_STEPS.values())
+        self._most_steps, self._fewest_steps = 0, _MOST_STEPS[8]
         self._bits = 0.0
         self._is_decimal = True
         self.largest = 0.0
@@ -112,28 +114,41 @@ class _Grid:
 
         if not (np.isfinite(values).all() and np.isfinite(before).all()):
             return False
+        noise = _ROUNDINGS * self._unit * np.abs(values).max(1, keepdims=True)
         ordered = np.sort(values, 1)
         gaps = np.diff(ordered, axis=1)
-        noise = _ROUNDINGS * self._unit * np.abs(values).max(1, keepdims=True)
+        is_level = gaps > 2 * noise
         # Blocks of equal values have no step, and nothing to explain.
-        smallest = np.where(gaps > 2 * noise, gaps, np.inf).min(1, keepdims=True)
-        usable = np.isfinite(smallest[:, 0])
-        if not usable.any():
-            return bool((values == before).all())
+        usable = is_level.any(1)
         if not (values[~usable] == before[~usable]).all():
             return False
-        blocks = _Blocks(values[usable], before[usable], ordered[usable, :1], noise[usable], smallest[usable])
-        for multiple in _MULTIPLES:
-            blocks.try_steps(multiple)
-        if not blocks.fits.all():
+        if not usable.any():
+            return True
+        if is_level.sum(1).max() > _MOST_STEPS[8]:
             return False
-        self._most_steps = max(self._most_steps, blocks.most_steps)
-        self._fewest_steps = min(self._fewest_steps, blocks.fewest_steps)
-        self._is_decimal = self._is_decimal and blocks.is_decimal
-        self.largest = max(self.largest, blocks.largest)
+        values, before, noise = values[usable], before[usable], noise[usable]
+        # Most values are near the median, so that small numbers of steps show the step precisely.
+        middle = values.shape[1] // 2
+        heights = values - ordered[usable, middle : middle + 1]
+        steps = _fit_steps(heights, noise, _measure_gaps(gaps[usable], is_level[usable]))
+        if np.isnan(steps).any():
+            return False
+        distances = np.abs(values - before)
+        ranges = ordered[usable, -1:] - ordered[usable, :1]
+        self._count(np.round(ranges / steps), steps, noise, values.shape[1])
+        self.largest = max(self.largest, float((distances / steps).max()))
+        return bool((distances <= _HALF * steps + noise).all())
+
+    def _count(self, counts: Any, steps: Any, noise: Any, length: int) -> None:
+        """Add the blocks to the evidence. counts: the number of steps of each block. length: values of a block."""
+        import numpy as np
+
+        self._most_steps = max(self._most_steps, int(counts.max()))
+        self._fewest_steps = min(self._fewest_steps, int(counts.min()))
+        powers = np.log10(steps)
+        self._is_decimal = self._is_decimal and bool((np.abs(powers - np.round(powers)) < _DECIMAL).all())
         # Two values show the step and its origin.
-        self._bits += float(blocks.bits.sum()) - 2 * float(blocks.bits.max(1).sum())
-        return self.largest <= _HALF and self._most_steps <= max(_MOST_STEPS.values())
+        self._bits += float(np.log2(steps / (2 * noise)).sum()) * (length - 2)
 
     def find_bits(self) -> int:
         """Return the bits of the integers; 0 if the steps may be chance."""
@@ -143,59 +158,46 @@ class _Grid:
         return bits if self._fewest_steps >= _LEAST_STEPS[bits] else 0
 
 
-class _Blocks:
-    """Blocks of values that may be multiples of a step."""
+def _measure_gaps(gaps: Any, is_level: Any) -> Any:
+    """Return the mean of the smallest gaps between the values of each block. is_level: gaps above rounding."""
+    import numpy as np
 
-    def __init__(self, values: Any, before: Any, origin: Any, noise: Any, smallest: Any) -> None:
-        """Take arrays of (blocks, length), and of (blocks, 1) for one number of each block.
+    smallest = np.where(is_level, gaps, np.inf).min(1, keepdims=True)
+    is_small = is_level & (gaps < 1.5 * smallest)
+    return np.where(is_small, gaps, 0).sum(1, keepdims=True) / is_small.sum(1, keepdims=True)
 
-        values, before: after and before rounding.
-        origin: the smallest value.
-        noise: the rounding of the largest value.
-        smallest: the smallest distance of two values.
-        """
-        self._values, self._before, self._origin = values, before, origin
-        self._noise, self._smallest = noise, smallest
-        import numpy as np
 
-        self.fits = np.zeros(len(values), bool)
-        """Whether the values of each block are multiples of a step."""
-        self.bits = np.zeros_like(values)
-        """What each value shows beyond chance."""
-        self.most_steps, self.fewest_steps = 0, max(_MOST_STEPS.values())
-        """The largest and the smallest number of steps between the smallest and the largest value of a block."""
-        self.largest = 0.0
-        """The largest distance from the values before rounding, in steps."""
-        self.is_decimal = True
-        """Whether the step of each block is a power of ten."""
+def _fit_steps(heights: Any, noise: Any, gaps: Any) -> Any:
+    """Return the step of each block; NaN without a step.
 
-    def try_steps(self, multiple: int) -> None:
-        """Try a step for the blocks that have none. multiple: the number of steps of the smallest distance."""
-        import numpy as np
+    heights: the distances of the values from the median of their block.
+    noise: the rounding of the values of each block.
+    gaps: the smallest distance of two values of each block.
+    """
+    import numpy as np
 
-        heights = self._values - self._origin
-        step = self._smallest / multiple
-        # The largest number of steps is off by less than half a step only after the step is computed more precisely.
-        for bound in (8, 64, None):
-            near = np.ones_like(heights, bool) if bound is None else heights <= (bound + 0.5) * step
-            counts = np.round(heights / step)
-            products = np.where(near, counts * heights, 0).sum(1, keepdims=True)
-            squares = np.where(near, counts * counts, 0).sum(1, keepdims=True)
-            step = np.where(squares > 0, products / np.maximum(squares, 1), step)
-        counts = np.round(heights / step)
-        near = (np.abs(heights - counts * step) <= self._noise).all(1)
-        is_coarse = (step >= _COARSE * self._noise)[:, 0]
-        fits = near & is_coarse & (counts.max(1) <= max(_MOST_STEPS.values())) & ~self.fits
-        if not fits.any():
-            return
-        self.fits |= fits
-        steps = counts[fits].max(1)
-        self.most_steps = max(self.most_steps, int(steps.max()))
-        self.fewest_steps = min(self.fewest_steps, int(steps.min()))
-        distances = np.abs(self._values - self._before) / step
-        self.largest = max(self.largest, float(distances[fits].max()))
-        powers = np.log10(step[fits])
-        self.is_decimal = self.is_decimal and bool((np.abs(powers - np.round(powers)) < _DECIMAL).all())
-        # A wide noise accepts any value, which shows nothing.
-        shown = np.broadcast_to(np.maximum(np.log2(step / (2 * self._noise)), 0), heights.shape)
-        self.bits[fits] = shown[fits]
+    steps = np.full_like(gaps, np.nan)
+    for multiple in _MULTIPLES:
+        missing = np.isnan(steps[:, 0])
+        if not missing.any():
+            break
+        steps[missing] = _try_steps(heights[missing], noise[missing], gaps[missing] / multiple)
+    return steps
+
+
+def _try_steps(heights: Any, noise: Any, steps: Any) -> Any:
+    """Return steps that fit all values of their block, computed more precisely, and NaN for other blocks."""
+    import numpy as np
+
+    # A large number of steps is right only after the step is fitted to small numbers.
+    for most in (_SMALL, math.inf):
+        counts = np.round(heights / steps)
+        used = np.where(np.abs(counts) <= most, counts, 0)
+        squares = (used * used).sum(1, keepdims=True)
+        steps = np.where(squares > 0, (used * heights).sum(1, keepdims=True) / np.maximum(squares, 1), steps)
+    counts = np.round(heights / steps)
+    fits = (np.abs(heights - counts * steps) <= noise).all(1, keepdims=True)
+    fits &= np.ptp(counts, axis=1, keepdims=True) <= _MOST_STEPS[8]
+    # A wide noise accepts any value, which shows nothing.
+    fits &= steps >= _COARSE * noise
+    return np.where(fits, steps, np.nan)

@@ -103,6 +103,15 @@ def test_rounded_to_integers_and_stored_as_floats(tmp_path: Path, levels: int, l
     assert ("int8" if levels == 127 else "int4") in scheme
 
 
+@pytest.mark.parametrize(("levels", "length", "dtype"), [(127, 512, "float16"), (7, 64, "bfloat16")])
+def test_rounded_in_low_precision(tmp_path: Path, levels: int, length: int, dtype: str) -> None:
+    """The steps are wider than the rounding of the dtype."""
+    before = draw(64, 512, seed=11).to(getattr(torch, dtype))
+    numbers, scales = quantize(before.float(), levels, length)
+    rounded = (numbers * scales).reshape(64, 512).to(getattr(torch, dtype))
+    assert find(tmp_path, {"w": before}, {"w": rounded}) == {"SYN308": {"w"}}
+
+
 def test_rounded_with_a_zero_point(tmp_path: Path) -> None:
     """Asymmetric steps, and the steps of a convolution and of a norm."""
     kernel = draw(16, 4, 3, 3, seed=5)

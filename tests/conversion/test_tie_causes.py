@@ -8,6 +8,8 @@ import pytest
 import torch
 from found_causes import compare, draw, find, flip, get_parameters
 
+import syncheck
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -64,6 +66,24 @@ def test_a_flip_in_a_tied_head(tmp_path: Path, *, swapped: bool) -> None:
     """One bit of a stored copy is a bit flip, in A or in B."""
     pair = [make(PAIRS[0], EMBEDDING.clone()), make(PAIRS[0], flip(EMBEDDING, 85, 3))]
     assert find(tmp_path, *(pair[::-1] if swapped else pair)) == {"SYN220": {"head.weight"}}
+
+
+def test_tied_pipeline_stages(tmp_path: Path) -> None:
+    """The copy of the embedding on the last stage, which the metadata lists as tied, has other values."""
+    stages = ({"embed.weight": EMBEDDING, "layers.0.weight": BODY}, {"layers.1.weight": BODY * 2, "head.weight": HEAD})
+    for rank, model in enumerate(stages):
+        metadata = syncheck.metadata(
+            run="r", rank=rank, world_size=2, step=3, mesh={"pp": rank}, tied={"head.weight": "embed.weight"}
+        )
+        torch.save({"model": model, "syncheck": metadata}, tmp_path / f"pp_rank{rank}.pth")
+    whole = {**stages[0], **stages[1], "head.weight": EMBEDDING.clone()}
+    torch.save({"model": whole}, tmp_path / "full.pt")
+    pair = [str(tmp_path / "pp_rank*.pth"), str(tmp_path / "full.pt")]
+    for sources in (pair, pair[::-1]):
+        report = syncheck.diff(*sources)
+        assert report.exit_code == 1
+        assert "SYN314" in {finding.code for finding in report.groups[-1].findings}
+        assert not {"SYN305", "SYN311"} & {finding.code for finding in report.groups[-1].findings}
 
 
 def test_better_explanations_than_a_tie(tmp_path: Path) -> None:
