@@ -212,8 +212,10 @@ def test_two_adapters_of_one_side(tmp_path: Path, other: str) -> None:
             syncheck.diff(*sides)
 
 
-def test_another_scale_is_no_missing_merge(tmp_path: Path, model: Weights, adapter: Weights) -> None:
+def test_another_scale_is_no_missing_merge(tmp_path: Path) -> None:
     """The cause of a merge with another scale is not that of weights without the product."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
     causes = []
     for scale in (0.25, 0.0):
         (tmp_path / str(scale)).mkdir()
