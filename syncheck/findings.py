@@ -30,7 +30,7 @@ SECOND_MOMENTS = frozenset(
 class RelationKind(StrEnum):
     """How a tensor of model B follows from model A.
 
-    All but the last three are proven: the bytes are equal after the operation.
+    All but the last six are proven: the bytes are equal after the operation.
     """
 
     BASE = "base"
@@ -51,10 +51,22 @@ class RelationKind(StrEnum):
     """B holds another expert of A. order: expert of A by expert of B. other: the tensor of A with these bytes."""
     SHARD = "shard"
     """B holds another shard or layer of A. other: tensor of A, or boxes: number of wrong boxes. files: of B."""
+    TIE = "tie"
+    """One model holds one weight under two names, and the other model two weights. other: name. tied: the first one."""
+    REPEATED = "repeated"
+    """B holds a part of A several times, or the reverse. times, dim, size: of the part. side: of the copies."""
+    UNSCALED = "unscaled"
+    """B holds the numbers of a quantized tensor of A without its scales. side: without scales. least, most: scales."""
     QUANTIZED = "quantized"
     """B is within half a quantization step of A. scheme, steps: largest difference in steps; scales: where from."""
     SCALED = "scaled"
     """B is A times a constant, within rounding. factor."""
+    OFFSET = "offset"
+    """B is A plus a constant, within rounding. offset."""
+    FACTORS = "factors"
+    """B is A times a factor for each block, within rounding. block: rows and columns. of: shape. least, most, count."""
+    LOCAL = "local"
+    """Few elements of B differ from A after a conversion to its dtype. count. index, values: of a single one."""
     UNRELATED = "unrelated"
     """B is constant, or not correlated with A. correlation, or value of the constant."""
 

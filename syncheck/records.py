@@ -258,6 +258,8 @@ class GroupEvidence:
     """Number of tensors of B that equal A, while those of the base do not."""
     adapted: int = 0
     """Number of tensors of A with an adapter."""
+    cast: str = ""
+    """For two models: the dtype of the conversion that the user accepts."""
     stored: Mapping[str, tuple[Stored | None, Stored | None]] = field(default_factory=dict)
     """For two models on a report page: how A and B store each tensor."""
     inferred: bool = False

@@ -128,9 +128,27 @@ def make_pairs() -> dict[str, tuple[str, Arrays, Arrays]]:
         "SYN312": ("The embedding of B is multiplied by the square root of its size.", a,
                    _changed(a, "embed_tokens.weight", lambda array: array * np.float32(HIDDEN**0.5))),
         "SYN313": ("The layers of B are exchanged.", a, _exchange(a, "layers.0.", "layers.1.")),
+        "SYN314": ("B ties its output layer with the embedding, and A has an output layer of its own.", a,
+                   {**a, "lm_head.weight": a["model.embed_tokens.weight"]}),
+        "SYN315": ("The norms of B multiply by 1 plus their weight.", a,
+                   _changed(a, "norm.weight", lambda array: array - np.float32(1))),
+        "SYN316": ("The projections of B are stored numbers of 8 bits, without the scale of each row.", _quantize(a),
+                   _without_scales(_quantize(a))),
+        "SYN317": ("The key heads of B are repeated for a library without grouped-query attention.", a,
+                   _changed(a, "k_proj.weight", _repeat)),
         "SYN399": ("A projection of B contains noise.", a,
                    _changed(a, "0.mlp.down_proj.weight", lambda array: array + noise / 10)),
     }  # fmt: skip
+
+
+def _without_scales(arrays: Arrays) -> Arrays:
+    """Return the stored numbers as floats, and no scales."""
+    return {name: array.astype(np.float32) for name, array in arrays.items() if not name.endswith("_scale")}
+
+
+def _repeat(rows: np.ndarray) -> np.ndarray:
+    """Return the rows with each head twice."""
+    return rows.reshape(HEADS, -1, HIDDEN).repeat(2, 0).reshape(-1, HIDDEN)
 
 
 def _pad(array: np.ndarray) -> np.ndarray:

@@ -1,133 +1,105 @@
-"""Find how the differing tensors of B follow from A: the evidence of the findings SYN301 to SYN313.
+"""Find how the differing tensors of B follow from A: the evidence of the findings SYN301 to SYN317.
 
-Each relation is a view of A, or of another model, whose bytes equal those of B, if necessary after one conversion to
+Most relations are a view of A, or of another model, whose bytes equal those of B, if necessary after one conversion to
 the dtype of B. Wrong candidates cost little: a few elements of each are read first, and reading stops at the first
-difference. Only `scaled` and `unrelated` are numerical.
+difference. Numerical relations come last: they need nearly all elements to differ.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert
-from syncheck.conversion.merges import Replaced, find_adapted, fit_factor, unit_roundoff, view_base
+from syncheck.conversion.correlations import relate_unrelated
+from syncheck.conversion.factors import relate_blocks, relate_constants
+from syncheck.conversion.fused_parts import are_parts_of_one
+from syncheck.conversion.local_changes import list_local, relate_local
+from syncheck.conversion.merges import Replaced, find_adapted, fit_factor, view_base
+from syncheck.conversion.missing_scales import relate_fitted, relate_unscaled
+from syncheck.conversion.model_pairs import FEW, Models
 from syncheck.conversion.name_maps import split_tensor
 from syncheck.conversion.quantized import Quantized, fit_scales, has_scales, measure_rounding
-from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable, read_pairs
-from syncheck.conversion.rows import MOST_ROWS, describe_order, digest_rows, find_order, may_have_rows
+from syncheck.conversion.recognition import HEAD_SIZES, get_computed, is_readable
+from syncheck.conversion.rounding_grids import relate_grid
+from syncheck.conversion.row_relations import relate_columns, relate_copies, relate_rows
+from syncheck.conversion.rows import digest_rows
+from syncheck.conversion.ties import list_partners, relate_tied, relate_untied
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
 from syncheck.records import Evidence
 from syncheck.tensors.blocks import has_elements
-from syncheck.tensors.clustering import cluster_replicas
 from syncheck.tensors.dtypes import DTYPES
+from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from syncheck.conversion.name_maps import NameMap, Rule
+    from syncheck.conversion.name_maps import Rule
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
 
-# Elements of the first, quick comparison: so many positions, with so many elements each.
-_PROBES, _PROBE = 8, 16
 # Possible dtypes of a model in between, the most precise dtype first.
 _CASTS = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)(\d+)(\..*)")
-# Fewer elements than this do not show a factor or the absence of a correlation.
-_LEAST = 64
-# Absolute correlations below this, or below `_SIGMAS` standard deviations of the correlation of independent numbers,
-# show unrelated tensors. Fine-tuned, averaged and pruned models are far above: docs/conversion-trials.md.
-_CORRELATION, _SIGMAS = 0.05, 4.0
-# Elements that a correlation is computed from, unless a factor fits all of them.
-_CORRELATED = 1 << 22
+# Fewer different values than this in a rounded tensor may be its initial values.
+_FEWEST_VALUES = 3
 # Largest difference of a quantized value, relative to half a step and the rounding of its scale.
 _BOUND = 1.001
-# Fewer elements than this can be equal by chance.
-_FEW = 16
 # Limit of the parts of a tensor whose orders are tried.
 _MOST_ORDERED = 5
 # Limit of the compared boxes of a tensor.
 _MOST_BOXES = 1 << 12
 
 
-@dataclass(slots=True)
-class Models:
-    """The tensors of two models by name.
-
-    stored: for each side, the stored tensor of each tensor after a map. map, variables: of the names. base: the tensors
-    of the model before the update.
-    """
-
-    a: Mapping[str, Tensor]
-    b: Mapping[str, Tensor]
-    files: Files
-    stored: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = field(default_factory=lambda: ({}, {}))
-    map: NameMap | None = None
-    variables: Mapping[str, int] = field(default_factory=dict)
-    base: Mapping[str, Tensor] = field(default_factory=dict)
-    _probes: dict[tuple[str, tuple[int, ...]], dict[bytes, list[str]]] = field(default_factory=dict)
-
-    def equals(self, view: Tensor, b: Tensor) -> dict[str, Any] | None:
-        """Return the parameters of an additional conversion if a view has the bytes of a tensor of B, else None."""
-        if view.shape != b.shape or not has_elements(view):
-            return None
-        converted = view.dtype != b.dtype
-        if converted:
-            if not (is_readable(view) and is_readable(b)):
-                return None
-            view = convert(view, (b.dtype,), self.files)
-        if self.probe(view) != self.probe(b) or len(cluster_replicas([view, b], self.files)) > 1:
-            return None
-        return {"dtype": b.dtype} if converted else {}
-
-    def probe(self, tensor: Tensor) -> bytes:
-        """Return some elements from all parts of a tensor."""
-        count = min(_PROBE, tensor.numel)
-        starts = sorted({(tensor.numel - count) * i // (_PROBES - 1) for i in range(_PROBES)})
-        return b"".join(bytes(self.files.read(tensor, start, count, 0)) for start in starts)
-
-    def find_elsewhere(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """Return the other tensor of A with the bytes of a tensor of B, if one exists and is not constant."""
-        b = self.b[name]
-        key = b.dtype, b.shape
-        if key not in self._probes:
-            self._probes[key] = defaultdict(list)
-            for other, tensor in self.a.items():
-                same = tensor.shape == b.shape and has_elements(tensor)
-                if same and (tensor.dtype == b.dtype or (is_readable(tensor) and is_readable(b))):
-                    view = tensor if tensor.dtype == b.dtype else convert(tensor, (b.dtype,), self.files)
-                    self._probes[key][self.probe(view)].append(other)
-        probe = self.probe(b)
-        if b.numel < _FEW or _is_constant(probe, b):
-            return None
-        for other in self._probes[key].get(probe, ()):
-            if other != name and (extra := self.equals(self.a[other], b)) is not None:
-                return other, extra
-        return None
-
-
-def _is_constant(data: bytes, tensor: Tensor) -> bool:
-    size = DTYPES[tensor.dtype].size
-    return data == data[:size] * (len(data) // size)
-
-
 def add_relations(diffs: Sequence[TensorDiff], models: Models) -> tuple[TensorDiff, ...]:
     """Return the diffs with the relations found between their tensors."""
-    names = [diff.name for diff in diffs if diff.out_of_sync]
-    left = [n for n in names if all(n in own and has_elements(own[n]) for own in (models.a, models.b))]
-    found: dict[str, Relation] = {}
-    for relate in (_relate_operation, _relate_stored, _relate_elsewhere, _relate_boxes, _relate_rows, _relate_numbers):
-        for name in left:
-            if name not in found:
-                found |= relate(name, models)
-    return tuple(_with_relation(diff, found[diff.name]) if diff.name in found else diff for diff in diffs)
+    differing = [diff for diff in diffs if diff.out_of_sync]
+    models.kinds = {diff.name: diff.kind for diff in differing}
+    models.local = list_local(differing)
+    models.partners = list_partners(models)
+    names = [name for name in models.kinds if _is_comparable(name, models)]
+    relations: dict[str, Relation] = {}
+    for relate in _PROOFS:
+        for name in names:
+            if name not in relations:
+                relations |= relate(name, models)
+    relations = _drop_chance_casts(relations, models)
+    for relate in _FITS:
+        for name in names:
+            # A few wrong elements are no property of the whole tensor, and training changes the state of an optimizer.
+            if name not in relations and name not in models.local and models.kinds[name] not in OPTIMIZER:
+                relations |= relate(name, models)
+    return tuple(_with_relation(diff, relations[diff.name]) if diff.name in relations else diff for diff in diffs)
+
+
+def _drop_chance_casts(relations: Mapping[str, Relation], models: Models) -> dict[str, Relation]:
+    """Return the relations without roundings by chance, unless another tensor shows the same rounding.
+
+    A step counter of 19 is 20 in an 8-bit dtype, a rounded bias of 4 elements is no evidence either, and a norm near 1
+    is 1 in a dtype with few bits.
+    """
+    shown: set[object] = set()
+    small: dict[str, object] = {}
+    for name, relation in relations.items():
+        if relation.kind is not RelationKind.CAST or models.a[name].dtype != models.b[name].dtype:
+            continue
+        rounding = relation.parameters["side"], relation.parameters["dtype"]
+        copy = (models.a if relation.parameters["side"] == "A" else models.b)[name]
+        if copy.numel < FEW or models.count_values(copy) < _FEWEST_VALUES:
+            small[name] = rounding
+        else:
+            shown.add(rounding)
+    return {name: relation for name, relation in relations.items() if name not in small or small[name] in shown}
+
+
+def _is_comparable(name: str, models: Models) -> bool:
+    """Whether both models have the elements of a tensor."""
+    return all(name in tensors and has_elements(tensors[name]) for tensors in (models.a, models.b))
 
 
 def _with_relation(diff: TensorDiff, relation: Relation) -> TensorDiff:
@@ -178,7 +150,8 @@ def _list_operations(name: str, models: Models) -> Iterator[tuple[RelationKind, 
                 view = views.flatten(views.flatten(part, 0), 0)
                 yield RelationKind.ROTARY, {"head_dim": head, "to": to}, view, b
     longer = [dim for dim in dims if len(b.shape) == len(dims) and a.shape[dim] != b.shape[dim]]
-    if len(longer) == 1 and a.numel and b.numel:
+    # The values of a sparse tensor have any length.
+    if len(longer) == 1 and a.numel and b.numel and not models.is_part(name):
         (dim,) = longer
         least = min(a.shape[dim], b.shape[dim])
         cut_a, cut_b = (t if t.shape[dim] == least else views.narrow(t, dim, 0, least) for t in (a, b))
@@ -233,19 +206,31 @@ def _list_rules(
 
 def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
     """Find the tensor of A that B holds under another name."""
-    found = models.find_elsewhere(name)
+    # A tensor with one wrong element may have had the values of another one, like a tied weight.
+    found = None if name in models.local else models.find_elsewhere(name)
     if found is None:
-        return {}
+        return {} if name in models.local else _relate_transposed_elsewhere(name, models)
     other, extra = found
     expert, others = _EXPERT.fullmatch(name), _EXPERT.fullmatch(other)
     if expert and others and (expert[1], expert[3]) == (others[1], others[3]):
         kind = RelationKind.EXPERT
-    elif name.rpartition(".")[0].rpartition(".")[0] == other.rpartition(".")[0].rpartition(".")[0]:
-        kind = RelationKind.FUSED_ORDER  # tensors of one module, like gate_proj and up_proj
+    elif are_parts_of_one(name, other, models.stored[0]) or are_parts_of_one(name, other, models.stored[1]):
+        kind = RelationKind.FUSED_ORDER
         extra = {**extra, "pattern": "other-part"}
     else:
         kind = RelationKind.SHARD
     return {name: Relation(kind, {**extra, "other": other})}
+
+
+def _relate_transposed_elsewhere(name: str, models: Models) -> dict[str, Relation]:
+    """Find the matrix of A that B holds transposed under another name."""
+    if len(models.b[name].shape) != 2 or min(models.b[name].shape) < 2:
+        return {}
+    match = models.find_elsewhere(name, transposed=True)
+    if match is None:
+        return {}
+    other, extra = match
+    return {name: Relation(RelationKind.SHARD, {**extra, "other": other, "dims": (0, 1)})}
 
 
 def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
@@ -285,85 +270,17 @@ def _digest_region(tensor: Tensor, start: Sequence[int], shape: Sequence[int], f
     return digest_rows(tensor, files, 1)[0]
 
 
-def _relate_rows(name: str, models: Models) -> dict[str, Relation]:
-    """Find a permutation of experts or rows."""
-    a, b = models.a[name], models.b[name]
-    if a.shape[1:] != b.shape[1:] or not a.shape or not a.numel or not b.numel:
-        return {}
-    if a.dtype != b.dtype:
-        if not (is_readable(a) and is_readable(b)):
-            return {}
-        a = convert(a, (b.dtype,), models.files)
-    levels = [len(a.shape) - 1] if a.shape == b.shape and len(a.shape) > 1 else []
-    for level in dict.fromkeys([1, *levels]):
-        rows = [math.prod(tensor.shape[:level]) for tensor in (a, b)]
-        if max(rows) > MOST_ROWS or min(rows) < 2:
-            continue
-        if not may_have_rows(a, b, rows[1], models.files):
-            continue
-        digests = [digest_rows(tensor, models.files, n) for tensor, n in zip((a, b), rows, strict=True)]
-        experts = level == 1 and len(a.shape) > 2 and "expert" in name
-        if experts and set(digests[1]) <= set(digests[0]):
-            held = tuple(digests[0].index(digest) for digest in digests[1])
-            return {name: Relation(RelationKind.EXPERT, {"experts": held, "of": rows[0]})}
-        # Masks and other tensors with few different rows have an equal number of them by chance.
-        distinct = a.numel >= _FEW and 2 * len(set(digests[0])) > rows[0]
-        order = find_order(*digests) if a.shape == b.shape and distinct else None
-        if order is not None:
-            return {name: Relation(RelationKind.FUSED_ORDER, describe_order(order))}
-    return {}
+def _relate_merge(name: str, models: Models) -> dict[str, Relation]:
+    """Find another multiple of the product of an adapter."""
+    factor = fit_factor(models.a[name], models.b[name], models.files)
+    return {} if factor is None else {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
 
 
-def _relate_numbers(name: str, models: Models) -> dict[str, Relation]:
-    """Compute a constant factor from all elements, or the correlation."""
-    a, b = models.a[name], models.b[name]
-    multiple = fit_factor(a, b, models.files)
-    if multiple is not None:
-        return {name: Relation(RelationKind.ADAPTER, {"factor": multiple})}
-    if a.shape == b.shape and (quantized := _relate_quantized(name, models)):
-        return {name: quantized}
-    if a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
-        return {}
-    return _relate_scaled(name, a, b, models.files)
-
-
-def _relate_scaled(name: str, a: Tensor, b: Tensor, files: Files) -> dict[str, Relation]:
-    """Find a constant factor between two tensors, or the absence of a correlation."""
-    import numpy as np
-
-    step = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
-    sums, factor, fits, nonzero, count = np.zeros(5), 0.0, True, 0, 0
-    for x, y in read_pairs(a, b, files):
-        with np.errstate(all="ignore"):
-            sums += (x.sum(), y.sum(), x @ x, y @ y, x @ y)
-        if not np.isfinite(sums).all():
-            return {}  # NaN and infinity have no factor and no correlation
-        if not factor and x.any():
-            top = int(np.argmax(np.abs(x)))
-            factor = float(y[top] / x[top])
-        count, nonzero = count + x.size, nonzero + int(np.count_nonzero(x))
-        fits = fits and bool((np.abs(y - factor * x) <= 4 * step * np.abs(y)).all())
-        if not fits and count >= _CORRELATED:
-            break
-    with np.errstate(all="ignore"):
-        means = sums[:2] / count
-        deviations = np.sqrt(np.maximum(sums[2:4] / count - means**2, 0))
-        correlation = float((sums[4] / count - means[0] * means[1]) / (deviations[0] * deviations[1]))
-    constant = deviations < 1e-7 * np.sqrt(np.maximum(sums[2:4] / count, 1e-300))
-    if fits and factor and abs(factor - 1) > 16 * step and nonzero >= _LEAST and not constant[0]:
-        return {name: Relation(RelationKind.SCALED, {"factor": factor})}
-    if constant[1] and not constant[0]:
-        return {name: Relation(RelationKind.UNRELATED, {"value": float(means[1])})}
-    if abs(correlation) < max(_CORRELATION, _SIGMAS / math.sqrt(count)):
-        return {name: Relation(RelationKind.UNRELATED, {"correlation": correlation})}
-    return {}
-
-
-def _relate_quantized(name: str, models: Models) -> Relation | None:
+def _relate_quantized(name: str, models: Models) -> dict[str, Relation]:
     """Compare quantized values with the original values, within half a step of plausible scales."""
     for tensors, others in ((models.b, models.a), (models.a, models.b)):
         own, other = tensors[name], others[name]
-        if not is_readable(other) or isinstance(other.data, Quantized):
+        if own.shape != other.shape or not is_readable(other) or isinstance(other.data, Quantized):
             continue
         quantized = get_computed(own, Quantized)
         if quantized is None and not has_scales(name, tensors):
@@ -372,5 +289,32 @@ def _relate_quantized(name: str, models: Models) -> Relation | None:
             continue
         rounding = measure_rounding(quantized, other, models.files)
         if rounding.plausible and rounding.largest <= _BOUND:
-            return Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": rounding.largest / 2})
-    return None
+            steps = rounding.largest / 2
+            return {name: Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": steps})}
+    return {}
+
+
+_Relate = Callable[[str, Models], dict[str, Relation]]
+# In the order of precedence: relations that the bytes prove, and relations that fit the numbers.
+_PROOFS: tuple[_Relate, ...] = (
+    relate_copies,
+    _relate_operation,
+    relate_local,
+    _relate_stored,
+    relate_unscaled,
+    relate_tied,
+    _relate_elsewhere,
+    _relate_boxes,
+    relate_rows,
+    relate_columns,
+)
+_FITS: tuple[_Relate, ...] = (
+    _relate_merge,
+    _relate_quantized,
+    relate_grid,
+    relate_fitted,
+    relate_constants,
+    relate_blocks,
+    relate_untied,
+    relate_unrelated,
+)

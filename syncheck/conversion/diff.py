@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from syncheck.comparison.replicas import compare_group
 from syncheck.conversion.acceptance import accept_conversions
 from syncheck.conversion.adapters import AdaptedModel, finish_adapters, merge_adapters
-from syncheck.conversion.causes import Models, add_relations
+from syncheck.conversion.causes import add_relations
 from syncheck.conversion.inference import describe_inferred, extend_map, infer_map, mark_ambiguous
 from syncheck.conversion.map_files import read_map, write_map
 from syncheck.conversion.mapped_models import apply_map, check_ignored, remove_padding
 from syncheck.conversion.merges import find_adapted
+from syncheck.conversion.model_pairs import Models
 from syncheck.conversion.name_maps import add_variables
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
@@ -145,7 +146,7 @@ def compare_sides(
     comparison = replace(
         comparison,
         notes=(*notes, *comparison.notes),
-        evidence=replace(comparison.evidence, inferred=is_proposal, guessed=guessed),
+        evidence=replace(comparison.evidence, inferred=is_proposal, guessed=guessed, cast=options.cast or ""),
     )
     # Shards of a side are no reason for doubt, but copies that could not be compared are.
     doubtful = [

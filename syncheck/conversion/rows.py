@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncheck.tensors.blocks import BLOCK
 from syncheck.tensors.dtypes import DTYPES
@@ -101,3 +101,64 @@ def _find_runs(order: Sequence[int]) -> list[tuple[int, int]]:
         if len(runs) > _MOST_RUNS:
             break
     return runs
+
+
+def describe_copies(a: list[bytes], b: list[bytes]) -> dict[str, str | int] | None:
+    """Return which rows of `a` the longer or equally long `b` holds several times; None if other rows exist in `b`.
+
+    `pattern` is "tile" (`size` rows from row `start` on, `times` times), "each" (each block of `size` rows `times`
+    times in succession), or "other" (copies of other rows take the place of `missing` rows of `a`).
+    """
+    positions = {digest: row for row, digest in reversed(list(enumerate(a)))}
+    if not positions.keys() >= set(b):
+        return None
+    start, count = positions[b[0]], len(b)
+    part = list(a[start:])
+    for times in range(2, count + 1):
+        size = count // times
+        if count % times == 0 and b == part[:size] * times:
+            whole = int(size == len(a))
+            return {"pattern": "tile", "start": start, "size": size, "times": times, "whole": whole}
+    # The first block ends where its first row occurs again.
+    block = b.index(b[0], 1) if b[0] in b[1:] else count
+    for times in range(2, count // block + 1):
+        if count % (block * times) == 0 and b == _repeat_blocks(part[: count // times], block, times):
+            return {"pattern": "each", "start": start, "size": block, "times": times}
+    return {"pattern": "other", "missing": len(set(a)) - len(set(b))}
+
+
+def _repeat_blocks(rows: Sequence[bytes], size: int, times: int) -> list[bytes]:
+    """Return the rows with each block of rows repeated in succession."""
+    repeated: list[bytes] = []
+    for first in range(0, len(rows), size):
+        repeated += [*rows[first : first + size]] * times
+    return repeated
+
+
+def describe_heads(order: Sequence[int]) -> dict[str, str | int] | None:
+    """Return how an order of rows permutes the halves of heads for rotary embeddings; None for another order.
+
+    `head_dim` is the number of rows of a head. `to` is "interleaved" or "half". `back` is the number of rows of a head
+    with which the rows were permuted back; only present for a permutation with two different numbers.
+    """
+    import numpy as np
+
+    count = len(order)
+    rows = np.asarray(order)
+    sizes = [size for size in range(4, count + 1, 2) if count % size == 0]
+    interleaved = {size: _interleave(np.arange(count), size) for size in sizes}
+    for size, expected in interleaved.items():
+        if np.array_equal(rows, expected):
+            return {"head_dim": size, "to": "interleaved"}
+        if np.array_equal(rows, np.argsort(expected)):
+            return {"head_dim": size, "to": "half"}
+    for size, expected in interleaved.items():
+        for back, other in interleaved.items():
+            if np.array_equal(rows, expected[np.argsort(other)]):
+                return {"head_dim": size, "to": "interleaved", "back": back}
+    return None
+
+
+def _interleave(rows: Any, size: int) -> Any:
+    """Return rows with the halves of each head interleaved."""
+    return rows.reshape(-1, 2, size // 2).swapaxes(1, 2).reshape(-1)

@@ -9,6 +9,7 @@ from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
 from syncheck.snapshots import ravel_index
 from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -64,9 +65,13 @@ def localized_damage(case: Case) -> list[list[TensorDiff]]:
 def _is_in_part(diff: TensorDiff) -> bool:
     """Whether at most half of the elements differ.
 
-    False if several replica groups differ, because the numbers describe only the group with the largest difference.
+    False for constants of code. False if several replica groups differ, because the numbers describe only the group
+    with the largest difference.
     """
     if diff.status != "different" or diff.reason is not None or not diff.mismatched:
+        return False
+    # Other code has other constants, of which one element may differ.
+    if is_code_constant(diff.name):
         return False
     return 2 * diff.mismatched <= diff.numel and len(sets_within(diff)) < 2
 

@@ -55,7 +55,12 @@ from syncheck.diagnose import (
     syn311_unrelated,
     syn312_scaled,
     syn313_wrong_shard,
+    syn314_tie_changed,
+    syn315_offset,
+    syn316_scales_missing,
+    syn317_repeated,
     syn399_unexplained_model_difference,
+    two_runs,
 )
 from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.history import history_of
@@ -128,7 +133,7 @@ def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tup
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
 _EVERY_RANK = frozenset(
     "SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN206 SYN226 SYN231 SYN240 SYN241 SYN299 SYN399".split()
-) | {f"SYN{code}" for code in range(301, 314)}
+) | {f"SYN{code}" for code in range(301, 318)}
 # In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
 RULES: tuple[Rule, ...] = cast(
     "tuple[Rule, ...]",
@@ -181,6 +186,10 @@ RULES: tuple[Rule, ...] = cast(
         syn309_padded,
         syn312_scaled,
         syn313_wrong_shard,
+        syn314_tie_changed,
+        syn315_offset,
+        syn316_scales_missing,
+        syn317_repeated,
         syn311_unrelated,
         syn399_unexplained_model_difference,
     ),
@@ -202,10 +211,18 @@ DIFF_RULES: tuple[Rule, ...] = cast(
         syn309_padded,
         syn312_scaled,
         syn313_wrong_shard,
+        syn314_tie_changed,
+        syn315_offset,
+        syn316_scales_missing,
+        syn317_repeated,
         syn311_unrelated,
         syn101_missing_tensors,
         syn102_shape_or_dtype_mismatch,
         syn220_bit_flip,
+        syn106_different_progress,
+        syn214_step_skipped,
+        syn107_settings_differ,
+        syn213_per_rank_gradient_scale,
         syn399_unexplained_model_difference,
         syn103_prefix_normalized,
     ),
@@ -253,9 +270,15 @@ def _apply_rules(
     findings: list[Finding] = []
     for rule in rules:
         case = Case(group, tensors, values, series or (group,))
+        of_runs = bool(group.labels) and rule.CODE in two_runs.CODES
+        if of_runs and not two_runs.may_explain(rule.CODE, case):
+            continue
         match = rule.apply(case)
         if match is None:
             continue
+        if of_runs:
+            certainty, alternatives = two_runs.limit_certainty(rule.CODE, match, case)
+            match = replace(match, certainty=certainty, alternatives=alternatives)
         agree = match.agree
         if agree is None:
             odd = frozenset(match.ranks)

@@ -15,8 +15,9 @@ Incidents: pytorch/pytorch#75870 (requests this check), deepspeedai/DeepSpeed#75
 
 from __future__ import annotations
 
-from syncheck.diagnose.case import Case, Match, limit_facts
+from syncheck.diagnose.case import Case, Match, limit_facts, relation_of
 from syncheck.diagnose.history import suspects
+from syncheck.findings import RelationKind
 from syncheck.messages import Sentence
 
 CODE = "SYN102"
@@ -40,6 +41,10 @@ class Text(Sentence):
         "Check the code that converts or saves these tensors. If B was converted to another dtype on purpose, pass "
         "{cast:option DTYPE}."
     )
+    DIFF_FIX_CAST = (
+        "The conversion with {cast:option} does not explain these tensors: their values differ, too. Check the code "
+        "that converts or saves them."
+    )
     DIFF_SHAPES = "{tensors:count tensor} {tensors:verb has|have} different shapes"
     DIFF_DTYPES = "{tensors:count tensor} {tensors:verb has|have} different dtypes"
     DIFF_SHAPES_AND_DTYPES = "{tensors:count tensor} {tensors:verb has|have} different shapes or dtypes"
@@ -56,11 +61,15 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match every tensor whose shape or dtype differs."""
-    tensors = tuple(diff for diff in case.tensors if diff.reason in ("shape", "dtype"))
+    mismatched = (diff for diff in case.tensors if diff.reason in ("shape", "dtype"))
+    # A single element that the conversion does not explain has its own rule.
+    tensors = tuple(diff for diff in mismatched if relation_of(diff) is not RelationKind.LOCAL)
     if not tensors:
         return None
     reasons = {diff.reason for diff in tensors}
     first = Text.SHAPES_AND_DTYPES if len(reasons) > 1 else Text.SHAPES if "shape" in reasons else Text.DTYPES
     details = [Text.TENSOR(name=diff.name, detail=diff.detail) for diff in tensors]
     facts = [first(tensors=len(tensors)), *limit_facts(details, _MOST, Text.MORE)]
-    return Match(tensors, suspects(tensors, case.group), facts)
+    # An option that the user has passed is no fix.
+    fix = Text.DIFF_FIX_CAST if case.group.evidence.cast and reasons == {"dtype"} else None
+    return Match(tensors, suspects(tensors, case.group), facts, fix=fix)

@@ -52,6 +52,18 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = "The checkpoints are from different moments of the run: a rank saved, resumed or stopped at another step."
+    DIFF_CAUSE = "A and B are from different moments of training: they record different steps."
+    DIFF_FIX = "Compare the files of one step."
+    DIFF_PROGRESS = "A and B are at different points of training: {name} is {values:by_rank}"
+    DIFF_STEP_COUNTERS = (
+        "A and B took different numbers of optimizer steps: {counters:count step counter} "
+        "{counters:verb differs|differ} by up to {lag:count step}, {counts:by_rank}"
+    )
+    DIFF_UNKNOWN_STEP_COUNTERS = (
+        "A and B took different numbers of optimizer steps: {counters:count step counter} "
+        "{counters:verb differs|differ} by an unknown number"
+    )
+    DIFF_FORWARDS_LAG_DESPITE_STEP = "num_batches_tracked lags too, although A and B recorded the same step"
     FIX = (
         "Compare files of one step. Before saving or resuming, all-reduce MIN and MAX of the step over the ranks and "
         "stop if they differ."

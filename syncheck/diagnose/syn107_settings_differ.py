@@ -60,6 +60,14 @@ class Text(Sentence):
     CAUSE = (
         "The settings of the optimizer or its scheduler differ between ranks, so equal gradients lead to unequal steps."
     )
+    DIFF_CAUSE = (
+        "The settings of the optimizer or its scheduler differ between A and B, so equal gradients lead to unequal "
+        "steps."
+    )
+    DIFF_FIX = "Compare the configurations of both runs, and train with the same settings."
+    DIFF_SETTINGS = "A and B use different settings: {setting}"
+    DIFF_MEMBERS = "{name} contains {names:names} in one of them only"
+    DIFF_PARAMETERS = "{count} of {total:count parameter} {count:verb differs|differ}, {size}"
     FIX = (
         "Build the optimizer and the scheduler from one configuration on every rank. Step ReduceLROnPlateau and "
         "similar schedulers with a number equal on all ranks: dist.all_reduce(loss); "

@@ -63,6 +63,23 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = "Some ranks clip or scale the averaged gradients by another factor than the other ranks."
+    DIFF_CAUSE = "One of the runs clipped or scaled its gradients by another factor than the other run."
+    DIFF_FIX = (
+        "Compare the clipping, the loss scale, the reduction of the loss and the number of accumulated batches of both "
+        "runs."
+    )
+    DIFF_CAUSE_UNCOUNTED = (
+        "One of the runs clipped or scaled its gradients by another factor than the other run. Or it skipped a step or "
+        "lost its momentum, which looks the same without step counters."
+    )
+    DIFF_CLIPPED = (
+        "{ranks:Ranks} clipped or scaled its gradients: its first moments are {ratio:.3g} times as long as in "
+        "{others:ranks}, in the same direction"
+    )
+    DIFF_CONSISTENT = (
+        "Consistent with clipped or scaled gradients in {ranks:ranks}: its first moments are {ratio:.3g} times as long "
+        "as in {others:ranks}, in the same direction"
+    )
     FIX = (
         "Clip after backward() with the same value on every rank: clip_grad_norm_(model.parameters(), max_norm). No "
         "clip, loss scale or division may depend on the rank, its loss or its batch."

@@ -63,6 +63,9 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = "A rank skipped an optimizer step that the other ranks took, because it decided on its own to skip a batch."
+    DIFF_CAUSE = "One of the runs skipped an optimizer step that the other run took."
+    DIFF_FIX = "Look for skipped batches, overflows of the loss scaler and NaN in the logs of both runs."
+    DIFF_BATCHES_COUNTED = "BatchNorm counted the same batches in both runs"
     FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
     IN_A_JOB = f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
     IN_A_JOB_NO_MAJORITY = (

@@ -7,6 +7,9 @@ the difference remains. SGD keeps it, and AdamW shrinks it by (1 - lr x weight d
 to the gradients (SGD, Adam), it carries the difference to the same element of the moments, and a flip in a first moment
 reaches the weight at the next step.
 
+Between two models, a single element beyond a conversion to another dtype is reported as well. A single
+bit that changes the sign or the exponent, by a factor of at least 4, is a bit flip even if other tensors were trained.
+
 A difference in a tensor of one element (a step counter, a temperature) is not sufficient, and the rule does not match
 if other parameters or states differ too.
 
@@ -24,12 +27,15 @@ isolates the machines outside the dominant group of equal signatures; arXiv 2502
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, element_name, evidence_of
-from syncheck.diagnose.localized import follower_facts, is_one_bit, localized_damage, rest_facts
+from syncheck.diagnose.case import Case, Match, element_name, evidence_of, parameters_of
+from syncheck.diagnose.localized import MOST, follower_facts, is_one_bit, localized_damage, rest_facts
+from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
     from syncheck.records import TensorDiff
@@ -78,6 +84,10 @@ class Text(Sentence):
     VALUES = "the value is {values:by_rank}"
     BITS = "the values differ in {bits:count bit}"
     CONSISTENT = "consistent with a bit flip before a later update"
+    BESIDE_CAST = (
+        "One element of {name} differs beyond a conversion to {dtype}: {element}, in {bits:count bit}; the "
+        "{others:count other element} of the tensor {others:verb agrees|agree}"
+    )
     DIFF_CONSISTENT = "more than one bit differs, so the element was overwritten, or updated after a bit flip"
 
 
@@ -98,10 +108,56 @@ _FORMATS = {
 def apply(case: Case) -> Match | None:
     """Match single elements if nothing else differs."""
     damages = localized_damage(case)
-    if not damages or any(damage[0].extent != "one" for damage in damages):
+    if damages and all(damage[0].extent == "one" for damage in damages):
+        facts = [fact for damage in damages for fact in _facts(damage, case)]
+        match = case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
+        # Replicas have one history, but somebody may have edited one of two models.
+        if case.group.labels and not all(_is_clear_flip(damage) for damage in damages):
+            return replace(match, certainty="consistent", alternatives=("SYN399",))
+        return match
+    return _match_two_models(case) if case.group.labels else None
+
+
+def _match_two_models(case: Case) -> Match | None:
+    """Match single elements of two models, whatever else differs."""
+    converted = case.related(RelationKind.LOCAL)
+    flipped = tuple(diff for diff in case.differing("parameter", "buffer") if _is_large_flip(diff))
+    damaged = (*converted, *flipped)
+    if not 0 < len(damaged) <= MOST:
         return None
-    facts = [fact for damage in damages for fact in _facts(damage, case)]
-    return case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
+    facts = [_state_change(diff) for diff in converted]
+    for diff in flipped:
+        facts += _facts([diff], case)
+    return Match(damaged, case.group.ranks, facts)
+
+
+def _is_clear_flip(damage: list[TensorDiff]) -> bool:
+    """Whether a single bit of a single element differs, and its values are not both integers, which people write."""
+    proof = next((diff for diff in damage if is_one_bit(diff)), None)
+    if proof is None:
+        return False
+    values = evidence_of(proof).values.values()
+    return not all(isinstance(value, (int, float)) and value == round(value) for value in values)
+
+
+def _is_large_flip(diff: TensorDiff) -> bool:
+    """Whether a single bit of a single element differs, in the sign or by a factor of at least 4."""
+    bit = evidence_of(diff).bit
+    if not is_one_bit(diff) or diff.numel < 2 or bit is None or diff.dtype not in _FORMATS:
+        return False
+    if is_code_constant(diff.name) or not _is_clear_flip([diff]):
+        return False
+    mantissa, _ = _FORMATS[diff.dtype]
+    return bit > mantissa
+
+
+def _state_change(diff: TensorDiff) -> Message:
+    """State which element a conversion does not explain."""
+    own = parameters_of(diff)
+    index = ", ".join(map(str, own["index"]))
+    return Text.BESIDE_CAST(
+        name=diff.name, element=f"[{index}]", dtype=own["dtype"], bits=own["bits"], others=diff.numel - 1
+    )
 
 
 def _facts(damage: list[TensorDiff], case: Case) -> list[Message]:

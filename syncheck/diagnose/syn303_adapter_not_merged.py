@@ -6,7 +6,8 @@ their dtype, and are not reported. Tensors that the adapter stores as a whole (`
 (`trainable_token_indices`) must be equal.
 
 Cause: the merge did not find the adapter (another path, prefix or name of the adapter), skipped some modules, or the
-merged model was never saved.
+merged model was never saved. Another multiple shows another scale: the merge read `lora_alpha` or the rank of another
+module (`alpha_pattern`, `rank_pattern`, `use_rslora`), or merged twice.
 
 Fix: load the adapter with the library that wrote it, merge it (`merge_and_unload` in PEFT), and check that each module
 of `target_modules` has changed before you save.
@@ -41,6 +42,11 @@ class Text(Sentence):
         "Merge the adapter again (for example with PEFT's merge_and_unload), check the names of the modules, and save"
         " the merged model."
     )
+    CAUSE_SCALE = "The adapter was merged into these tensors of B with another scale than its configuration states."
+    FIX_SCALE = (
+        "Merge with the scale of each module: lora_alpha / r (or its root with use_rslora), with the exceptions of "
+        "alpha_pattern and rank_pattern. The evidence states the factor by which B differs from it."
+    )
     UNMERGED = "{count} of {total:count tensor} with an adapter {count:verb is|are} not merged in B: {names:names 10}"
     NOT_REPLACED = (
         "{count} of {total:count tensor} with an adapter {count:verb is|are} not replaced in B, although the adapter "
@@ -70,4 +76,7 @@ def apply(case: Case) -> Match | None:
             facts.append(Text.UNMERGED(count=len(diffs), total=total, names=names))
         else:
             facts.append(Text.SCALED(count=len(diffs), total=total, names=names, factor=factor))
-    return Match(unmerged, case.group.ranks, facts)
+    # Each tensor has the product of the adapter, but another multiple of it.
+    scaled = all("factor" in parameters_of(diff) for diff in unmerged)
+    cause, fix = (Text.CAUSE_SCALE, Text.FIX_SCALE) if scaled else (None, None)
+    return Match(unmerged, case.group.ranks, facts, cause=cause, fix=fix)

@@ -28,9 +28,14 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = "One model has additional rows or columns, such as the padding of a vocabulary; the common part is equal."
+    CAUSE_OTHER = "One model has additional elements in these tensors; the common part is equal."
     FIX = (
         "If the padding is intended, pass {allow:option=SYN309} or a map that allows it. Otherwise resize the "
         "embedding and output layers together."
+    )
+    FIX_OTHER = (
+        "If the additional elements are intended, pass {allow:option=SYN309}. Otherwise build both models from one "
+        "configuration, and save the whole tensors."
     )
     LONGER = "B has {count:count more index|more indices} of dimension {dim} in {names:names}"
     SHORTER = "B lacks the last {count:count index|indices} of dimension {dim} in {names:names}"
@@ -43,4 +48,9 @@ def apply(case: Case) -> Match | None:
     for (dim, added), diffs in case.related_by(("dim", "added"), RelationKind.PADDED).items():
         sentence = Text.LONGER if added > 0 else Text.SHORTER
         facts.append(sentence(count=abs(added), dim=dim, names=tuple(diff.name for diff in diffs)))
-    return Match(found, case.group.ranks, facts) if found else None
+    if not found:
+        return None
+    # Only matrices have a row for each token of a vocabulary.
+    is_matrix = any(len(diff.shape) > 1 for diff in found)
+    cause, fix = (None, None) if is_matrix else (Text.CAUSE_OTHER, Text.FIX_OTHER)
+    return Match(found, case.group.ranks, facts, cause=cause, fix=fix)

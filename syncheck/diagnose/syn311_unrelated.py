@@ -1,7 +1,8 @@
 """Tensors of B have nothing to do with those of A.
 
-Signature: the correlation of the elements is zero within the noise of independent numbers, or B is constant where A is
-not, and no other relation was found.
+Signature: nearly all elements differ, and their correlation is zero within the noise of independent numbers, with and
+without the largest elements. Or B is constant where A is not. No other relation was found. States of an optimizer are
+not compared in this way: a few steps later, they have no correlation either.
 
 Cause: B was initialized and never loaded: a name was not found (`strict=False`), a module was created after loading, or
 B is another model.

@@ -1,6 +1,7 @@
 """Tensors of B are those of A times a constant factor.
 
-Signature: B equals A times one factor, within the rounding of the dtype, in all elements of a tensor.
+Signature: B equals A times one factor, within the rounding of the dtype, in all elements of a tensor. The elements are
+so many and so different that the factor does not fit by chance.
 
 Cause: a scale was applied twice or not at all: the scale of an adapter or a quantized tensor, a normalization folded
 into a weight, an average over ranks, or the scale of an embedding.
@@ -34,7 +35,8 @@ class Text(Sentence):
 
     CAUSE = "These tensors of B were multiplied by a constant."
     FIX = (
-        "Look for a scale of this size in the conversion: alpha / r, a number of ranks, or the square root of a width."
+        "Look for a scale of this size in the conversion: alpha / r, the scale of a quantized tensor, a number of "
+        "ranks, or the square root of a width."
     )
     MORE = "{count:count more factor}"
     SCALED = "{count:count tensor} of B {count:verb is|are} {factor:number} times A: {names:names}"

@@ -28,9 +28,16 @@ CERTAINTY = "proved"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "A rank or stage of B holds what belongs to another one: shards or layers are at the wrong place."
-    FIX = "Assemble shards by their rank and layer, not by the order of file names."
+    CAUSE = (
+        "Shards, layers or other tensors of B are at the wrong place: they are those of another rank, layer or module "
+        "of A."
+    )
+    FIX = (
+        "Assemble shards by their rank and layer, not by the order of file names, and check the names of modules in "
+        "the conversion."
+    )
     OTHER = "{name} of B is {other} of A"
+    TRANSPOSED = "{name} of B is {other} of A, transposed"
     BOXES = "{boxes} of {of} shards of {name} belong to other ranks, in {files}"
     MORE = "{count:count more tensor}"
 
@@ -38,11 +45,13 @@ class Text(Sentence):
 def apply(case: Case) -> Match | None:
     """Match tensors with the shards or layers of other ranks."""
     found = case.related(RelationKind.SHARD)
-    facts = [
-        Text.OTHER(name=diff.name, other=own["other"])
-        if "other" in own
-        else Text.BOXES(name=diff.name, **{key: own[key] for key in ("boxes", "of", "files")})
-        for diff in found
-        for own in [parameters_of(diff)]
-    ]
+    facts = []
+    for diff in found:
+        own = parameters_of(diff)
+        if "other" not in own:
+            facts.append(Text.BOXES(name=diff.name, boxes=own["boxes"], of=own["of"], files=own["files"]))
+        elif "dims" in own:
+            facts.append(Text.TRANSPOSED(name=diff.name, other=own["other"]))
+        else:
+            facts.append(Text.OTHER(name=diff.name, other=own["other"]))
     return Match(found, case.group.ranks, limit_facts(facts, 4, Text.MORE)) if found else None

@@ -121,3 +121,8 @@ def has_adapter_segment(name: str) -> bool:
 def is_adapter_file(file_name: str) -> bool:
     """Whether a file contains an adapter only."""
     return _ADAPTER_FILE.fullmatch(file_name) is not None
+
+
+def is_code_constant(name: str) -> bool:
+    """Whether a tensor is a constant of the code of a TorchScript archive."""
+    return name.startswith("CONSTANTS.")

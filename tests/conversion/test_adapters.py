@@ -210,3 +210,16 @@ def test_two_adapters_of_one_side(tmp_path: Path, other: str) -> None:
     else:
         with pytest.raises(UsageError):
             syncheck.diff(*sides)
+
+
+def test_another_scale_is_no_missing_merge(tmp_path: Path) -> None:
+    """The cause of a merge with another scale is not that of weights without the product."""
+    model = llama.make_model()
+    adapter = make_adapter(model)
+    causes = []
+    for scale in (0.25, 0.0):
+        (tmp_path / str(scale)).mkdir()
+        report = compare(tmp_path / str(scale), model, adapter, merge(model, adapter, scale))
+        assert codes(report) == {"SYN303": len(MODULES)}
+        causes.append(report.groups[-1].findings[0].cause.code.name)
+    assert causes == ["CAUSE_SCALE", "CAUSE"]

@@ -25,7 +25,7 @@ from syncheck.snapshots import Metadata
 HOME = Path(rules.__file__).parent
 # The order of precedence in DESIGN, without the rules that cover no difference.
 PRECEDENCE = """108 206 225 101 102 223 222 220 221 217 106 215 214 216 107 224 226 231 230 240 205 203 204 202 201 219
-218 212 213 210 211 241 299 310 301 302 303 304 305 306 307 308 309 312 313 311 399""".split()
+218 212 213 210 211 241 299 310 301 302 303 304 305 306 307 308 309 312 313 314 315 316 317 311 399""".split()
 MEAN, VAR = diff("bn.running_mean", "bn_mean"), diff("bn.running_var", "bn_var")
 COUNT = diff("bn.num_batches_tracked", "bn_count", max_abs=3)
 WEIGHT = diff("fc.weight", "parameter")

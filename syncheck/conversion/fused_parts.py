@@ -1,0 +1,45 @@
+"""Recognize the names of tensors that libraries store as the parts of one fused tensor."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncheck.snapshots import Tensor
+
+# The last part of a module's name, in Hugging Face's, Meta's, Megatron's, timm's and diffusers' models.
+_ATTENTION = re.compile(r"(?:(?:to_|c_|linear_|lin_|w)?[qkv]|[qkv]_(?:lin|linear)|query|key|value)(?:_proj)?")
+_GATE = re.compile(r"(?:gate|up)(?:_proj)?|w[13]|fc1_[gx]|wi_[01]")
+_VALUE = re.compile(r".*(?:v|v_proj|v_lin|v_linear|value|value_proj)")
+
+
+def are_parts_of_one(name: str, other: str, stored: Mapping[str, Tensor]) -> bool:
+    """Whether two tensors may be parts of one fused tensor.
+
+    name, other: of two tensors of a model.
+    stored: the stored tensor of each tensor after a map.
+    """
+    source = stored.get(name)
+    if source is not None and source is stored.get(other):
+        return True
+    module, last = _split(name)
+    other_module, other_last = _split(other)
+    if module != other_module or name.rpartition(".")[2] != other.rpartition(".")[2]:
+        return False
+    return any(part.fullmatch(last) and part.fullmatch(other_last) for part in (_ATTENTION, _GATE))
+
+
+def has_rotary_rows(name: str) -> bool:
+    """Whether a tensor has the name of the query or key of attention, whose rows are permuted for rotary embeddings."""
+    _, last = _split(name)
+    return _ATTENTION.fullmatch(last) is not None and _VALUE.fullmatch(last) is None
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the container and the last part of the name of a tensor's module."""
+    module = name.rpartition(".")[0]
+    container, _, last = module.rpartition(".")
+    return container, last

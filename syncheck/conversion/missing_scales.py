@@ -1,0 +1,130 @@
+"""Find quantized numbers that are stored as weights, without their scales."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from syncheck.conversion.merges import unit_roundoff
+from syncheck.conversion.quantized import Quantized
+from syncheck.conversion.recognition import get_computed, is_readable
+from syncheck.findings import Relation, RelationKind
+from syncheck.tensors.blocks import has_elements
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from syncheck.conversion.model_pairs import Models
+    from syncheck.snapshots import Tensor
+
+# Elements that are read at once.
+_BLOCK = 1 << 18
+# Range of stored integers, and the range that a block must use at least to show a scale.
+_MOST, _LEAST = 255, 7
+# Elements of the shortest block with its own scale, and other possible lengths of a block within a row.
+_SHORTEST = 16
+_LENGTHS = (256, 128, 64, 32)
+
+
+def relate_unscaled(name: str, models: Models) -> dict[str, Relation]:
+    """Find the numbers of a quantized tensor of one model that the other model holds without their scales."""
+    pairs = (("B", models.a[name], models.b[name]), ("A", models.b[name], models.a[name]))
+    for side, source, copy in pairs:
+        quantized = get_computed(source, Quantized)
+        if quantized is None or source.shape != copy.shape or not has_elements(copy):
+            continue
+        if _holds_numbers(quantized, copy, models):
+            parameters: dict[str, Any] = {"side": side, "block": _get_block(quantized), "of": quantized.shape}
+            parameters |= {"least": float(quantized.scales.min()), "most": float(quantized.scales.max())}
+            return {name: Relation(RelationKind.UNSCALED, parameters)}
+    return {}
+
+
+def _get_block(quantized: Quantized) -> tuple[int, int]:
+    """Return the numbers of rows and columns with one scale, which are at most those of the matrix."""
+    rows, columns = quantized.shape
+    block_rows, block_columns = quantized.blocks
+    return min(rows, block_rows), min(columns, block_columns)
+
+
+def _holds_numbers(quantized: Quantized, copy: Tensor, models: Models) -> bool:
+    """Whether a tensor has exactly the stored numbers of a quantized tensor."""
+    import numpy as np
+
+    from syncheck.tensors.differences import read_float64
+
+    plain = replace(quantized, scales=np.ones((1, 1)))
+    rows, columns = quantized.shape
+    step = max(1, _BLOCK // columns)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        numbers, _ = plain.read(first * columns, count * columns)
+        values = read_float64(copy, models.files, first * columns, count * columns, 0)
+        if not np.array_equal(numbers.reshape(-1), values):
+            return False
+    return True
+
+
+def relate_fitted(name: str, models: Models) -> dict[str, Relation]:
+    """Find integers, stored as floats, that are the values of the other model with a scale for each row or block."""
+    for side, own, other in (("B", models.b[name], models.a[name]), ("A", models.a[name], models.b[name])):
+        if own.shape != other.shape or len(own.shape) < 2 or not (is_readable(own) and is_readable(other)):
+            continue
+        columns = math.prod(own.shape[1:])
+        lengths = [columns, *(length for length in _LENGTHS if columns > length and columns % length == 0)]
+        for length in lengths:
+            fitted = _fit(own, other, length, models) if _SHORTEST <= length <= _BLOCK else None
+            if fitted is not None:
+                least, most = fitted
+                shape: dict[str, Any] = {"block": (1, length), "of": (own.shape[0], columns)}
+                fit: dict[str, Any] = {"side": side, "least": least, "most": most, "fitted": "fitted"}
+                return {name: Relation(RelationKind.UNSCALED, {**shape, **fit})}
+    return {}
+
+
+def _fit(own: Tensor, other: Tensor, length: int, models: Models) -> tuple[float, float] | None:
+    """Return the smallest and the largest scale if one tensor has integers within half a step of the other tensor."""
+    import numpy as np
+
+    least, most = math.inf, 0.0
+    rounding = 2 * unit_roundoff(other.dtype)
+    for numbers, values in _read_blocks(own, other, length, models):
+        if not np.isfinite(values).all() or not _are_integers(numbers):
+            return None
+        # A value within half a step of its number bounds the scale from below and from above.
+        sizes, counts = np.abs(values), np.abs(numbers)
+        if (values * numbers < 0).any():
+            return None
+        lowest = (sizes / (counts + 0.5)).max(1)
+        with np.errstate(all="ignore"):
+            highest = np.where(counts > 0, sizes / (counts - 0.5), np.inf).min(1)
+        if not ((lowest > 0) & (lowest <= highest * (1 + rounding))).all():
+            return None
+        least, most = min(least, float(lowest.min())), max(most, float(highest.max()))
+    # With a scale of 1, the numbers are rounded values, and no scale is missing.
+    return (least, most) if not least <= 1 <= most else None
+
+
+def _are_integers(numbers: Any) -> bool:
+    """Whether blocks of numbers are integers of 8 bits, and use enough of them."""
+    import numpy as np
+
+    if not (np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()):
+        return False
+    ranges = np.ptp(numbers, axis=1)
+    return bool((np.abs(numbers) <= _MOST).all() and (ranges >= _LEAST).all())
+
+
+def _read_blocks(own: Tensor, other: Tensor, length: int, models: Models) -> Iterator[tuple[Any, Any]]:
+    """Yield blocks of both tensors: (blocks, length)."""
+    from syncheck.tensors.differences import read_float64
+
+    step = length * max(1, _BLOCK // length)
+    for start in range(0, own.numel, step):
+        count = min(step, own.numel - start)
+        numbers, values = (
+            read_float64(tensor, models.files, start, count, slot).reshape(-1, length)
+            for slot, tensor in enumerate((own, other))
+        )
+        yield numbers, values

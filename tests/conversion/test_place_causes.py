@@ -1,0 +1,158 @@
+"""Rows, layers and parts at another place or several times: the cause states what was moved, and never guesses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from found_causes import compare, draw, find, get_parameters
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from found_causes import State
+
+BODY = {"fc.weight": draw(16, 16, seed=2)}
+KEY = draw(32, 24, seed=3)
+
+
+def test_exchanged_layers_of_a_sequential_model(tmp_path: Path) -> None:
+    """Layers with numbers as names, also below a module, and norms and biases with few elements."""
+    for i, names in enumerate((("0", "2"), ("features.0", "features.3"), ("norm1", "norm2"), ("a.q_norm", "a.k_norm"))):
+        one, other = (f"{name}.weight" for name in names)
+        state = {one: draw(16, 16, seed=i), other: draw(16, 16, seed=i + 50)} | BODY
+        (tmp_path / str(i)).mkdir()
+        found = find(tmp_path / str(i), state, {**state, one: state[other], other: state[one]})
+        assert found == {"SYN313": {one, other}}
+
+
+def test_exchanged_parts_of_a_fused_tensor(tmp_path: Path) -> None:
+    """Names of query, key and value, and of gate and up, are parts of one tensor in other libraries."""
+    for i, (one, other) in enumerate((("q_proj", "k_proj"), ("wq", "wv"), ("to_k", "to_v"), ("gate_proj", "up_proj"))):
+        names = [f"layers.0.block.{name}.weight" for name in (one, other)]
+        state = {name: draw(16, 16, seed=n) for n, name in enumerate(names)} | BODY
+        (tmp_path / str(i)).mkdir()
+        found = find(tmp_path / str(i), state, {**state, names[0]: state[names[1]], names[1]: state[names[0]]})
+        assert found == {"SYN305": set(names)}
+
+
+def test_a_copied_norm(tmp_path: Path) -> None:
+    """A norm of B is another norm of the same layer of A: it is no part of a fused tensor."""
+    state = {f"layers.0.norm{i}.weight": draw(32, seed=i) for i in range(3)} | BODY
+    copy = {**state, "layers.0.norm1.weight": state["layers.0.norm0.weight"].clone()}
+    assert find(tmp_path, state, copy) == {"SYN313": {"layers.0.norm1.weight"}}
+
+
+def exchange(name: str) -> str:
+    """Return a name in the other one of two layers."""
+    return name.replace("h.0", "h.x").replace("h.1", "h.0").replace("h.x", "h.1")
+
+
+def test_exchanged_layers_in_another_orientation(tmp_path: Path) -> None:
+    """GPT-2's linear layers, in both orientations, with two layers exchanged."""
+    state: State = {"wte.weight": draw(40, 16), "ln_f.weight": draw(16, seed=1)}
+    for layer in range(2):
+        state |= {f"h.{layer}.mlp.c_fc.weight": draw(16, 64, seed=layer + 2)}
+        state |= {f"h.{layer}.attn.c_proj.weight": draw(16, 16, seed=layer + 20)}
+    exchanged = {name: state[exchange(name)] for name in state}
+    layers = {name for name in state if name.startswith("h.")}
+    assert find(tmp_path, state, exchanged) == {"SYN313": layers}
+    transposed = {name: tensor.T if name in layers else tensor for name, tensor in exchanged.items()}
+    assert find(tmp_path, state, transposed) == {"SYN313": layers}
+
+
+@pytest.mark.parametrize("flipped", ["conv1.weight", "features.0.weight", "patch_embed.proj.weight"])
+def test_channels_of_an_image(tmp_path: Path, flipped: str) -> None:
+    """The first convolution reads blue, green, red: the order of its channels, and nothing about fused tensors."""
+    kernel = draw(8, 3, 7, 7)
+    state, copy = {flipped: kernel} | BODY, {flipped: kernel.flip(1)} | BODY
+    findings, _ = compare(tmp_path, state, copy)
+    assert findings.keys() == {"SYN305"}
+    assert get_parameters(tmp_path, state, copy, flipped)["channels"] == (2, 1, 0)
+    fused = {"a.q_proj.weight": KEY, "a.k_proj.weight": KEY * 2} | BODY
+    swapped = {"a.q_proj.weight": KEY * 2, "a.k_proj.weight": KEY} | BODY
+    parts, _ = compare(tmp_path, fused, swapped)
+    assert parts["SYN305"].cause != findings["SYN305"].cause
+
+
+def interleave(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Return rows with the halves of each head interleaved."""
+    return rows.reshape(-1, 2, size // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def separate(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Return rows with the halves of each head one after the other."""
+    return rows.reshape(-1, size // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("name", ["layers.0.self_attn.k_proj.weight", "attention.wq.weight", "attn.to_q.weight"])
+@pytest.mark.parametrize(("size", "back"), [(48, 0), (24, 0), (12, 24), (48, 16), (6, 48)])
+def test_a_wrong_size_of_a_head(tmp_path: Path, name: str, size: int, back: int) -> None:
+    """Rows permuted with any size of a head, also back with another one, and the bias with them."""
+    rows, bias = draw(48, 20, seed=4), draw(48, seed=5)
+    bias_name = name.replace("weight", "bias")
+    state: dict[str, Any] = {name: rows, bias_name: bias} | BODY
+    copy = dict(state)
+    for each in (name, bias_name):
+        copy[each] = interleave(state[each], size)
+        if back:
+            copy[each] = separate(copy[each], back)
+    assert find(tmp_path, state, copy) == {"SYN306": {name, bias_name}}
+    parameters = get_parameters(tmp_path, state, copy, name)
+    assert parameters["head_dim"] == size
+    assert parameters.get("back", 0) == back
+
+
+def test_the_same_order_of_another_tensor(tmp_path: Path) -> None:
+    """Interleaved halves of a tensor that is no query or key are rows in another order."""
+    state, copy = {"mlp.up_proj.weight": KEY} | BODY, {"mlp.up_proj.weight": interleave(KEY, 32)} | BODY
+    found = find(tmp_path, state, copy)
+    assert found.keys() <= {"SYN305", "SYN306"}
+
+
+REPEATS: list[tuple[str, Any, dict[str, Any]]] = [
+    (
+        "heads",
+        KEY.reshape(4, 8, 24).repeat_interleave(2, 0).reshape(64, 24),
+        {"pattern": "each", "size": 8, "times": 2},
+    ),
+    ("rows", KEY.repeat_interleave(3, 0), {"pattern": "each", "size": 1, "times": 3}),
+    ("whole", KEY.repeat(4, 1), {"pattern": "tile", "size": 32, "times": 4}),
+    ("columns", KEY.repeat(1, 2), {"pattern": "tile", "dim": 1, "times": 2}),
+    ("first part", KEY[:8].repeat(4, 1), {"pattern": "tile", "size": 8, "times": 4}),
+    ("second head", KEY[8:16].repeat(4, 1), {"pattern": "tile", "start": 8, "size": 8}),
+    ("some rows", torch.cat([KEY[:20], KEY[:12]]), {"pattern": "other", "missing": 12}),
+]
+
+
+@pytest.mark.parametrize(("copies", "expected"), [row[1:] for row in REPEATS], ids=[row[0] for row in REPEATS])
+def test_a_part_is_repeated(tmp_path: Path, copies: torch.Tensor, expected: dict[str, Any]) -> None:
+    """Heads, rows, whole tensors and the part of one rank, in B and in A."""
+    name = "layers.0.self_attn.k_proj.weight"
+    state, copy = {name: KEY} | BODY, {name: copies} | BODY
+    findings, _ = compare(tmp_path, state, copy)
+    assert findings.keys() == {"SYN317"}
+    assert findings["SYN317"].certainty == "proved"
+    parameters = get_parameters(tmp_path, state, copy, name)
+    assert {key: parameters[key] for key in expected} == expected
+    if copies.shape != KEY.shape:
+        assert find(tmp_path, copy, state) == {"SYN317": {name}}
+
+
+def test_a_vector_is_repeated(tmp_path: Path) -> None:
+    """A buffer of each rank, joined as if it were sharded; constant elements show no copies."""
+    vector = draw(24, seed=7)
+    assert find(tmp_path, {"scale": vector} | BODY, {"scale": vector.repeat(4)} | BODY) == {"SYN317": {"scale"}}
+    ones = {"scale": torch.ones(24)} | BODY
+    assert find(tmp_path, ones, {"scale": torch.ones(96)} | BODY) == {"SYN309": {"scale"}}
+
+
+def test_elements_of_a_sparse_tensor_are_no_padding(tmp_path: Path) -> None:
+    """A sparse tensor with one more element: its values have another length, and nothing was padded."""
+    matrix = torch.zeros(8, 8)
+    matrix[range(6), range(6)] = draw(6, seed=8)
+    more = matrix.clone()
+    more[7, 7] = 1.0
+    found = find(tmp_path, {"w": matrix.to_sparse()} | BODY, {"w": more.to_sparse()} | BODY)
+    assert found.keys() == {"SYN102"}
