@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Largest cosine of replicas with different directions, and least cosine of tensors with nearly the same direction.
 TURNED, ALIKE = 0.6, 0.8
+# Least number of elements with a direction of their own.
+_LARGE = 64
 # Maximum number of tensors of one shape whose directions are compared pairwise.
 _MOST_ALIKE = 32
 # Elements at the start of a tensor that choose the tensors to compare whole.
@@ -122,7 +124,8 @@ def find_resembling(
 
 def _has_turned(diff: TensorDiff, cosine: float | None) -> bool:
     """Whether the replicas of a parameter have different directions. Moments of two layers may be alike by chance."""
-    is_parameter = diff.kind == "parameter" and diff.reason is None
+    # Vectors begin as constants, and have the same direction by chance.
+    is_parameter = diff.kind == "parameter" and diff.reason is None and len(diff.shape) > 1 and diff.numel >= _LARGE
     return is_parameter and cosine is not None and cosine < TURNED and diff.mismatched == diff.numel
 
 

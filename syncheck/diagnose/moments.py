@@ -10,6 +10,7 @@ Means over tensors are weighted by the elements, so that a bias of two numbers d
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import evidence_of
@@ -58,25 +59,30 @@ def share_smaller(diffs: Iterable[TensorDiff]) -> dict[int, float]:
 
     Without a majority, smaller than on the first rank. A share near 1 or 0 means that the gradients were scaled.
     """
-    return _mean_shares(diffs, sided=False)
-
-
-def sidedness(diffs: Iterable[TensorDiff]) -> dict[int, float]:
-    """Return how one-sided the differences of second moments are within each tensor, by odd rank: 0.5 to 1."""
-    return _mean_shares(diffs, sided=True)
-
-
-def _mean_shares(diffs: Iterable[TensorDiff], *, sided: bool) -> dict[int, float]:
     totals: dict[int, float] = {}
     elements: dict[int, float] = {}
     for diff in diffs:
         # Few elements differ in an embedding with few tokens per batch, and only these count.
         weight = _weight(diff) * min(1.0, (diff.mismatched or 0) / diff.numel)
         for rank, share in evidence_of(diff).smaller.items():
-            value = max(share, 1 - share) if sided else share
-            totals[rank] = totals.get(rank, 0.0) + value * weight
+            totals[rank] = totals.get(rank, 0.0) + share * weight
             elements[rank] = elements.get(rank, 0.0) + weight
     return {rank: total / elements[rank] for rank, total in totals.items() if elements[rank]}
+
+
+def median_sidedness(diffs: Iterable[TensorDiff]) -> float:
+    """Return how one-sided the differences of second moments are within a tensor, 0.5 to 1; 1 without any.
+
+    The median over tensors: in an embedding, the rows of each batch may be on another side.
+    """
+    sides = [max(share, 1 - share) for diff in diffs for share in evidence_of(diff).smaller.values()]
+    return median(sides) if sides else 1.0
+
+
+def median_share_differing(diffs: Iterable[TensorDiff]) -> float:
+    """Return the median share of the elements that differ; 0 without tensors."""
+    shares = [(diff.mismatched or 0) / diff.numel for diff in diffs if diff.numel]
+    return median(shares) if shares else 0.0
 
 
 def _weight(diff: TensorDiff) -> int:

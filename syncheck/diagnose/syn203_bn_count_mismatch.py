@@ -14,9 +14,11 @@ Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank skip), ecmwf/WeatherGenerator#27
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, largest_difference
+from syncheck.diagnose.counters import may_be_old
 from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -71,7 +73,10 @@ def apply(case: Case) -> Match | None:
     statistics = case.of_kind(*BN_STATISTICS)
     if statistics:
         facts.append(Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics)))
-    return Match((*counts, *statistics), odd, facts)
+    match = Match((*counts, *statistics), odd, facts)
+    # A file of an earlier step has smaller counts too, and other parameters.
+    is_old = bool(case.differing_parameters()) and may_be_old(case)
+    return replace(match, certainty="consistent", alternatives=("SYN217",)) if is_old else match
 
 
 def _largest_lag(counts: Sequence[TensorDiff]) -> Message:

@@ -78,6 +78,8 @@ class Text(Sentence):
 
 # Share of elements. Different initial values differ nearly everywhere.
 WHOLE = 0.9
+# Share of the trained parameters. Only those with constant initial values agree.
+MOST_OF_MODEL = 0.25
 # Median cosines under which parameters started differently: if the optimizer state agrees; if it differs by weight
 # decay alone; without saved state, if other parameters agree; without saved state, if all parameters differ.
 UNLIKE, UNLIKE_BUT_DECAY, UNLIKE_WITHOUT_STATE, UNLIKE_ALONE = 0.9, 0.97, 0.5, 0.2
@@ -103,8 +105,10 @@ def apply(case: Case) -> Match | None:
         *follower_facts(covered, "optimizer"),
     ]
     match = case.make_match(differing, facts, covered)
-    if state:
+    if state and len(differing) >= MOST_OF_MODEL * len(case.trained_parameters()):
         return match
+    if state:  # a few tensors may contain the values of each other, or were loaded
+        return replace(match, certainty="consistent", alternatives=("SYN224",))
     # Without optimizer state, it is unknown which parameters are trained.
     return replace(match, certainty="consistent", alternatives=("SYN218",) if case.agreeing("parameter") else ())
 

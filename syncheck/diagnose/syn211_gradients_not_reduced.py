@@ -47,9 +47,9 @@ from syncheck.diagnose.moments import (
     count_squares,
     differing_squares,
     mean_cosine,
+    median_sidedness,
     only_decay,
     share_smaller,
-    sidedness,
 )
 from syncheck.messages import Message, Sentence
 
@@ -136,8 +136,8 @@ def apply(case: Case) -> Match | None:
     trend, since = case.trend_facts("parameter")
     if differing_squares(case):
         reason = _judge_squares(case, differing, list(moments.values()))
-    elif count_squares(case) and not case.differing_moments():
-        return None
+    elif count_squares(case):
+        return None  # the second moments agree, and so do the squares of all gradients
     elif states:
         reason = _judge_first_moments(case, differing, list(moments.values()))
     else:
@@ -168,13 +168,13 @@ class _Reason(NamedTuple):
 def _judge_squares(case: Case, parameters: list[TensorDiff], moments: list[TensorDiff]) -> _Reason | None:
     """Return what second moments show, and first moments beside them; None if the gradients were only scaled."""
     squares = differing_squares(case)
-    shares, sides = share_smaller(squares), sidedness(squares)
+    shares, sides = share_smaller(squares), median_sidedness(squares)
     cosine = mean_cosine(moments)
     if not shares:  # of digests
         return _judge_first_moments(case, parameters, moments)
     number = _count_moments(case, moments)
     both_sides = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
-    if both_sides and max(sides.values()) <= SIDED and not only_decay(case):
+    if both_sides and sides <= SIDED and not only_decay(case):
         every_rank = len(case.group.replicas) == 2 or _no_two_agree(case, parameters)
         summary = Text.EACH_RANK_BY_SQUARES() if cosine is None else _summary(case, parameters, cosine)
         return _Reason(summary, number, "likely" if every_rank else "consistent")

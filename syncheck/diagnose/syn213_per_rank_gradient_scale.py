@@ -37,14 +37,14 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, evidence_of, follower_facts
 from syncheck.diagnose.moments import (
-    BOTH_SIDES,
     count_squares,
     decay_share,
     differing_squares,
     mean_cosine,
+    median_share_differing,
+    median_sidedness,
     only_decay,
     share_smaller,
-    sidedness,
 )
 from syncheck.messages import Message, Sentence
 
@@ -126,7 +126,9 @@ class Text(Sentence):
 
 # Share of the elements of second moments that are on one side, and the least mean cosine of first moments with it.
 ONE_SIDED, ALIKE = 0.98, 0.95
-# The same within each tensor, if each rank has a scale of its own.
+# Least share of the elements of second moments that differ: all elements with a gradient.
+NEARLY_ALL = 0.75
+# Least median of the one-sidedness within a tensor, if each rank has a scale of its own, which varies over the steps.
 EACH_SIDED = 0.75
 # Least shares of tensors: differing; with the same shorter rank; with a factor near the median.
 MOST, ONE_SIDE, NEAR = 0.9, 0.95, 0.85
@@ -159,7 +161,8 @@ def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int,
     is_smaller = all(share >= ONE_SIDED for share in shares.values())
     is_larger = all(share <= 1 - ONE_SIDED for share in shares.values())
     cosine = mean_cosine(moments.values())
-    if len(squares) < MOST * count_squares(case):
+    # A gradient with lost elements has smaller second moments in these elements alone.
+    if len(squares) < MOST * count_squares(case) or median_share_differing(squares) < NEARLY_ALL:
         return None
     if not (is_smaller or is_larger):
         return _match_unequal_scales(case, moments, squares)
@@ -189,17 +192,15 @@ def _match_unequal_scales(case: Case, moments: dict[str, TensorDiff], squares: l
     """Match ranks that all have scales of their own, as if each clipped by its local norm."""
     if not _is_each_scaled(case, moments):
         return None
-    shares = share_smaller(squares).values()
-    is_both_sided = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares)
-    if is_both_sided and max(sidedness(squares).values()) < EACH_SIDED:
+    if median_sidedness(squares) < EACH_SIDED:
         return None
     return _make_unequal_match(case, moments)
 
 
 def _is_each_scaled(case: Case, moments: dict[str, TensorDiff]) -> bool:
-    """Whether all of three or more ranks differ, and their first moments have nearly the same direction."""
+    """Whether all ranks differ, and their first moments have nearly the same direction."""
     cosine = mean_cosine(moments.values())
-    differ = all(len(diff.clusters) == len(case.group.ranks) > 2 for diff in moments.values())
+    differ = all(len(diff.clusters) == len(case.group.ranks) for diff in moments.values())
     return differ and cosine is not None and cosine >= ALIKE
 
 
@@ -233,7 +234,8 @@ def _match_first_moments(case: Case, moments: dict[str, TensorDiff]) -> Match | 
         used = _moments_above_decay(case, moments, 0.0)
         sides = _find_odd_ranks(used)
         if counting or not _are_scaled(used, sides, DECAY_ALONE):
-            is_unequal = not counting and not only_decay(case) and _is_each_scaled(case, moments)
+            is_unequal = not counting and len(case.group.ranks) > 2 and not only_decay(case)
+            is_unequal = is_unequal and _is_each_scaled(case, moments)
             return _make_unequal_match(case, moments) if is_unequal else None
     covered = case.with_followers(case.differing_parameters().values())
     facts = [_summary(case, used, sides), Text.COSINE(count=len(used), cosine=median(cosines(used)))]

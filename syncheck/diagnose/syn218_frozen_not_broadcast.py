@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, follower_facts, is_share_below, largest_difference
 from syncheck.messages import Message, Sentence
-from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -109,7 +109,11 @@ def _reason_for_frozen(case: Case, differing: Collection[str]) -> Message | None
         return None
     if optimized is not None:
         return Text.NO_STATE(count=count, others=len(optimized)) if set(differing) <= case.untrained else None
-    states = case.with_moment()
+    states = frozenset(
+        case.owner_of(name)
+        for name, kind in case.group.evidence.names.items()
+        if kind in OPTIMIZER and ".param_groups." not in name
+    )
     everything = case.names_of("parameter")
     if states and all(name.isdigit() for name in states) and len(states) + count <= len(everything):
         return Text.IDS_ONLY(states=len(states), total=len(everything))

@@ -27,6 +27,8 @@ from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from syncheck.records import TensorDiff
+
 CODE = "SYN225"
 SLUG = "not-updated-on-some-ranks"
 SEVERITY = "error"
@@ -63,11 +65,13 @@ class _Part(NamedTuple):
 def apply(case: Case) -> Match | None:
     """Match a part of the parameters that some ranks did not update."""
     part = _find_without_state(case) or _find_behind(case) or _find_unchanged(case)
-    differing = case.differing_parameters()
-    changed = [diff for name, diff in differing.items() if part is not None and name in part.names]
-    if part is None or not changed:
+    if part is None:
         return None
-    covered = tuple(diff for diff in case.tensors if _follows(case, diff.name, diff.kind, part.names))
+    changed = _find_parameters(case, part.names)
+    if not changed:
+        return None
+    names = part.names | {diff.name for diff in changed}
+    covered = tuple(diff for diff in case.tensors if _follows(case, diff.name, diff.kind, names))
     total = len(case.names_of("parameter") - case.untrained)
     facts = [
         part.fact,
@@ -78,6 +82,17 @@ def apply(case: Case) -> Match | None:
         facts.append(Text.REST(count=len(agreeing)))
     facts += case.agreement_facts(changed)
     return Match(covered, part.ranks, facts)
+
+
+def _find_parameters(case: Case, names: Collection[str]) -> list[TensorDiff]:
+    """Return the differing parameters with these names.
+
+    Without metadata, the optimizer has numbers instead of names. Then as many parameters must differ.
+    """
+    differing = case.differing_parameters()
+    if all(name.isdigit() for name in names) and len(names) == len(differing):
+        return list(differing.values())
+    return [diff for name, diff in differing.items() if name in names]
 
 
 def _follows(case: Case, name: str, kind: str, parameters: Collection[str]) -> bool:

@@ -23,14 +23,14 @@ HALF = ValueDiff("optimizer.param_groups.0.lr", {0: 0.1, 1: 0.05}, counts=True, 
 def make_diff(name: str, kind: str = "parameter", ranks: int = 2, odd: Any = None, **given: Any) -> TensorDiff:
     """Return a TensorDiff with differences in every element.
 
-    odd: ranks that differ from all other ranks, by default the last rank; () for all ranks. cosine, norms, values:
-    fields of the evidence, which is None without any of the fields.
+    odd: ranks that differ from all other ranks, by default the last rank; () for all ranks. cosine, norms, values,
+    smaller: fields of the evidence, which is None without any of the fields.
     """
     single = (ranks - 1,) if odd is None else tuple(odd) or tuple(range(ranks))
     equal = tuple(rank for rank in range(ranks) if rank not in single)
     sets = ((equal,) if equal else ()) + tuple((rank,) for rank in single)
     numel = next((size for part, size in MODEL.items() if part in name), 8)
-    evidence = {key: given.pop(key) for key in ("cosine", "norms", "values") if key in given}
+    evidence = {key: given.pop(key) for key in ("cosine", "norms", "values", "smaller") if key in given}
     fields = {"mismatched": numel, "numel": numel, "shape": (numel,), "index": None}
     fields["evidence"] = Evidence(**evidence) if evidence else None
     return replace(cases.diff(name, kind, sets), **fields | given)
@@ -79,6 +79,9 @@ def unreduced(ranks: int = 2, state: str = "exp_avg", odd: Any = (), cosine: flo
     norms = [{rank: 1.0 + 0.4 * ((rank + i) % 2) for rank in range(ranks)} for i in range(len(MODEL))]
     given = {"ranks": ranks, "odd": odd}
     states = [moment(name, state, cosine=cosine, norms=n, **given) for name, n in zip(MODEL, norms, strict=True)]
+    if state == "exp_avg":
+        different = tuple(odd) or tuple(range(1, ranks))
+        states += moments("exp_avg_sq", cosine=0.9, smaller=dict.fromkeys(different, 0.5), **given)
     return model(cosine=0.99, **given) + states
 
 
@@ -91,4 +94,7 @@ def scaled(factor: float, ranks: int = 2, state: str = "exp_avg", cosine: float 
     """Return a model in which the last rank's first moments are `factor` times as long."""
     norms = dict.fromkeys(range(ranks), 1.0) | {ranks - 1: factor}
     parameters = model(ranks=ranks, norms=dict.fromkeys(norms, 2.0))
-    return parameters + moments(state, ranks=ranks, cosine=cosine, norms=norms)
+    states = moments(state, ranks=ranks, cosine=cosine, norms=norms)
+    if state == "exp_avg":
+        states += moments("exp_avg_sq", ranks=ranks, smaller={ranks - 1: 1.0 if factor < 1 else 0.0})
+    return parameters + states

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cases import diagnose_case, diagnose_single
-from small_model import ADAM, HALF, MODEL, SGD, group, make_diff, model, moments
+from small_model import ADAM, HALF, MODEL, SGD, group, make_diff, model, moments, unreduced
 
 from syncheck.diagnose.syn107_settings_differ import Text
 from syncheck.records import ValueDiff
@@ -48,7 +48,7 @@ def test_107_before_the_rules_on_parameters(optimizer: tuple[str, ...], odd: Any
 
 def test_107_with_other_moments() -> None:
     """Unreduced gradients are SYN211 beside different settings; different betas explain different moments."""
-    fitted = diagnose_case(group(*model(cosine=0.5), *moments(cosine=0.3), values=(HALF,)))
+    fitted = diagnose_case(group(*unreduced(cosine=0.3), values=(HALF,)))
     assert set(fitted) == {"SYN107", "SYN211"}
     assert fitted["SYN107"].tensors == ()
     betas = replace(HALF, name="optimizer.param_groups.0.betas", by_rank={0: "(0.9, 0.99)", 1: "(0.5, 0.99)"})

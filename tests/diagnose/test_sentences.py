@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from cases import diagnose_case, diff, group
 from groups import facts_of
-from small_model import HALF, moments
+from small_model import HALF, moments, unreduced
 from small_model import group as model_group
 from small_model import model as model_diffs
 
@@ -55,8 +55,7 @@ def test_a_majority_is_named_only_if_there_is_one(clusters: Any, ranks: int, maj
 @pytest.mark.parametrize(("shards", "sharded"), [(HSDP, True), (UNNAMED, True), (TP, False)], ids=str)
 def test_sharded_models_have_their_own_fix(shards: Shards, sharded: bool) -> None:
     """Advice about DDP does not help with fully_shard."""
-    tensors = (*model_diffs(cosine=0.99), *moments(cosine=0.3))
-    found = diagnose_case(model_group(*tensors, shards=(shards,)))["SYN211"]
+    found = diagnose_case(model_group(*unreduced(), shards=(shards,)))["SYN211"]
     assert found.fix.code is (syn211.Text.FIX_SHARDED if sharded else syn211.Text.FIX)
 
 
