@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Kinds of tensors affected by differing parameters, without a cause of their own.
 _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
+_ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
 # Share of elements. Gradients of different batches change every element of a parameter; damage changes few elements.
 TOUCHED = 0.1
 
@@ -345,6 +346,11 @@ class Rule(Protocol):
 def is_weight(name: str) -> bool:
     """Whether a tensor is named weight or bias. Buffers are not, except biases for balancing experts."""
     return name.endswith(("weight", "bias")) and not name.endswith(("expert_bias", "correction_bias"))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter or module is an adapter of a frozen model, by its name."""
+    return any(word in name.lower() for word in _ADAPTERS)
 
 
 def parameter_of(name: str) -> str:

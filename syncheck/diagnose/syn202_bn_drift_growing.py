@@ -84,7 +84,8 @@ SEEN_GROWTH, SEEN_COSINE, AS_WELL = 1.25, 0.45, 0.75
 def apply(case: Case) -> Match | None:
     """Match running statistics that differ alone if the metadata or the steps show missing synchronization."""
     statistics = statistics_alone(case)
-    if not statistics:
+    # The statistics of an earlier step do not show how those of the other ranks develop.
+    if not statistics or case.group.evidence.stale:
         return None
     synchronized = case.group.evidence.metadata.buffers_synced
     facts: list[Message] = []

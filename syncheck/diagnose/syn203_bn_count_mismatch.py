@@ -74,9 +74,11 @@ def apply(case: Case) -> Match | None:
     if statistics:
         facts.append(Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics)))
     match = Match((*counts, *statistics), odd, facts)
-    # A file of an earlier step has smaller counts too, and other parameters.
-    is_old = bool(case.differing_parameters()) and may_be_old(case)
-    return replace(match, certainty="consistent", alternatives=("SYN217",)) if is_old else match
+    if not case.differing_parameters():
+        return match
+    # A file of an earlier step, and weights that were loaded on some ranks, have other counts and other parameters.
+    others = ("SYN217",) if may_be_old(case) else ("SYN210",)
+    return replace(match, certainty="consistent", alternatives=others)
 
 
 def _largest_lag(counts: Sequence[TensorDiff]) -> Message:

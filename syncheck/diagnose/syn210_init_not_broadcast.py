@@ -105,7 +105,14 @@ def apply(case: Case) -> Match | None:
         *follower_facts(covered, "optimizer"),
     ]
     match = case.make_match(differing, facts, covered)
-    if state and len(differing) >= MOST_OF_MODEL * len(case.trained_parameters()):
+    has_matrix = any(len(diff.shape) > 1 for diff in differing)
+    is_large_part = len(differing) >= MOST_OF_MODEL * len(case.trained_parameters())
+    measured = cosines(differing)
+    if state and not measured:
+        return match
+    if state and median(measured) >= UNLIKE_BUT_DECAY:  # edited values have the direction of the old values
+        return replace(match, certainty="consistent")
+    if state and has_matrix and is_large_part:
         return match
     if state:  # a few tensors may contain the values of each other, or were loaded
         return replace(match, certainty="consistent", alternatives=("SYN224",))

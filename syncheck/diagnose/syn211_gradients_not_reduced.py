@@ -175,12 +175,15 @@ def _judge_squares(case: Case, parameters: list[TensorDiff], moments: list[Tenso
     number = _count_moments(case, moments)
     both_sides = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
     if both_sides and sides <= SIDED and not only_decay(case):
-        every_rank = len(case.group.replicas) == 2 or _no_two_agree(case, parameters)
+        # Two ranks that clip by their local norms have a scale each, whose side changes from step to step.
+        two_turned = len(case.group.replicas) == 2 and cosine is not None and cosine < ALIKE
         summary = Text.EACH_RANK_BY_SQUARES() if cosine is None else _summary(case, parameters, cosine)
-        return _Reason(summary, number, "likely" if every_rank else "consistent")
+        if two_turned or _no_two_agree(case, parameters):
+            return _Reason(summary, number)
+        return _Reason(summary, number, "consistent", ("SYN213",))
     if cosine is None or cosine > ALIKE_COUNTED:
         return None
-    return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent")
+    return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
 
 
 def _count_moments(case: Case, moments: list[TensorDiff]) -> tuple[Message, ...]:

@@ -27,8 +27,17 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts, is_share_below, largest_difference
-from syncheck.diagnose.moments import BOTH_SIDES, differing_squares, mean_cosine, only_decay, share_smaller
+from syncheck.diagnose.case import (
+    TOUCHED,
+    Case,
+    Match,
+    cosines,
+    follower_facts,
+    is_adapter,
+    is_share_below,
+    largest_difference,
+)
+from syncheck.diagnose.moments import mean_cosine, only_decay
 from syncheck.messages import Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -72,7 +81,6 @@ FEW = 4
 ALIKE = 0.97
 # Mean cosine of parameters that started with equal values. Those of different initial values are near 0.
 COMMON_START = 0.5
-_ADAPTERS = ("lora", "adapter", "dora", "loha", "lokr", "prompt_encoder", "ia3")
 
 
 def apply(case: Case) -> Match | None:
@@ -93,7 +101,9 @@ def apply(case: Case) -> Match | None:
     if has_moments:
         if not _has_own_gradients(case, list(moments.values()), len(parameters)):
             return None
-    elif not (trend == "growing" or (trend is None and (_is_adapter(modules) or _has_common_start(case, parameters)))):
+    elif not (
+        trend == "growing" or (trend is None and (all(map(is_adapter, modules)) or _has_common_start(case, parameters)))
+    ):
         return None
     differing = list(parameters.values())
     covered = tuple(
@@ -117,20 +127,21 @@ def apply(case: Case) -> Match | None:
     match = case.make_match(differing, facts, covered)
     if not has_moments:
         return replace(match, certainty="consistent", alternatives=("SYN211", "SYN225"))
-    # A part that some ranks do not update differs too. The step counters of its parameters would show it.
+    # A part that some ranks do not update differs too. The step counters of its parameters show it, unless each of two
+    # ranks has skipped as many steps as the other.
     counted = frozenset(map(case.owner_of, case.names_of("optimizer_step")))
     is_counted = names <= counted
-    if is_counted and _is_every_rank(case, differing):
+    ranks = len(case.group.replicas)
+    if is_counted and all(len(diff.clusters) == ranks > 2 for diff in differing):
         return match
-    return replace(match, certainty="consistent", alternatives=("SYN224",) if is_counted else ("SYN225", "SYN224"))
+    return replace(match, certainty="consistent", alternatives=("SYN225", "SYN224"))
 
 
-def _is_every_rank(case: Case, differing: list[TensorDiff]) -> bool:
-    """Whether each rank has gradients of its own: all of three or more ranks differ, or two differ to both sides."""
-    if len(case.group.replicas) > 2:
-        return all(len(diff.clusters) == len(case.group.replicas) for diff in differing)
-    shares = share_smaller(differing_squares(case))
-    return bool(shares) and all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
+def _moves_apart(case: Case, parameters: dict[str, TensorDiff], modules: list[str], trend: str | None) -> bool:
+    """Whether the part differs more and more, or at a single step is an adapter or has a common start."""
+    if trend is not None:
+        return trend == "growing"
+    return all(map(is_adapter, modules)) or _has_common_start(case, parameters)
 
 
 def _has_common_start(case: Case, parameters: dict[str, TensorDiff]) -> bool:
@@ -180,10 +191,6 @@ def _common_parts(names: Collection[str], others: Collection[str]) -> list[str]:
         parts.append(best)
         remaining = {name for name in remaining if best not in name.split(".")}
     return parts
-
-
-def _is_adapter(modules: list[str]) -> bool:
-    return all(any(word in name.lower() for word in _ADAPTERS) for name in modules)
 
 
 def _has_own_gradients(case: Case, moments: list[TensorDiff], parameters: int) -> bool:

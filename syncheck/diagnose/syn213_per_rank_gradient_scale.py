@@ -152,7 +152,9 @@ def apply(case: Case) -> Match | None:
     shares = share_smaller(differing_squares(case))
     if shares:
         return _match_squares(case, moments, shares)
-    return _match_first_moments(case, moments) if moments else None
+    if not moments or (count_squares(case) and not differing_squares(case)):
+        return None  # equal second moments belong to gradients of equal size
+    return _match_first_moments(case, moments)
 
 
 def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int, float]) -> Match | None:
@@ -170,7 +172,8 @@ def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int,
     if is_larger and cosine is not None and cosine < ALIKE:
         return None
     sides = _find_odd_ranks(list(moments.values()))
-    if _are_scaled(list(moments.values()), sides, SURE):
+    is_steady = _are_scaled(list(moments.values()), sides, SURE)
+    if is_steady:
         summary = _summary(case, list(moments.values()), sides)
         ranks = tuple(sides)
     else:
@@ -183,9 +186,10 @@ def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int,
         facts.append(Text.COSINE(count=len(measured), cosine=median(measured)))
     differing = case.with_followers(case.differing_parameters().values())
     match = _make_match(case, differing, ranks, facts, moments)
-    if is_larger and cosine is None:
-        return replace(match, certainty="consistent", alternatives=("SYN211",))
-    return match
+    if is_steady:
+        return match
+    # Lost parts of one gradient make second moments smaller too, and the gradients of one rank alone make them larger.
+    return replace(match, certainty="consistent", alternatives=("SYN211",) if is_larger else ())
 
 
 def _match_unequal_scales(case: Case, moments: dict[str, TensorDiff], squares: list[TensorDiff]) -> Match | None:

@@ -22,6 +22,7 @@ the initial broadcast), pytorch/pytorch#178569, pytorch/pytorch#108331 (uninitia
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, follower_facts, is_share_below, largest_difference
@@ -97,7 +98,10 @@ def apply(case: Case) -> Match | None:
         *((Text.ONE_STEP(),) if not frozen and trend is None else ()),
         *follower_facts(covered, *kinds),
     ]
-    return case.make_match(differing, facts, covered)
+    match = case.make_match(differing, facts, covered)
+    if reason.code is Text.IDS_ONLY:
+        return replace(match, certainty="consistent", alternatives=("SYN210", "SYN220"))
+    return match
 
 
 def _reason_for_frozen(case: Case, differing: Collection[str]) -> Message | None:

@@ -4,6 +4,8 @@ Signature: in every differing tensor, the ranks of one host hold the same bytes,
 ranks each hold different bytes. Hosts come from the metadata or from folder names (node0). Running statistics may also
 differ between all ranks, as they do under plain DDP.
 
+Without hosts, blocks of neighbouring ranks of equal size, which agree in every trained tensor, are consistent with it.
+
 If a faulty rank is alone on its host, it looks the same, and this rule does not match. The same holds if the ranks of a
 host have no tensor in common, as with HSDP and one replica per host.
 
@@ -20,6 +22,7 @@ remained uninitialized on all nodes except the source), pytorch/pytorch#108331.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts
@@ -53,6 +56,8 @@ class Text(Sentence):
         "model.set_requires_all_reduce(True) for the last micro-batch of each step."
     )
     NODES_DIFFER = "Ranks on the same node agree, but the nodes differ: {nodes:list}"
+    BLOCKS_DIFFER = "The ranks agree within the blocks {blocks:sets}, and the blocks differ"
+    HOSTS_UNKNOWN = "the hosts of the ranks are unknown"
     NODE = "{host} ({ranks:ranks})"
     MORE_NODES = "{count} more"
     TENSORS = (
@@ -68,7 +73,9 @@ _MOST = 4  # listed hosts
 def apply(case: Case) -> Match | None:
     """Match if hosts explain which ranks agree in all differing tensors. Running statistics may differ otherwise."""
     hosts = {replica.rank: replica.host for replica in case.group.replicas}
-    if None in hosts.values() or len(set(hosts.values())) < 2:
+    if None in hosts.values():
+        return _match_blocks(case)
+    if len(set(hosts.values())) < 2:
         return None
     differing = [diff for diff in case.tensors if diff.status == "different"]
     explained = [diff for diff in differing if diff.kind not in BN_STATISTICS]
@@ -81,6 +88,29 @@ def apply(case: Case) -> Match | None:
         return None
     ranks = suspects(explained, case.group)
     return Match((*explained, *statistics), ranks, _facts(explained, statistics, hosts))
+
+
+def _match_blocks(case: Case) -> Match | None:
+    """Match blocks of neighbouring ranks of one size that agree in every trained tensor, if the hosts are unknown."""
+    explained = case.differing("parameter", "optimizer", "optimizer_step", "ema")
+    blocks = {diff.clusters for diff in explained}
+    if len(blocks) != 1 or not case.differing("parameter"):
+        return None
+    (sets,) = blocks
+    size = len(sets[0])
+    ordered = sorted(sets)
+    is_even = size > 1 and len(sets) > 1 and all(len(ranks) == size for ranks in sets)
+    if not is_even or any(ranks[-1] - ranks[0] != size - 1 for ranks in ordered):
+        return None
+    statistics = case.differing(*BN_STATISTICS)
+    parameters = sum(diff.kind == "parameter" for diff in explained)
+    facts = [
+        Text.BLOCKS_DIFFER(blocks=tuple(ordered)),
+        Text.TENSORS(count=len(explained), parameters=parameters, size=largest_difference(explained)),
+        Text.HOSTS_UNKNOWN(),
+    ]
+    match = Match((*explained, *statistics), case.group.ranks, facts)
+    return replace(match, certainty="consistent", alternatives=("SYN211",))
 
 
 def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:

@@ -19,7 +19,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, cosines, largest_difference, limit_facts
+from syncheck.diagnose.case import Case, Match, cosines, is_adapter, largest_difference, limit_facts
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.moments import only_decay
 from syncheck.messages import Message, Sentence
@@ -185,7 +185,7 @@ def _diagnose_remainder(case: Case) -> _Rest:
 def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Rest:
     """Return the causes of differing parameters that are not excluded, by the optimizer state that was compared."""
     trained, differing = case.trained_parameters(), frozenset(case.differing_parameters())
-    is_whole = len(differing & trained) >= WHOLE * len(trained)
+    is_whole = len(differing & trained) >= WHOLE * len(trained) or _are_all_adapters(case, differing)
     ranks = len(case.group.replicas)
     all_differ = all(len(diff.clusters) == ranks > 2 for diff in case.differing_parameters().values())
     moments = case.differing_moments().values()
@@ -202,6 +202,12 @@ def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Rest:
         return _Rest(Text.CAUSE_COUNTED, Text.FIX_COUNTED, facts, ("SYN211",) if is_whole else ("SYN212", "SYN224"))
     others = ("SYN214", "SYN215", "SYN213") if is_whole else ("SYN225", "SYN212", "SYN224")
     return _Rest(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED, facts, others)
+
+
+def _are_all_adapters(case: Case, differing: frozenset[str]) -> bool:
+    """Whether all adapters differ, by their names, and no optimizer shows that other parameters are trained too."""
+    adapters = frozenset(filter(is_adapter, case.names_of("parameter")))
+    return bool(adapters) and adapters <= differing and case.optimized is None
 
 
 def _describe_values(differing: Sequence[ValueDiff]) -> Message:

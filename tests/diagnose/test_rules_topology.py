@@ -69,6 +69,16 @@ def test_230_covers_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts_of(fitted["SYN230"])[syn230.Text.STATISTICS_TOO] == {"count": 1}
 
 
+def test_230_without_hosts() -> None:
+    """Blocks of neighbouring ranks are consistent with nodes, if the hosts are unknown."""
+    unknown = (None, None, "b", "b")
+    fitted = diagnose_case(group_on_hosts(unknown, WEIGHT))
+    assert (fitted["SYN230"].certainty, fitted["SYN230"].alternatives) == ("consistent", ("SYN211",))
+    mixed = diff("fc.weight", "parameter", ((0, 2), (1, 3)))
+    for tensors in ([mixed], [diff("fc.weight", "parameter", ONE)], [WEIGHT, diff("fc.bias", "parameter", ONE)]):
+        assert "SYN230" not in diagnose_case(group_on_hosts(unknown, *tensors))
+
+
 SHARDED = diff("fc.weight", "parameter", ((0,), (2,), (1,), (3,)), replica_groups=((0, 2), (1, 3)))
 
 
@@ -80,7 +90,6 @@ SHARDED = diff("fc.weight", "parameter", ((0,), (2,), (1,), (3,)), replica_group
         ("aabb", [diff("fc.weight", "parameter", ONE)]),  # one rank of a host
         ("aab", [diff("fc.weight", "parameter", ((0, 1), (2,)))]),  # the only rank of its host
         ("ab", [diff("fc.weight", "parameter")]),
-        ((None, None, "b", "b"), [WEIGHT]),  # unknown hosts
         ("aabb", [WEIGHT, diff("fc.bias", "parameter", ONE)]),  # a second parameter differs within a host
         ("aabb", [SHARDED]),  # HSDP with one replica per host: no two ranks of a host hold the same shard
     ],

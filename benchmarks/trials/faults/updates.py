@@ -39,6 +39,7 @@ class LostOptimizer(Fault):
     """One rank loses its optimizer state before the onset, as after a resume."""
 
     name = "optimizer state lost"
+    needs_optimizer = True
     codes = frozenset({"SYN215"})
 
     def fits(self, setup: Setup) -> bool:
