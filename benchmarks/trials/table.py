@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,40 @@ def describe_rules(outcomes: Sequence[Outcome]) -> str:
         precision, recall = _format_share(right[code], stated[code]), _format_share(named[code], possible[code])
         lines.append(f"| {code} | {stated[code]} | {precision} | {possible[code]} | {recall} |")
     return "\n".join(lines)
+
+
+def describe_certainty(outcomes: Sequence[Outcome]) -> str:
+    """Return the table of stated causes in the part that grants certainty, with the lower bound of their precision."""
+    stated: Counter[str] = Counter()
+    wrong: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.kind == "equal":
+            continue
+        for code in set(outcome.stated):
+            stated[code] += 1
+            wrong[code] += code not in outcome.accepted
+    lines = ["| finding | stated | wrong | lower bound |", "|---|---|---|---|"]
+    for code in sorted(stated):
+        bound = find_lower_bound(stated[code] - wrong[code], stated[code])
+        lines.append(f"| {code} | {stated[code]} | {wrong[code]} | {bound:.3f} |")
+    return "\n".join(lines)
+
+
+def find_lower_bound(right: int, total: int, level: float = 0.05) -> float:
+    """Return the exact lower 95 % bound of a share (Clopper and Pearson 1934), by bisection."""
+    low, high = 0.0, right / total
+    for _ in range(50):
+        middle = (low + high) / 2
+        # The probability of at least so many right cases if the true share is `middle`.
+        tail = sum(
+            math.comb(total, count) * middle**count * (1 - middle) ** (total - count)
+            for count in range(right, total + 1)
+        )
+        if tail < level:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _make_row(title: str, outcomes: Sequence[Outcome]) -> str:

@@ -173,12 +173,14 @@ def _judge_squares(case: Case, parameters: list[TensorDiff], moments: list[Tenso
     if not shares:  # of digests
         return _judge_first_moments(case, parameters, moments)
     number = _count_moments(case, moments)
+    is_turned = cosine is not None and cosine < ALIKE
+    if cosine is not None and is_turned and _no_two_agree(case, parameters):
+        return _Reason(_summary(case, parameters, cosine), number)
     both_sides = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
     if both_sides and sides <= SIDED and not only_decay(case):
-        # Two ranks that clip by their local norms have a scale each, whose side changes from step to step.
-        two_turned = len(case.group.replicas) == 2 and cosine is not None and cosine < ALIKE
         summary = Text.EACH_RANK_BY_SQUARES() if cosine is None else _summary(case, parameters, cosine)
-        if two_turned or _no_two_agree(case, parameters):
+        # Two ranks that clip by their local norms have a scale each, whose side changes from step to step.
+        if _no_two_agree(case, parameters) or (is_turned and len(case.group.replicas) == 2):
             return _Reason(summary, number)
         return _Reason(summary, number, "consistent", ("SYN213",))
     if cosine is None or cosine > ALIKE_COUNTED:
