@@ -32,7 +32,7 @@ MORE = {
     "project/results.md": "benchmarks/RESULTS.md",
 }
 SECTIONS = {
-    "Checkpoints": "same-model conversion-trials options formats testing ci nodes",
+    "Checkpoints": "same-model conversion-trials diagnosis-trials options formats testing ci nodes",
     "Running jobs": "live integrations scale",
     "Reference trainer": "methods matrix launchers faults running data tasks resume stopping operations bench",
 }

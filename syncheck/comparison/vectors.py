@@ -116,7 +116,7 @@ class _Sums:
         return math.sqrt(square) if math.isfinite(square) else None
 
     def cosine(self, position: int) -> float | None:
-        """Return the cosine between a tensor and the first tensor; None if one is zero, and on overflow."""
+        """Return the cosine between a tensor and the first tensor; None for a zero tensor, and on overflow."""
         scale = math.sqrt(self.squares[0]) * math.sqrt(self.squares[position])
         if not scale or not math.isfinite(self.products[position] / scale):
             return None
@@ -144,7 +144,7 @@ def _sum_over_blocks(tensors: Sequence[Tensor], files: Files) -> _Sums:
 
 
 def compute_cosine(one: Tensor, other: Tensor, files: Files) -> float | None:
-    """Return the cosine between two tensors of one shape; None if one is zero, and on overflow."""
+    """Return the cosine between two tensors of one shape; None for a zero tensor, and on overflow."""
     return _sum_over_blocks([other, one], files).cosine(1)
 
 

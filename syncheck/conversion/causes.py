@@ -206,7 +206,7 @@ def _list_rules(
 
 def _relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
     """Find the tensor of A that B holds under another name."""
-    # A tensor with one wrong element may have had the values of another one, like a tied weight.
+    # A tensor with one wrong element may have had the values of another tensor, like a tied weight.
     found = None if name in models.local else models.find_elsewhere(name)
     if found is None:
         return {} if name in models.local else _relate_transposed_elsewhere(name, models)

@@ -24,7 +24,7 @@ _LEAST = 64
 _CORRELATION, _SIGMAS = 0.05, 4.0
 # Elements that a correlation is computed from.
 _CORRELATED = 1 << 22
-# Share of equal elements, among those that are not 0 in both tensors, above which a part of A is in B. Independent
+# Share of equal elements, among elements that are not 0 in both tensors, above which a part of A is in B. Independent
 # numbers of 8-bit floats are equal in about 3 of 100 elements.
 _EQUAL = 0.1
 # Elements beyond so many typical deviations from the median are moved to this bound.

@@ -276,7 +276,7 @@ class BlockFactors:
 
 
 def find_block(x: Any, y: Any, tolerance: float, smallest: float) -> tuple[int, int] | None:
-    """Return the largest block of rows and columns that may have one factor each; None if no two elements share one.
+    """Return the largest block of rows and columns that may have a factor each; None without a common factor.
 
     x, y: the first rows of two matrices.
     tolerance, smallest: the relative and the absolute rounding of their elements.

@@ -42,7 +42,7 @@ def relate_unscaled(name: str, models: Models) -> dict[str, Relation]:
 
 
 def _get_block(quantized: Quantized) -> tuple[int, int]:
-    """Return the numbers of rows and columns with one scale, which are at most those of the matrix."""
+    """Return the numbers of rows and columns with one scale, at most the numbers of the matrix."""
     rows, columns = quantized.shape
     block_rows, block_columns = quantized.blocks
     return min(rows, block_rows), min(columns, block_columns)

@@ -84,7 +84,7 @@ class Models:
         return len({data[start : start + size] for start in range(0, len(data), size)})
 
     def find_elsewhere(self, name: str, *, transposed: bool = False) -> tuple[str, dict[str, Any]] | None:
-        """Return the other tensor of A with the bytes of a tensor of B, if one exists and is not constant.
+        """Return the other tensor of A with the bytes of a tensor of B, if there is a tensor that is not constant.
 
         transposed: whether to look for matrices with exchanged dimensions.
         """

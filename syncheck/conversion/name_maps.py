@@ -323,7 +323,7 @@ def _read_settings(paths: Sequence[str], values: Mapping[str, Any]) -> dict[str,
 
 
 def _find_number(settings: Mapping[str, Any], names: Iterable[str]) -> int:
-    """Return the first of these settings that is a valid number, 0 if there is none."""
+    """Return the first of the settings that is a valid number, else 0."""
     for name in names:
         value: Any = settings.get(name)
         if is_setting(value):

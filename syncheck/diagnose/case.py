@@ -270,7 +270,7 @@ class Case:
         return averaging
 
     def parameter_facts(self, tensors: Iterable[TensorDiff]) -> tuple[Message, ...]:
-        """State how many of the tensors are parameters and by how much they differ; empty if there are none."""
+        """State how many of the tensors are parameters and by how much they differ; empty without parameters."""
         parameters = [diff for diff in tensors if diff.kind == "parameter"]
         if not parameters:
             return ()
@@ -329,7 +329,7 @@ class Rule(Protocol):
     """A module of this package. `syncheck explain` prints its docstring.
 
     Text contains the sentences of the finding. CAUSE and FIX are one or two sentences each, and part of every finding.
-    IN_A_JOB, if there is one, replaces FIX for the ranks of a running job.
+    IN_A_JOB, if present, replaces FIX for the ranks of a running job.
     """
 
     CODE: str

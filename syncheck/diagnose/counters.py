@@ -331,7 +331,7 @@ def without_state(case: Case) -> tuple[int, ...]:
 
 
 def _known_numbers(by_rank: Mapping[int, object], ranks: Iterable[int]) -> dict[int, float]:
-    """Return the finite numbers by rank; empty unless all of these ranks have one."""
+    """Return the finite numbers by rank; empty if a rank has no number."""
     numbers = {
         rank: float(value)
         for rank, value in by_rank.items()

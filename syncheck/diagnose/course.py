@@ -132,7 +132,7 @@ def _decide(course: Sequence[_Sighting], steps: Sequence[Group]) -> list[Finding
         s.finding.code for s in merged if s.finding.code not in _WITHOUT_CAUSE and s.finding.certainty != "consistent"
     )
     rivals.pop(best.finding.code, None)
-    # Two causes that both seemed certain: at least one of them is wrong.
+    # Two causes that both seemed certain: a cause at least is wrong.
     certainty, alternatives = best.finding.certainty, best.finding.alternatives
     if rivals and certainty != "proved":
         certainty, alternatives = "consistent", tuple(dict.fromkeys((*alternatives, *rivals)))

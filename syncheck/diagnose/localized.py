@@ -88,7 +88,7 @@ def _owner(diff: TensorDiff, names: Collection[str]) -> str:
 
 
 def _is_within(other: TensorDiff, hit: TensorDiff) -> bool:
-    """Whether the element with the largest difference of a follower is one of the damaged elements."""
+    """Whether the element with the largest difference of a follower is damaged."""
     if other.shape != hit.shape:
         return False
     if hit.extent == "one":
@@ -103,13 +103,13 @@ def is_one_bit(diff: TensorDiff) -> bool:
 
 
 def follower_facts(followers: Iterable[TensorDiff]) -> tuple[Message, ...]:
-    """State which other tensors differ in the same elements; empty if none does."""
+    """State which other tensors differ in the same elements; empty if no tensor does."""
     names = tuple(diff.name for diff in sorted(followers, key=lambda diff: diff.kind != "optimizer"))
     return (Localized.FOLLOWERS(tensors=names),) if names else ()
 
 
 def rest_facts(case: Case) -> tuple[Message, ...]:
-    """State how many parameters and optimizer tensors agree apart from the damage; empty if none was compared."""
+    """State how many parameters and optimizer tensors agree apart from the damage; empty if nothing was compared."""
     parameters, states = case.compared("parameter"), case.compared("optimizer")
     if parameters and states:
         return (Localized.REST_AGREES(parameters=parameters, states=states),)

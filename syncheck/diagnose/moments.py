@@ -46,7 +46,7 @@ def differing_squares(case: Case) -> list[TensorDiff]:
 
 
 def count_squares(case: Case) -> int:
-    """Return the number of second moments, including those that agree."""
+    """Return the number of second moments, including equal second moments."""
     return sum(map(_is_square, case.names_of("optimizer")))
 
 
@@ -62,7 +62,7 @@ def share_smaller(diffs: Iterable[TensorDiff]) -> dict[int, float]:
     totals: dict[int, float] = {}
     elements: dict[int, float] = {}
     for diff in diffs:
-        # Few elements differ in an embedding with few tokens per batch, and only these count.
+        # Few elements differ in an embedding with few tokens per batch, and the rest does not count.
         weight = _weight(diff) * min(1.0, (diff.mismatched or 0) / diff.numel)
         for rank, share in evidence_of(diff).smaller.items():
             totals[rank] = totals.get(rank, 0.0) + share * weight
@@ -71,7 +71,7 @@ def share_smaller(diffs: Iterable[TensorDiff]) -> dict[int, float]:
 
 
 def median_sidedness(diffs: Iterable[TensorDiff]) -> float:
-    """Return how one-sided the differences of second moments are within a tensor, 0.5 to 1; 1 without any.
+    """Return how one-sided the differences of second moments are within a tensor, 0.5 to 1; 1 without tensors.
 
     The median over tensors: in an embedding, the rows of each batch may be on another side.
     """

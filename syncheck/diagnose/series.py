@@ -52,7 +52,7 @@ def shown_steps(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def follow_not_finite(groups: Sequence[Compared]) -> list[Compared]:
-    """Return the groups; those that are not finite also have the first such step of their run, and its tensors."""
+    """Return the groups; tensors that are not finite also have the first such step of their run, and its tensors."""
     runs = by_run(groups)
     followed = []
     for group in groups:

@@ -17,6 +17,7 @@ Incidents: huggingface/transformers#48873 (adapter attached after the wrap), hao
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -76,7 +77,11 @@ def apply(case: Case) -> Match | None:
     regrouped = any(diff.kind == "parameter" for diff in tensors)
     members = [diff for diff in case.of_values() if regrouped and diff.name.endswith((".params", ".(positions)"))]
     covered = dict.fromkeys(diff.name for diff in (*values, *members))
-    return Match(tensors, odd or expected, [fact], tuple(covered))
+    match = Match(tensors, odd or expected, [fact], tuple(covered))
+    if tensors and all(diff.kind in OPTIMIZER for diff in tensors):
+        # The optimizer of a rank has no state of a parameter that it never updated.
+        return replace(match, certainty="consistent", alternatives=("SYN225", "SYN215"))
+    return match
 
 
 def _numbers(tensors: int, values: int) -> Message:
@@ -86,7 +91,7 @@ def _numbers(tensors: int, values: int) -> Message:
 
 
 def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks that should have a tensor: all ranks except those of another pipeline stage or mesh."""
+    """Return the ranks that should have a tensor: all ranks of its pipeline stage and mesh."""
     return diff.replica_groups[0] if diff.replica_groups else ranks
 
 

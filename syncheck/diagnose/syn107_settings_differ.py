@@ -131,7 +131,7 @@ def apply(case: Case) -> Match | None:
 
 
 def _choose_cause(orders: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> tuple[Sentence | None, Sentence | None]:
-    """Return cause and fix; None for those of an optimizer or a scheduler."""
+    """Return cause and fix; None for an optimizer or a scheduler."""
     if orders:
         return Text.CAUSE_ORDER, Text.FIX_ORDER
     if all(diff.name.endswith(f".{REQUIRES_GRAD}") for diff in others):

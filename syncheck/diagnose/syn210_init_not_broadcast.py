@@ -141,7 +141,7 @@ def _direction_facts(case: Case, differing: list[TensorDiff]) -> list[Message]:
 
 
 def _state_facts(case: Case) -> tuple[Message, ...] | None:
-    """State how the optimizer state agrees; empty if none was compared, None if it does not agree."""
+    """State how the optimizer state agrees; empty if nothing was compared, None if it does not agree."""
     if case.agrees("optimizer"):
         number = case.compared("optimizer")
         return (Text.OPTIMIZER_AGREES(tensors=number),) if number else ()

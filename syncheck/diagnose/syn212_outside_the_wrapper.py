@@ -127,8 +127,8 @@ def apply(case: Case) -> Match | None:
     match = case.make_match(differing, facts, covered)
     if not has_moments:
         return replace(match, certainty="consistent", alternatives=("SYN211", "SYN225"))
-    # A part that some ranks do not update differs too. The step counters of its parameters show it, unless each of two
-    # ranks has skipped as many steps as the other.
+    # A part that some ranks do not update differs too. The step counters of its parameters show it, unless two ranks
+    # have skipped equally many steps.
     counted = frozenset(map(case.owner_of, case.names_of("optimizer_step")))
     is_counted = names <= counted
     ranks = len(case.group.replicas)

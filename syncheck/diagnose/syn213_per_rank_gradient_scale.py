@@ -137,6 +137,8 @@ ABOVE_DECAY = 4.0
 # (least factor, least median cosine, largest factor from the median). The last bound is for a clip with a different
 # factor at each step. In measurements, no gradients of different batches had a cosine over 0.5 and this factor.
 SURE = ((1.1, 0.97, 1.3), (1.3, 0.93, 1.3), (3.0, 0.5, 2.0))
+# Bounds of a scale that all recent steps had. A single lost gradient changes the moments less evenly.
+STEADY = ((1.2, 0.99, 1.2), (3.0, 0.5, 2.0))
 # The same without step counts: a momentum lost k steps ago is 1 / (1 - 0.9**k) times shorter, at most 10 times, with
 # cosines under 0.9 if the factor is over 1.3.
 LIKELY = ((1.3, 0.93, 1.3), (12.0, 0.5, 2.0))
@@ -172,8 +174,8 @@ def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int,
     if is_larger and cosine is not None and cosine < ALIKE:
         return None
     sides = _find_odd_ranks(list(moments.values()))
-    is_steady = _are_scaled(list(moments.values()), sides, SURE)
-    if is_steady:
+    is_steady = _are_scaled(list(moments.values()), sides, STEADY)
+    if _are_scaled(list(moments.values()), sides, SURE):
         summary = _summary(case, list(moments.values()), sides)
         ranks = tuple(sides)
     else:

@@ -88,7 +88,7 @@ def _find_trained(case: Case) -> tuple[TensorDiff, ...]:
 
 
 def _find_copies(case: Case, parameters: Sequence[TensorDiff]) -> tuple[TensorDiff, ...]:
-    """Return the other parameters that are tied to one of these parameters: they differ by the same numbers.
+    """Return further parameters that are tied to the parameters: they differ by the same numbers.
 
     The optimizer has the state of a tied weight under one of its names only.
     """

@@ -130,7 +130,7 @@ def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[in
 
 
 def list_boxes(tensor: Tensor) -> Sequence[Shard]:
-    """Return the boxes of a tensor; one for a tensor in one piece, none for a tensor without elements."""
+    """Return the boxes of a tensor; a single box for a tensor in one piece, no box for a tensor without elements."""
     if not tensor.numel:
         return ()
     return tensor.shards or (Shard(replace(tensor, sharding=None), (0,) * len(tensor.shape)),)

@@ -115,7 +115,7 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
 
 
 def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
-    """Return a sort key: runs with errors first, then those with warnings, and those in sync last."""
+    """Return a sort key: runs with errors first, then runs with warnings, then runs in sync."""
     findings = [finding for group in shown_steps(groups) for finding in group.findings]
     return min(map(_rank, findings), default=(2,))
 

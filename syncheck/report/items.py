@@ -75,7 +75,7 @@ def judge_item(group: Group, item: str, siblings: Sequence[str]) -> tuple[Group,
 
 
 def headline(findings: Sequence[Finding]) -> str:
-    """Return one line about findings: the first one, and the codes of others."""
+    """Return one line about findings: the first, and the codes of the rest."""
     first = findings[0]
     more = f" (and {', '.join(finding.code for finding in findings[1:4])})" if findings[1:] else ""
     return f"{words.finding_title(first)}{more}: {first.evidence}"

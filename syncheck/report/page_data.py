@@ -139,7 +139,7 @@ def _make_histograms(diffs: Sequence[TensorDiff]) -> dict[str, Any]:
 
 
 def _make_stored(group: Group, diffs: Sequence[TensorDiff]) -> list[dict[str, Any]]:
-    """Return how two models store their tensors: those that differ, then others, up to a limit."""
+    """Return how two models store their tensors: tensors that differ, then the rest, up to a limit."""
     stored = group.evidence.stored
     order = dict.fromkeys(name for name in (*(diff.name for diff in diffs), *stored) if name in stored)
     worst = {diff.name: diff.places for diff in group.tensors}

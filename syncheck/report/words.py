@@ -406,7 +406,7 @@ def step_text(group: Group) -> str:
 
 
 def cause_text(finding: Finding) -> str:
-    """Return the cause of a finding, with the other causes that fit the evidence as well."""
+    """Return the cause of a finding, with all causes that fit the evidence as well."""
     if finding.certainty != "consistent":
         return str(finding.cause)
     listed = ", ".join(finding.alternatives)

@@ -43,7 +43,7 @@ class Tolerance:
     A tensor is close if every pair of replicas is, in each element.
 
     rtol, atol, ulp: None is off; rtol and atol come together, for one alone has no sensible default for the other.
-    rule: what said so, for the report; empty for the options rtol, atol and ulp themselves.
+    rule: its source, for the report; empty for the options rtol, atol and ulp themselves.
     Integers and bools are never close. Unlike numpy's and torch's rule, this one is symmetric.
     Raises OptionError for one of rtol and atol alone, negative values, and rtol above 1, which would pass everything.
     """

@@ -182,7 +182,7 @@ def test_junit_has_the_numbers(drifted: Path) -> None:
         }
         (element,) = failed.findall("failure")
         assert str(element.get("message")).startswith("SYN201 bn-local-stats (warning, likely) on ranks 0-1: ")
-        assert "fix   Convert" in str(element.text)
+        assert "fix   " in str(element.text)
         assert passed.find("failure") is None
 
 

@@ -266,7 +266,7 @@ def _check_numbers(value: Any) -> tuple[int, ...]:
 
 
 def _get_field(pickled: Any, *names: str) -> Any:
-    """Return the first attribute with one of the names that an inert object has, or None."""
+    """Return the first of the named attributes that an inert object has, or None."""
     for given in pickled.given if isinstance(pickled, Inert) else ():
         attributes = attributes_of(given)
         for name in names:

@@ -82,7 +82,8 @@ def list_members(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool)
         short = normalize(known.values())
         return "params", sorted(short[known[key]] for key in ids)
     texts = [keys.to_text(key) for key in ids]
-    return "(positions)", texts if ordered else sorted(texts)
+    # By number, so that a rank whose ids are matched to names has the same list as a rank whose ids are not.
+    return "(positions)", texts if ordered else sorted(texts, key=lambda text: (len(text), text))
 
 
 def list_parameters(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:
