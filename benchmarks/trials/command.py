@@ -2,6 +2,7 @@
 
 python -m benchmarks trials                          # all trials, on two processes
 python -m benchmarks trials --runs 21 --seed 7       # other runs; prints the tables and writes no page
+python -m benchmarks trials --runs 120 --part report --most-false 0.01   # a third of them; for CI
 python -m benchmarks trials --outcomes FILE          # also each comparison, as JSON lines
 """
 
@@ -28,15 +29,15 @@ RUNS = 840
 SEED = 1
 
 
-def run_all(runs: int, seed: int, jobs: int) -> list[Outcome]:
-    """Run the trials of a design. jobs: number of processes."""
-    trajectories = draw_trajectories(runs, seed)
+def run_all(runs: int, seed: int, jobs: int, part: str | None) -> list[Outcome]:
+    """Run the trials of a design. jobs: number of processes. part: run only this part."""
+    trajectories = [drawn for drawn in draw_trajectories(runs, seed) if part in (None, drawn.part)]
     outcomes: list[Outcome] = []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for number, found in enumerate(pool.map(run_trial, trajectories), start=1):
             outcomes += found
-            if number % 35 == 0:
-                print(f"{number} of {runs} runs, {len(outcomes)} comparisons", file=sys.stderr, flush=True)
+            if number % 40 == 0:
+                print(f"{number} of {len(trajectories)} runs, {len(outcomes)} comparisons", file=sys.stderr, flush=True)
     return outcomes
 
 
@@ -75,7 +76,8 @@ sparse rows, LoRA), the optimizer (SGD, with momentum, Nesterov, Adam, AdamW, Ad
 samples, the learning rate, and what is saved.
 
 Models of three sizes divide the trials into three parts. Rules and thresholds were chosen on the first part, certainty
-is granted on the second, and the other tables are of the third.
+is granted on the second, and the other tables are of the third. Four kinds of false statements were found in the second
+part and fixed; nothing was changed after the first run of the third.
 
 - *right*: the injected cause is stated, or is one of at most three causes with which a finding is consistent. If the
   files cannot show the cause (for example a learning rate, without the optimizer), "unexplained" is right.
@@ -115,13 +117,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=SEED, help="of the design (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--outcomes", type=Path, metavar="FILE", help="write each comparison as a line of JSON")
+    parser.add_argument("--part", choices=PARTS, help="run only this part of the design")
+    parser.add_argument("--most-false", type=float, metavar="SHARE", help="exit with 1 if more statements are false")
     options = parser.parse_args(arguments)
-    outcomes = run_all(options.runs, options.seed, options.jobs)
+    outcomes = run_all(options.runs, options.seed, options.jobs, options.part)
     if options.outcomes is not None:
         write_outcomes(options.outcomes, outcomes)
     page = describe(outcomes)
-    if (options.runs, options.seed) == (RUNS, SEED):
+    if (options.runs, options.seed, options.part) == (RUNS, SEED, None):
         PAGE.write_text(page, encoding="utf-8")
     else:
         print(page)
-    return 0
+    share = sum(outcome.kind == "false" for outcome in outcomes) / len(outcomes)
+    return int(options.most_false is not None and share > options.most_false)
