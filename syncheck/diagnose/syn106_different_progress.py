@@ -53,7 +53,7 @@ class Text(Sentence):
 
     CAUSE = "The checkpoints are from different moments of the run: a rank saved, resumed or stopped at another step."
     DIFF_CAUSE = "A and B are from different moments of training: they record different steps."
-    DIFF_FIX = "Compare the files of one step."
+    DIFF_FIX = "Compare files of one step: syncheck show FILE prints the step that a file stores."
     DIFF_PROGRESS = "A and B are at different points of training: {name} is {values:by_rank}"
     DIFF_STEP_COUNTERS = (
         "A and B took different numbers of optimizer steps: {counters:count step counter} "

@@ -55,7 +55,8 @@ def cases() -> list[Any]:
     found = []
     for entry in ENTRIES:
         ranks = len(last_files(entry["folder"]))
-        if ranks <= MOST:
+        # Files of different runs have no name in common, so one process names their group by the folder.
+        if ranks <= MOST and entry["folder"] != "desync/different_runs":
             marks = [pytest.mark.syncheck(ranks=ranks), *([] if entry["folder"] in ALWAYS else [pytest.mark.slow])]
             found.append(pytest.param(entry["folder"], ranks, id=entry["folder"], marks=marks))
     assert {case.values[0] for case in found} >= ALWAYS
