@@ -120,6 +120,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--part", choices=PARTS, help="run only this part of the design")
     parser.add_argument("--most-false", type=float, metavar="SHARE", help="exit with 1 if more statements are false")
     options = parser.parse_args(arguments)
+    if options.runs < len(PARTS) or options.jobs < 1:
+        parser.error(f"--runs must be at least {len(PARTS)}, one for each part, and --jobs at least 1")
     outcomes = run_all(options.runs, options.seed, options.jobs, options.part)
     if options.outcomes is not None:
         write_outcomes(options.outcomes, outcomes)

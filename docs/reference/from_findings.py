@@ -63,7 +63,10 @@ def pages() -> dict[str, str]:
         elif rule.CODE in pairs:
             about, printed = pairs[rule.CODE]
             parts += [f"Example: {about}", f"```\n{printed}\n```"]
-        made[f"{rule.CODE.lower()}.md"] = "\n\n".join((*parts, "[All findings](../findings.md)")) + "\n"
+        links = "[All findings](../findings.md)"
+        if rule.CODE.startswith("SYN2"):
+            links += ", [how often a stated cause is right](../../diagnosis-trials.md)"
+        made[f"{rule.CODE.lower()}.md"] = "\n\n".join((*parts, links)) + "\n"
     return made
 
 

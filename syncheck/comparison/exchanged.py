@@ -1,30 +1,39 @@
 """Find tensors of one rank that hold the values of another tensor of the other ranks.
 
 For example, two layers exchange their contents if a rank registers its modules in another order, or if an optimizer
-state is loaded by position. Equal bytes are a proof, unless all elements are equal: constants are the same everywhere.
+state is loaded by position. Equal bytes are a proof, unless the elements are equal: constants are the same everywhere.
 After more steps, the tensors only have nearly the direction of each other.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.comparison.vectors import block_size, compute_cosine
+from syncheck.comparison.vectors import block_size
 from syncheck.records import sets_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from syncheck.records import TensorDiff
     from syncheck.snapshots import Tensor
     from syncheck.tensors.blocks import Files
+
+    Vector = NDArray[Any]
+    # The differing tensors of one dtype and shape.
+    Partners = list[TensorDiff]
 
 # Largest cosine of replicas with different directions, and least cosine of tensors with nearly the same direction.
 TURNED, ALIKE = 0.6, 0.8
 # Least number of elements with a direction of their own.
 _LARGE = 64
+# Elements at the start of a tensor that show its direction. They are a sample; a whole tensor takes longer to read.
+_SAMPLE = 4096
 # Maximum number of tensors of one shape whose directions are compared pairwise.
 _MOST_ALIKE = 32
 # Elements at the start of a tensor that choose the tensors to compare whole.
@@ -34,11 +43,12 @@ _MOST = 2048
 
 
 class _Content(NamedTuple):
-    """The values of a tensor in a set of equal replicas."""
+    """The values of a tensor in a set of equal replicas. is_odd: whether it is not the first set of its group."""
 
     name: str
     ranks: tuple[int, ...]
     tensor: Tensor
+    is_odd: bool
 
 
 def find_exchanged(
@@ -48,53 +58,67 @@ def find_exchanged(
 
     Raises CheckpointError if a file can no longer be read.
     """
-    by_start: dict[tuple[object, ...], list[_Content]] = defaultdict(list)
-    odd: list[_Content] = []
-    for diff in _with_partners(differing):
-        for sets in sets_within(diff):
-            for position, ranks in enumerate(sets):
-                content = _Content(diff.name, ranks, replicas[diff.name][ranks[0]])
-                by_start[_describe_start(content.tensor, files)].append(content)
-                if position:
-                    odd.append(content)
+    by_start: dict[bytes, list[_Content]] = defaultdict(list)
+    for partners in _group_partners(differing):
+        for diff in partners:
+            for content in _list_contents(diff, replicas[diff.name]):
+                start = _describe_start(content.tensor, files)
+                if start is not None:
+                    by_start[start].append(content)
     found: dict[str, dict[int, str]] = defaultdict(dict)
-    for content in odd:
-        for other in by_start[_describe_start(content.tensor, files)]:
-            elsewhere = other.name != content.name and not set(other.ranks) & set(content.ranks)
-            if elsewhere and _hold_equal_values(content.tensor, other.tensor, files):
-                found[content.name].update(dict.fromkeys(content.ranks, other.name))
-                break
+    for contents in by_start.values():
+        for odd in contents:
+            other = _find_equal(odd, contents, files) if odd.is_odd else None
+            if other is not None:
+                found[odd.name].update(dict.fromkeys(odd.ranks, other.name))
     return dict(found)
 
 
-def _with_partners(differing: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return the tensors of several elements that have the dtype and shape of another differing tensor."""
-    alike: dict[tuple[object, ...], list[TensorDiff]] = defaultdict(list)
-    for diff in differing:
-        # A rank without the tensor, or a tensor of the optimizer of another shape, was not compared.
+def _group_partners(differing: Iterable[TensorDiff]) -> list[Partners]:
+    """Return the tensors of several elements by dtype and shape, at least two of each."""
+    by_shape: dict[tuple[str, tuple[int, ...]], Partners] = defaultdict(list)
+    for diff in list(differing)[:_MOST]:
+        # A tensor with a reason was not compared by value on all ranks.
         if diff.reason is None and diff.numel > 1 and diff.extent != "one":
-            alike[diff.dtype, diff.shape].append(diff)
-    return [diff for diffs in alike.values() if len(diffs) > 1 for diff in diffs][:_MOST]
+            by_shape[diff.dtype, diff.shape].append(diff)
+    return [partners for partners in by_shape.values() if len(partners) > 1]
 
 
-def _describe_start(tensor: Tensor, files: Files) -> tuple[object, ...]:
-    """Return the dtype, the shape and the first bytes of a tensor."""
-    return (tensor.dtype, tensor.shape, bytes(files.read(tensor, 0, min(_FIRST, tensor.numel), 0)))
+def _list_contents(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> list[_Content]:
+    """Return the contents of each set of equal replicas. tensors: by rank."""
+    contents = []
+    for sets in sets_within(diff):
+        for position, ranks in enumerate(sets):
+            contents.append(_Content(diff.name, ranks, tensors[ranks[0]], is_odd=position > 0))
+    return contents
 
 
-def _hold_equal_values(one: Tensor, other: Tensor, files: Files) -> bool:
-    """Whether two tensors have equal bytes that are not all the same element."""
-    size = one.numel
+def _describe_start(tensor: Tensor, files: Files) -> bytes | None:
+    """Return a digest of the dtype, the shape and the first elements of a tensor; None if these are a constant."""
+    count = min(_FIRST, tensor.numel)
+    data = bytes(files.read(tensor, 0, count, 0))
+    if data == data[: len(data) // count] * count:
+        return None
+    return hashlib.blake2b(f"{tensor.dtype} {tensor.shape} ".encode() + data, digest_size=16).digest()
+
+
+def _find_equal(odd: _Content, contents: Sequence[_Content], files: Files) -> _Content | None:
+    """Return another tensor of other ranks with the same bytes."""
+    for other in contents:
+        is_elsewhere = other.name != odd.name and not set(other.ranks) & set(odd.ranks)
+        if is_elsewhere and _hold_equal_bytes(odd.tensor, other.tensor, files):
+            return other
+    return None
+
+
+def _hold_equal_bytes(one: Tensor, other: Tensor, files: Files) -> bool:
+    """Whether two tensors of one dtype and shape have equal bytes."""
     step = block_size(2)
-    is_constant = True
-    for start in range(0, size, step):
-        count = min(step, size - start)
-        block = bytes(files.read(one, start, count, 0))
-        if block != bytes(files.read(other, start, count, 1)):
+    for start in range(0, one.numel, step):
+        count = min(step, one.numel - start)
+        if bytes(files.read(one, start, count, 0)) != bytes(files.read(other, start, count, 1)):
             return False
-        width = len(block) // count
-        is_constant = is_constant and block == block[:width] * count
-    return not is_constant
+    return True
 
 
 def find_resembling(
@@ -107,39 +131,51 @@ def find_resembling(
 
     cosines: between the replicas of each tensor. Raises CheckpointError if a file can no longer be read.
     """
-    turned = [diff for diff in differing if _has_turned(diff, cosines.get(diff.name))]
-    by_shape: dict[tuple[object, ...], list[TensorDiff]] = defaultdict(list)
-    for diff in _with_partners(turned):
-        by_shape[diff.dtype, diff.shape].append(diff)
     found: dict[str, dict[int, str]] = defaultdict(dict)
-    for diffs in by_shape.values():
-        for one, other in combinations(diffs[:_MOST_ALIKE], 2):
-            for rank in _odd_ranks(one) & _odd_ranks(other):
+    turned = [diff for diff in differing if _has_turned(diff, cosines.get(diff.name))]
+    for partners in _group_partners(turned):
+        vectors = {diff.name: _read_vectors(diff, replicas[diff.name], files) for diff in partners[:_MOST_ALIKE]}
+        for one, other in combinations(vectors, 2):
+            for rank, (vector, reference) in vectors[one].items():
+                if rank not in vectors[other]:
+                    continue
+                other_vector, other_reference = vectors[other][rank]
                 # Exchanged tensors are alike in both directions.
-                if _is_alike(one, rank, other, replicas, files) and _is_alike(other, rank, one, replicas, files):
-                    found[one.name][rank] = other.name
-                    found[other.name][rank] = one.name
+                if float(vector @ other_reference) >= ALIKE and float(other_vector @ reference) >= ALIKE:
+                    found[one][rank] = other
+                    found[other][rank] = one
     return dict(found)
 
 
 def _has_turned(diff: TensorDiff, cosine: float | None) -> bool:
     """Whether the replicas of a parameter have different directions. Moments of two layers may be alike by chance."""
     # Vectors begin as constants, and have the same direction by chance.
-    is_parameter = diff.kind == "parameter" and diff.reason is None and len(diff.shape) > 1 and diff.numel >= _LARGE
-    return is_parameter and cosine is not None and cosine < TURNED and diff.mismatched == diff.numel
+    is_matrix = diff.kind == "parameter" and len(diff.shape) > 1 and diff.numel >= _LARGE
+    return is_matrix and cosine is not None and cosine < TURNED and diff.mismatched == diff.numel
 
 
-def _odd_ranks(diff: TensorDiff) -> set[int]:
-    """Return the ranks outside the first set of equal replicas, of each replica group."""
-    return {rank for sets in sets_within(diff) for ranks in sets[1:] for rank in ranks}
+def _read_vectors(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[int, tuple[Vector, Vector]]:
+    """Return by odd rank the first elements of its tensor and of the first set of equal replicas, as unit vectors."""
+    vectors: dict[int, tuple[Vector, Vector]] = {}
+    reference: Vector | None = None
+    for content in _list_contents(diff, tensors):
+        vector = _read_unit_vector(content.tensor, files)
+        if not content.is_odd:
+            reference = vector
+        elif reference is not None:
+            vectors.update(dict.fromkeys(content.ranks, (vector, reference)))
+    return vectors
 
 
-def _is_alike(
-    diff: TensorDiff, rank: int, other: TensorDiff, replicas: Mapping[str, Mapping[int, Tensor]], files: Files
-) -> bool:
-    """Whether a tensor of a rank has nearly the direction of another tensor of the first set of equal replicas."""
-    first = next((sets[0][0] for sets in sets_within(other) if any(rank in ranks for ranks in sets)), None)
-    if first is None:
-        return False
-    cosine = compute_cosine(replicas[diff.name][rank], replicas[other.name][first], files)
-    return cosine is not None and cosine >= ALIKE
+def _read_unit_vector(tensor: Tensor, files: Files) -> Vector:
+    """Return the first elements of a tensor with a norm of 1; not finite numbers and zero vectors stay as they are."""
+    import numpy as np
+
+    from syncheck.tensors.differences import read_float64
+
+    vector = read_float64(tensor, files, 0, min(_SAMPLE, tensor.numel), 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = float(np.sqrt(vector @ vector))
+        # A comparison with NaN is false, so a vector that is not finite is like no other vector.
+        unit: Vector = vector / norm if norm else vector
+    return unit

@@ -143,11 +143,6 @@ def _sum_over_blocks(tensors: Sequence[Tensor], files: Files) -> _Sums:
     return sums
 
 
-def compute_cosine(one: Tensor, other: Tensor, files: Files) -> float | None:
-    """Return the cosine between two tensors of one shape; None for a zero tensor, and on overflow."""
-    return _sum_over_blocks([other, one], files).cosine(1)
-
-
 def block_size(replicas: int) -> int:
     """Return the number of elements to read at a time from each replica."""
     return max(1024, min(_BLOCK, _ALL_BLOCKS // replicas))

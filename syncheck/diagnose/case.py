@@ -373,6 +373,19 @@ class Common(Sentence):
     WITHIN_GROUPS = "compared within the replica groups of {groups:sets}; suspected: {ranks:ranks}"
 
 
+class OtherCode(Sentence):
+    """Cause and fix if constants of traced code differ, between replicas (SYN299) or models (SYN399)."""
+
+    CAUSE = (
+        "Constants in the code of the TorchScript archives differ: the models were traced or scripted from other code, "
+        "or with other inputs."
+    )
+    FIX = (
+        "Trace or script the models from one version of the code, with the same inputs. Register values that belong to "
+        "the model as buffers."
+    )
+
+
 class Course(Sentence):
     """How a difference developed over the steps, and which other tensors differ because of it."""
 

@@ -5,9 +5,9 @@ which start equal. The difference grows over the steps, and step counters agree.
 
 With second moments (Adam, RMSprop, Adafactor), about half of their elements are smaller on one rank and half larger,
 in each tensor (measured in the trials: 40 % to 60 %). They remember about 1,000 steps, so a single step with separate
-gradients is visible much later. If all ranks differ from each other, or two ranks differ to both sides alike, the
-finding is likely. If a single rank differs, its second moments are usually larger, and a disturbed gradient looks the
-same; the first moments must then point in different directions, and the finding is only consistent with this cause.
+gradients is visible much later. The finding is likely if all of three or more ranks differ from each other, or if the
+first moments of two ranks point in different directions too. Otherwise it is only consistent with this cause: two ranks
+that clip by their local norms look alike, and so does a disturbed gradient of a single rank.
 
 With first moments alone (SGD's momentum_buffer), they point in different directions: on real runs with 2 to 8 ranks, 4
 to 128 samples per rank and 3 to 200 steps, the median cosine between ranks was -0.4 to 0.88. SGD counts no steps, and

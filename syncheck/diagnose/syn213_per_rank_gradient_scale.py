@@ -1,12 +1,14 @@
 """Some ranks clipped or scaled their gradients: same direction as on the other ranks, but another length.
 
-Signature: with second moments (Adam, RMSprop, Adafactor): nearly all their elements are smaller on the same rank, or
+Signature: with second moments (Adam, RMSprop, Adafactor), nearly all their elements are smaller on the same rank, or
 nearly all are larger. They remember about 1,000 steps, so one scaled step is visible much later. In the trials
 (docs/diagnosis-trials.md), the share was at least 0.98 for smaller gradients; gradients of other batches gave 0.4 to
 0.6, and one rank with its own gradients 0 to 0.35, because a batch of one rank has larger gradients than an average.
-Larger moments therefore also require first moments with the same direction.
+Larger moments therefore also require first moments with the same direction. The finding is likely if the first moments
+have nearly one factor, as after many scaled steps. Otherwise it is only consistent with a scale: a gradient that was
+lost on one rank once looks the same.
 
-With first moments alone (SGD's momentum_buffer): they differ but have the same direction, and in nearly all
+With first moments alone (SGD's momentum_buffer), they differ but have the same direction, and in nearly all
 tensors the same rank has the shorter moments, by about the same factor. Measured with averaged gradients clipped on one
 rank, on 2 to 8 ranks after 3 to 600 steps: the same rank is shorter in every tensor, the factor is within 1.3 times its
 median in at least 85 % of the tensors, and the median cosine is 0.94 to 0.999. Late in training, when the factor

@@ -19,7 +19,7 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, cosines, is_adapter, largest_difference, limit_facts
+from syncheck.diagnose.case import Case, Match, OtherCode, cosines, is_adapter, largest_difference, limit_facts
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.moments import only_decay
 from syncheck.messages import Message, Sentence
@@ -42,14 +42,6 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = "No rule explains this difference."
-    CAUSE_CODE = (
-        "Constants in the code of the TorchScript archives differ: the models were traced or scripted from other code, "
-        "or with other inputs."
-    )
-    FIX_CODE = (
-        "Trace or script the models from one version of the code, with the same inputs. Register values that belong to "
-        "the model as buffers."
-    )
     FIX = (
         "Check which ranks agree, and compare two early steps: a constant difference comes from the start of the run, "
         "a growing difference from every step."
@@ -165,7 +157,7 @@ def _diagnose_remainder(case: Case) -> _Rest:
     if not case.tensors:
         return _Rest()
     if all(is_code_constant(diff.name) for diff in case.tensors):
-        return _Rest(Text.CAUSE_CODE, Text.FIX_CODE)
+        return _Rest(OtherCode.CAUSE, OtherCode.FIX)
     since = case.trend_facts(*({"parameter"} & kinds or kinds))[1]
     if all(diff.mismatched is None and diff.reason for diff in case.tensors):
         return _Rest(Text.CAUSE_DIGESTS, Text.FIX_DIGESTS, since)

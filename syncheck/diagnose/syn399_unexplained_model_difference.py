@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from syncheck.diagnose.case import Case, Match, largest_difference, limit_facts
+from syncheck.diagnose.case import Case, Match, OtherCode, largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.names import is_code_constant
 
@@ -32,14 +32,6 @@ class Text(Sentence):
     CAUSE = (
         "No rule explains this difference. Often B was made from another step or another run, or a conversion changed "
         "values."
-    )
-    CAUSE_CODE = (
-        "Constants in the code of the TorchScript archives differ: the models were traced or scripted from other code, "
-        "or with other inputs."
-    )
-    FIX_CODE = (
-        "Trace or script the models from one version of the code, with the same inputs. Register values that belong to "
-        "the model as buffers."
     )
     FIX = (
         "Check the step and the run of both models. If only some tensors differ, look at the code that converts or "
@@ -67,5 +59,5 @@ def apply(case: Case) -> Match | None:
         values = [Text.VALUE(name=diff.name, values=dict(diff.by_rank)) for diff in case.of_values()]
         facts += limit_facts(values, _MOST, Text.MORE_VALUES)
     of_code = bool(case.tensors) and all(is_code_constant(diff.name) for diff in case.tensors)
-    cause, fix = (Text.CAUSE_CODE, Text.FIX_CODE) if of_code else (None, None)
+    cause, fix = (OtherCode.CAUSE, OtherCode.FIX) if of_code else (None, None)
     return Match(case.tensors, case.group.ranks, facts, case.values, cause, fix)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -73,27 +73,25 @@ class OtherLearningRate(Fault):
     codes = frozenset({"SYN107"})
     needs_optimizer = True
 
+    def change_group(self, group: dict[str, Any]) -> None:
+        """Change the settings of a parameter group."""
+        group["lr"] *= 0.7
+
     def takes_step(self, run: Run, rank: Rank) -> bool:
         if rank is run.odd and run.step == run.setup.onset:
             for optimizer in rank.optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] *= 0.7
+                    self.change_group(group)
         return True
 
 
-class OtherDecay(Fault):
+class OtherDecay(OtherLearningRate):
     """One rank has another weight decay."""
 
     name = "other weight decay"
-    codes = frozenset({"SYN107"})
-    needs_optimizer = True
 
-    def takes_step(self, run: Run, rank: Rank) -> bool:
-        if rank is run.odd and run.step == run.setup.onset:
-            for optimizer in rank.optimizers:
-                for group in optimizer.param_groups:
-                    group["weight_decay"] += 0.01
-        return True
+    def change_group(self, group: dict[str, Any]) -> None:
+        group["weight_decay"] += 0.01
 
 
 class NeverUpdated(Fault):
