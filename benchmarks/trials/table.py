@@ -10,7 +10,7 @@ from benchmarks.trials.faults import FAULTS
 from benchmarks.trials.trial import SAVED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from benchmarks.trials.trial import Outcome
 
@@ -69,20 +69,25 @@ def describe_rules(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def describe_certainty(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of stated causes in the part that grants certainty, with the lower bound of their precision."""
-    stated: Counter[str] = Counter()
-    wrong: Counter[str] = Counter()
+def count_likely(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
+    """Return how often each code states a likely cause, and how often another cause is true."""
+    counts: dict[str, dict[str, int]] = {}
     for outcome in outcomes:
         if outcome.kind == "equal":
             continue
-        for code in set(outcome.stated):
-            stated[code] += 1
-            wrong[code] += code not in outcome.accepted
-    lines = ["| finding | stated | wrong | lower bound |", "|---|---|---|---|"]
-    for code in sorted(stated):
-        bound = find_lower_bound(stated[code] - wrong[code], stated[code])
-        lines.append(f"| {code} | {stated[code]} | {wrong[code]} | {bound:.3f} |")
+        for code in set(outcome.likely):
+            count = counts.setdefault(code, {"stated": 0, "wrong": 0})
+            count["stated"] += 1
+            count["wrong"] += code not in outcome.accepted
+    return dict(sorted(counts.items()))
+
+
+def describe_certainty(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the table of likely causes in the part that grants certainty, with the lower bound of their precision."""
+    lines = ["| finding | stated as likely | wrong | lower bound |", "|---|---|---|---|"]
+    for code, count in counts.items():
+        bound = find_lower_bound(count["stated"] - count["wrong"], count["stated"])
+        lines.append(f"| {code} | {count['stated']} | {count['wrong']} | {bound:.3f} |")
     return "\n".join(lines)
 
 

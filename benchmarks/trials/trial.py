@@ -45,8 +45,13 @@ class Trajectory:
 class Outcome:
     """The result of one comparison.
 
-    lag: steps since the onset. differs: whether the files differ. stated: codes of findings that state their cause as
-    a fact. hedged: codes of findings that are only consistent with the evidence, each with its alternatives.
+    lag: steps since the onset.
+    saved: the kind of content, of SAVED.
+    differs: whether the files differ.
+    verdict: of the report.
+    stated: codes of findings that state their cause as a fact.
+    hedged: codes of findings that are only consistent with the evidence, each with its alternatives.
+    likely: the stated codes whose cause does not follow from the bytes, so that it may be wrong.
     """
 
     trajectory: Trajectory
@@ -56,6 +61,7 @@ class Outcome:
     verdict: str
     stated: tuple[str, ...]
     hedged: tuple[tuple[str, ...], ...]
+    likely: tuple[str, ...] = ()
 
     @property
     def accepted(self) -> frozenset[str]:
@@ -96,6 +102,11 @@ class Outcome:
         if is_normal or not named.isdisjoint(self.accepted - background):
             return "right"
         return "open"
+
+
+def draw_part(part: str, count: int, seed: int) -> list[Trajectory]:
+    """Draw so many runs of a part."""
+    return [drawn for drawn in draw_trajectories(count * len(PARTS), seed) if drawn.part == part]
 
 
 def draw_trajectories(count: int, seed: int = 1) -> list[Trajectory]:
@@ -200,12 +211,15 @@ def make_outcome(trajectory: Trajectory, lag: int, saved: str, report: Report, *
     """Return the outcome of a report: the findings of its last step."""
     group = report.groups[-1]
     stated: list[str] = []
+    likely: list[str] = []
     hedged: list[tuple[str, ...]] = []
     for finding in group.findings:
         if finding.severity == "info":
             continue
         if finding.certainty == "consistent":
             hedged.append((finding.code, *finding.alternatives))
-        else:
-            stated.append(finding.code)
-    return Outcome(trajectory, lag, saved, differs, group.verdict, tuple(stated), tuple(hedged))
+            continue
+        stated.append(finding.code)
+        if finding.certainty == "likely":
+            likely.append(finding.code)
+    return Outcome(trajectory, lag, saved, differs, group.verdict, tuple(stated), tuple(hedged), tuple(likely))

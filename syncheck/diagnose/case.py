@@ -157,6 +157,16 @@ class Case:
         head, _, rest = parameter.partition(".")
         return rest if head.isdigit() and rest in self.group.evidence.names else parameter
 
+    def coordinates(self, dimensions: Collection[str]) -> dict[int, int]:
+        """Return each rank's coordinate in the mesh along one of these dimensions; empty if a rank has none."""
+        coordinates = {}
+        for replica in self.group.replicas:
+            index = next((index for name, index in replica.mesh.items() if name.lower() in dimensions), None)
+            if index is None:
+                return {}
+            coordinates[replica.rank] = index
+        return coordinates
+
     def in_step(self) -> bool:
         """Whether the ranks took the same number of steps, as far as known.
 
@@ -377,12 +387,13 @@ class OtherCode(Sentence):
     """Cause and fix if constants of traced code differ, between replicas (SYN299) or models (SYN399)."""
 
     CAUSE = (
-        "Constants in the code of the TorchScript archives differ: the models were traced or scripted from other code, "
-        "or with other inputs."
+        "Possible causes: the models were traced or scripted from other code, with other inputs or attributes, or "
+        "frozen with other weights. The code of a TorchScript archive holds these values as constants."
     )
     FIX = (
-        "Trace or script the models from one version of the code, with the same inputs. Register values that belong to "
-        "the model as buffers."
+        "Trace or script the models from one version of the code, with the same inputs and attributes. Register values "
+        "that belong to the model as buffers. Compare models before torch.jit.freeze(), which turns weights into "
+        "constants."
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import largest_difference
 from syncheck.diagnose.series import by_run
+from syncheck.diagnose.single_events import describe_events
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def _decide_run(steps: Sequence[Group]) -> dict[int, tuple[Finding, ...]]:
     """Return the new findings of the steps that change, by position."""
     replaced: dict[int, Finding] = {}
     for course in _find_courses(steps):
-        for sighting, finding in zip(course, _decide(course, steps), strict=True):
+        described = describe_events([steps[s.position] for s in course], _decide(course, steps))
+        for sighting, finding in zip(course, described, strict=True):
             replaced[id(sighting.finding)] = finding
     changed: dict[int, tuple[Finding, ...]] = {}
     for position, group in enumerate(steps):

@@ -17,16 +17,20 @@ Incidents: huggingface/transformers#48873 (adapter attached after the wrap), hao
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import without_state
 from syncheck.diagnose.history import fewer
+from syncheck.diagnose.stored_forms import list_parts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncheck.records import TensorDiff
 
 CODE = "SYN101"
@@ -44,6 +48,14 @@ class Text(Sentence):
         "Save or convert the missing tensors. If one model lacks the optimizer state on purpose, pass it as B with "
         "{subset:option}. If it lacks other tensors on purpose, skip them with {exclude:option GLOB}."
     )
+    DIFF_CAUSE_RENAMED = (
+        "One model has tensors that the other model lacks. Either they were not converted, or they have other names "
+        "and the order of their parts differs: there are as many tensors of the same sizes on the other side."
+    )
+    DIFF_FIX_RENAMED = (
+        "If they are the same tensors, pair their names in a map, {map:option FILE}, which then shows the order of "
+        "their parts. Otherwise save or convert the missing tensors."
+    )
     FIX = (
         "Build the model from one configuration on all ranks before wrapping it, save the same state dict on every "
         "rank, and load it with strict=True. If a file holds only the model on purpose, skip the optimizer: "
@@ -59,8 +71,12 @@ class Text(Sentence):
 def apply(case: Case) -> Match | None:
     """Match every tensor and value that some replica lacks."""
     other_finding = OPTIMIZER if without_state(case) else ()
-    tensors = tuple(diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in other_finding)
-    values = tuple(diff for diff in case.of_values() if diff.lost)
+    # The parts of a quantized or sparse tensor belong to SYN102.
+    parts, part_values = list_parts(case)
+    covered_names = frozenset((*(diff.name for diff in parts), *part_values))
+    missing = (diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in other_finding)
+    tensors = tuple(diff for diff in missing if diff.name not in covered_names)
+    values = tuple(diff for diff in case.of_values() if diff.lost and diff.name not in covered_names)
     if not tensors and not values:
         return None
     expected = {rank for diff in tensors for rank in _expected_ranks(diff, case.group.ranks)}
@@ -81,7 +97,26 @@ def apply(case: Case) -> Match | None:
     if tensors and all(diff.kind in OPTIMIZER for diff in tensors):
         # The optimizer of a rank has no state of a parameter that it never updated.
         return replace(match, certainty="consistent", alternatives=("SYN225", "SYN215"))
+    if case.group.labels and _may_be_renamed(tensors, case.group.ranks):
+        return replace(
+            match,
+            certainty="consistent",
+            alternatives=("SYN305",),
+            cause=Text.DIFF_CAUSE_RENAMED,
+            fix=Text.DIFF_FIX_RENAMED,
+        )
     return match
+
+
+def _may_be_renamed(tensors: Sequence[TensorDiff], sides: tuple[int, ...]) -> bool:
+    """Whether each tensor that one model lacks has a counterpart with as many elements that the other model lacks."""
+    sizes: dict[frozenset[int], list[int]] = defaultdict(list)
+    for diff in tensors:
+        sizes[_lacking_ranks(diff, sides)].append(diff.numel)
+    if len(sizes) != 2:
+        return False
+    first, second = sizes.values()
+    return sorted(first) == sorted(second)
 
 
 def _numbers(tensors: int, values: int) -> Message:

@@ -79,7 +79,7 @@ class Text(Sentence):
     )
     FIX_ORDER = (
         "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
-        "over a set. Then create the model again, or load a checkpoint."
+        "over a set. Then create the model again. Loading a checkpoint does not restore non-persistent buffers."
     )
     CAUSE_GRADIENTS = (
         "A parameter requires a gradient on some ranks only, so the ranks reduce gradients of different parameters."

@@ -94,7 +94,7 @@ def apply(case: Case) -> Match | None:
         return None
     is_whole = case.optimized is not None and not case.optimized - names
     is_whole = is_whole or (not named and len(moments) == len(case.with_moment()))
-    if is_whole or is_share_below(parameters.values(), TOUCHED):
+    if is_whole or is_share_below(parameters.values(), TOUCHED) or not _holds_all_states(case, names):
         return None
     trend, since = case.trend_facts("parameter")
     has_moments = bool(case.with_moment())
@@ -135,6 +135,17 @@ def apply(case: Case) -> Match | None:
     if is_counted and all(len(diff.clusters) == ranks > 2 for diff in differing):
         return match
     return replace(match, certainty="consistent", alternatives=("SYN225", "SYN224"))
+
+
+def _holds_all_states(case: Case, names: set[str]) -> bool:
+    """Whether no optimizer state outside the part differs; if names are unknown, no more states than parameters.
+
+    If the states of all parameters differ, all gradients did. Adafactor and RMSprop have no first moments to show it.
+    """
+    owners = {case.owner_of(diff.name) for diff in case.differing("optimizer")}
+    if owners <= set(case.group.evidence.names):
+        return owners <= names
+    return len(owners) <= len(names)
 
 
 def _moves_apart(case: Case, parameters: dict[str, TensorDiff], modules: list[str], trend: str | None) -> bool:

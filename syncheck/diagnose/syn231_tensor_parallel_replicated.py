@@ -22,16 +22,11 @@ pytorch/torchtitan#2532, NVIDIA-NeMo/Automodel#3822, pytorch/pytorch#160169.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference
 from syncheck.diagnose.history import suspects
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
 from syncheck.records import group_ranks
-
-if TYPE_CHECKING:
-    from syncheck.records import Comparison
 
 CODE = "SYN231"
 SLUG = "tensor-parallel-replicated"
@@ -64,7 +59,7 @@ _KINDS = ("parameter", "optimizer", "buffer", "ema")
 
 def apply(case: Case) -> Match | None:
     """Match tensors with equal values exactly on the ranks of the same tensor-parallel coordinate."""
-    coordinates = _coordinates(case.group)
+    coordinates = case.coordinates(TENSOR_PARALLEL)
     if len(set(coordinates.values())) < 2:
         return None
     tensors = tuple(diff for diff in case.differing(*_KINDS) if agrees_within(diff, coordinates))
@@ -77,14 +72,3 @@ def apply(case: Case) -> Match | None:
         *((Text.COORDINATES_AGREE(groups=groups),) if groups else case.agreement_facts(tensors)),
     )
     return Match(tensors, suspects(tensors, case.group), facts)
-
-
-def _coordinates(group: Comparison) -> dict[int, int]:
-    """Return each rank's tensor-parallel coordinate; empty if a rank has none."""
-    coordinates = {}
-    for replica in group.replicas:
-        own = next((index for name, index in replica.mesh.items() if name.lower() in TENSOR_PARALLEL), None)
-        if own is None:
-            return {}
-        coordinates[replica.rank] = own
-    return coordinates

@@ -7,8 +7,8 @@ evidence does not exclude, at most three, in the order of their frequency in the
 Cause: unknown. Without optimizer state, a scaled gradient, a skipped step and a gradient that was not averaged all move
 the parameters of a rank in the same way. With SGD's momentum, step counters are missing.
 
-Fix: collect the observation that the finding names: the optimizer state, or a second step. A constant difference comes
-from a single event, a growing difference from every step.
+Fix: collect the observation that the finding names: the optimizer state, or a second step. After a single event, the
+first moments converge, although the difference of the parameters may grow.
 
 Incidents: please send a report with the JSON attached. Every rule began as an unexplained difference.
 """
@@ -19,9 +19,19 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, OtherCode, cosines, is_adapter, largest_difference, limit_facts
+from syncheck.diagnose.case import (
+    Case,
+    Match,
+    OtherCode,
+    agrees_within,
+    cosines,
+    is_adapter,
+    largest_difference,
+    limit_facts,
+)
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.moments import only_decay
+from syncheck.layout.replica_groups import PIPELINE
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks
 from syncheck.tensors.names import is_code_constant
@@ -43,8 +53,8 @@ class Text(Sentence):
 
     CAUSE = "No rule explains this difference."
     FIX = (
-        "Check which ranks agree, and compare two early steps: a constant difference comes from the start of the run, "
-        "a growing difference from every step."
+        "Check which ranks agree, and compare the steps before and after the first difference. If the optimizer's "
+        "first moments converge, it was a single event; if they differ more and more, it happens at every step."
     )
     CAUSE_STATELESS = (
         "The parameters alone do not show the cause: without optimizer state, a scaled gradient, a skipped step and a "
@@ -92,6 +102,14 @@ class Text(Sentence):
     FIX_UNCOUNTED = (
         "Compare two neighbouring steps: after a single event, the first moments converge. Look for skipped steps (a "
         "bad batch, an overflow), for state loaded on some ranks only and for clipping on some ranks."
+    )
+    CAUSE_STAGES = (
+        "Pipeline stages hold copies of a tied weight, and the copies differ: they started with other values, or their "
+        "gradients are not added over the stages."
+    )
+    FIX_STAGES = (
+        "Broadcast the weight between the stages that hold a copy once, before training. Before each optimizer.step(), "
+        "add the gradients of all copies: dist.all_reduce(p.grad, group=group_of_the_copies)."
     )
     CAUSE_DIGESTS = (
         "Digests show differing bytes, but neither the size nor the direction of a difference, which the rules require."
@@ -169,9 +187,19 @@ def _diagnose_remainder(case: Case) -> _Rest:
         return _Rest(Text.CAUSE_BUFFERS, Text.FIX_BUFFERS, since)
     if "parameter" not in kinds or not case.differing_parameters():
         return _Rest(facts=since)
+    if _are_copies_in_stages(case):
+        return _Rest(Text.CAUSE_STAGES, Text.FIX_STAGES, since, ("SYN210", "SYN212"))
     if (case.compared("optimizer") and case.agrees("optimizer")) or only_decay(case):
         return _Rest(Text.CAUSE_EVENT, Text.FIX_EVENT, since)
     return _diagnose_parameters(case, since)
+
+
+def _are_copies_in_stages(case: Case) -> bool:
+    """Whether parameters differ only between pipeline stages, which have no other parameter in common."""
+    stages = case.coordinates(PIPELINE)
+    if len(set(stages.values())) < 2:
+        return False
+    return all(agrees_within(diff, stages) for diff in case.differing_parameters().values())
 
 
 def _diagnose_parameters(case: Case, since: tuple[Message, ...]) -> _Rest:

@@ -28,7 +28,7 @@ CERTAINTY = "proved"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "The weights were converted to another dtype, and nothing else changed."
+    CAUSE = "These weights were converted to another dtype, and nothing else changed in them."
     FIX = "If the conversion is intended, pass {cast:option DTYPE}. Otherwise export the original weights."
     CAST = (
         "{count:count tensor} of {side} {count:verb equals|equal} {other} after a conversion to {dtype}: {names:names}"

@@ -37,6 +37,16 @@ class Text(Sentence):
         "Check the step and the run of both models. If only some tensors differ, look at the code that converts or "
         "saves them. If a conversion to another dtype rounded the values, pass {cast:option DTYPE}."
     )
+    CAUSE_NOT_FINITE = (
+        "NaN or infinity is in one of the models only: a conversion or a merge overflowed, divided by zero, or read "
+        "damaged weights, or the training of one model diverged."
+    )
+    FIX_NOT_FINITE = (
+        "Look for the listed elements in the code that converts or merges the weights: overflow in float16, scales of "
+        "zero, and factors with NaN. Then compare the remaining differences again."
+    )
+    NOT_FINITE = "the number of NaN and infinite elements in {name} is {values:by_rank}"
+    MORE_NOT_FINITE = "{count:count more tensor} with another number of them"
     TENSORS = "{count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
     KIND = "{count} {kind}"
     AGREE = "all {count:count other tensor} {count:verb agrees|agree}"
@@ -58,6 +68,17 @@ def apply(case: Case) -> Match | None:
     if case.values:
         values = [Text.VALUE(name=diff.name, values=dict(diff.by_rank)) for diff in case.of_values()]
         facts += limit_facts(values, _MOST, Text.MORE_VALUES)
-    of_code = bool(case.tensors) and all(is_code_constant(diff.name) for diff in case.tensors)
-    cause, fix = (OtherCode.CAUSE, OtherCode.FIX) if of_code else (None, None)
+    overflows = [diff for diff in case.tensors if len(set(diff.nonfinite.values())) > 1]
+    counts = [Text.NOT_FINITE(name=diff.name, values=dict(diff.nonfinite)) for diff in overflows]
+    facts += limit_facts(counts, _MOST, Text.MORE_NOT_FINITE)
+    cause, fix = _choose_cause(case, has_overflow=bool(overflows))
     return Match(case.tensors, case.group.ranks, facts, case.values, cause, fix)
+
+
+def _choose_cause(case: Case, *, has_overflow: bool) -> tuple[Sentence | None, Sentence | None]:
+    """Return cause and fix; None for any other difference."""
+    if has_overflow:
+        return Text.CAUSE_NOT_FINITE, Text.FIX_NOT_FINITE
+    if case.tensors and all(is_code_constant(diff.name) for diff in case.tensors):
+        return OtherCode.CAUSE, OtherCode.FIX
+    return None, None

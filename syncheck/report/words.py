@@ -409,11 +409,23 @@ def cause_text(finding: Finding) -> str:
     """Return the cause of a finding, with all causes that fit the evidence as well."""
     if finding.certainty != "consistent":
         return str(finding.cause)
-    listed = ", ".join(finding.alternatives)
+    listed = _name_findings(finding.alternatives)
     if finding.code in UNEXPLAINED:
         return f"{finding.cause} Not excluded: {listed}." if listed else str(finding.cause)
     others = f" Also possible: {listed}." if listed else ""
     return f"Possible cause: {finding.cause}{others}"
+
+
+def _name_findings(codes: Sequence[str]) -> str:
+    """Return codes with their names in words, as in 'SYN211 gradients-not-reduced'."""
+    if not codes:
+        return ""
+    # All rules are loaded only for a finding with alternatives.
+    from syncheck.diagnose.rules import RULES
+
+    names = {rule.CODE: rule.SLUG for rule in RULES}
+    # A saved report may have codes of another version.
+    return ", ".join(f"{code} {names[code]}" if code in names else code for code in codes)
 
 
 def finding_rows(finding: Finding) -> list[tuple[str, str]]:

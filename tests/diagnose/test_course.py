@@ -13,6 +13,7 @@ from torch import nn
 
 import syncheck
 from syncheck.diagnose.course import decide_over_steps
+from syncheck.diagnose.single_events import Event
 from syncheck.live.monitor import DesyncState
 from syncheck.records import Report
 
@@ -128,3 +129,16 @@ def test_files_of_ranks_with_nearly_equal_batches(tmp_path: Path) -> None:
     codes = {finding.code for group in report.groups for finding in group.findings}
     assert report.exit_code == 1
     assert len(codes) == 1
+
+
+def test_converging_moments_are_a_single_event() -> None:
+    """After one wrong step, the first moments agree more and more; under local gradients, they do not."""
+    events = []
+    for cosines in ((0.9, 0.95, 0.999), (0.9, 0.85, 0.8), (0.97, 0.9, 0.985)):
+        steps = []
+        for position, cosine in enumerate(cosines):
+            group = step(10 * position + 10, "SYN211")
+            steps.append(replace(group, tensors=(*group.tensors, *small_model.moments(cosine=cosine))))
+        decided = [finding for group in decide_over_steps(steps) for finding in group.findings]
+        events.append([any(fact.code is Event.CONVERGED for fact in finding.facts) for finding in decided])
+    assert events == [[True] * 3, [False] * 3, [False] * 3]
