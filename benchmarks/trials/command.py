@@ -99,9 +99,9 @@ what the evidence excludes:
 
 - *one noisy, zeroed, negated or half lost gradient*: a single step adds a difference to all tensors. One step later its
   size and direction depend on the optimizer, and the moments hold the sum of the wrong and of all other gradients. A
-  lost step, a gradient of the rank's own batch, and a scaled gradient leave the same kind of difference. "Unexplained" is
-  right here, and "open" means that the report lists causes which are possible and not true. Checkpoints of the steps
-  before and after, or a live check at every step, decide.
+  lost step, a gradient of the rank's own batch, and a scaled gradient leave the same kind of difference.
+  "Unexplained" is right here, and "open" means that the report lists causes which are possible and not true.
+  Checkpoints of the steps before and after, or a live check at every step, decide.
 - *clip by local norm*: each rank has a factor of its own in each step, close to gradients that were not averaged.
 """
 

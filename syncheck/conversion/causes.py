@@ -30,6 +30,7 @@ from syncheck.conversion.rows import digest_rows
 from syncheck.conversion.ties import list_partners, relate_tied, relate_untied
 from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
+from syncheck.layout.copies import find_shared_tensors
 from syncheck.records import Evidence
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
@@ -241,7 +242,9 @@ def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
     for side, (one, other) in enumerate(((models.b, models.a), (models.a, models.b))):
         stored = models.stored[1 - side]
         whole = stored.get(name)
-        names = [name, *(n for n in one if n != name and whole is not None and stored.get(n) is whole and n in other)]
+        fused = [n for n in one if n != name and whole is not None and stored.get(n) is whole and n in other]
+        # A tied weight is the same part under a second name.
+        names = [name, *(n for n in fused if not find_shared_tensors((one[name], one[n])))]
         boxes = [(n, box) for n in names for box in views.list_boxes(one[n])]
         if one[name].dtype != other[name].dtype or not 1 < len(boxes) <= _MOST_BOXES:
             continue

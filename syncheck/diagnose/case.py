@@ -284,7 +284,9 @@ class Case:
         parameters = [diff for diff in tensors if diff.kind == "parameter"]
         if not parameters:
             return ()
-        total, size = self.compared("parameter"), largest_difference(parameters)
+        # Tensors of different shapes are not compared.
+        total = max(self.compared("parameter"), len(parameters))
+        size = largest_difference(parameters)
         return (Common.PARAMETERS(count=len(parameters), total=total, size=size),)
 
     def agreement_facts(self, tensors: Sequence[TensorDiff]) -> tuple[Message, ...]:

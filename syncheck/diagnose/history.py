@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.records import History, HistoryPoint
-from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from syncheck.records import Comparison, TensorDiff, Trend
 
 _COUNTERS = ("bn_count", "optimizer_step")
+_TRAINED = ("parameter", *OPTIMIZER)
 
 # Ratio of the differences of a tensor at the last and the first step. Constant differences change only by float32
 # rounding over hundreds of steps; differences that amplify themselves more than double.
@@ -24,11 +25,13 @@ GROWING = 1.5
 def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History | None:
     """Return the history of tensors over the steps of a run; None with fewer than two steps or without differences.
 
-    groups: the groups of one run, in the order of their steps. Running statistics differ between ranks without a fault,
-    so they are skipped if the finding has other tensors: they do not show when the other tensors started to differ.
+    groups: the groups of one run, in the order of their steps. Only parameters and the optimizer count if the finding
+    has any. Buffers, running statistics and averaged copies follow them, and may differ earlier for another reason.
     """
     kinds = {diff.name: diff.kind for group in groups for diff in group.tensors}
-    names = {name for name in names if kinds.get(name) not in BN_STATISTICS} or names
+    of_model = {name for name in names if kinds.get(name) != "ema"} or names
+    trained = {name for name in of_model if kinds.get(name) in _TRAINED}
+    names = trained or {name for name in of_model if kinds.get(name) not in BN_STATISTICS} or of_model
     steps = [(group.step, _find_differing(names, group), group) for group in groups if group.step is not None]
     if len(steps) < 2 or not any(differing for _, differing, _ in steps):
         return None

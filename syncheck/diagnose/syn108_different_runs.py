@@ -79,7 +79,7 @@ def apply(case: Case) -> Match | None:
     certainty = _choose_certainty(case, identities)
     alternatives: tuple[str, ...] = ()
     if certainty == "consistent":
-        alternatives = _list_alternatives(evidence.runs)
+        alternatives = _list_alternatives(case, evidence.runs)
     tensors = _select_undamaged(case)
     return Match(
         tensors,
@@ -138,8 +138,10 @@ def _is_plausible(case: Case) -> bool:
     return not measured or median(measured) < ALIKE
 
 
-def _list_alternatives(settings: Iterable[str]) -> tuple[str, ...]:
+def _list_alternatives(case: Case, settings: Iterable[str]) -> tuple[str, ...]:
     """Return the causes within one run that fit as well: other settings on a host, or a seed of each rank."""
+    if any(diff.reason == "shape" for diff in case.tensors):
+        return ("SYN102",)
     only_seeds = all(is_seed(name) for name in settings)
     return ("SYN210", "SYN211") if only_seeds else ("SYN107", "SYN211")
 

@@ -57,8 +57,8 @@ class Text(Sentence):
     )
     FIX = (
         "On GPUs, convert before wrapping: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). On a CPU, "
-        "where torch's SyncBatchNorm does not run, or without it, broadcast before saving: "
-        "for b in model.buffers(): dist.broadcast(b, 0). To accept the finding: {allow:option=SYN201}."
+        "where torch's SyncBatchNorm does not run, or without it, broadcast before saving, also the buffers of an "
+        "averaged copy: for b in model.buffers(): dist.broadcast(b, 0). To accept the finding: {allow:option=SYN201}."
     )
     CAUSE_OF_SETTINGS = (
         "The weights of the ranks differ because of their settings (SYN107), and so do the activations. The statistics "

@@ -69,7 +69,8 @@ class Text(Sentence):
     CAUSE = "Gradients are not averaged over the ranks: each rank trains its own model on its share of the data."
     FIX = (
         "Train through the wrapper, loss = criterion(ddp_model(x), y), not ddp_model.module(x). Use no_sync() only for "
-        "micro-batches before the last one, around forward and backward."
+        "micro-batches before the last one, around forward and backward. Then restart from a checkpoint in which the "
+        "ranks agree."
     )
     FIX_SHARDED = (
         'Pass fully_shard the whole mesh, init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", '
@@ -117,6 +118,8 @@ ALIKE, ALIKE_COUNTED = 0.9, 0.95
 SIDED = 0.75
 # Without moments: a parameter with another direction, while most parameters still have the direction of a common start.
 ELSEWHERE = 0.5
+# Mean cosine of parameters that started with equal values. Those of different initial values are near 0.
+COMMON_START = 0.5
 # Codes of other causes of differing momenta if no steps are counted, and of differing parameters without any state.
 _UNCOUNTED = ("SYN214", "SYN215")
 _STATELESS = ("SYN213", "SYN214")
@@ -153,6 +156,11 @@ def apply(case: Case) -> Match | None:
         *follower_facts(covered, "optimizer"),
     ]
     match = case.make_match(differing, facts, covered)
+    cosine = mean_cosine(differing)
+    if cosine is not None and cosine < COMMON_START:
+        # Ranks without a common start may be runs of their own, whose files do not say so.
+        alternatives = tuple(dict.fromkeys((*reason.alternatives, "SYN108")))
+        return replace(match, certainty="consistent", alternatives=alternatives)
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)
 
 

@@ -60,7 +60,8 @@ class Text(Sentence):
         "Add layers and adapters, and unfreeze parameters, before wrapping: model.head = ...; "
         "model = DistributedDataParallel(model). Or average the gradients of the part before optimizer.step(): "
         "for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size())). "
-        "If the first and last pipeline stage have copies of an embedding, add the gradients of both."
+        "If the first and last pipeline stage have copies of an embedding, add the gradients of both. Then restart "
+        "from a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
         "Add layers and adapters before fully_shard(model, mesh=mesh), with the whole mesh and not only its dimension "

@@ -84,7 +84,8 @@ class Text(Sentence):
     )
     FIX = (
         "Clip after backward() with the same value on every rank: clip_grad_norm_(model.parameters(), max_norm). No "
-        "clip, loss scale or division may depend on the rank, its loss or its batch."
+        "clip, loss scale or division may depend on the rank, its loss or its batch. Then restart from a checkpoint in "
+        "which the ranks agree."
     )
     FIX_SHARDED = (
         "Clip on every rank with all parameters of the sharded model: clip_grad_norm_(model.parameters(), max_norm), "

@@ -115,7 +115,8 @@ def _find_alternatives(case: Case, counter: StepCounter, *, parameters_differ: b
     if is_small and parameters_differ and not lag_stayed(counter, case.series):
         others.append("SYN214")
     if parameters_differ and may_be_old(case):
-        others.append("SYN217")
+        # Files of two epochs, each complete, or a file that a later checkpoint did not replace.
+        others += ["SYN106", "SYN217"]
     return tuple(others)
 
 

@@ -59,7 +59,7 @@ class Text(Sentence):
         "for found_inf in scaler._found_inf_per_device(optimizer).values(): "
         "dist.all_reduce(found_inf, op=dist.ReduceOp.MAX). "
         "Or use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which does this, or train in bfloat16 "
-        "without a scaler."
+        "without a scaler. Then restart from a checkpoint in which the ranks agree."
     )
     SCALES_DIFFER = "The loss scales differ by a factor of {ratio:number}"
     ZERO_SCALE = "The loss scales differ, and some are 0"

@@ -20,6 +20,7 @@ Incidents: HorizonRobotics/alf#1475, lucidrains/ema-pytorch#9 (EMA on rank 0 onl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncheck.diagnose.case import Case, Match, evidence_of, largest_difference
 from syncheck.diagnose.history import difference_ratios
 from syncheck.messages import Message, Sentence
+from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -64,6 +66,11 @@ class Text(Sentence):
         "equal now: state = [ema.state_dict()]; torch.distributed.broadcast_object_list(state, 0); "
         "ema.load_state_dict(state[0])."
     )
+    CAUSE_STATISTICS = (
+        "The copy took the BatchNorm statistics of each rank's own batches. Only those of the model were synchronized "
+        "afterwards."
+    )
+    FIX_STATISTICS = "Broadcast the buffers of the copy too: for b in ema.buffers(): dist.broadcast(b, 0)."
     COPY_DIFFERS = "Only the averaged copy of the weights differs, in {count:count tensor} ({names:names}), {size}"
     MODEL_AGREES = "all {count:count parameter} of the model agree"
     UPDATES = "{name} is {values:by_rank}"
@@ -97,6 +104,8 @@ class _Origin(NamedTuple):
 def apply(case: Case) -> Match | None:
     """Match an averaged copy that differs although the model agrees."""
     copies = case.differing("ema")
+    if copies and all(diff.name.endswith(_OF_BATCHES) for diff in copies):
+        return _match_statistics(case, copies)
     model = {name.replace(".", "") for name in case.names_of("parameter")}
     weights = [diff for diff in copies if not diff.name.endswith(_OF_BATCHES) and _is_copy(diff, model)]
     agree = case.compared("parameter") and case.agrees("parameter", "optimizer", "optimizer_step")
@@ -123,6 +132,26 @@ def apply(case: Case) -> Match | None:
         origin.fix,
         certainty=origin.certainty,
         alternatives=origin.alternatives,
+    )
+
+
+def _match_statistics(case: Case, copies: Sequence[TensorDiff]) -> Match | None:
+    """Match running statistics that differ in the copy alone."""
+    if not case.compared("parameter") or not case.agrees("parameter", *BN_STATISTICS):
+        return None
+    names = tuple(diff.name for diff in copies)
+    facts = [
+        Text.COPY_DIFFERS(count=len(copies), names=names, size=largest_difference(copies)),
+        Text.MODEL_AGREES(count=case.compared("parameter")),
+    ]
+    match = case.make_match(copies, facts, copies)
+    # Equal statistics of the model were synchronized after the copy took its own.
+    return replace(
+        match,
+        cause=Text.CAUSE_STATISTICS,
+        fix=Text.FIX_STATISTICS,
+        certainty="consistent",
+        alternatives=("SYN201", "SYN205"),
     )
 
 
@@ -165,7 +194,8 @@ def _find_origin(case: Case, weights: Sequence[TensorDiff]) -> _Origin:
         return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts))
     if differed and (equal_counts or apart):
         # Updates between two averages of local SGD, or before a repair of the model, have the same result.
-        return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts), "consistent", ("SYN241",))
+        others = ("SYN241",) if case.group.evidence.metadata.averaging else ()
+        return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts), "consistent", others)
     return _Origin(None, None, tuple(facts))
 
 

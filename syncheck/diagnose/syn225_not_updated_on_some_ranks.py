@@ -45,7 +45,8 @@ class Text(Sentence):
     FIX = (
         "Before averaging gradients, give every rank a gradient of every trained parameter: "
         "for p in model.parameters(): p.grad = torch.zeros_like(p) if p.grad is None else p.grad. "
-        "Or train through DistributedDataParallel(model, find_unused_parameters=True)."
+        "Or train through DistributedDataParallel(model, find_unused_parameters=True). Then restart from a checkpoint "
+        "in which the ranks agree."
     )
     NEVER = "{ranks:Ranks} never updated {names:names 4}: the optimizer has no state of {count:verb it|them} there"
     LESS_OFTEN = "{ranks:Ranks} updated {names:names 4} less often: {name} has the steps {steps:by_rank}"

@@ -48,7 +48,8 @@ class Text(Sentence):
     CAUSE = "Gradients are reduced, or the initial model is broadcast, within each node only."
     FIX = (
         "Reduce over all ranks: DistributedDataParallel(model, process_group=None), or a mesh with a dimension across "
-        'the nodes: init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")).'
+        'the nodes: init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard")). Then restart '
+        "from a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
         "Give fully_shard a mesh with a dimension across the nodes, init_device_mesh("

@@ -38,12 +38,16 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
     lack tensors, tensors of A alone. Equal data shows that a map is possible, not that it is right, so a verdict that
     rests on an inferred map is undecided.
     """
+    from syncheck.diagnose.case import relation_of
     from syncheck.diagnose.rules import diagnose_difference
 
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})
     judged = with_findings(group, diagnose_difference(comparison, allow))
     is_proposal = comparison.evidence.inferred or bool(comparison.evidence.guessed)
-    doubtful = is_proposal or any(diff.uncompared for diff in judged.tensors)
+    accepted = {name for finding in judged.findings if finding.allowed for name in finding.tensors}
+    # Tensors of other shapes have been compared if a relation explains them, and its code is allowed.
+    unknown = (diff for diff in judged.tensors if diff.uncompared)
+    doubtful = is_proposal or any(diff.name not in accepted or relation_of(diff) is None for diff in unknown)
     return replace(judged, verdict="undecided") if doubtful and judged.verdict == "in_sync" else judged
 
 

@@ -316,7 +316,7 @@ class SyncMonitor:
             from syncheck.report.failure import message
 
             good = (
-                f"in sync at step {self._state.last_good}" if self._state.last_good is not None else "the first check"
+                "never in sync before" if self._state.last_good is None else f"in sync at step {self._state.last_good}"
             )
             raise OutOfSync(f"step {self._step} ({good}): {message(report)}", report)
         if self._on_desync == "resync":

@@ -200,7 +200,9 @@ def _render_check(record: CheckRecord, details: bool) -> list[Part]:
 
 def _format_time(record: CheckRecord) -> str:
     if record.since is not None and record.since != record.step:
-        return f"{'' if record.new else 'still, '}since step {record.since}"
+        # Another finding may have begun earlier.
+        new = f", new: {', '.join(finding.code for finding in record.new)}" if record.new else ""
+        return f"{'' if record.new else 'still, '}since step {record.since}{new}"
     return "at the first check" if record.last_good is None else f"in sync at step {record.last_good}"
 
 

@@ -48,13 +48,14 @@ def metadata(
 ) -> dict[str, Any]:
     """Describe one rank's checkpoint in plain JSON values, to save beside its tensors under the key `syncheck`.
 
-        block = metadata(run="ddp", rank=rank, world_size=2, step=100, model=ddp.module, optimizer=optimizer)
+        block = metadata(run="ddp", rank=rank, world_size=2, step=100, model=ddp, optimizer=optimizer)
         torch.save({"model": ddp.module.state_dict(), "syncheck": block}, f"ckpts/rank{rank}.pth")
 
     run: name of the run, equal on all ranks. run_id: random text, equal on all ranks of one launch, so that files of
     two launches are not compared as replicas; by default torchrun's run id, if it is set.
     step, epoch: number of completed optimizer steps and epochs.
-    model: the unwrapped module, to record the names of buffers and frozen parameters, and the BatchNorm momentum.
+    model: the module, to record the names of buffers and frozen parameters, and the BatchNorm momentum. If it is DDP's
+    wrapper, `buffers_synced` is taken from it.
     optimizer: for the order of its parameters.
     buffers_synced: True if the method synchronizes buffers at least once per step (SyncBatchNorm, or plain DDP with a
     lag of one step), False if never (DDP with forward_sync_buffers=False, FSDP), None if unknown.
@@ -71,6 +72,10 @@ def metadata(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: must be from 0 to world_size - 1 ({rank} given, world_size {world_size})")
+    if type(model).__name__ == "DistributedDataParallel":
+        if buffers_synced is None:
+            buffers_synced = _get_sync_buffers(model)
+        model = model.module
     block: dict[str, Any] = {
         "schema": SCHEMA,
         "run": run,
@@ -93,6 +98,16 @@ def metadata(
         if optimizer is not None:
             block["optimizer_parameters"] = _list_optimizer_parameters(model, optimizer)
     return block
+
+
+def _get_sync_buffers(wrapper: Any) -> bool | None:
+    """Whether DDP copies the buffers of rank 0 in each forward pass; None if it does not say."""
+    # torch 2.15 has the first name, older versions only the second.
+    for name in ("forward_sync_buffers", "broadcast_buffers"):
+        value = getattr(wrapper, name, None)
+        if isinstance(value, bool):
+            return value
+    return None
 
 
 def parse_metadata(block: object, path: str) -> Metadata:

@@ -412,7 +412,7 @@ def cause_text(finding: Finding) -> str:
     listed = _name_findings(finding.alternatives)
     if finding.code in UNEXPLAINED:
         return f"{finding.cause} Not excluded: {listed}." if listed else str(finding.cause)
-    others = f" Also possible: {listed}." if listed else ""
+    others = f" Also possible: {listed}." if listed else " A cause that no finding names is possible too."
     return f"Possible cause: {finding.cause}{others}"
 
 

@@ -109,3 +109,21 @@ def test_equal_layers_are_no_tie(tmp_path: Path) -> None:
     """Two layers with equal values, that no file stores once, are not one weight."""
     state = {"layers.0.weight": BODY, "layers.1.weight": BODY.clone(), "fc.weight": BODY * 2}
     assert find(tmp_path, state, {**state, "layers.1.weight": draw(16, 16, seed=7)}) == {"SYN311": {"layers.1.weight"}}
+
+
+@pytest.mark.parametrize(
+    ("head", "code"),
+    [
+        (EMBEDDING + 0.001 * HEAD, "SYN314"),
+        (HEAD, "SYN314"),
+        (flip(EMBEDDING, 85, 28), "SYN220"),
+        ((EMBEDDING / EMBEDDING.abs().max() * 127).round() * EMBEDDING.abs().max() / 127, "SYN308"),
+    ],
+    ids=["drifted", "random", "flipped", "quantized"],
+)
+def test_a_head_beside_a_model_that_stores_the_weight_once(tmp_path: Path, head: torch.Tensor, code: str) -> None:
+    """A has the embedding alone, as `save_pretrained` writes it, and its map ties the head to it."""
+    body = {"model.layers.0.mlp.down_proj.weight": BODY, "model.norm.weight": draw(16, seed=5)}
+    once = {"model.embed_tokens.weight": EMBEDDING, **body}
+    found = find(tmp_path, once, {**once, "lm_head.weight": head}, map="llama")
+    assert found == {code: {"lm_head.weight"}}

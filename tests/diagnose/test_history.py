@@ -126,3 +126,14 @@ def test_first_step_of_statistics_beside_weights() -> None:
     assert (history.agreed, history.since, history.tensors) == (100, 200, ("a",))
     alone = history_of({"bn.running_mean"}, groups)
     assert alone.since == 100
+
+
+def test_first_step_beside_an_averaged_copy() -> None:
+    """The statistics of an averaged copy differ from the start, and the weights since a later step."""
+    copy = make_diff("ema.bn.running_mean", 0.1, kind="ema")
+    drift = make_diff("bn.running_mean", 0.1, kind="bn_mean")
+    groups = [make_step(20, copy, drift), make_step(60, copy, drift, make_diff("a", 0.5))]
+    history = history_of({"a", "bn.running_mean", "ema.bn.running_mean"}, groups)
+    assert (history.agreed, history.since, history.tensors) == (20, 60, ("a",))
+    statistics = history_of({"bn.running_mean", "ema.bn.running_mean"}, groups)
+    assert (statistics.since, statistics.tensors) == (20, ("bn.running_mean",))

@@ -110,3 +110,24 @@ def test_a_top_level_key_that_is_no_block(tmp_path: Path) -> None:
     found = syncheck.read(str(save_pth(tmp_path / "a.pth", {"syncheck": W})))
     assert list(found.tensors) == ["syncheck"]
     assert found.metadata is None
+
+
+def test_the_wrapper_says_whether_buffers_are_synchronized() -> None:
+    """Of DDP's wrapper, the names are those of its module, and an explicit value counts more."""
+    torch = pytest.importorskip("torch")
+
+    class DistributedDataParallel(torch.nn.Module):  # type: ignore[name-defined, misc]
+        forward_sync_buffers = False
+
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.module = module
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    wrapped = syncheck.metadata(run="r", rank=0, world_size=2, model=DistributedDataParallel(model))
+    plain = syncheck.metadata(run="r", rank=0, world_size=2, model=model, buffers_synced=False)
+    assert wrapped == plain
+    explicit = syncheck.metadata(
+        run="r", rank=0, world_size=2, model=DistributedDataParallel(model), buffers_synced=True
+    )
+    assert explicit["buffers_synced"] is True
