@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -177,6 +179,18 @@ def run_change(seed: int) -> tuple[str, list[str], list[str]]:
         report = syncheck.diff(*paths)
     codes = [finding.code for group in report.groups for finding in group.findings if finding.certainty == "likely"]
     return title, [code for code in codes if code in right_codes], [code for code in codes if code not in right_codes]
+
+
+def count_likely_of_conversions(count: int, jobs: int) -> dict[str, dict[str, int]]:
+    """Return how often each code states a likely cause, and how often another cause is true."""
+    counts: dict[str, dict[str, int]] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for _, right, wrong in pool.map(run_change, range(count), chunksize=10):
+            for code in {*right, *wrong}:
+                entry = counts.setdefault(code, {"stated": 0, "wrong": 0})
+                entry["stated"] += 1
+                entry["wrong"] += code in wrong
+    return dict(sorted(counts.items()))
 
 
 def convert(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -66,7 +66,7 @@ class Outcome:
     @property
     def accepted(self) -> frozenset[str]:
         """The codes that are right for the fault."""
-        codes = set(self.trajectory.fault.codes)
+        codes = set(self.trajectory.fault.codes | self.trajectory.fault.background)
         # Local batches are normal for BatchNorm, beside any fault.
         if self.trajectory.setup.model == "conv":
             codes.add("SYN201")
@@ -97,8 +97,9 @@ class Outcome:
             # "Unexplained" is right for a cause that no finding names, unless the finding lists other causes.
             is_unlisted = codes[0] == "SYN299" and (len(codes) == 1 or not self.decidable)
             named.update(codes if codes[0] != "SYN299" or is_unlisted else codes[1:])
-        background = {"SYN201"} - self.trajectory.fault.codes - self.trajectory.fault.fallback
-        is_normal = self.trajectory.fault is Fault and "SYN201" in named
+        fault = self.trajectory.fault
+        background = ({"SYN201"} | fault.background) - fault.codes - fault.fallback
+        is_normal = fault is Fault and "SYN201" in named
         if is_normal or not named.isdisjoint(self.accepted - background):
             return "right"
         return "open"

@@ -66,11 +66,14 @@ CERTAINTY = "likely"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "Gradients are not averaged over the ranks: each rank trains its own model on its share of the data."
+    CAUSE = (
+        "Ranks train with gradients of their own: gradients are not averaged over the ranks, or changed after the "
+        "average on some ranks (noise, a mask, a hook)."
+    )
     FIX = (
         "Train through the wrapper, loss = criterion(ddp_model(x), y), not ddp_model.module(x). Use no_sync() only for "
-        "micro-batches before the last one, around forward and backward. Then restart from a checkpoint in which the "
-        "ranks agree."
+        "micro-batches before the last one, around forward and backward. Change averaged gradients alike on all ranks. "
+        "Then restart from a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
         'Pass fully_shard the whole mesh, init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", '
@@ -187,8 +190,9 @@ def _judge_squares(case: Case, parameters: list[TensorDiff], moments: list[Tenso
     both_sides = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
     if both_sides and sides <= SIDED and not only_decay(case):
         summary = Text.EACH_RANK_BY_SQUARES() if cosine is None else _summary(case, parameters, cosine)
-        # Two ranks that clip by their local norms have a scale each, whose side changes from step to step.
-        if _no_two_agree(case, parameters) or (is_turned and len(case.group.replicas) == 2):
+        # Two ranks that clip by their local norms have a scale each, whose side changes from step to step. Gradients
+        # that are nearly equal now were averaged, and changed afterwards.
+        if is_turned and (_no_two_agree(case, parameters) or len(case.group.replicas) == 2):
             return _Reason(summary, number)
         return _Reason(summary, number, "consistent", ("SYN213",))
     if cosine is None or cosine > ALIKE_COUNTED:
@@ -214,7 +218,12 @@ def _judge_first_moments(case: Case, parameters: list[TensorDiff], moments: list
         certain = counting and (len(case.group.replicas) == 2 or _no_two_agree(case, parameters))
         return _Reason(Text.CONSISTENT_DIGESTS(), number, "consistent") if certain else None
     if counting:
-        return _Reason(_summary(case, parameters, cosine), number) if cosine < ALIKE_COUNTED else None
+        if cosine >= ALIKE_COUNTED:
+            return None
+        # A single rank of two may have changed its own gradients.
+        if cosine >= COMMON_START and not _no_two_agree(case, parameters):
+            return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
+        return _Reason(_summary(case, parameters, cosine), number)
     if cosine >= ALIKE or case.just_began():
         return None
     if _no_two_agree(case, parameters):

@@ -64,7 +64,10 @@ CERTAINTY = "likely"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "Some ranks clip or scale the averaged gradients by another factor than the other ranks."
+    CAUSE = (
+        "Some ranks change the size of the averaged gradients: they clip or scale them by another factor, lose them, "
+        "or do not clear the gradients of the step before."
+    )
     DIFF_CAUSE = "One of the runs clipped or scaled its gradients by another factor than the other run."
     DIFF_FIX = (
         "Compare the clipping, the loss scale, the reduction of the loss and the number of accumulated batches of both "
@@ -84,8 +87,8 @@ class Text(Sentence):
     )
     FIX = (
         "Clip after backward() with the same value on every rank: clip_grad_norm_(model.parameters(), max_norm). No "
-        "clip, loss scale or division may depend on the rank, its loss or its batch. Then restart from a checkpoint in "
-        "which the ranks agree."
+        "clip, loss scale, division or zero_grad() may depend on the rank, its loss or its batch. Then restart from "
+        "a checkpoint in which the ranks agree."
     )
     FIX_SHARDED = (
         "Clip on every rank with all parameters of the sharded model: clip_grad_norm_(model.parameters(), max_norm), "
@@ -191,6 +194,9 @@ def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int,
         facts.append(Text.COSINE(count=len(measured), cosine=median(measured)))
     differing = case.with_followers(case.differing_parameters().values())
     match = _make_match(case, differing, ranks, facts, moments)
+    if case.agrees("parameter"):
+        # Adam divides by the size of the gradients, so that equal parameters are possible; a changed state is, too.
+        return replace(match, certainty="consistent", alternatives=("SYN215",))
     if is_steady:
         return match
     # Lost parts of one gradient make second moments smaller too, and the gradients of one rank alone make them larger.
@@ -254,7 +260,8 @@ def _match_first_moments(case: Case, moments: dict[str, TensorDiff]) -> Match | 
         facts.append(Text.UNCOUNTED())
     match = _make_match(case, covered, tuple(sides), facts, moments)
     if counting:
-        return match
+        # Lion has no second moments, and the first moments alone do not tell a factor from lost gradients.
+        return replace(match, certainty="consistent", alternatives=("SYN214", "SYN215"))
     return replace(match, cause=Text.CAUSE_UNCOUNTED, certainty="consistent", alternatives=("SYN214", "SYN215"))
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.moments import mean_cosine
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks, sets_within
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 CODE = "SYN230"
 SLUG = "differs-by-node"
 SEVERITY = "error"
-CERTAINTY = "likely"
+CERTAINTY = "consistent"
 
 
 class Text(Sentence):
@@ -68,6 +69,8 @@ class Text(Sentence):
     STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too, because the weights differ"
 
 
+# Cosine of first moments of ranks whose gradients were averaged, and scaled or clipped afterwards.
+ALIKE = 0.97
 _MOST = 4  # listed hosts
 
 
@@ -87,8 +90,14 @@ def apply(case: Case) -> Match | None:
         return None
     if not any(_two_nodes_differ(diff, hosts) for diff in explained):
         return None
+    # Gradients with one direction were averaged over all nodes, and another rule names what changed them.
+    cosine = mean_cosine(case.differing_moments().values())
+    if cosine is not None and cosine >= ALIKE:
+        return None
     ranks = suspects(explained, case.group)
-    return Match((*explained, *statistics), ranks, _facts(explained, statistics, hosts))
+    match = Match((*explained, *statistics), ranks, _facts(explained, statistics, hosts))
+    # All ranks of a node may have skipped a step, loaded other weights or changed their gradients alike.
+    return replace(match, certainty="consistent", alternatives=("SYN213", "SYN211", "SYN214"))
 
 
 def _match_blocks(case: Case) -> Match | None:
@@ -111,7 +120,7 @@ def _match_blocks(case: Case) -> Match | None:
         Text.HOSTS_UNKNOWN(),
     ]
     match = Match((*explained, *statistics), case.group.ranks, facts)
-    return replace(match, certainty="consistent", alternatives=("SYN211",))
+    return replace(match, certainty="consistent", alternatives=("SYN211", "SYN213"))
 
 
 def _two_nodes_differ(diff: TensorDiff, hosts: Mapping[int, str | None]) -> bool:

@@ -96,7 +96,8 @@ def test_not_211(cases: list[Group]) -> None:
 
 def test_211_long_ago() -> None:
     """Second moments show a single step with separate gradients, after the first moments have converged."""
-    assert diagnose_single(group(*unreduced(3, cosine=0.9999), ranks=3)).certainty == "likely"
+    # The gradients are equal again, so that one step is as possible as a change after the average.
+    assert diagnose_single(group(*unreduced(3, cosine=0.9999), ranks=3)).certainty == "consistent"
     # Two ranks may have clipped by their local norms, and one of three ranks may have had a disturbed gradient.
     assert diagnose_single(group(*unreduced(cosine=0.9999))).certainty == "consistent"
     assert diagnose_single(group(*unreduced(3, odd=(1,), cosine=0.9), ranks=3)).certainty == "consistent"

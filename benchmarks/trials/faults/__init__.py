@@ -27,6 +27,22 @@ from benchmarks.trials.faults.gradients import (
     OwnGradientsOfOneRank,
     SummedGradients,
 )
+from benchmarks.trials.faults.strangers import (
+    ClampedWeights,
+    ClippedOnNode,
+    ClippedValues,
+    DoubleStep,
+    FrozenChanged,
+    LayerStateLost,
+    MaskedRows,
+    Nonnegative,
+    OldOptimizer,
+    OldState,
+    OtherRateToo,
+    OwnNoise,
+    StaleGradients,
+    ZeroedGradients,
+)
 from benchmarks.trials.faults.unnamed import (
     DroppedGradient,
     NegatedGradient,
@@ -56,4 +72,6 @@ FAULTS = (
     NotFinite, DiffersByNode, RoundsOtherwise, PeriodicAveraging, OtherLearningRate, OtherDecay, BuffersNeverSynced,
     ExtraForward, LocalBuffer, NeverUpdated, DataDependentSkip, ExchangedMoments, ExchangedWeights, Pruned,
     NoisyGradient, ZeroedGradient, NegatedGradient, DroppedGradient, ShrunkWeights,
+    OwnNoise, MaskedRows, StaleGradients, ClippedValues, ZeroedGradients, ClippedOnNode, DoubleStep, OldState,
+    OldOptimizer, LayerStateLost, ClampedWeights, Nonnegative, FrozenChanged, OtherRateToo,
 )  # fmt: skip

@@ -34,6 +34,8 @@ class Fault:
     """Whether only the metadata can show the cause."""
     fallback: ClassVar[frozenset[str]] = frozenset()
     """Findings that are right if the saved content cannot show the cause: what is visible, said without the cause."""
+    background: ClassVar[frozenset[str]] = frozenset()
+    """Findings that are true beside the fault and do not name it."""
     saves_average: ClassVar[bool] = False
     saves_scaler: ClassVar[bool] = False
     local_buffers: ClassVar[frozenset[str]] = frozenset()

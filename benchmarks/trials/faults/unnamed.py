@@ -1,4 +1,4 @@
-"""Faults that no finding names. A stated cause is false for all of them."""
+"""Faults of a single step that have no finding of their own. Wide sentences of a finding may be true for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NoisyGradient(Fault):
     """Noise is added to the averaged gradients of one rank, in one step."""
 
     name = "one noisy gradient"
-    codes = frozenset({"SYN299"})
+    codes = frozenset({"SYN299", "SYN211"})
     needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
@@ -36,7 +36,7 @@ class ZeroedGradient(Fault):
     """One rank steps once with gradients of zero."""
 
     name = "one zeroed gradient"
-    codes = frozenset({"SYN299"})
+    codes = frozenset({"SYN299", "SYN213"})
     needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
@@ -48,7 +48,7 @@ class NegatedGradient(Fault):
     """One rank steps once in the opposite direction."""
 
     name = "one negated gradient"
-    codes = frozenset({"SYN299"})
+    codes = frozenset({"SYN299", "SYN211"})
     needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
@@ -60,7 +60,7 @@ class DroppedGradient(Fault):
     """A random half of the elements of the averaged gradients of one rank is zero, in one step."""
 
     name = "half of one gradient lost"
-    codes = frozenset({"SYN299"})
+    codes = frozenset({"SYN299", "SYN211", "SYN213"})
     needs_optimizer = True
 
     def change_gradients(self, run: Run, local: Sequence[Gradients]) -> None:  # noqa: ARG002
