@@ -127,9 +127,9 @@ def write_page(outcomes: Sequence[Outcome], conversions: dict[str, dict[str, int
     reported = [outcome for outcome in outcomes if outcome.trajectory.part == "report"]
     likely = count_likely([outcome for outcome in outcomes if outcome.trajectory.part == "certify"]) | conversions
     certainty = (
-        "## Certainty\n\nStatements in the second part, and the lower 95 % bound of their precision. SYN3xx are counted "
-        "in changed copies of random models. A finding may state a cause as `likely` if the bound is at least 0.98: "
-        "about 150 statements without a wrong statement.\n\n"
+        "## Certainty\n\nStatements in the second part, and the lower 95 % bound of their precision. SYN3xx are "
+        "counted in changed copies of random models. A finding may state a cause as `likely` if the bound is at least "
+        "0.98: about 150 statements without a wrong statement.\n\n"
     )
     page = "\n".join((INTRODUCTION, UNDECIDABLE, describe(reported), certainty + describe_certainty(likely) + "\n"))
     PAGE.write_text(page, encoding="utf-8")

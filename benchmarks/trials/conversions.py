@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     State = dict[str, Tensor]
 
+# Temporary files in memory, if the system has such a folder.
 MEMORY = Path("/dev/shm")
 
 
