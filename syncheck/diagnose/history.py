@@ -11,6 +11,7 @@ from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, TensorDiff, Trend
 
 _COUNTERS = ("bn_count", "optimizer_step")
@@ -126,6 +127,15 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     if not odd or len(odd) >= len(group.replicas) or 2 * without > len(diffs):
         odd = {rank for diff in diffs for cluster in diff.clusters for rank in cluster}
     return tuple(sorted(odd)) or group.ranks
+
+
+def last_agreement(case: Case) -> int | None:
+    """Return the last earlier step at which parameters were compared and all agree; None without such a step."""
+    for group in reversed(case.steps()[:-1]):
+        counts = group.kinds.get("parameter")
+        if counts is not None and counts.compared and all(diff.kind != "parameter" for diff in group.tensors):
+            return group.step
+    return None
 
 
 def fewer(some: set[int], others: set[int]) -> set[int]:
