@@ -11,7 +11,6 @@ from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from syncheck.diagnose.case import Case
     from syncheck.records import Comparison, TensorDiff, Trend
 
 _COUNTERS = ("bn_count", "optimizer_step")
@@ -129,9 +128,9 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     return tuple(sorted(odd)) or group.ranks
 
 
-def last_agreement(case: Case) -> int | None:
-    """Return the last earlier step at which parameters were compared and all agree; None without such a step."""
-    for group in reversed(case.steps()[:-1]):
+def last_agreement(earlier: Sequence[Comparison]) -> int | None:
+    """Return the last step at which parameters were compared and all agree; None without such a step."""
+    for group in reversed(earlier):
         counts = group.kinds.get("parameter")
         if counts is not None and counts.compared and all(diff.kind != "parameter" for diff in group.tensors):
             return group.step
