@@ -212,6 +212,10 @@ class Note(Sentence):
     TOO_MANY_RANKS = (
         "{files:count file} in the group, but the metadata lists {world_size:count rank}: are all files of one run?"
     )
+    RANKS_TWICE = (
+        "in their metadata, several files claim to be of rank {ranks:list} of the same run and step: a file was "
+        "copied, or a rank recorded a wrong number. The ranks in this report are positions"
+    )
     WORLD_SIZES = (
         "world_size in the metadata of the {files:count file} is {sizes:by_rank}: files of one launch have one "
         "world_size"
@@ -414,6 +418,10 @@ class Undecided(Sentence):
     NO_CHECKSUMS = (
         "{unknown} of {tensors} tensors have no usable stored checksum (torch.save stores one for each storage, other "
         "formats store none); without {quick:option} every byte is read"
+    )
+    RANKS_TWICE = (
+        "several files claim to be of rank {ranks:list} of the same run and step, so the file of another rank may be "
+        "absent; save each rank's file with its own rank, or group the files with {group_by:option REGEX}"
     )
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     ONLY_SHARDS = "every rank holds its own shards, so no tensor was compared"

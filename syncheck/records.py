@@ -250,6 +250,10 @@ class GroupEvidence:
     """The settings of runs that differ between files, by name and rank; None for files without the setting."""
     repeated_ranks: tuple[int, ...] = ()
     """Ranks that the metadata of several files records."""
+    claimed_twice: tuple[int, ...] = ()
+    """Ranks that several files of one run and step claim, although no option put the files into one group."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Names that share memory on all ranks."""
     stale: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose differing tensors equal the other ranks' tensors of an earlier step, and that step."""
     base: str = ""

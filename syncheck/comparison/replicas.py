@@ -11,10 +11,10 @@ from syncheck.comparison.attributes import compare_attributes, compare_registrat
 from syncheck.comparison.evidence import add_evidence
 from syncheck.comparison.model_values import note_unknown_values
 from syncheck.comparison.reference import describe_from_reference
-from syncheck.comparison.runs import find_differing_settings, find_repeated_ranks
+from syncheck.comparison.runs import find_claimed_twice, find_differing_settings, find_repeated_ranks
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
-from syncheck.layout.copies import broken_ties, rename_copies
+from syncheck.layout.copies import broken_ties, common_ties, rename_copies
 from syncheck.layout.dtensors import assemble_copies
 from syncheck.layout.optimizer_parts import Parts, detect_partitioning, find_lost_state
 from syncheck.layout.replica_groups import (
@@ -26,7 +26,7 @@ from syncheck.layout.replica_groups import (
     is_mixed,
     mesh_of,
 )
-from syncheck.messages import Detail, Note
+from syncheck.messages import Detail, Grouping, Note
 from syncheck.records import Comparison, Counts, GroupEvidence, NotFinite, Reason, Replica, Shards, TensorDiff
 from syncheck.snapshots import Metadata
 from syncheck.tensors.blocks import Files
@@ -70,6 +70,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts), strict=strict)
     values += compare_registration(snapshots, wanted) if replicas.paired else []
     values += compare_attributes(snapshots, wanted)
+    claimed_twice = _find_claimed_twice(replicas, snapshots)
     return Comparison(
         name=replicas.run if replicas.step is None else f"{replicas.run} step {replicas.step}",
         run=replicas.run,
@@ -86,6 +87,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
         left_out=tally.left_out,
         grouping=replicas.grouping,
         notes=(
+            *([Note.RANKS_TWICE(ranks=claimed_twice)] if claimed_twice else []),
             *_make_notes(snapshots, tally, selection, guessed=kinds.guessed and bool(tally.by_kind)),
             *note_absent_values(snapshots, values),
             *note_attributes(values),
@@ -101,9 +103,19 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
             # The ranks of a running job, and two models, are compared for other reasons.
             runs={} if replicas.paired or replicas.two_models else find_differing_settings(snapshots),
             repeated_ranks=find_repeated_ranks(snapshots),
+            claimed_twice=claimed_twice,
+            tied=common_ties(snapshots, names),
         ),
         not_finite=NotFinite(tuple(tally.not_finite), len(tally.not_finite)) if tally.not_finite else None,
     )
+
+
+def _find_claimed_twice(replicas: ReplicaGroup, snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
+    """Return the ranks that several files claim; empty if the user grouped the files, or they are no files of ranks."""
+    chosen = any(message.code is Grouping.EXPRESSION for message in replicas.grouping)
+    if chosen or replicas.paired or replicas.two_models or in_memory(snapshots):
+        return ()
+    return find_claimed_twice(snapshots)
 
 
 def _merge_metadata(snapshots: Mapping[int, Snapshot]) -> Metadata:

@@ -56,6 +56,19 @@ def find_repeated_ranks(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, count in files.items() if count > 1))
 
 
+def find_claimed_twice(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
+    """Return the ranks that several files claim for the same run and step, according to their metadata.
+
+    A process without a process group is rank 0 of 1, and so is each of several independent processes.
+    """
+    claims: Counter[tuple[Any, ...]] = Counter()
+    for snapshot in snapshots.values():
+        metadata = snapshot.metadata
+        if metadata is not None and metadata.rank is not None and metadata.world_size != 1:
+            claims[metadata.rank, metadata.run, metadata.run_id, metadata.step] += 1
+    return tuple(sorted({claim[0] for claim, files in claims.items() if files > 1}))
+
+
 def _list_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
     """Yield names and values of the settings of one file."""
     if snapshot.metadata is not None:

@@ -128,6 +128,15 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     return tuple(sorted(odd)) or group.ranks
 
 
+def last_agreement(earlier: Sequence[Comparison]) -> int | None:
+    """Return the last step at which parameters were compared and all agree; None without such a step."""
+    for group in reversed(earlier):
+        counts = group.kinds.get("parameter")
+        if counts is not None and counts.compared and all(diff.kind != "parameter" for diff in group.tensors):
+            return group.step
+    return None
+
+
 def fewer(some: set[int], others: set[int]) -> set[int]:
     """Return the smaller set of ranks, which is suspect, or both sets if they are equally large."""
     return some | others if len(some) == len(others) else min(some, others, key=len)

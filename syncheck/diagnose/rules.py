@@ -65,6 +65,7 @@ from syncheck.diagnose import (
 from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.history import history_of
 from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper
+from syncheck.diagnose.tied_names import add_copies, fold_ties
 from syncheck.messages import relabel
 from syncheck.records import Finding, largest_first, minority_of, sets_within
 
@@ -243,7 +244,15 @@ def diagnose(
     # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
     rules = list(REPLICA_RULES)
     rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
-    return _apply_rules(rules, group, series, allow)
+    folded = fold_ties(group)
+    steps = tuple(folded.group if step is group else fold_ties(step).group for step in series)
+    findings: list[Finding] = []
+    for finding in _apply_rules(rules, folded.group, steps, allow):
+        names = add_copies(finding.tensors, folded.copies)
+        if names != finding.tensors:
+            finding = replace(finding, tensors=names, history=history_of(frozenset(names), series))
+        findings.append(finding)
+    return tuple(findings)
 
 
 def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -> tuple[Finding, ...]:

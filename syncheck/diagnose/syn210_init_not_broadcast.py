@@ -1,4 +1,4 @@
-"""The ranks started from different parameters, which have differed by a constant amount since.
+"""The ranks started from different parameters, or some ranks changed theirs later, and equal gradients keep that.
 
 Signature: parameters differ in nearly every element and point in different directions (median cosine under 0.9), while
 the optimizer state, which consists of averaged gradients, agrees. Parameters that start as constants (norm weights,
@@ -13,13 +13,17 @@ steps of SGD at lr 0.1, and to 0.39 with AdamW. One skipped step leaves a cosine
 Without saved optimizer state, the cosine must be under 0.5 if some parameters agree, or under 0.2 otherwise, or the
 series must show a difference that does not grow.
 
+If the parameters agreed at an earlier step, the ranks started alike: some ranks loaded, reset or edited their
+parameters after that step. A single step shows the difference, but not when it began.
+
 Cause: the ranks used different seeds and nothing broadcast the parameters of rank 0 (`DDP(init_sync=False)`, HSDP
 without `sync_module_states`), or only rank 0 loaded weights after the model was wrapped. Averaged gradients then move
-all ranks alike, each from its own start, although the gradients belong to different models.
+all ranks alike, each from its own start, although the gradients belong to different models. Or some ranks loaded or
+re-initialised parameters during the training (a warm restart, a head for new classes), without a broadcast.
 
 Fix: load weights before wrapping, keep `init_sync` on, or broadcast the parameters after loading. FSDP1 broadcasts them
 with `sync_module_states=True`. `fully_shard` broadcasts nothing: use the same seed on all ranks, or load the weights on
-every rank.
+every rank. After a step in sync, look for the code that loads or resets parameters on some ranks, and broadcast there.
 
 Incidents: mosaicml/llm-foundry#830, pytorch/pytorch#75870, pytorch/pytorch#140183, pytorch/torchtitan#1777,
 pytorch/xla#3216.
@@ -32,8 +36,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, cosines, differing_share, follower_facts
-from syncheck.diagnose.history import suspects
+from syncheck.diagnose.history import last_agreement, suspects
 from syncheck.diagnose.moments import decay_share, only_decay
+from syncheck.diagnose.sentences import is_sharded
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -49,23 +54,44 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "The ranks started from different parameters: nothing broadcast the parameters of rank 0, or some ranks loaded "
-        "weights later."
+        "The ranks hold different parameters, and equal gradients keep the difference: nothing broadcast the initial "
+        "parameters of rank 0, or some ranks loaded, reset or edited their parameters later."
+    )
+    CAUSE_LATER = (
+        "Some ranks loaded, reset or edited their parameters after a step at which all ranks agreed, and nothing "
+        "broadcast the new values. Equal gradients keep the difference."
     )
     FIX = (
         "Load weights before wrapping, and keep init_sync of DDP on (FSDP1: sync_module_states=True; fully_shard "
         "broadcasts nothing, so use the same seed on all ranks). Or broadcast after loading: "
         "for t in model.state_dict().values(): dist.broadcast(t, 0)."
     )
+    FIX_LATER = (
+        "Look for code that loads, resets or edits parameters on some ranks only, after the last step in sync. Run "
+        "that code on all ranks, and broadcast after it: "
+        "for t in model.state_dict().values(): dist.broadcast(t, 0). Or resume all ranks from the last step in sync."
+    )
+    FIX_LATER_SHARDED = (
+        "Look for code that loads, resets or edits parameters on some ranks only, after the last step in sync. Run "
+        "that code on all ranks, and broadcast after it: for p in model.parameters(): "
+        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)."
+    )
     FIX_SHARDED = (
         "fully_shard broadcasts nothing: build the model from the same seed on all ranks, or load the weights on every "
         "rank. To make the replicas of a sharded model equal: for p in model.parameters(): "
         "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)."
     )
-    DIFFERENT_STARTS = "The ranks started from different parameters"
-    OTHER_START = "{ranks:Ranks} started from other parameters than the other ranks"
-    CONSISTENT = "Consistent with different initial parameters: no optimizer state was compared"
-    CONSISTENT_DIGESTS = "Consistent with different initial parameters: only digests were compared"
+    DIFFERENT_STARTS = "The ranks hold different parameters, and have stepped with equal gradients"
+    OTHER_START = (
+        "{ranks:Ranks} {ranks:verb holds|hold} other parameters than the other ranks, and all ranks have stepped with "
+        "equal gradients"
+    )
+    CONSISTENT = "Consistent with parameters loaded or initialised on each rank: no optimizer state was compared"
+    DIGESTS = (
+        "The digests of some parameters differ, and those of other parameters and of the optimizer state agree, so "
+        "the gradients were equal"
+    )
+    AGREED = "all parameters agreed at step {step}, so the ranks did not start differently"
     SHARE = "{share:.0%} of their elements differ"
     COSINE = "their median cosine between ranks is {cosine:.2f}"
     AGREEING = "{count:count parameter} {count:verb agrees|agree} ({names:names})"
@@ -96,8 +122,10 @@ def apply(case: Case) -> Match | None:
     if state is None or trend == "growing" or not _started_differently(case, differing, bool(state), trend):
         return None
     covered = case.with_followers(differing)
+    agreed = last_agreement(case.steps()[:-1])
     facts = [
         _summary(case, differing, bool(state)),
+        *([] if agreed is None else [Text.AGREED(step=agreed)]),
         *case.parameter_facts(differing),
         *_direction_facts(case, differing),
         *state,
@@ -105,6 +133,9 @@ def apply(case: Case) -> Match | None:
         *follower_facts(covered, "optimizer"),
     ]
     match = case.make_match(differing, facts, covered)
+    if agreed is not None:
+        later = Text.FIX_LATER_SHARDED if is_sharded(case.group) else Text.FIX_LATER
+        match = replace(match, cause=Text.CAUSE_LATER, fix=later)
     has_matrix = any(len(diff.shape) > 1 for diff in differing)
     is_large_part = len(differing) >= MOST_OF_MODEL * len(case.trained_parameters())
     measured = cosines(differing)
@@ -124,7 +155,7 @@ def _summary(case: Case, differing: list[TensorDiff], has_state: bool) -> Messag
     if not has_state:
         return Text.CONSISTENT()
     if differing_share(differing) is None:
-        return Text.CONSISTENT_DIGESTS()
+        return Text.DIGESTS()
     odd = suspects(differing, case.group)
     return Text.DIFFERENT_STARTS() if set(odd) == set(case.group.ranks) else Text.OTHER_START(ranks=odd)
 

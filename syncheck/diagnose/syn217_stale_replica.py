@@ -4,12 +4,13 @@ Signature: a rank's parameters and optimizer state differ from the other ranks' 
 values of the other ranks at an earlier saved step. BatchNorm's statistics and counts differ with them.
 
 Cause: the last save of the rank did not happen and an older file remained in the folder, a parameter gather overlapping
-the forward pass returned values from before the step, or the rank was set back. If BatchNorm's counts agree and the
-optimizer state is old too, the rank ran the forward pass and skipped the step. This is SYN214, or SYN216 if its loss
-scale shows an overflow. Without BatchNorm, a skipped last step looks the same.
+the forward pass returned values from before the step, or the rank was set back or no longer updated. If BatchNorm's
+counts agree and the optimizer state is old too, the rank ran the forward pass and skipped the step. This is SYN214, or
+SYN216 if its loss scale shows an overflow. Without BatchNorm, a skipped last step looks the same.
 
 Fix: compare the step in each file with the time of its last change, and let no rank continue before all ranks have
-written their files (`dist.barrier()`). Wait for the gather (the handle's `wait()`) before saving.
+written their files (`dist.barrier()`). Wait for the gather (the handle's `wait()`) before saving. Look for code that
+loads an earlier state on some ranks.
 
 Incidents: NVIDIA/Megatron-LM#663, #950, #7131, #4609 and #3693 (parameters of the previous step, from an overlapped
 gather).
@@ -39,10 +40,14 @@ CERTAINTY = "likely"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "A rank holds the state of an earlier step: an old file, an early parameter gather, or a rank set back."
+    CAUSE = (
+        "A rank holds values of an earlier step: an old file remained in place, a parameter gather was not complete, "
+        "or the rank was set back or not updated since."
+    )
     FIX = (
         "Write each checkpoint to a new path and call dist.barrier() after saving, so no older file remains in place. "
-        "Wait for an overlapped parameter gather (handle.wait()) before state_dict()."
+        "Wait for an overlapped parameter gather (handle.wait()) before state_dict(). Look for code that loads an "
+        "earlier state, or skips updates, on some ranks only."
     )
     STALE = "Rank {rank} holds the values of step {earlier} in a checkpoint of step {step}"
     STALE_STEP_UNKNOWN = "Rank {rank} holds the values of step {earlier}"
@@ -54,7 +59,7 @@ class Text(Sentence):
         "{earlier}"
     )
     MORE_RANKS = "{count:count more rank} {count:verb is|are} stale too"
-    SET_BACK = "{ranks:Ranks} {ranks:verb was|were} set back to an earlier step and continued training from there"
+    SET_BACK = "{ranks:Ranks} held values of an earlier step, and differed from the other ranks from then on"
     BATCHNORM_DIFFERS = "{count:count BatchNorm tensor} {count:verb differs|differ} too"
     BATCHNORM_SET_BACK = "BatchNorm's counts were set back too"
     STORED_STEP_DIFFERS = "the step stored in the {ranks:verb file|files} of {ranks:ranks} differs too"

@@ -5,7 +5,11 @@ difference in a single bit proves a bit flip, in this file or in the file of an 
 finding is consistent with a flip before a later update: averaged gradients move the element equally on all ranks, so
 the difference remains. SGD keeps it, and AdamW shrinks it by (1 - lr x weight decay) per step. If weight decay is added
 to the gradients (SGD, Adam), it carries the difference to the same element of the moments, and a flip in a first moment
-reaches the weight at the next step.
+reaches the weight at the next step. An element that a rank clips, masks or edits on its own looks the same.
+
+The finding is likely only if a single bit differs now or differed at an earlier step, and the optimizer state of the
+tensor does not differ in the same element: a clipped gradient changes the optimizer state too. Without optimizer state,
+the bit must not be among the lowest, because a small change of a value has only a few bits to differ in.
 
 Between two models, a single element beyond a conversion to another dtype is reported as well. A single
 bit that changes the sign or the exponent, by a factor of at least 4, is a bit flip even if other tensors were trained.
@@ -14,12 +18,13 @@ A difference in a tensor of one element (a step counter, a temperature) is not s
 if other parameters or states differ too.
 
 Cause: a bit of the rank's memory or of a register flipped (a failing memory cell or core, rarely a particle), or a
-single value was overwritten by mistake. A flip before gradients are averaged reaches all ranks equally, and is
-invisible here.
+single value was overwritten by mistake. If more bits differ, also: gradients or weights clipped by value, a mask or a
+hook, on some ranks only. A flip before gradients are averaged reaches all ranks equally, and is invisible here.
 
-Fix: copy the parameters and optimizer state of a rank in the majority (load its file), and test the memory of the host.
-Without a majority, compare both values with the last checkpoint in sync, or test the memory of both hosts. If the same
-rank fails again, exclude the host.
+Fix: if more bits differ, look first for code that clips, masks or edits elements on some ranks, because a copy of the
+values does not repair that. Then copy the parameters and optimizer state of a rank in the majority (load its file), and
+test the memory of the host. Without a majority, compare both values with the last checkpoint in sync, or test the
+memory of both hosts. If the same rank fails again, exclude the host.
 
 Incidents: silent data corruption interrupted Llama 3's training 6 times in 54 days; ByteRobust (arXiv 2509.16293)
 isolates the machines outside the dominant group of equal signatures; arXiv 2502.12340 studies 15 faulty nodes.
@@ -29,7 +34,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, element_name, evidence_of, parameters_of
 from syncheck.diagnose.localized import MOST, follower_facts, is_one_bit, localized_damage, rest_facts
@@ -38,7 +43,7 @@ from syncheck.messages import Message, Sentence
 from syncheck.tensors.names import is_code_constant
 
 if TYPE_CHECKING:
-    from syncheck.records import TensorDiff
+    from syncheck.records import Comparison, TensorDiff
 
 CODE = "SYN220"
 SLUG = "bit-flip"
@@ -52,6 +57,20 @@ class Text(Sentence):
     CAUSE = (
         "A single value was corrupted on one rank: a bit flipped in memory or in a computation, or the element was "
         "overwritten. Averaged gradients preserve the difference."
+    )
+    CAUSE_UNSURE = (
+        "A single element differs: a bit flipped before a later update, or the element was clipped, masked or edited "
+        "on some ranks only."
+    )
+    FIX_UNSURE = (
+        "Look for code that clips, masks or edits gradients or weights on some ranks only. Without such code, test the "
+        "memory of the odd host. Then load the checkpoint of a healthy rank on the odd rank: "
+        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+    )
+    IN_A_JOB_UNSURE = (
+        "Look for code that clips, masks or edits gradients or weights on some ranks only. Without such code, test the "
+        "memory of the odd host. Then call syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with a "
+        "healthy rank."
     )
     DIFF_CAUSE = "A single value was changed in one of the models: a bit flipped in memory or on disk."
     DIFF_FIX = "Convert or copy the model again, and test the memory of the host that wrote the odd file."
@@ -74,7 +93,7 @@ class Text(Sentence):
         "changes a value by orders of magnitude), or test the memory of both hosts. Then call "
         "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy rank."
     )
-    FLIPPED = "A single bit of {element} flipped: {bit}"
+    FLIPPED = "A single bit of {element} differs: {bit}"
     FLIPPED_EARLIER = "at step {step} a single bit of {element} differed: {bit}"
     BIT = "bit {bit} ({part})"
     INTEGER_BIT = "bit {bit}"
@@ -83,7 +102,8 @@ class Text(Sentence):
     REST_OF_TENSOR = "the {others:count other element} of the tensor {others:verb agrees|agree}"
     VALUES = "the value is {values:by_rank}"
     BITS = "the values differ in {bits:count bit}"
-    CONSISTENT = "consistent with a bit flip before a later update"
+    CONSISTENT = "consistent with a bit flip before a later update, and with an element that was clipped or edited"
+    DOUBTFUL = "also consistent with a small change of the value, or with a clipped gradient"
     BESIDE_CAST = (
         "One element of {name} differs beyond a conversion to {dtype}: {element}, in {bits:count bit}; the "
         "{others:count other element} of the tensor {others:verb agrees|agree}"
@@ -103,6 +123,8 @@ _FORMATS = {
     "float8_e5m2fnuz": (2, 5),
     "float8_e8m0fnu": (0, 8),
 }
+# A change of a value by 2**n rounding steps leaves all bits but one unchanged with a chance of about 1 in 2**n.
+_LOW = 6
 
 
 def apply(case: Case) -> Match | None:
@@ -114,8 +136,46 @@ def apply(case: Case) -> Match | None:
         # Replicas have one history, but somebody may have edited one of two models.
         if case.group.labels and not all(_is_clear_flip(damage) for damage in damages):
             return replace(match, certainty="consistent", alternatives=("SYN399",))
-        return match
+        return (
+            match if case.group.labels or all(_is_likely(damage, case) for damage in damages) else _doubt(match, case)
+        )
     return _match_two_models(case) if case.group.labels else None
+
+
+def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
+    """Whether a bit flip explains an element better than code that clips or edits it."""
+    proof = next((diff for diff in damage if is_one_bit(diff)), None)
+    if proof is not None:
+        return _is_conclusive(proof, case.group)
+    earlier = _find_earlier_flip(damage, case)
+    return earlier is not None and _is_conclusive(earlier.diff, earlier.group)
+
+
+def _is_conclusive(flipped: TensorDiff, group: Comparison) -> bool:
+    """Whether a single differing bit shows a flip: no clipped gradient, and no small change of a few low bits."""
+    prefix = f"optimizer.{flipped.name}."
+    states = [name for name, kind in group.evidence.names.items() if kind == "optimizer" and name.startswith(prefix)]
+    if any(diff.out_of_sync and diff.name in states for diff in group.tensors):
+        return False
+    return bool(states) or not _is_low_bit(flipped)
+
+
+def _is_low_bit(diff: TensorDiff) -> bool:
+    """Whether the differing bit is among the lowest, or unknown."""
+    bit = evidence_of(diff).bit
+    return bit is None or bit < _LOW
+
+
+def _doubt(match: Match, case: Case) -> Match:
+    """Return the match of elements that code may have changed."""
+    alternatives: list[str] = []
+    states_agree = bool(case.compared("optimizer")) and all(diff.kind != "optimizer" for diff in match.tensors)
+    if not states_agree:  # clipped gradients and gradients of zero change the optimizer state too
+        alternatives += ["SYN213", "SYN225"]
+    if any(0 in evidence_of(diff).values.values() for diff in match.tensors):
+        alternatives.append("SYN226")
+    fix = Text.IN_A_JOB_UNSURE if case.in_memory else Text.FIX_UNSURE
+    return replace(match, cause=Text.CAUSE_UNSURE, fix=fix, certainty="consistent", alternatives=tuple(alternatives))
 
 
 def _match_two_models(case: Case) -> Match | None:
@@ -172,20 +232,37 @@ def _facts(damage: list[TensorDiff], case: Case) -> list[Message]:
     if proof is None and evidence_of(shown).flipped_bits:
         facts.append(Text.BITS(bits=evidence_of(shown).flipped_bits))
     facts += follower_facts(damage[1:])
+    if proof is not None and not case.group.labels and not _is_conclusive(proof, case.group):
+        facts.append(Text.DOUBTFUL())
     if proof is None:
-        facts.append(_earlier_flip(damage, case) or Text.CONSISTENT())
+        facts.append(_describe_earlier(_find_earlier_flip(damage, case)))
     return facts
 
 
-def _earlier_flip(damage: list[TensorDiff], case: Case) -> Message | None:
-    """State at which earlier step a single bit of this element, or of its optimizer state, differed."""
+def _describe_earlier(earlier: _EarlierFlip | None) -> Message:
+    """State the bit that differed at an earlier step, if there was one."""
+    if earlier is None:
+        return Text.CONSISTENT()
+    element = element_name(earlier.diff)
+    return Text.FLIPPED_EARLIER(step=earlier.group.step, element=element, bit=_bit(earlier.diff))
+
+
+class _EarlierFlip(NamedTuple):
+    """A single bit that differed at an earlier step. group: of that step."""
+
+    group: Comparison
+    diff: TensorDiff
+
+
+def _find_earlier_flip(damage: list[TensorDiff], case: Case) -> _EarlierFlip | None:
+    """Return an earlier step at which a single bit of this element, or of its optimizer state, differed."""
     for earlier in case.series:
         names = {diff.name for diff in damage} | {
             name for name in earlier.evidence.names if name.startswith(f"optimizer.{damage[0].name}.")
         }
         for diff in earlier.tensors:
             if diff.name in names and diff.index == damage[0].index and is_one_bit(diff):
-                return Text.FLIPPED_EARLIER(step=earlier.step, element=element_name(diff), bit=_bit(diff))
+                return _EarlierFlip(earlier, diff)
     return None
 
 

@@ -4,21 +4,26 @@ Signature: the differing elements are adjacent in memory, more than one and at m
 differs, except its optimizer state within the same elements. If more than half of a tensor differs, unequal initial
 values also explain it: the padding row of an embedding is zero on all ranks.
 
+The finding is likely only if the optimizer state of the tensor was compared and agrees, a single tensor is affected,
+and the elements are not whole rows. Otherwise, code on some ranks explains the elements as well: a hook or a mask that
+keeps rows from being updated changes the optimizer state of the same rows, and rows may be filled or edited.
+
 Cause: a copy or a transfer delivered other bytes (to or from a GPU, between hosts, from a checkpoint), or something
 overwrote the memory. If an all-reduce delivers other bytes to one rank, the run is in the parameter and in its
 optimizer state. Whole rows of a matrix also differ if each rank added or filled them on its own (the embeddings of new
-tokens).
+tokens), or if a hook or a mask on some ranks sets their gradients to zero.
 
-Fix: copy the parameters and optimizer state of a rank in the majority. Without a majority, the healthy rank is closer
-to the last checkpoint in sync. Compare right after loading and after the first steps, to see when the difference
-returns. Check the memory, links and local storage of the odd host. Broadcast new rows
-(`dist.broadcast(weight.data, 0)`).
+Fix: unless the finding is likely, look first for code that masks, fills or edits these elements on some ranks. Copy the
+parameters and optimizer state of a rank in the majority. Without a majority, the healthy rank is closer to the last
+checkpoint in sync. Compare right after loading and after the first steps, to see when the difference returns. Check the
+memory, links and local storage of the odd host. Broadcast new rows (`dist.broadcast(weight.data, 0)`).
 
 Incidents: NVIDIA/Megatron-LM#5281 (a corrupt local checkpoint on one rank, with no integrity check).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -28,6 +33,8 @@ from syncheck.diagnose.localized import Localized, follower_facts, localized_dam
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncheck.records import TensorDiff
 
 CODE = "SYN221"
@@ -42,6 +49,20 @@ class Text(Sentence):
     CAUSE = (
         "Adjacent elements were corrupted on one rank at once: a copy or a transfer delivered other bytes, or "
         "something overwrote the memory."
+    )
+    CAUSE_UNSURE = (
+        "Adjacent elements differ: some ranks did not update them (a gradient hook, a mask), filled or edited them on "
+        "their own, or hold corrupted values."
+    )
+    FIX_UNSURE = (
+        "Look for code that masks, fills or edits these elements or their gradients on some ranks only. Without such "
+        "code, check the memory, links and storage of the odd host. Then load the checkpoint of a healthy rank on the "
+        "odd rank: model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+    )
+    IN_A_JOB_UNSURE = (
+        "Look for code that masks, fills or edits these elements or their gradients on some ranks only. Without such "
+        "code, check the memory, links and storage of the odd host. Then call "
+        "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with a healthy rank."
     )
     FIX = (
         "Load the checkpoint of a rank in the majority on the odd rank: "
@@ -83,7 +104,35 @@ def apply(case: Case) -> Match | None:
     tensors = list(chain(*damages))
     facts = [fact for damage in damages for fact in _facts(*damage)]
     facts.append(largest_difference(tensors))
-    return case.make_match(tensors, [*facts, *rest_facts(case)])
+    match = case.make_match(tensors, [*facts, *rest_facts(case)])
+    if len(damages) == 1 and _is_likely(damages[0], case):
+        return match
+    fix = Text.IN_A_JOB_UNSURE if case.in_memory else Text.FIX_UNSURE
+    alternatives = _list_alternatives(tensors, case)
+    return replace(match, cause=Text.CAUSE_UNSURE, fix=fix, certainty="consistent", alternatives=alternatives)
+
+
+def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
+    """Whether corruption explains the elements better than code that fills, masks or edits them."""
+    hit, *followers = damage
+    if evidence_of(hit).first is None or _rows_of(hit) is not None:
+        return False
+    if any(diff.kind == "optimizer" for diff in followers):
+        return False  # gradients differed in these elements
+    if hit.kind == "optimizer":
+        return case.compared("parameter") > 0
+    return hit.kind == "parameter" and any(case.owner_of(name) == hit.name for name in case.names_of("optimizer"))
+
+
+def _list_alternatives(tensors: Sequence[TensorDiff], case: Case) -> tuple[str, ...]:
+    """Return the causes that fit as well, by the kinds of the tensors."""
+    kinds = {diff.kind for diff in tensors}
+    if "parameter" not in kinds and "optimizer" not in kinds:
+        return ("SYN219",) if kinds == {"ema"} else ("SYN205", "SYN218")
+    # A gradient of zero in some steps changes the optimizer state. Without state, nothing excludes it.
+    if "optimizer" in kinds or not case.compared("optimizer"):
+        return ("SYN225", "SYN213", "SYN210")
+    return ("SYN210",)
 
 
 def _facts(hit: TensorDiff, *followers: TensorDiff) -> list[Message]:
@@ -95,8 +144,17 @@ def _facts(hit: TensorDiff, *followers: TensorDiff) -> list[Message]:
     if first is not None:
         facts.append(Text.POSITION(first=first, last=first + length - 1))
     facts += follower_facts(followers)
-    row = hit.numel // hit.shape[0] if len(hit.shape) > 1 else 0
-    if first is not None and row > 1 and first % row == length % row == 0:
-        low, high = first // row, (first + length) // row - 1
+    rows = _rows_of(hit)
+    if rows is not None and len(hit.shape) > 1:
+        low, high = rows
         facts.append(Text.ONE_ROW(first=low) if low == high else Text.ROWS(first=low, last=high))
     return facts
+
+
+def _rows_of(hit: TensorDiff) -> tuple[int, int] | None:
+    """Return the first and the last row if the elements are whole rows; the rows of a vector are its elements."""
+    first, length = evidence_of(hit).first, hit.mismatched or 0
+    row = hit.numel // hit.shape[0] if hit.shape else 0
+    if first is None or not row or first % row or length % row:
+        return None
+    return first // row, (first + length) // row - 1

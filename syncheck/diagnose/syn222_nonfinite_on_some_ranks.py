@@ -4,10 +4,11 @@ Signature: the replicas of a differing tensor have different numbers of NaN or i
 rules on single elements (SYN220), sub-trees (SYN212) and scale (SYN213), whose measurements are meaningless with these
 values.
 
-Cause: an overflow, a bad batch, a corrupt load or a failing device on one rank alone. Averaged gradients spread NaN to
-all ranks at the next step; soon all ranks hold the same NaNs, which is in sync. If only a few elements are affected,
-the cause was therefore later than the last averaged step. If all parameters of a rank are affected, its gradients are
-not averaged. With a loss scaler the NaN can stay on one rank, because all ranks skip every later step.
+Cause: an overflow, a bad batch, uninitialised or corrupt values or a failing device on one rank alone. Averaged
+gradients spread NaN to all ranks at the next step; soon all ranks hold the same NaNs, which is in sync. If only a few
+elements are affected, the cause was therefore later than the last averaged step, or the loss does not use them. If all
+parameters of a rank are affected, it stepped with gradients of its own, or its step itself overflowed. With a loss
+scaler the NaN can stay on one rank, because all ranks skip every later step.
 
 Fix: check together before the step, and skip or stop on all ranks: `ok = loss.detach().isfinite().float();
 dist.all_reduce(ok, dist.ReduceOp.MIN)`. Resume from the last checkpoint in which the ranks agree. If it happens again,
@@ -41,8 +42,8 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "One rank had an overflow, a bad batch, a corrupt load or a failing device, after the last step with averaged "
-        "gradients, which would have spread NaN to all ranks."
+        "Values became NaN or infinite on some ranks only: an overflow, a bad batch, uninitialised or corrupt values, "
+        "or a failing device. No step with averaged gradients has spread them since."
     )
     FIX = f"{_CHECK_TOGETHER} Resume from checkpoints in which the ranks agree."
     IN_A_JOB = f"{_CHECK_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
@@ -58,7 +59,8 @@ class Text(Sentence):
         "{most} of {numel:count element} of {name} {most:verb is|are} not finite on {ranks:ranks}, {least} elsewhere"
     )
     NOTHING_ELSE = (
-        "{count:count parameter} {count:verb has|have} no finite element there, so gradients are not averaged"
+        "{count:count parameter} {count:verb has|have} no finite element there, as after a step with gradients of one "
+        "rank"
     )
 
 

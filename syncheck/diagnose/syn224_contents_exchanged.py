@@ -6,7 +6,8 @@ rank have nearly the direction of each other (cosine of at least 0.8), and not t
 
 Cause: a rank registered its parameters or buffers in another order, for example in the order of a set, and
 DistributedDataParallel pairs them by position; or it loaded the state of an optimizer, which has no names, into
-parameters in another order; or a loader renamed tensors on some ranks only.
+parameters in another order; or a loader renamed tensors on some ranks only. If some values do not return under another
+name, nothing was exchanged: a rank may also have copied or tied tensors (layers initialised from other layers).
 
 Fix: register tensors in the same order on every rank, and load them by name. For optimizer state, use
 `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`, which stores the names of the parameters.
@@ -33,6 +34,14 @@ class Text(Sentence):
     CAUSE = (
         "Some ranks hold values under the names of other tensors: they register or load tensors in another order "
         "than the other ranks."
+    )
+    CAUSE_COPIED = (
+        "Some ranks hold the values of a tensor under the name of another: loaded or registered under another name, "
+        "copied, or tied, on some ranks only."
+    )
+    FIX_COPIED = (
+        "Look for code that copies, ties or renames tensors on some ranks only, and run it on all ranks. Load tensors "
+        "and optimizer state by name. Then load a checkpoint in which the ranks agree."
     )
     FIX = (
         "Register parameters and buffers in the same order on every rank: iterate over a list or sorted(names), not "
@@ -67,4 +76,7 @@ def apply(case: Case) -> Match | None:
     ]
     facts = [summary(ranks=ranks, count=len(others_by_name)), *limit_facts(pairs, _MOST, Text.MORE)]
     match = case.make_match([diff for diff in case.tensors if diff.name in others_by_name], facts)
+    sources = {other for others in others_by_name.values() for other in others.values()}
+    if not sources <= others_by_name.keys():  # copied or renamed, but not exchanged
+        match = replace(match, cause=Text.CAUSE_COPIED, fix=Text.FIX_COPIED)
     return match if exact else replace(match, certainty="likely")

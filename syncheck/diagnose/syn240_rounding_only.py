@@ -6,6 +6,11 @@ optimizer state must be as small, and step counters and settings must agree. Lar
 are left to the rules on BatchNorm. If only averaged copies differ, the rule does not match, because the update of one
 step changes a slow average by as little.
 
+The finding is likely only if the first moments differ by rounding too, because then the gradients were rounded
+differently, or if no parameter differs. An event outside the gradients (another learning rate in a step of the warm-up,
+a weight merged and unmerged, a cast and back) leaves the first moments equal, and another gradient changes them by more
+than rounding.
+
 The second measure is needed because updates preserve a difference and change the value. If training moves an element
 from 0.1 to near zero, a difference in the last bit of 0.1 becomes thousands of ULP. In runs of 60 steps after one
 rounding difference (resnet8, AdamW and SGD), differences reached 32,768 ULP, and stayed below 6 epsilons of the root
@@ -13,11 +18,12 @@ mean square. float16 and bfloat16 allow at most one step, because 4 ULP of bfloa
 
 Cause: the ranks computed the same values in another order or with other kernels: non-deterministic atomics, different
 algorithms on each rank, different devices or library versions; in bfloat16 also stochastic rounding with a generator
-per rank.
+per rank. Or a small update, a merge or a cast changed values on some ranks only.
 
 Fix: `torch.use_deterministic_algorithms(True)`, and the same versions and devices on all ranks. For a comparison across
 hardware, accept the difference with `--ulp 4`. Replicas should receive equal bits from an all-reduce, so look for
-values computed by each rank on its own. Averaging or broadcasting the parameters regularly stops the growth.
+values computed by each rank on its own, and for code that changes weights on some ranks only. Averaging or broadcasting
+the parameters regularly stops the growth.
 
 Incidents: pytorch/pytorch#160169 (parameters replicated over tensor-parallel ranks drift apart, by ULPs at first,
 because of non-deterministic operations), huggingface/nanotron#242, Nerogar/OneTrainer#804 (stochastic rounding).
@@ -30,6 +36,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, evidence_of, largest_difference
+from syncheck.diagnose.moments import only_decay
 from syncheck.messages import Sentence
 from syncheck.records import MEASURED
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -50,16 +57,26 @@ class Text(Sentence):
         "The ranks computed the same values with different rounding: non-deterministic kernels, another order of "
         "summation, or different devices or versions."
     )
+    CAUSE_UNSURE = (
+        "The difference has the size of rounding: the ranks computed the same values with different rounding, or a "
+        "small update, a merge or a cast changed values on some ranks only."
+    )
+    FIX_UNSURE = (
+        "Look for code that updates, merges or casts weights on some ranks only. If there is none, call "
+        "torch.use_deterministic_algorithms(True), and use the same versions and devices on all ranks. To accept "
+        "rounding differences between kinds of hardware: {ulp:option=4}."
+    )
     FIX = (
         "Call torch.use_deterministic_algorithms(True), and use the same versions and devices on all ranks. To accept "
         "rounding differences between kinds of hardware: {ulp:option=4}."
     )
     ROUNDING_STEPS = (
-        "The replicas differ only by rounding: at most {ulp} ULP in {elements:count element} of {tensors:count tensor}"
+        "The replicas differ by no more than rounding: at most {ulp} ULP in {elements:count element} of "
+        "{tensors:count tensor}"
     )
     ROUNDING_EPSILONS = (
-        "The replicas differ only by rounding: at most {epsilons:.2g} machine epsilons of the root mean square ({ulp} "
-        "ULP near zero) in {elements:count element} of {tensors:count tensor}"
+        "The replicas differ by no more than rounding: at most {epsilons:.2g} machine epsilons of the root mean square "
+        "({ulp} ULP near zero) in {elements:count element} of {tensors:count tensor}"
     )
     SHORT_FLOATS = (
         "also consistent with different updates, because one step of a 16-bit float is large, and no optimizer state "
@@ -101,10 +118,24 @@ def apply(case: Case) -> Match | None:
     if any(diff.dtype in _SHORT for diff in tensors) and not case.compared("optimizer"):
         facts.append(Text.SHORT_FLOATS())
     match = case.make_match(tensors, facts)
-    if case.compared("optimizer") or not case.differing("parameter"):
+    if not case.differing("parameter") or (case.differing_moments() and not only_decay(case)):
         return match
-    # In the first steps, optimizers that normalize their updates hide a scale of the gradients.
-    return replace(match, certainty="consistent", alternatives=("SYN213",))
+    return replace(
+        match,
+        cause=Text.CAUSE_UNSURE,
+        fix=Text.FIX_UNSURE,
+        certainty="consistent",
+        alternatives=_list_alternatives(case),
+    )
+
+
+def _list_alternatives(case: Case) -> tuple[str, ...]:
+    """Return the causes of small differences that fit as well."""
+    if not case.differing_parameters():  # only weights that are not trained differ
+        return ("SYN218",)
+    # In the first steps, optimizers that normalize their updates hide a scale of the gradients. With optimizer state,
+    # its moments would differ.
+    return ("SYN107",) if case.compared("optimizer") else ("SYN107", "SYN213")
 
 
 def _is_rounding(diff: TensorDiff) -> bool:

@@ -1,10 +1,10 @@
 """Local SGD: the ranks train on their own between two averages of their parameters.
 
 Signature: the metadata contains a period of parameter averaging. Between two averages all trained parameters differ,
-and so do weights that are tied to them under another name.
-Right after an average they agree, and only the optimizer state and BatchNorm's statistics differ, because these are not
-averaged. Not part of this finding: differences of parameters right after an average, during the warm-up, or when an
-average is overdue, and frozen parameters.
+and so do weights that are tied to them under another name. If some ranks hold equal parameters in between, another
+cause fits better: a rank alone steps with other gradients. Right after an average they agree, and only the optimizer
+state and BatchNorm's statistics differ, because these are not averaged. Not part of this finding: differences of
+parameters right after an average, during the warm-up, or when an average is overdue, and frozen parameters.
 
 Cause: by design. The files are not replicas nevertheless: which model remains depends on the rank whose file is kept.
 
@@ -18,14 +18,15 @@ are equal at steps 5, 9 and 13, and differ at 6 to 8 and 10 to 12.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Averaging, Case, Match, evidence_of, parameter_of
+from syncheck.diagnose.case import Averaging, Case, Match, parameter_of
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from syncheck.records import TensorDiff
 
@@ -38,7 +39,7 @@ CERTAINTY = "likely"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "Local SGD: the ranks train on their own between two averages of the parameters, and average no momentum."
+    CAUSE = "Local SGD, as the metadata says: the ranks train on their own between two averages of the parameters."
     FIX = (
         "Save right after an averaging step: if (averager.step - 1 - averager.warmup_steps) % averager.period == 0: "
         "torch.save(...). Or average before the last save: for p in model.parameters(): "
@@ -46,18 +47,19 @@ class Text(Sentence):
     )
     IN_A_JOB = (
         "No fix is needed; to accept the finding: {allow:option=SYN241}. Parameters are equal only right after an "
-        "averaging step, momentum and BatchNorm statistics never."
+        "averaging step."
     )
-    OWN_STEPS = "The ranks have trained on their own for {steps:count step}, as local SGD does between two averages"
-    OWN_STATE = "The ranks keep their own optimizer state or BatchNorm statistics, as local SGD does"
+    OWN_STEPS = "By the metadata, the ranks have trained on their own for {steps:count step} since they were equal"
+    OWN_STATE = "By the metadata, the ranks average their parameters alone, and only other tensors differ"
     AVERAGED = "parameters are averaged every {period:count step}, last after step {last}; this is step {step}"
     NOT_YET_AVERAGED = (
         "parameters are averaged every {period:count step} after {warmup:count warm-up step}, and have not been "
         "averaged yet; this is step {step}"
     )
     PARAMETERS_AGREE = "all parameters agree"
-    STATE_DIFFERS = "{count:count optimizer tensor} {count:verb differs|differ}, never averaged"
-    STATISTICS_DIFFER = "{count:count running statistic} of each rank's own batches {count:verb differs|differ}"
+    STATE_DIFFERS = "{count:count optimizer tensor} {count:verb differs|differ} too"
+    STATISTICS_DIFFER = "{count:count running statistic} {count:verb differs|differ} too"
+    SOME_EQUAL = "some ranks hold equal parameters, which ranks that train on their own do not"
 
 
 def apply(case: Case) -> Match | None:
@@ -66,7 +68,6 @@ def apply(case: Case) -> Match | None:
     if averaging is None or not case.agrees("optimizer_step"):
         return None
     parameters = _find_trained(case)
-    parameters += _find_copies(case, parameters)
     # A difference that remains after the average may have caused all others.
     if averaging.just_averaged and not case.agrees("parameter"):
         return None
@@ -75,7 +76,16 @@ def apply(case: Case) -> Match | None:
     if not parameters and not state:
         return None
     facts = _facts(case, averaging, parameters, statistics)
-    return Match((*parameters, *state, *statistics), case.group.ranks, facts)
+    match = Match((*parameters, *state, *statistics), case.group.ranks, facts)
+    if not _some_equal(parameters):
+        return match
+    return replace(match, facts=(*facts, Text.SOME_EQUAL()), certainty="consistent", alternatives=("SYN211", "SYN213"))
+
+
+def _some_equal(parameters: Iterable[TensorDiff]) -> bool:
+    """Whether ranks that should have trained on their own data hold equal values of most differing parameters."""
+    shared = [any(len(ranks) > 1 for ranks in diff.clusters) for diff in parameters]
+    return 2 * sum(shared) > len(shared)
 
 
 def _find_trained(case: Case) -> tuple[TensorDiff, ...]:
@@ -85,22 +95,6 @@ def _find_trained(case: Case) -> tuple[TensorDiff, ...]:
     if trained.isdisjoint(case.names_of("parameter")):
         return tuple(diff for diff in differing if diff.name not in case.frozen)
     return tuple(diff for diff in differing if diff.name in trained)
-
-
-def _find_copies(case: Case, parameters: Sequence[TensorDiff]) -> tuple[TensorDiff, ...]:
-    """Return further parameters that are tied to the parameters: they differ by the same numbers.
-
-    The optimizer has the state of a tied weight under one of its names only.
-    """
-    measured = {_numbers(diff) for diff in parameters if diff.max_abs and evidence_of(diff).norms}
-    names = {diff.name for diff in parameters}
-    return tuple(diff for diff in case.of_kind("parameter") if diff.name not in names and _numbers(diff) in measured)
-
-
-def _numbers(diff: TensorDiff) -> tuple[object, ...]:
-    """Return the numbers of a difference, which are equal for two names of one tensor."""
-    norms = tuple(evidence_of(diff).norms.items())
-    return diff.shape, diff.dtype, diff.clusters, diff.mismatched, diff.max_abs, diff.max_rel, diff.index, norms
 
 
 def _facts(

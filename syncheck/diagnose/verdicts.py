@@ -52,11 +52,14 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
 
 
 def with_findings(group: Group, findings: tuple[Finding, ...]) -> Group:
-    """Return a group of several replicas with findings and the resulting verdict."""
+    """Return a group of several replicas with findings and the resulting verdict.
+
+    Equal files that claim to be one rank may be one file and its copy, so they do not show that ranks are in sync.
+    """
     verdict: Verdict = "in_sync"
     if any(finding.fails for finding in findings):
         verdict = "out_of_sync"
-    elif not _count_compared(group) or group.uncompared or _has_unknown(group):
+    elif not _count_compared(group) or group.uncompared or _has_unknown(group) or group.evidence.claimed_twice:
         verdict = "undecided"
     return replace(group, findings=findings, verdict=verdict)
 

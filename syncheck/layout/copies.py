@@ -40,7 +40,31 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
 
     names: by rank, from stored to normalized names. Ranks that lack a name do not count.
     """
-    tied = {
+    tied = _list_tied(snapshots, names)
+    broken = []
+    for tie in set[frozenset[str]]().union(*tied.values()):
+        together = tuple(rank for rank, sets in tied.items() if tie in sets or any(tie < same for same in sets))
+        if len(together) < len(tied) and any(tie <= set(names[rank].values()) for rank in tied if rank not in together):
+            broken.append(Tie(tuple(sorted(tie)), together))
+    return tuple(sorted(broken, key=lambda tie: tie.names))
+
+
+def common_ties(
+    snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names that share memory on every rank. names: by rank, from stored to normalized names."""
+    tied = _list_tied(snapshots, names)
+    if not tied or len(tied) < len(snapshots):
+        return ()
+    common = frozenset.intersection(*map(frozenset, tied.values()))
+    return tuple(sorted(tuple(sorted(same)) for same in common))
+
+
+def _list_tied(
+    snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
+) -> dict[int, set[frozenset[str]]]:
+    """Return the sets of normalized names that share memory, by rank. Ranks in a format without ties are left out."""
+    return {
         rank: {
             frozenset(names[rank][name] for name in same)
             for same in snapshot.ties or find_shared_tensors(snapshot.tensors.values())
@@ -48,12 +72,6 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
         for rank, snapshot in snapshots.items()
         if snapshot.format in _FORMATS_WITH_TIES
     }
-    broken = []
-    for tie in set[frozenset[str]]().union(*tied.values()):
-        together = tuple(rank for rank, sets in tied.items() if tie in sets or any(tie < same for same in sets))
-        if len(together) < len(tied) and any(tie <= set(names[rank].values()) for rank in tied if rank not in together):
-            broken.append(Tie(tuple(sorted(tie)), together))
-    return tuple(sorted(broken, key=lambda tie: tie.names))
 
 
 def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:

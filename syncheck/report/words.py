@@ -127,6 +127,8 @@ def undecided_reason(report: Report) -> Message:
     if alone:
         paths = names_text([_shorten_name(group.replicas[0].path) for group in alone])
         return Undecided.SOME_ALONE(count=len(alone), paths=paths)
+    if claimed := [group.evidence.claimed_twice for group in report.groups if group.evidence.claimed_twice]:
+        return Undecided.RANKS_TWICE(ranks=claimed[0])
     if uncompared := [diff for group in report.groups if group.labels for diff in group.tensors if diff.uncompared]:
         first = uncompared[0]
         return Undecided.NOT_COMPARED(count=len(uncompared), name=f"{first.name:.80}", detail=first.detail)

@@ -12,7 +12,8 @@ from torch import nn
 
 import syncheck
 from syncheck.diagnose.syn108_different_runs import Text
-from syncheck.messages import Note
+from syncheck.messages import Note, Undecided
+from syncheck.report.words import undecided_reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,3 +167,29 @@ def test_more_files_than_ranks(tmp_path: Path) -> None:
     assert [note.parameters for note in group.notes if note.code is Note.TOO_MANY_RANKS] == [
         {"files": 3, "world_size": 2}
     ]
+
+
+@pytest.mark.parametrize(
+    ("second", "claimed"),
+    [
+        ({"rank": 0}, (0,)),
+        ({"rank": 1}, ()),
+        ({"rank": 0, "world_size": 1}, ()),  # independent processes
+        ({"rank": 0, "run_id": "b"}, ()),
+    ],
+)
+def test_files_that_claim_one_rank(tmp_path: Path, second: dict[str, Any], claimed: tuple[int, ...]) -> None:
+    """Equal files of one rank, run and step do not show that two ranks are in sync, unless the user grouped them."""
+    for i, given in enumerate(({"rank": 0} | ({"world_size": 1} if "world_size" in second else {}), second)):
+        torch.save(train(1) | {"syncheck": block(**given)}, tmp_path / f"rank{i}.pth")
+    report = syncheck.compare(tmp_path)
+    (group, *_) = report.groups
+    assert group.evidence.claimed_twice == claimed
+    assert [note.parameters for note in group.notes if note.code is Note.RANKS_TWICE] == (
+        [{"ranks": claimed}] if claimed else []
+    )
+    if claimed:
+        assert (report.verdict, report.exit_code) == ("undecided", 2)
+        assert undecided_reason(report).code is Undecided.RANKS_TWICE
+    grouped, _ = diagnose(tmp_path, group_by="")
+    assert (grouped.verdict, grouped.evidence.claimed_twice) == ("in_sync", ())

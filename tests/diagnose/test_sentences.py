@@ -47,8 +47,10 @@ def test_a_majority_is_named_only_if_there_is_one(clusters: Any, ranks: int, maj
     """Without a majority, the fix says how to choose the healthy rank."""
     found = diagnose_case(group(flipped(clusters), ranks=ranks))["SYN220"]
     assert found.fix.code is (syn220.Text.FIX if majority else syn220.Text.FIX_NO_MAJORITY)
-    run = diff("fc.weight", "parameter", clusters, numel=100, shape=(100,), mismatched=4, extent="contiguous")
-    found = diagnose_case(group(run, ranks=ranks))["SYN221"]
+    elements = {"numel": 100, "shape": (10, 10), "mismatched": 4, "extent": "contiguous"}
+    run = diff("fc.weight", "parameter", clusters, evidence=Evidence(first=3), **elements)
+    names = {"fc.weight": "parameter", "optimizer.fc.weight.exp_avg": "optimizer"}
+    found = diagnose_case(group(run, ranks=ranks, names=names))["SYN221"]
     assert found.fix.code is (syn221.Text.FIX if majority else syn221.Text.FIX_NO_MAJORITY)
 
 
