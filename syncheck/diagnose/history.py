@@ -128,6 +128,15 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     return tuple(sorted(odd)) or group.ranks
 
 
+def last_agreement(names: Collection[str], groups: Sequence[Comparison]) -> int | None:
+    """Return the last step before the last group at which all these tensors were compared and agreed; None without."""
+    for group in reversed(groups[:-1]):
+        unequal = {diff.name for diff in group.tensors if diff.out_of_sync or diff.status == "not_compared"}
+        if group.evidence.names.keys() >= set(names) and unequal.isdisjoint(names):
+            return group.step
+    return None
+
+
 def fewer(some: set[int], others: set[int]) -> set[int]:
     """Return the smaller set of ranks, which is suspect, or both sets if they are equally large."""
     return some | others if len(some) == len(others) else min(some, others, key=len)
