@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, follower_facts, is_weight, largest_difference
-from syncheck.diagnose.history import suspects
+from syncheck.diagnose.history import last_agreement, suspects
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -50,6 +50,38 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     """
     statistics = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
     return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in statistics) else statistics
+
+
+def changed_on_some_ranks(case: Case) -> tuple[TensorDiff, ...]:
+    """Return the differing statistics of BatchNorm if most ranks agree in each of them, and nothing else differs.
+
+    Batches of their own make all ranks differ, so the statistics were changed on some ranks only.
+    """
+    if case.group.evidence.stale or not case.agrees("parameter", "bn_count"):
+        return ()
+    statistics = [diff for diff in statistics_alone(case) if is_batchnorm(case, diff.name)]
+    return tuple(statistics) if all(_has_majority(diff) for diff in statistics) else ()
+
+
+def _has_majority(diff: TensorDiff) -> bool:
+    """Whether most ranks agree. A reference outside of them is no majority."""
+    return bool(diff.minority) and len(diff.clusters[0]) > 1
+
+
+def may_be_changed(case: Case) -> bool:
+    """Whether some ranks or statistics agree, or all agreed before, although the batches of each rank change them all.
+
+    Layers in evaluation mode agree too, and files saved after a broadcast. Before the first step, all statistics are
+    equal. If no two of three or more ranks agree, a change on some ranks is no explanation.
+    """
+    steps = [group for group in case.steps() if group.step != 0]
+    names = frozenset().union(*map(case.names_of, BN_STATISTICS))
+    if names and last_agreement(names, steps) is not None:
+        return True
+    differing = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind in BN_STATISTICS]
+    if len(case.group.replicas) > 2:
+        return any(_has_majority(diff) for diff in differing)
+    return not names <= {diff.name for diff in differing}
 
 
 def is_batchnorm(case: Case, name: str) -> bool:

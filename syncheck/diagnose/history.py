@@ -128,11 +128,11 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     return tuple(sorted(odd)) or group.ranks
 
 
-def last_agreement(earlier: Sequence[Comparison]) -> int | None:
-    """Return the last step at which parameters were compared and all agree; None without such a step."""
-    for group in reversed(earlier):
-        counts = group.kinds.get("parameter")
-        if counts is not None and counts.compared and all(diff.kind != "parameter" for diff in group.tensors):
+def last_agreement(names: Collection[str], groups: Sequence[Comparison]) -> int | None:
+    """Return the last step before the last group at which all these tensors were compared and agreed; None without."""
+    for group in reversed(groups[:-1]):
+        unequal = {diff.name for diff in group.tensors if diff.out_of_sync or diff.status == "not_compared"}
+        if group.evidence.names.keys() >= set(names) and unequal.isdisjoint(names):
             return group.step
     return None
 

@@ -16,6 +16,10 @@ One checkpoint does not show whether the statistics are one step apart or never 
 differences stay at the same size after about 1/momentum steps. To find out, save three or more early steps close
 together, or record the metadata.
 
+Batches of each rank change the statistics of all layers in training mode, on all ranks. If most of three or more ranks
+agree, the statistics were changed on the other ranks only, which is SYN205. With two ranks, the finding is only
+consistent with this cause if some layers agree (they may be in evaluation mode), or if all agreed at an earlier step.
+
 Beside SYN107 the weights differ too, and with them the activations and their statistics: fix SYN107 first.
 
 Fix, best first: convert to SyncBatchNorm before wrapping, which uses the statistics of the global batch on every rank
@@ -34,7 +38,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.bn import explained_by_settings, match_statistics, statistics_alone
+from syncheck.diagnose.bn import explained_by_settings, match_statistics, may_be_changed, statistics_alone
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -97,6 +101,8 @@ def apply(case: Case) -> Match | None:
     match = match_statistics(case, statistics, Text.STATISTICS, _synchronization_facts(case))
     if explained_by_settings(case):
         return replace(match, cause=Text.CAUSE_OF_SETTINGS, fix=Text.FIX_OF_SETTINGS)
+    if may_be_changed(case):
+        return replace(match, certainty="consistent", alternatives=("SYN205",))
     return match
 
 

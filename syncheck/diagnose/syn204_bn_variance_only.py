@@ -5,8 +5,9 @@ Different data would change the means too, so the ranks used the same sums with 
 
 Cause: a synchronized BatchNorm computes the mean over all ranks, but uses a wrong number of samples (its own instead of
 all ranks') to make the variance unbiased (n / (n - 1)) or to combine it. The error becomes visible if the batches of
-the ranks differ in size, or if one rank runs other code. Training normalizes with the biased variance and is not
-affected. Evaluation uses the running variance.
+the ranks differ in size, or if one rank runs other code. A variance that was clamped, reset or overwritten on some
+ranks (SYN205) looks alike, so the finding is only consistent with this cause. Training normalizes with the biased
+variance and is not affected. Evaluation uses the running variance.
 
 Fix: use the number of samples of all ranks on every rank: upgrade torch, or correct your own layer. torch's
 SyncBatchNorm needs GPUs; a layer of your own for CPUs must all-reduce the sums, the squares and the number of samples.
@@ -17,6 +18,8 @@ Incidents: pytorch/pytorch#22192 (fixed).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from syncheck.diagnose.bn import others_agree
 from syncheck.diagnose.case import Case, Match, largest_difference
 from syncheck.messages import Sentence
@@ -24,7 +27,7 @@ from syncheck.messages import Sentence
 CODE = "SYN204"
 SLUG = "bn-variance-only"
 SEVERITY = "error"
-CERTAINTY = "likely"
+CERTAINTY = "consistent"
 
 
 class Text(Sentence):
@@ -59,4 +62,4 @@ def apply(case: Case) -> Match | None:
     if largest is not None:
         facts.append(Text.RELATIVE(ratio=largest))
     facts.append(Text.MEANS_AGREE(count=means))
-    return case.make_match(variances, facts)
+    return replace(case.make_match(variances, facts), alternatives=("SYN205", "SYN201"))

@@ -10,6 +10,8 @@ States that are persistent are part of the state dict, so the checkpoint of each
 Fix: leave the states out of checkpoints (`metric.persistent(False)`, the default), or reset the metrics before saving
 (`metric.reset()`). A resumed run that needs the states should load a rank's own states.
 
+A name does not show who writes a tensor, so the finding is only consistent with this cause.
+
 Incidents: Lightning-AI/pytorch-lightning#3728 and #4482 (states of metrics in checkpoints).
 """
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 CODE = "SYN206"
 SLUG = "metric-states"
 SEVERITY = "warning"
-CERTAINTY = "likely"
+CERTAINTY = "consistent"
 
 # Names of states that hardly anything but a metric has.
 _TELLTALE = frozenset(
@@ -81,7 +83,8 @@ def apply(case: Case) -> Match | None:
     facts = [Text.STATES(count=len(tensors), modules=modules)]
     if missing:
         facts.append(Text.LENGTHS(count=missing))
-    return Match(tensors, suspects(tensors, case.group), facts)
+    alternatives = ("SYN205", "SYN101") if missing else ("SYN205",)
+    return Match(tensors, suspects(tensors, case.group), facts, alternatives=alternatives)
 
 
 def _find_metrics(case: Case) -> dict[str, bool]:

@@ -122,7 +122,7 @@ def apply(case: Case) -> Match | None:
     if state is None or trend == "growing" or not _started_differently(case, differing, bool(state), trend):
         return None
     covered = case.with_followers(differing)
-    agreed = last_agreement(case.steps()[:-1])
+    agreed = last_agreement(case.names_of("parameter"), case.steps())
     facts = [
         _summary(case, differing, bool(state)),
         *([] if agreed is None else [Text.AGREED(step=agreed)]),

@@ -1,4 +1,4 @@
-"""Only frozen parameters or plain buffers differ: nothing synchronized them, and nothing updates them.
+"""Only frozen parameters or plain buffers differ: nothing synchronizes them.
 
 Signature: all differing parameters are frozen, either by the metadata, or because the optimizer holds state of other
 parameters only. Or no parameter differs, but plain buffers do. All trained parameters and the optimizer state agree.
@@ -11,10 +11,17 @@ and the optimizer's states together may not outnumber all parameters.
 Cause: DDP broadcasts the parameters and buffers of rank 0 when it wraps a model. Tensors outside the wrapper (a module
 without trainable parameters is often left out), tensors filled by `to_empty` or a random initializer after wrapping,
 and buffers with `broadcast_buffers=False` keep each rank's own values. Gradients are then averaged through different
-layers.
+layers. Frozen tensors may also have changed later on some ranks only: an adapter merged into the weights, a cast,
+weight decay, a load, or training. If the tensors agreed at an earlier step of the run, this is the cause.
+
+In files of one step, a plain buffer, or a tensor that may be a buffer, is also consistent with updates from each rank's
+own data (SYN205). A copy of the model inside the model, called ema, swa, teacher, shadow or target, is also consistent
+with missed updates (SYN219).
 
 Fix: after building the model, broadcast the tensors outside the wrapper: `torch.distributed.broadcast(tensor, 0)` for
-each frozen parameter and buffer. Or build the model with the same seed, or load it, on every rank.
+each frozen parameter and buffer. Or build the model with the same seed, or load it, on every rank. If the tensors
+changed later, find the code that changes frozen tensors, run it on all ranks or on none, and copy the tensors from a
+rank with the right values.
 
 Incidents: speechbrain/speechbrain#2814, pytorch/pytorch#111138 (buffers, because `broadcast_buffers=False` also skips
 the initial broadcast), pytorch/pytorch#178569, pytorch/pytorch#108331 (uninitialized buffers on other nodes).
@@ -22,16 +29,18 @@ the initial broadcast), pytorch/pytorch#178569, pytorch/pytorch#108331 (uninitia
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, follower_facts, is_share_below, largest_difference
+from syncheck.diagnose.history import last_agreement
+from syncheck.diagnose.sentences import is_sharded
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
 
 CODE = "SYN218"
 SLUG = "frozen-not-broadcast"
@@ -42,20 +51,35 @@ CERTAINTY = "likely"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "Frozen parameters or buffers had different initial values, and nothing broadcasts or updates them."
+    CAUSE = (
+        "Frozen parameters or buffers had different initial values, or were changed on some ranks only. Nothing "
+        "broadcasts them."
+    )
+    CAUSE_CHANGED = (
+        "Frozen parameters or buffers, which nothing broadcasts, were changed later, on some ranks only or differently "
+        "on each rank."
+    )
+    FIX_CHANGED = (
+        "Find the code that changes frozen tensors on some ranks: a merge of adapters, a cast, weight decay, a load, "
+        "or a step without the freeze. Run the code on every rank or on none. Then copy the tensors from a rank with "
+        "the right values: for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, rank)."
+    )
     FIX = (
         "Broadcast the tensors outside the wrapper before training: "
         "for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, 0). Or load them, or "
-        "build them from the same seed, on every rank."
+        "build them from the same seed, on every rank. If they were equal at the start, find the code that changes "
+        "frozen tensors on some ranks."
     )
     FIX_SHARDED = (
         "fully_shard broadcasts nothing. Load frozen parameters and buffers, or build them from the same seed, on "
         "every rank. To make the replicas equal: for p in model.parameters(): "
-        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0)."
+        "dist.broadcast(p.to_local(), group=mesh['replicate'].get_group(), group_src=0). If they were equal at the "
+        "start, find the code that changes frozen tensors on some ranks."
     )
-    FROZEN = "{count:count frozen parameter} {count:verb was|were} never synchronized ({names:names}), {size}"
-    UNTRAINED = "{count:count untrained tensor} {count:verb was|were} never synchronized ({names:names}), {size}"
-    BUFFERS = "{count:count plain buffer} {count:verb was|were} not synchronized ({names:names}), {size}"
+    FROZEN = "{count:count frozen parameter} {count:verb differs|differ} ({names:names}), {size}"
+    UNTRAINED = "{count:count untrained tensor} {count:verb differs|differ} ({names:names}), {size}"
+    BUFFERS = "{count:count plain buffer} {count:verb differs|differ} ({names:names}), {size}"
+    AGREED = "all ranks agreed in {count:verb it|them} at step {step}, so some ranks changed {count:verb it|them} later"
     FROZEN_BY_METADATA = "the metadata lists {count:verb it|them} as frozen, and all other parameters agree"
     NO_STATE = (
         "the optimizer holds no state of {count:verb it|them}, and its {others:count other parameter} "
@@ -65,10 +89,13 @@ class Text(Sentence):
         "consistent with frozen parameters or buffers, or with overwritten trained parameters: the optimizer "
         "holds state of {states} of {total:count parameter}, but their names are unknown"
     )
+    COPIES = "by name, {names:names} {count:verb is|are} part of a copy of the weights"
     PARAMETERS_AGREE = "all {count:count parameter} agree"
     ONE_STEP = "a single step does not show whether they started unequal or depend on each rank's data"
 
 
+# Words in the names of copies of a model inside a model. An optimizer trains no copy, but something updates it.
+_COPY = re.compile(r"(?:^|[._])(?:ema|swa|averaged|teacher|shadow|target)(?:[._]|$)")
 # Share of elements. A damaged element or run is no unsynchronized tensor.
 WHOLE = 0.5
 
@@ -89,19 +116,28 @@ def apply(case: Case) -> Match | None:
     sentence = Text.UNTRAINED if case.loose & frozen.keys() else Text.FROZEN
     # Running statistics behind a layer with different weights differ, as they do without SyncBatchNorm.
     covered = (*differing, *(case.of_kind(*BN_STATISTICS, "buffer") if frozen else ()))
+    names = tuple(diff.name for diff in differing)
+    copies = tuple(name for name in names if _COPY.search(name))
+    agreed = last_agreement(names, case.steps())
     facts = [
-        (sentence if frozen else Text.BUFFERS)(
-            count=len(differing), names=tuple(diff.name for diff in differing), size=largest_difference(differing)
-        ),
+        (sentence if frozen else Text.BUFFERS)(count=len(differing), names=names, size=largest_difference(differing)),
         reason,
         *since,
-        *((Text.ONE_STEP(),) if not frozen and trend is None else ()),
+        *(() if agreed is None else (Text.AGREED(count=len(differing), step=agreed),)),
+        *((Text.COPIES(count=len(copies), names=copies),) if copies else ()),
+        *((Text.ONE_STEP(),) if not frozen and trend is None and agreed is None else ()),
         *follower_facts(covered, *kinds),
     ]
     match = case.make_match(differing, facts, covered)
+    if agreed is not None:
+        fix = None if is_sharded(case.group) else Text.FIX_CHANGED
+        match = replace(match, cause=Text.CAUSE_CHANGED, fix=fix)
+    alternatives: tuple[str, ...] = ("SYN219",) if copies else ()
+    if trend is None and agreed is None and (not frozen or sentence is Text.UNTRAINED):
+        alternatives += ("SYN205",)
     if reason.code is Text.IDS_ONLY:
-        return replace(match, certainty="consistent", alternatives=("SYN210", "SYN220"))
-    return match
+        alternatives += ("SYN210", "SYN220")
+    return replace(match, certainty="consistent", alternatives=alternatives[:3]) if alternatives else match
 
 
 def _reason_for_frozen(case: Case, differing: Collection[str]) -> Message | None:

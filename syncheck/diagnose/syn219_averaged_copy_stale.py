@@ -4,12 +4,16 @@ Signature: tensors of an averaged copy (torch's AveragedModel, ema-pytorch, torc
 copy of the model below a key like `ema`) differ, while the parameters and the optimizer state were compared and agree.
 Differences in only the BatchNorm buffers of the copy do not match, because they depend on each rank's batches.
 
-Cause: there are two. Counts of updates that differ (`n_averaged`, `num_updates`) show that only some ranks updated or
-restored the copy: `if rank == 0: ema.update()`, or loading it on one rank when resuming. If the counts agree, or the
-difference shrinks over the steps by the same factor in all tensors (the decay to the power of the number of updates),
-all ranks update the copy alike, but it was unequal before: it was created from each rank's own initial weights, before
-DDP copied the weights of rank 0, or restored on some ranks only. The difference is harmless until the copy is evaluated
+Cause: there are several. Counts of updates that differ (`n_averaged`, `num_updates`) show that the ranks updated the
+copy unequally often, or restored it on some ranks only: `if rank == 0: ema.update()`, or loading it on one rank when
+resuming. If the difference shrinks over the steps by the same factor in all tensors (the decay to the power of the
+number of updates), all ranks update the copy alike since, but it was unequal before: it was created from each rank's
+own initial weights, before DDP copied the weights of rank 0, or restored on some ranks only, or a rank missed or
+repeated an update. Otherwise a rank may also use another decay. The difference is harmless until the copy is evaluated
 on another rank, or copied back into the model.
+
+An update changes all tensors of a copy. If most copies of trained parameters agree, or few elements differ, a part of
+the copy was overwritten or damaged, and the finding is only consistent with this cause.
 
 Fix: update the copy on every rank after `optimizer.step()`, and load it on every rank. Or keep it on rank 0 only, and
 save it on no other rank. Create the copy after DDP has wrapped the model. Copies that already differ need one
@@ -25,7 +29,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, evidence_of, largest_difference
+from syncheck.diagnose.case import TOUCHED, Case, Match, evidence_of, is_share_below, largest_difference
 from syncheck.diagnose.history import difference_ratios
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
@@ -46,23 +50,32 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "The averaged copy of the weights was updated or restored on some ranks only, or was unequal when it was "
-        "created; the model itself agrees."
+        "The averaged copy of the weights was updated or restored on some ranks only, or unequally (a missed or "
+        "additional update, another decay), or was unequal when it was created; the model itself agrees."
     )
     FIX = (
-        "Update the copy on every rank after optimizer.step(), not under 'if rank == 0': "
+        "Update the copy on every rank once after each optimizer.step(), with one decay and not under 'if rank == 0': "
         "ema.update_parameters(model) with torch's AveragedModel. Load it on every rank when resuming, and create it "
         "after DDP has wrapped the model. Then copy it once from a rank with the right copy: "
         "state = [ema.state_dict()]; torch.distributed.broadcast_object_list(state, rank); "
         "ema.load_state_dict(state[0])."
     )
-    CAUSE_UPDATES = "Only some ranks updated or restored the averaged copy of the weights; the model itself agrees."
+    CAUSE_UPDATES = (
+        "The ranks updated the averaged copy of the weights unequally often, or only some ranks restored it; the model "
+        "itself agrees."
+    )
+    CAUSE_PART = (
+        "A part of the averaged copy was overwritten, restored or damaged on some ranks: an update changes all tensors "
+        "of a copy, and here most agree."
+    )
     CAUSE_START = (
         "All ranks update the averaged copy alike, but it was unequal before: it was created from each rank's own "
-        "initial weights, before DDP copied those of rank 0, or restored on some ranks only."
+        "initial weights, before DDP copied those of rank 0, or restored on some ranks only, or a rank missed or "
+        "repeated an update."
     )
     FIX_START = (
-        "Create the copy after DDP has wrapped the model, and load it on every rank when resuming. Make the copies "
+        "Create the copy after DDP has wrapped the model, load it on every rank when resuming, and update it on every "
+        "rank once after each optimizer.step(). Make the copies "
         "equal now: state = [ema.state_dict()]; torch.distributed.broadcast_object_list(state, 0); "
         "ema.load_state_dict(state[0])."
     )
@@ -79,6 +92,8 @@ class Text(Sentence):
         "the difference of all tensors is {ratio:.3g} times as large as at step {step} (a decay of {decay:.4g} per "
         "step), as after equal updates of unequal copies"
     )
+    PART = "{count} of {total:count copy|copies} of trained parameters {count:verb differs|differ}"
+    FEW_ELEMENTS = "few elements of the copies differ"
     ALL_DIFFER = "no two ranks have the same copy"
 
 
@@ -179,6 +194,9 @@ def _find_origin(case: Case, weights: Sequence[TensorDiff]) -> _Origin:
     if values or any(_counts_updates(diff.name) for diff in weights):
         return _Origin(Text.CAUSE_UPDATES, Text.FIX, tuple(facts))
 
+    if part := _describe_part(case, weights):
+        return _Origin(Text.CAUSE_PART, Text.FIX, (*facts, *part), "consistent", ("SYN221", "SYN220"))
+
     # A copy that agreed at an earlier step was not unequal when it was created.
     earlier = case.steps()[:-1]
     differed = all(_differing_copies(group) for group in earlier)
@@ -197,6 +215,25 @@ def _find_origin(case: Case, weights: Sequence[TensorDiff]) -> _Origin:
         others = ("SYN241",) if case.group.evidence.metadata.averaging else ()
         return _Origin(Text.CAUSE_START, Text.FIX_START, tuple(facts), "consistent", others)
     return _Origin(None, None, tuple(facts))
+
+
+def _describe_part(case: Case, weights: Sequence[TensorDiff]) -> tuple[Message, ...]:
+    """State that too few copies or elements differ for an update, which changes all; empty if enough differ."""
+    if is_share_below([diff for diff in weights if diff.numel > 1], TOUCHED):
+        return (Text.FEW_ELEMENTS(),)
+    # Copies of frozen parameters agree after any update, and those of a list have no names.
+    trained = {name.replace(".", "") for name in case.trained_parameters()}
+    copies = {name for name in case.names_of("ema") if _ends_with(name, trained)}
+    differing = copies & {diff.name for diff in weights}
+    if not differing or 2 * len(differing) >= len(copies):
+        return ()
+    return (Text.PART(count=len(differing), total=len(copies)),)
+
+
+def _ends_with(name: str, parameters: Collection[str]) -> bool:
+    """Whether a name ends with one of the parameters, given without dots."""
+    parts = name.split(".")
+    return any("".join(parts[i:]) in parameters for i in range(1, len(parts)))
 
 
 def _counts_updates(name: str) -> bool:

@@ -1,16 +1,17 @@
-"""Parameters were pruned or masked on some ranks only, or by another mask on each rank.
+"""Parameters were pruned, masked or clamped on some ranks only, or differently on each rank.
 
 Signature: parameters differ only in elements that are zero on one of two ranks. These elements are scattered over the
 tensor, and the other elements of the tensor are not zero and agree. The optimizer state of the same parameters may
 differ too. Or only masks differ: `weight_mask` beside `weight_orig` (torch.nn.utils.prune), or other buffers called
 mask. A tensor that is zero as a whole does not match, because zero is also a usual initial value.
 
-Cause: pruning on some ranks only (`if rank == 0:`), a random mask from each rank's own generator, or a threshold from
-statistics of each rank's own batches. Each rank then trains and saves another model, and the averaged gradients belong
-to none of them.
+Cause: pruning on some ranks only (`if rank == 0:`), a random mask from each rank's own generator, a threshold from
+statistics of each rank's own batches, or a projection such as `weight.clamp_(min=0)` on some ranks. Each rank then
+trains and saves another model, and the averaged gradients belong to none of them.
 
 Fix: compute the mask once, and copy it to all ranks, or compute it from values that are equal on all ranks, before DDP
-wraps the model. Then broadcast parameters and buffers from a rank with the right mask.
+wraps the model, and clamp on every rank. Then copy parameters, buffers and the optimizer state from a rank with the
+right values. Unequal optimizer state would make the parameters differ again after the next steps.
 
 Incidents: neuralmagic/sparseml#429 (masks from each rank's generator), microsoft/nni#5205 (each rank prunes by its own
 batches).
@@ -41,11 +42,14 @@ CERTAINTY = "likely"
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "Elements were set to zero, by pruning or by a mask, on some ranks only, or with another mask on each rank."
+    CAUSE = (
+        "Elements were set to zero, by pruning, a mask or a clamp, on some ranks only, or other elements on each rank."
+    )
     FIX = (
-        "Compute the mask once, or from values that are equal on all ranks, before DDP wraps the model. Then copy the "
-        "tensors of a rank with the right mask: for t in [*model.parameters(), *model.buffers()]: "
-        "torch.distributed.broadcast(t.data, rank)."
+        "Compute the mask once, or from values that are equal on all ranks, before DDP wraps the model. Prune and "
+        "clamp on every rank. Then copy model and optimizer from a rank with the right values: "
+        "state = [model.state_dict(), optimizer.state_dict()]; torch.distributed.broadcast_object_list(state, rank); "
+        "model.load_state_dict(state[0]); optimizer.load_state_dict(state[1])."
     )
     ZEROS = (
         "{count:count parameter} {count:verb differs|differ} only in elements that are zero on {ranks:ranks} "

@@ -5,10 +5,12 @@ equal on ranks with the same tensor-parallel coordinate, and differs between coo
 DTensors, contain the coordinates. Plain tensors are compared along this dimension only if name and shape show clearly
 that they are replicated; DTensors declare it.
 
-Cause: each tensor-parallel rank computes the gradient of a replicated tensor, or a part of it, on its own, and
-something made the gradients unequal: clipping or scaling on some ranks, a missing reduction over the tensor-parallel
-group (norms under sequence parallelism, routers, norms of queries and keys), different dropout, or different initial
-values. The loss looks normal for weeks, but merging the shards has to choose one rank's values.
+Cause: the tensor started with different values, or was changed differently, on the ranks of a tensor-parallel group.
+This follows from the mesh and the values. Usually, each tensor-parallel rank computes the gradient of a replicated
+tensor, or a part of it, on its own, and something made the gradients unequal: clipping or scaling on some ranks, a
+missing reduction over the tensor-parallel group (norms under sequence parallelism, routers, norms of queries and keys),
+or different dropout. A load or a change of the values on some ranks has the same result. The loss looks normal for
+weeks, but merging the shards has to choose one rank's values.
 
 Fix: reduce the gradients of replicated tensors over the tensor-parallel group before the optimizer step, and clip by
 the same norm on all ranks of the group. Use the sum if each rank has a part of the gradient, as for norms under
@@ -38,14 +40,15 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "Tensor-parallel ranks updated replicated tensors differently: a gradient was not reduced over the group, or "
-        "some of them clipped or scaled it."
+        "Replicated tensors were initialized, loaded or changed differently on the ranks of a tensor-parallel group. "
+        "Usually, a gradient was not reduced over the group, or some ranks clipped or scaled it."
     )
     FIX = (
         "Before optimizer.step(), call for each unpartitioned parameter p: "
         "dist.all_reduce(p.grad, group=tp_group). If each rank computes the whole gradient, and not a part of it as "
         "under sequence parallelism, also p.grad.div_(tp_group.size()). Clip by the same norm on all ranks of the "
-        "group. Repair parameters, fp32 masters and optimizer state."
+        "group. Initialize and load these tensors alike on all ranks of the group. Repair parameters, fp32 masters and "
+        "optimizer state."
     )
     RANKS_DIFFER = (
         "Tensor-parallel ranks differ in {count:count tensor} that should be replicated ({names:names}), {size}"

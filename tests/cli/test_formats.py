@@ -33,7 +33,7 @@ def is_whole(name: str, text: str) -> None:
         assert ET.fromstring(text).attrib["failures"] == "1"
     elif name == "github":
         lines = text.splitlines()
-        title = "SYN201 bn-local-stats (warning%2C likely) on ranks 0-1%2C "
+        title = "SYN201 bn-local-stats (warning%2C consistent) on ranks 0-1%2C "
         assert lines[0].startswith(f"::error file=run_rank0.pth,title={title}")
         assert lines[1:] == ["OUT OF SYNC", COUNTS]
     elif name == "markdown":

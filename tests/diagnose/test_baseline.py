@@ -84,7 +84,7 @@ def test_entries_do_not_depend_on_size_rank_or_step(run_folder: Path, tmp_path: 
     assert baseline.apply_baseline(compare_two_ranks(run_folder, *STATISTICS, by=7.0), known).verdict == "in_sync"
     later = tmp_path / "elsewhere" / "step_200"
     for rank in range(3):
-        save(later / f"ddp_rank{rank}.pth", changed(network(), *STATISTICS, by=float(rank == 0)))
+        save(later / f"ddp_rank{rank}.pth", changed(network(), *STATISTICS, by=float(rank)))
     assert baseline.apply_baseline(syncheck.compare(later), known).exit_code == 0
 
 

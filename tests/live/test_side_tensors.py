@@ -33,7 +33,10 @@ def only(report: Report) -> Finding:
 
 def run_fix(finding: Finding, **names: Any) -> None:
     """Run the last code with a broadcast or a seed in a fix."""
-    code = re.findall(r"(?:for \w in [^:]+: \S+\(\S+, \w+\))|\w+(?:\.\w+)*\.(?:manual_)?seed\(seed\)", str(finding.fix))
+    text, start = str(finding.fix), "state = ["
+    code = re.findall(r"(?:for \w in [^:]+: \S+\(\S+, \w+\))|\w+(?:\.\w+)*\.(?:manual_)?seed\(seed\)", text)
+    if start in text:
+        code.append(start + text.partition(start)[2].removesuffix("."))
     assert code, str(finding.fix)
     for line in code:
         exec(line, {"torch": torch, "dist": dist, "random": random, **names})
@@ -104,7 +107,7 @@ def test_masks(syncheck_rank: Any, mask: Callable[[Net, int], None], ranks: tupl
     mask(model, syncheck_rank.rank)
     finding = only(all_pass(each_rank(check, wrapper, optimizer)))
     assert (finding.code, finding.ranks, finding.certainty) == ("SYN226", ranks, "likely")
-    run_fix(finding, model=model, rank=0)
+    run_fix(finding, model=model, optimizer=optimizer, rank=0)
     assert all_pass(each_rank(check, wrapper, optimizer)).verdict == "in_sync"
 
 

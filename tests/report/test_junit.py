@@ -196,7 +196,7 @@ def test_allowed_findings_pass(tmp_path: Path) -> None:
     agree(report, root)
     assert set(results_by_case(root).values()) == {"passed"}
     (text,) = (out.text for out in root.iter("system-out") if "SYN201" in str(out.text))
-    assert "SYN201 bn-local-stats (warning, likely, allowed) on ranks 0-1" in str(text)
+    assert "SYN201 bn-local-stats (warning, consistent, allowed) on ranks 0-1" in str(text)
 
 
 def test_findings_without_tensors_fail_cases() -> None:

@@ -91,7 +91,7 @@ def test_allowed_findings_and_unreadable_files(tmp_path: Path) -> None:
         save_pth(tmp_path / f"rank{rank}.pth", changed(network(), "running_mean", by=rank))
     allowed = markdown.render(syncheck.compare(tmp_path, options=syncheck.Options(allow=("SYN201",))))
     assert re.match("## syncheck: IN SYNC, .*SYN201", allowed)
-    assert "#### SYN201 bn-local-stats (warning, likely, allowed) on ranks 0-1" in allowed
+    assert "#### SYN201 bn-local-stats (warning, consistent, allowed) on ranks 0-1" in allowed
     (tmp_path / "rank2.pth").write_text("no checkpoint")
     page = markdown.render(syncheck.compare(tmp_path))
     assert re.match("## syncheck: OUT OF SYNC, .*1 file", page)
