@@ -11,7 +11,7 @@ from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks, largest_first, minority_of
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
-from syncheck.tensors.value_kinds import SCALES
+from syncheck.tensors.value_kinds import SCALES, is_lbfgs_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,6 +25,8 @@ FEW = 2
 SHARE = 0.05
 # In a run of up to this many steps, state lost at the start also causes a lag of only a few steps.
 SHORT = 5
+# A rank may skip up to this many steps in a row, for example while its loss is NaN.
+BURST = 10
 
 
 class Origin(Sentence):
@@ -73,7 +75,9 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
         if len(set(counts.values())) > 1:
             counters.append(StepCounter(diff.name, counts, diff, diff.minority))
     for value in case.of_values():
-        numbers = _known_numbers(value.by_rank, value.by_rank) if value.kind == "counter" else {}
+        # LBFGS counts iterations within a step, and their number depends on the loss.
+        is_counter = value.kind == "counter" and not is_lbfgs_state(value.name)
+        numbers = _known_numbers(value.by_rank, value.by_rank) if is_counter else {}
         if len(set(numbers.values())) > 1:
             counters.append(StepCounter(value.name, numbers, None, find_minority(numbers)))
     return tuple(counters)
@@ -97,6 +101,31 @@ def below_highest(by_rank: Mapping[int, float]) -> tuple[int, ...]:
 def odd_ranks(counters: Iterable[StepCounter]) -> tuple[int, ...]:
     """Return the ranks outside the majority, or without a majority the ranks with smaller counts."""
     return tuple(sorted({rank for counter in counters for rank in counter.odd or counter.behind}))
+
+
+def healthy_count(case: Case, counter: StepCounter) -> float | None:
+    """Return the number of steps that the healthy ranks counted; None if neither the step nor a majority shows it.
+
+    Trainers that number the steps from 0 store a number below the count.
+    """
+    counts, metadata = set(counter.by_rank.values()), case.group.evidence.metadata
+    step = case.group.step if metadata.step is None else metadata.step
+    if step is not None:
+        possible = counts & {step, step + 1}
+        if len(possible) == 1:
+            return possible.pop()
+    agreed = {count for rank, count in counter.by_rank.items() if rank not in counter.odd}
+    return agreed.pop() if counter.odd and len(agreed) == 1 else None
+
+
+def are_partial(case: Case) -> bool:
+    """Whether some step counters differ and others agree, so that a part of the optimizer took other steps."""
+    return any(diff.kind == "optimizer_step" for diff in case.tensors) and bool(case.agreeing("optimizer_step"))
+
+
+def parameters_agree(case: Case) -> bool:
+    """Whether parameters were compared, and all of them are equal: no rank took another step so far."""
+    return bool(case.compared("parameter")) and case.agrees("parameter")
 
 
 def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
