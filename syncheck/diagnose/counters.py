@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -121,6 +122,25 @@ def healthy_count(case: Case, counter: StepCounter) -> float | None:
 def are_partial(case: Case) -> bool:
     """Whether some step counters differ and others agree, so that a part of the optimizer took other steps."""
     return any(diff.kind == "optimizer_step" for diff in case.tensors) and bool(case.agreeing("optimizer_step"))
+
+
+def is_whole_optimizer(case: Case, names: Collection[str]) -> bool:
+    """Whether the parameters are all those of some of several optimizers, as in a GAN. names: of other steps."""
+    sizes: Counter[str] = Counter()
+    lagging: Counter[str] = Counter()
+    for counter in case.names_of("optimizer_step"):
+        optimizer = _optimizer_of(case, counter)
+        sizes[optimizer] += 1
+        lagging[optimizer] += case.owner_of(counter) in names
+    return len(sizes) > 1 and all(count in (0, sizes[optimizer]) for optimizer, count in lagging.items())
+
+
+def _optimizer_of(case: Case, counter: str) -> str:
+    """Return the number of the optimizer of a step counter if there are several, else an empty text."""
+    parameter = parameter_of(counter)
+    head, _, remainder = parameter.partition(".")
+    is_number = head.isdecimal() and bool(remainder) and parameter not in case.group.evidence.names
+    return head if is_number else ""
 
 
 def parameters_agree(case: Case) -> bool:

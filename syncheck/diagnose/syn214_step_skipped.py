@@ -7,10 +7,10 @@ too, the rank missed the whole step. With several optimizers, as in a GAN, the c
 The stored step, or else the majority, shows which ranks took a step less or more; without both, the finding names the
 ranks behind, and claims no direction.
 
-A rank that loaded its optimizer state, or its model and optimizer, of a few steps before has the same counters (SYN215).
-The finding is therefore "consistent", except in two cases: the lag grew since an earlier step, so that steps were
-skipped repeatedly, or this step and the previous step were saved, and the parameters and the optimizer state of the
-rank are bitwise equal to the other ranks' values at the previous step while BatchNorm's counts agree. SGD counts no
+A rank that loaded its optimizer state, or its model and optimizer, of a few steps before has the same counters
+(SYN215). The finding is therefore "consistent", except in two cases: the lag grew since an earlier step, so that steps
+were skipped repeatedly, or this step and the previous step were saved, and the parameters and the optimizer state of
+the rank are bitwise equal to the other ranks' values at the previous step while BatchNorm's counts agree. SGD counts no
 steps, so that only the second case shows a skipped step.
 
 Cause: a rank skipped a batch on its own: `continue` for a bad or short batch, a NaN or infinite loss or gradient on
@@ -72,8 +72,8 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "A rank took fewer optimizer steps than the other ranks: it decided on its own to skip a batch, or went back by "
-        "a few steps when it loaded a checkpoint."
+        "A rank took fewer optimizer steps than the other ranks: it decided on its own to skip a batch, or went back "
+        "by a few steps when it loaded a checkpoint."
     )
     CAUSE_EXTRA = (
         "A rank took more optimizer steps than the other ranks: it called optimizer.step() twice for a batch, or had a "

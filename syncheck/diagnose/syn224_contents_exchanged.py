@@ -2,8 +2,9 @@
 
 Signature: a tensor of one rank is bitwise equal to another tensor of the other ranks, and is not constant. This proves
 that the values were moved. Entries of a list in an optimizer's state do not count: LBFGS shifts its history at every
-iteration, so a rank with an iteration less holds older entries. If the ranks have trained since, the values are no longer equal, but two parameters of a
-rank have nearly the direction of each other (cosine of at least 0.8), and not their own (cosine under 0.6).
+iteration, so a rank with an iteration less holds older entries. If the ranks have trained since, the values are no
+longer equal, but two parameters of a rank have nearly the direction of each other (cosine of at least 0.8), and not
+their own (cosine under 0.6).
 
 Cause: a rank registered its parameters or buffers in another order, for example in the order of a set, and
 DistributedDataParallel pairs them by position; or it loaded the state of an optimizer, which has no names, into
