@@ -135,6 +135,12 @@ def is_whole_optimizer(case: Case, names: Collection[str]) -> bool:
     return len(sizes) > 1 and all(count in (0, sizes[optimizer]) for optimizer, count in lagging.items())
 
 
+def is_optimizer_behind(case: Case) -> bool:
+    """Whether all counters of some of several optimizers differ, and those of the others agree."""
+    names = frozenset(case.owner_of(diff.name) for diff in case.of_kind("optimizer_step"))
+    return bool(names and case.agreeing("optimizer_step")) and is_whole_optimizer(case, names)
+
+
 def _optimizer_of(case: Case, counter: str) -> str:
     """Return the number of the optimizer of a step counter if there are several, else an empty text."""
     parameter = parameter_of(counter)
@@ -170,7 +176,9 @@ def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
     if most is not None and lag_grew(most, case.series):
         counters = () if far else counters
     else:
-        counters = tuple(counter for counter in counters if counter.far is far)
+        # One of several optimizers lost its state less often than a rank skipped some of its steps.
+        is_skipped = is_optimizer_behind(case) and most is not None and most.lag <= BURST
+        counters = tuple(counter for counter in counters if (counter.far and not is_skipped) is far)
     if not counters or scaler_explains(case, counters):
         return ()
     # A stale rank holds the other ranks' state of an earlier step, so it has not lost its state.

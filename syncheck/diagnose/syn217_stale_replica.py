@@ -24,7 +24,7 @@ from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import (
     FEW,
     fitting,
-    is_whole_optimizer,
+    is_optimizer_behind,
     only_skipped,
     ran_forward,
     scales_of,
@@ -77,7 +77,8 @@ def apply(case: Case) -> Match | None:
     """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
     group = case.group
     if group.evidence.stale:
-        return None if _skipped_step(group) or _skipped_optimizer(case) else _match_stale(case)
+        # The other optimizers of a stale rank would be old too.
+        return None if _skipped_step(group) or is_optimizer_behind(case) else _match_stale(case)
     # A rank is not stale any more if it was set back and continued training, but the series shows when it was.
     first = stale_at_first(case)
     if first is None or _skipped_step(first) or ran_forward(first) is True:
@@ -108,12 +109,6 @@ def _is_certain(group: Comparison, values: Sequence[ValueDiff]) -> bool:
 def _skipped_step(group: Comparison) -> bool:
     """Whether the stale ranks ran the forward pass, or found an overflow, and skipped the optimizer step."""
     return only_skipped(group) or (bool(scales_of(group)) and ran_forward(group) is not False)
-
-
-def _skipped_optimizer(case: Case) -> bool:
-    """Whether only the tensors of one of several optimizers are old, as in a GAN."""
-    names = frozenset(case.owner_of(diff.name) for diff in case.of_kind("optimizer_step"))
-    return bool(names and case.agreeing("optimizer_step")) and is_whole_optimizer(case, names)
 
 
 def _match_stale(case: Case) -> Match | None:
