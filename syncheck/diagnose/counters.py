@@ -176,7 +176,7 @@ def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
     if most is not None and lag_grew(most, case.series):
         counters = () if far else counters
     else:
-        # One of several optimizers lost its state less often than a rank skipped some of its steps.
+        # A rank skips a few steps of an optimizer, as in a GAN, more often than it loses the state of only one of them.
         is_skipped = is_optimizer_behind(case) and most is not None and most.lag <= BURST
         counters = tuple(counter for counter in counters if (counter.far and not is_skipped) is far)
     if not counters or scaler_explains(case, counters):

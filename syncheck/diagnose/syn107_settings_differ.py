@@ -111,11 +111,11 @@ class Text(Sentence):
         "{size}"
     )
     ONLY_ROUNDING = (
-        "{count:count differing parameter} {count:verb has|have} another cause: these settings change rounding only"
+        "{count:count differing parameter} {count:verb has|have} another cause: the settings change rounding only"
     )
     UNEXPLAINED = (
-        "{count:count differing parameter} {count:verb has|have} another cause beside the settings: "
-        "{count:verb it|they} or {count:verb its|their} moments differ by more than these settings explain"
+        "{count:count differing parameter} {count:verb has|have} another cause beside the settings, which explain only "
+        "smaller differences of parameters and moments"
     )
     GRADIENTS_UNKNOWN = "no first moment was compared, so it is unknown whether gradients are averaged"
 

@@ -25,6 +25,11 @@ STEPS = 30
 EVENT = 20  # the step of a fault
 
 
+def describe(value: Any) -> str:
+    """Return the name of a function, or the text of settings."""
+    return getattr(value, "__name__", str(value))
+
+
 def adamw(parameters: Any) -> Any:
     """Return an optimizer with decoupled weight decay."""
     return torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.01)
@@ -102,7 +107,7 @@ def run(folder: Path, make: Callable[..., Any], settings: dict[str, Any], fault:
         (sgd, {"weight_decay": 5.01e-4}),
         (sgd, {"momentum": 0.5}),
     ],
-    ids=str,
+    ids=describe,
 )
 def test_settings_that_explain_everything(tmp_path: Path, make: Any, settings: dict[str, Any]) -> None:
     """Without another fault, SYN107 is the only finding, and covers the parameters."""
@@ -122,7 +127,7 @@ def test_settings_that_explain_everything(tmp_path: Path, make: Any, settings: d
         (sgd, {"foreach": True}),
         (sgd, {"lr": 0.05000001}),
     ],
-    ids=str,
+    ids=describe,
 )
 def test_settings_without_effect(tmp_path: Path, make: Any, settings: dict[str, Any], fault: Any) -> None:
     """A setting that changes only rounding, or by a tiny part, leaves the differences to another finding."""
