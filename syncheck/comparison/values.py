@@ -10,7 +10,14 @@ from syncheck.comparison.model_values import ModelValues
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
 from syncheck.tensors.names import is_rng_state
-from syncheck.tensors.value_kinds import SCALES, differs_by_design, is_membership, make_value_classifier, values_of
+from syncheck.tensors.value_kinds import (
+    SCALES,
+    differs_by_design,
+    is_lbfgs_state,
+    is_membership,
+    make_value_classifier,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +80,7 @@ def compare_values(
         if not strict:
             # If only parameters are selected, files without an optimizer are complete.
             missing = missing and wanted(name, "optimizer")
-            missing = missing and one_format and kind in ("setting", "scaler")
+            missing = missing and one_format and (kind in ("setting", "scaler") or is_lbfgs_state(name))
             is_scale = (
                 name.rpartition(".")[2] in SCALES
             )  # fairseq stores it in the optimizer state, without a container

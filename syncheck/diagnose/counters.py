@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks, largest_first, minority_of
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
-from syncheck.tensors.value_kinds import SCALES
+from syncheck.tensors.value_kinds import SCALES, is_lbfgs_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,8 @@ FEW = 2
 SHARE = 0.05
 # In a run of up to this many steps, state lost at the start also causes a lag of only a few steps.
 SHORT = 5
+# A rank may skip up to this many steps in a row, for example while its loss is NaN.
+BURST = 10
 
 
 class Origin(Sentence):
@@ -73,7 +76,9 @@ def counters_of(case: Case) -> tuple[StepCounter, ...]:
         if len(set(counts.values())) > 1:
             counters.append(StepCounter(diff.name, counts, diff, diff.minority))
     for value in case.of_values():
-        numbers = _known_numbers(value.by_rank, value.by_rank) if value.kind == "counter" else {}
+        # LBFGS counts iterations within a step, and their number depends on the loss.
+        is_counter = value.kind == "counter" and not is_lbfgs_state(value.name)
+        numbers = _known_numbers(value.by_rank, value.by_rank) if is_counter else {}
         if len(set(numbers.values())) > 1:
             counters.append(StepCounter(value.name, numbers, None, find_minority(numbers)))
     return tuple(counters)
@@ -99,6 +104,56 @@ def odd_ranks(counters: Iterable[StepCounter]) -> tuple[int, ...]:
     return tuple(sorted({rank for counter in counters for rank in counter.odd or counter.behind}))
 
 
+def healthy_count(case: Case, counter: StepCounter) -> float | None:
+    """Return the number of steps that the healthy ranks counted; None if neither the step nor a majority shows it.
+
+    Trainers that number the steps from 0 store a number below the count.
+    """
+    counts, metadata = set(counter.by_rank.values()), case.group.evidence.metadata
+    step = case.group.step if metadata.step is None else metadata.step
+    if step is not None:
+        possible = counts & {step, step + 1}
+        if len(possible) == 1:
+            return possible.pop()
+    agreed = {count for rank, count in counter.by_rank.items() if rank not in counter.odd}
+    return agreed.pop() if counter.odd and len(agreed) == 1 else None
+
+
+def are_partial(case: Case) -> bool:
+    """Whether some step counters differ and others agree, so that a part of the optimizer took other steps."""
+    return any(diff.kind == "optimizer_step" for diff in case.tensors) and bool(case.agreeing("optimizer_step"))
+
+
+def is_whole_optimizer(case: Case, names: Collection[str]) -> bool:
+    """Whether the parameters are all those of some of several optimizers, as in a GAN. names: of other steps."""
+    sizes: Counter[str] = Counter()
+    lagging: Counter[str] = Counter()
+    for counter in case.names_of("optimizer_step"):
+        optimizer = _optimizer_of(case, counter)
+        sizes[optimizer] += 1
+        lagging[optimizer] += case.owner_of(counter) in names
+    return len(sizes) > 1 and all(count in (0, sizes[optimizer]) for optimizer, count in lagging.items())
+
+
+def is_optimizer_behind(case: Case) -> bool:
+    """Whether all counters of some of several optimizers differ, and those of the others agree."""
+    names = frozenset(case.owner_of(diff.name) for diff in case.of_kind("optimizer_step"))
+    return bool(names and case.agreeing("optimizer_step")) and is_whole_optimizer(case, names)
+
+
+def _optimizer_of(case: Case, counter: str) -> str:
+    """Return the number of the optimizer of a step counter if there are several, else an empty text."""
+    parameter = parameter_of(counter)
+    head, _, remainder = parameter.partition(".")
+    is_number = head.isdecimal() and bool(remainder) and parameter not in case.group.evidence.names
+    return head if is_number else ""
+
+
+def parameters_agree(case: Case) -> bool:
+    """Whether parameters were compared, and all of them are equal: no rank took another step so far."""
+    return bool(case.compared("parameter")) and case.agrees("parameter")
+
+
 def farthest(counters: Iterable[StepCounter]) -> StepCounter | None:
     """Return the counter with the largest lag."""
     return max(counters, key=lambda counter: counter.lag, default=None)
@@ -121,7 +176,9 @@ def fitting(case: Case, *, far: bool) -> tuple[StepCounter, ...]:
     if most is not None and lag_grew(most, case.series):
         counters = () if far else counters
     else:
-        counters = tuple(counter for counter in counters if counter.far is far)
+        # A rank skips a few steps of an optimizer, as in a GAN, more often than it loses the state of only one of them.
+        is_skipped = is_optimizer_behind(case) and most is not None and most.lag <= BURST
+        counters = tuple(counter for counter in counters if (counter.far and not is_skipped) is far)
     if not counters or scaler_explains(case, counters):
         return ()
     # A stale rank holds the other ranks' state of an earlier step, so it has not lost its state.

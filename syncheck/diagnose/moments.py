@@ -10,11 +10,12 @@ Means over tensors are weighted by the elements, so that a bias of two numbers d
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import evidence_of
-from syncheck.findings import MEASURED, SECOND_MOMENTS
+from syncheck.findings import FIRST_MOMENTS, MEASURED, SECOND_MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # SGD's momentum contains the weight decay of unequal parameters: wd / (1 - momentum) times their difference, less in
 # the first steps and a little more later, because the difference shrinks. Measured: 0.27 to 1.04 times, in all tensors.
 DECAY_ROOM = 1.25
+# SGD's usual weight decay.
+USUAL_DECAY = 5e-4
 # Bounds of the share of smaller second moments if all ranks have gradients of their own.
 BOTH_SIDES = (0.35, 0.65)
 
@@ -104,21 +107,65 @@ def only_decay(case: Case) -> bool:
     to the gradients, and AdamW does not.
     """
     differing = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "optimizer"]
-    differences = {
-        name: float(diff.max_abs) for name, diff in case.differing_parameters().items() if diff.max_abs is not None
-    }
-    if not differing or not differences:
+    # The first moments show the size of the difference, which squares do not.
+    averages = [diff for diff in differing if not _is_square(diff.name)]
+    if not averages or not case.differing_parameters():
         return False
-    largest = max(differences.values())
     shares = {"momentum_buffer": decay_share(case), "exp_avg": _adam_decay(case)}
-    for diff in differing:
-        if _is_square(diff.name):  # their first moments show the size of the difference
-            continue
-        share = shares.get(diff.name.rpartition(".")[2], 0.0)
-        explained = DECAY_ROOM * share * differences.get(case.owner_of(diff.name), largest)
-        if diff.max_abs is None or float(diff.max_abs) > explained:
+    sizes = _Sizes(case)
+    return all(sizes.explain(diff, shares.get(diff.name.rpartition(".")[2], 0.0)) for diff in averages)
+
+
+def unexplained_by_decay(case: Case, diffs: Iterable[TensorDiff], decay: float = 0.0) -> list[TensorDiff]:
+    """Return the averages of gradients that differ by more than weight decay within the gradients explains.
+
+    decay: the difference of the weight decay between the ranks. Squares are explained by any decay.
+    """
+    sizes, settings = _Sizes(case), case.group.evidence.hyperparameters
+    momentum = settings.get("momentum", 0.0)
+    length = 1 / (1 - momentum) if 0 <= momentum < 1 else 1.0
+    # Only the first parameter group is known, which often has no decay, unlike the others.
+    of_sgd = max(decay_share(case), 0.0 if settings.get("weight_decay") else USUAL_DECAY * length)
+    unexplained = []
+    for diff in diffs:
+        state = diff.name.rpartition(".")[2]
+        is_sgd = state == "momentum_buffer"
+        share = of_sgd if is_sgd else _adam_decay(case)
+        if state not in FIRST_MOMENTS:
+            is_explained = bool(share or decay)
+        else:
+            is_explained = sizes.explain(diff, share, decay * length if is_sgd else decay)
+        if not is_explained:
+            unexplained.append(diff)
+    return unexplained
+
+
+class _Sizes:
+    """The differences and norms of the differing parameters."""
+
+    def __init__(self, case: Case) -> None:
+        """Read the differences of the parameters."""
+        self.case = case
+        parameters = case.differing_parameters()
+        self.differences = {name: float(diff.max_abs) for name, diff in parameters.items() if diff.max_abs is not None}
+        self.norms = {
+            name: max(evidence_of(diff).norms.values(), default=math.inf) for name, diff in parameters.items()
+        }
+        self.largest = max(self.differences.values(), default=None)
+
+    def explain(self, diff: TensorDiff, share: float, decay: float = 0.0) -> bool:
+        """Whether a first moment differs by at most this share of the parameter's difference, and a part of its norm.
+
+        decay: the part of the norm.
+        """
+        if diff.max_abs is None or self.largest is None:
             return False
-    return any(not _is_square(diff.name) for diff in differing)
+        owner = self.case.owner_of(diff.name)
+        explained = share * self.differences.get(owner, self.largest)
+        if decay:
+            # No element is larger than the norm. Without a norm, nothing bounds the effect of another decay.
+            explained += decay * self.norms.get(owner, 0.0)
+        return float(diff.max_abs) <= DECAY_ROOM * explained
 
 
 def _adam_decay(case: Case) -> float:

@@ -3,8 +3,11 @@
 Signature: a step or epoch counter of the checkpoint differs between ranks. Or the files record the same step, but
 BatchNorm's counts and all step counters of the optimizer lag on the same ranks, by more than a step or two. Or no step
 is stored, all step counters of the optimizer differ, and neither a skipped step (SYN214) nor unrestored state (SYN215)
-explains them. Tensors changed by training may differ between ranks of different progress. Frozen parameters, weight
-decay, and differences between ranks of the same step have another cause.
+explains them. A recorded epoch, or a recorded step more than ten steps behind, proves another moment. A rank that skips
+a step before it counts the step records a smaller step too, in a file of the same moment. If the recorded step lags by
+ten steps or less and no epoch differs, or if the lag grew since an earlier step, the finding is therefore "consistent",
+beside SYN214. So is a finding by counters alone. Tensors changed by training may differ between ranks of different
+progress. Frozen parameters, weight decay, and differences between ranks of the same step have another cause.
 
 Cause: a rank did not save at the last step, an older file remained in the folder, the ranks resumed from checkpoints of
 different steps, or one rank stopped earlier than the other ranks.
@@ -19,10 +22,12 @@ huggingface/transformers#28270; Megatron-LM warns and takes the larger step.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import (
+    BURST,
     counters_of,
     farthest,
     find_minority,
@@ -64,6 +69,15 @@ class Text(Sentence):
         "{counters:verb differs|differ} by an unknown number"
     )
     DIFF_FORWARDS_LAG_DESPITE_STEP = "num_batches_tracked lags too, although A and B recorded the same step"
+    CAUSE_UNCOUNTED = (
+        "The ranks record different steps: a rank saved, resumed or stopped at another step, or it skipped a step "
+        "without counting the step."
+    )
+    FIX_UNCOUNTED = (
+        "Compare the times at which the files were saved. Files of different steps: compare files of one step. Files "
+        "of one moment: decide on all ranks together whether to skip a batch, and count the step on every rank. "
+        "Before saving or resuming, all-reduce MIN and MAX of the step over the ranks and stop if they differ."
+    )
     FIX = (
         "Compare files of one step. Before saving or resuming, all-reduce MIN and MAX of the step over the ranks and "
         "stop if they differ."
@@ -77,6 +91,7 @@ class Text(Sentence):
         "The ranks took different numbers of optimizer steps: {counters:count step counter} "
         "{counters:verb differs|differ} by an unknown number"
     )
+    MAY_BE_SKIPPED = "a rank that skips steps before it counts them would record the same, at the same moment"
     FORWARDS_LAG = "num_batches_tracked lags too"
     FORWARDS_LAG_DESPITE_STEP = "num_batches_tracked lags too, although all ranks recorded the same step"
 
@@ -88,7 +103,42 @@ def apply(case: Case) -> Match | None:
         return _match_step_counters(case)
     by_rank = _comparable_values(progress)
     facts = (Text.PROGRESS(name=progress.name, values=by_rank),)
-    return _match(case, find_minority(by_rank) or case.group.ranks, facts, by_rank)
+    ranks = find_minority(by_rank) or case.group.ranks
+    if case.group.labels or not _may_be_skipped(case):
+        return _match(case, ranks, facts, by_rank)
+    match = _match(case, ranks, (*facts, Text.MAY_BE_SKIPPED()), by_rank)
+    match = replace(match, cause=Text.CAUSE_UNCOUNTED, fix=Text.FIX_UNCOUNTED)
+    return replace(match, certainty="consistent", alternatives=("SYN214",))
+
+
+def _may_be_skipped(case: Case) -> bool:
+    """Whether ranks that skip steps without counting them explain the recorded progress."""
+    recorded = [diff for diff in case.of_values() if diff.kind == "progress" and _differs(diff)]
+    if any("epoch" in diff.name.lower() for diff in recorded):
+        return False
+    lags = {diff.name: _find_lag(diff) for diff in recorded}
+    # A progress in batches or samples lags by more than the steps of the optimizer.
+    lags |= {counter.name: counter.lag for counter in counters_of(case)}
+    known = [lag for lag in lags.values() if lag is not None]
+    return (bool(known) and min(known) <= BURST) or any(_lagged_less(case, diff) for diff in recorded)
+
+
+def _lagged_less(case: Case, progress: ValueDiff) -> bool:
+    """Whether the ranks recorded a smaller lag at an earlier step, so that a rank skips steps again and again."""
+    now = _find_lag(progress)
+    for group in case.steps()[:-1]:
+        for earlier in group.values:
+            lag = _find_lag(earlier) if earlier.name == progress.name else None
+            if lag and now is not None and lag < now:
+                return True
+    return False
+
+
+def _find_lag(progress: ValueDiff) -> float | None:
+    """Return the largest difference between the recorded numbers; None if a rank recorded no number."""
+    values = [value for value in progress.by_rank.values() if value is not None]
+    numbers = [float(value) for value in values if isinstance(value, (int, float)) and value == value]
+    return max(numbers) - min(numbers) if numbers and len(numbers) == len(values) else None
 
 
 def _match_step_counters(case: Case) -> Match | None:
@@ -108,11 +158,15 @@ def _match_step_counters(case: Case) -> Match | None:
     stored = case.group.evidence.stores_progress
     if known and forwards_lag(case, known) and (not stored or any(counter.far for counter in known)):
         lag = Text.FORWARDS_LAG_DESPITE_STEP() if stored else Text.FORWARDS_LAG()
-        return _match(case, ranks, (fact, lag), counts)
+        # A rank that skips whole batches, or was set back, lags in the same way.
+        return replace(
+            _match(case, ranks, (fact, lag), counts), certainty="consistent", alternatives=("SYN214", "SYN217")
+        )
     # If the files record the same step, different counters have another cause.
     if stored or fitting(case, far=True) or fitting(case, far=False) or (known and scaler_explains(case, known)):
         return None
-    return _match(case, ranks, (fact,), counts)
+    others = ("SYN215",) if counts else ("SYN214", "SYN215")
+    return replace(_match(case, ranks, (fact,), counts), certainty="consistent", alternatives=others)
 
 
 def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progress: Mapping[int, Any]) -> Match:

@@ -4,10 +4,15 @@ Signature: a value of the optimizer's parameter groups (learning rate, weight de
 groups) or of a scheduler's state differs. In a running job also: `requires_grad` of a parameter, or the order in which
 modules register their parameters or buffers; the finding then covers the tensors that are not at the same positions.
 Modules in training mode on some ranks only are a warning that does not fail. The finding also covers parameters and
-optimizer state if ranks with equal settings hold equal bytes, and the first moments still have the same direction
-(median cosine of 0.9 or more): averaged gradients, but unequal steps. It covers only the values in two cases: only a
-scheduler's state differs and has not changed a learning rate yet, or gradients are evidently not averaged (SYN211,
-SYN212).
+optimizer state if ranks with equal settings hold equal bytes, and the settings explain the differences: averaged
+gradients, but unequal steps. Another learning rate, eps or decoupled weight decay changes no average of gradients, so
+that exp_avg and momentum_buffer must agree, except for the weight decay of unequal parameters within the gradients.
+Other settings may change moments, which must then still have the same direction (median cosine of 0.9 or more), unless
+the settings turn them. A learning rate or weight decay that differs by less than 1 % explains small differences only,
+and foreach, fused, capturable and differentiable explain rounding only. All other differences have a finding of their
+own. The finding covers only the values, too, if only a scheduler's state differs and has not changed a learning rate
+yet. Without moments in the files, it is "likely" if ranks with equal settings hold equal parameters, and otherwise
+"consistent".
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not
@@ -26,14 +31,18 @@ huggingface/transformers#48162 (buffers registered in the order of a set).
 
 from __future__ import annotations
 
-from statistics import median
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, cosines, follower_facts, largest_difference, limit_facts
+from syncheck.diagnose.case import Case, Match, follower_facts, largest_difference, limit_facts
 from syncheck.diagnose.counters import find_minority
-from syncheck.diagnose.moments import only_decay
+from syncheck.diagnose.settings_effect import (
+    choose_only_rounding,
+    find_explained,
+    has_equal_settings,
+    has_gradient_averages,
+)
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
 from syncheck.tensors.kinds import BN_STATISTICS
 from syncheck.tensors.value_kinds import ORDERS, REQUIRES_GRAD, SETTINGS, TRAINING
 
@@ -47,10 +56,6 @@ SLUG = "settings-differ"
 SEVERITY = "error"
 CERTAINTY = "proved"
 
-# Median cosine of first moments above which gradients count as averaged, as in SYN211.
-ALIKE = 0.9
-# Settings with an effect on the direction of the first moments.
-_OF_MOMENTS = frozenset("betas momentum dampening nesterov weight_decay alpha params (positions)".split())
 _MOST = 3  # settings
 
 
@@ -72,6 +77,10 @@ class Text(Sentence):
         "Build the optimizer and the scheduler from one configuration on every rank. Step ReduceLROnPlateau and "
         "similar schedulers with a number equal on all ranks: dist.all_reduce(loss); "
         "scheduler.step(loss / dist.get_world_size()). Then resume from a checkpoint in which the ranks agree."
+    )
+    CAUSE_ROUNDING = (
+        "The ranks use different implementations of the optimizer (foreach, fused, capturable or differentiable), "
+        "whose steps differ by rounding only."
     )
     CAUSE_ORDER = (
         "The ranks register parameters or buffers in different orders. DistributedDataParallel pairs them by position, "
@@ -101,6 +110,13 @@ class Text(Sentence):
         "{count} of {total:count parameter} {count:verb differs|differ}, only between ranks with different settings, "
         "{size}"
     )
+    ONLY_ROUNDING = (
+        "{count:count differing parameter} {count:verb has|have} another cause: the settings change rounding only"
+    )
+    UNEXPLAINED = (
+        "{count:count differing parameter} {count:verb has|have} another cause beside the settings, which explain only "
+        "smaller differences of parameters and moments"
+    )
     GRADIENTS_UNKNOWN = "no first moment was compared, so it is unknown whether gradients are averaged"
 
 
@@ -118,8 +134,9 @@ def apply(case: Case) -> Match | None:
     covered = _find_exchanged(case, orders)
     facts = _order_facts(case, orders, covered)
     if others:
-        explained = _explained_tensors(case, acting) if acting else ()
+        explained, unexplained = find_explained(case, acting, others) if acting else ((), ())
         facts += [*_settings_facts(others), *_parameter_facts(case, explained), *follower_facts(explained)]
+        facts += _unexplained_facts(acting, unexplained)
         exchanged = {diff.name for diff in covered}
         covered = (*covered, *(diff for diff in explained if diff.name not in exchanged))
     facts += _mode_facts(modes)
@@ -127,7 +144,18 @@ def apply(case: Case) -> Match | None:
         facts += case.agreement_facts(covered)
     cause, fix = _choose_cause(orders, others)
     names = tuple(diff.name for diff in (*orders, *others))
-    return Match(covered, _find_odd(case, [*orders, *others]), facts, names, cause, fix)
+    match = Match(covered, _find_odd(case, [*orders, *others]), facts, names, cause, fix)
+    return _limit_certainty(case, match, acting)
+
+
+def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> Match:
+    """Return the match; without moments, unequal gradients may be a cause of covered parameters too."""
+    is_covered = any(diff.kind == "parameter" for diff in match.tensors)
+    if not acting or not is_covered or has_gradient_averages(case):
+        return match
+    if has_equal_settings(case, acting):
+        return replace(match, certainty="likely")
+    return replace(match, certainty="consistent", alternatives=("SYN211", "SYN213"))
 
 
 def _choose_cause(orders: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> tuple[Sentence | None, Sentence | None]:
@@ -136,7 +164,16 @@ def _choose_cause(orders: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> t
         return Text.CAUSE_ORDER, Text.FIX_ORDER
     if all(diff.name.endswith(f".{REQUIRES_GRAD}") for diff in others):
         return Text.CAUSE_GRADIENTS, Text.FIX_GRADIENTS
-    return None, None
+    return (Text.CAUSE_ROUNDING, None) if choose_only_rounding(others) else (None, None)
+
+
+def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> list[Message]:
+    """State how many parameters differ by more than the settings explain."""
+    count = sum(diff.kind == "parameter" for diff in unexplained)
+    if not count:
+        return []
+    sentence = Text.ONLY_ROUNDING if choose_only_rounding(acting) else Text.UNEXPLAINED
+    return [sentence(count=count)]
 
 
 def _find_exchanged(case: Case, orders: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
@@ -210,21 +247,3 @@ def _describe_setting(diff: ValueDiff) -> Message:
     first, *others = members
     partial = tuple(sorted(first.union(*others) - first.intersection(*others)))
     return Text.MEMBERS(name=diff.name, names=partial) if partial else Text.ORDER(name=diff.name)
-
-
-def _explained_tensors(case: Case, acting: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
-    """Return the trained tensors that differ only between ranks with different settings."""
-    moments = cosines(case.differing_moments().values())
-    turned = only_decay(case) or any(diff.name.rpartition(".")[2] in _OF_MOMENTS for diff in acting)
-    if moments and median(moments) < ALIKE and not turned:
-        return ()
-    settings_of = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
-    equal = [set(ranks) for ranks in group_ranks(settings_of).values()]
-    trained = case.differing("parameter", "optimizer", "ema")
-    return tuple(diff for diff in trained if not any(_differs_within(diff, ranks) for ranks in equal))
-
-
-def _differs_within(diff: TensorDiff, ranks: set[int]) -> bool:
-    """Whether a tensor differs between ranks of this set that should hold the same bytes."""
-    groups = diff.replica_groups or (tuple(rank for cluster in diff.clusters for rank in cluster),)
-    return any(sum(bool(ranks & set(group) & set(cluster)) for cluster in diff.clusters) > 1 for group in groups)

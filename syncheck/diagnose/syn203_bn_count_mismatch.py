@@ -1,6 +1,8 @@
 """BatchNorm counted different numbers of training batches on the ranks.
 
 Signature: `num_batches_tracked` differs. It counts the forward passes in training mode since the buffers were created.
+If means and variances agree, the finding is only "consistent": the statistics were copied or averaged over the ranks
+without the counter, or something else changed the counter.
 
 Cause: the ranks ran different numbers of forward passes in training mode. Possible reasons are uneven data (with or
 without `join`), a batch skipped by one rank, an additional forward pass in training mode on some ranks (warm-up,
@@ -41,6 +43,15 @@ class Text(Sentence):
         "The ranks ran different numbers of forward passes in training mode, so their running statistics come from "
         "different data."
     )
+    CAUSE_COUNT_ALONE = (
+        "The ranks counted different numbers of batches, but their running statistics agree: the statistics were "
+        "copied or averaged over the ranks without the counter, or the counter itself was loaded or changed."
+    )
+    FIX_COUNT_ALONE = (
+        "Look for code that copies, averages or loads running_mean and running_var without num_batches_tracked, and "
+        "for a forward pass on some ranks only. Then broadcast the buffers once: "
+        "for b in model.buffers(): dist.broadcast(b, 0)."
+    )
     FIX = (
         "Give every rank the same number of batches, skip a batch on all ranks or on no rank, and call .eval() before "
         "evaluation. Then broadcast the buffers once: for b in model.buffers(): dist.broadcast(b, 0)."
@@ -55,6 +66,7 @@ class Text(Sentence):
     )
     BY_UP_TO = "by up to {batches:count batch|batches}"
     BY_UNKNOWN_NUMBER = "by an unknown number"
+    STATISTICS_AGREE = "all {count:count running statistic} {count:verb agrees|agree}"
     STATISTICS_TOO = "{count:count running statistic} {count:verb differs|differ} too, {size}"
 
 
@@ -74,6 +86,11 @@ def apply(case: Case) -> Match | None:
     if statistics:
         facts.append(Text.STATISTICS_TOO(count=len(statistics), size=largest_difference(statistics)))
     match = Match((*counts, *statistics), odd, facts)
+    compared = case.compared(*BN_STATISTICS)
+    if compared and case.agrees(*BN_STATISTICS):
+        facts.append(Text.STATISTICS_AGREE(count=compared))
+        match = replace(match, cause=Text.CAUSE_COUNT_ALONE, fix=Text.FIX_COUNT_ALONE)
+        return replace(match, certainty="consistent", alternatives=("SYN205",))
     if not case.differing_parameters():
         return match
     # A file of an earlier step, and weights that were loaded on some ranks, have other counts and other parameters.

@@ -1,18 +1,24 @@
-"""Some ranks skipped an optimizer step.
+"""Some ranks skipped an optimizer step, or took a step more than the other ranks.
 
 Signature: the optimizer's step counters differ by one or two steps, or by less than 5 % of the larger count, and
-parameters or optimizer state differ too. The steps stored in the checkpoints are equal, or there are none. BatchNorm's
-counts usually agree, because the forward pass ran; if they lag too, the rank missed the whole step. SGD counts no
-steps. A skipped step is then recognizable only if this step and the previous step were saved: the parameters and the
-optimizer state of the rank are bitwise equal to the other ranks' values at the previous step, and BatchNorm's counts
-agree.
+parameters differ too. If all parameters agree, no step was skipped, and the finding is SYN215. The steps stored in the
+checkpoints are equal, or there are none. BatchNorm's counts usually agree, because the forward pass ran; if they lag
+too, the rank missed the whole step. With several optimizers, as in a GAN, the counters of a whole optimizer may lag.
+The stored step, or else the majority, shows which ranks took a step less or more; without both, the finding names the
+ranks behind, and claims no direction.
+
+A rank that loaded its optimizer state, or its model and optimizer, of a few steps before has the same counters
+(SYN215). The finding is therefore "consistent", except in two cases: the lag grew since an earlier step, so that steps
+were skipped repeatedly, or this step and the previous step were saved, and the parameters and the optimizer state of
+the rank are bitwise equal to the other ranks' values at the previous step while BatchNorm's counts agree. SGD counts no
+steps, so that only the second case shows a skipped step.
 
 Cause: a rank skipped a batch on its own: `continue` for a bad or short batch, a NaN or infinite loss or gradient on
-this rank only, or missing gradients (None). In a run of a few steps, optimizer state lost at the start looks the same;
-the evidence then mentions it.
+this rank only, or missing gradients (None). Or a rank called `optimizer.step()` twice for a batch, or had a batch more.
 
 Fix: decide on all ranks together. All-reduce the flag (MAX) before the step, so either all ranks step or none. Then
-restart from a checkpoint in which the ranks agree, or broadcast the parameters and optimizer state of one rank.
+restart from a checkpoint in which the ranks agree, or broadcast the parameters and optimizer state of one rank. After
+a step too many: call `optimizer.step()` once per batch on every rank, and give all ranks the same number of batches.
 
 Incidents: NVIDIA-NeMo/Automodel#2468 (per-rank `continue`, different micro-step counts), ecmwf/WeatherGenerator#2718
 and #2724 (the same). Checkpoints of several steps show whether a rank skips steps repeatedly: its lag then grows.
@@ -27,6 +33,7 @@ from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import (
     FEW,
     SHORT,
+    are_partial,
     counter_facts,
     counters_of,
     earlier_lag,
@@ -34,11 +41,12 @@ from syncheck.diagnose.counters import (
     fitting,
     followers,
     forwards_lag,
+    healthy_count,
     lag_grew,
     may_be_old,
     names_of_values,
-    odd_ranks,
     only_skipped,
+    parameters_agree,
     scales_of,
     stale_at_first,
     stale_facts,
@@ -48,6 +56,7 @@ from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from syncheck.diagnose.counters import StepCounter
+    from syncheck.records import Comparison
 
 CODE = "SYN214"
 SLUG = "step-skipped"
@@ -62,69 +71,148 @@ _DECIDE_TOGETHER = (
 class Text(Sentence):
     """The sentences of this finding."""
 
-    CAUSE = "A rank skipped an optimizer step that the other ranks took, because it decided on its own to skip a batch."
+    CAUSE = (
+        "A rank took fewer optimizer steps than the other ranks: it decided on its own to skip a batch, or went back "
+        "by a few steps when it loaded a checkpoint."
+    )
+    CAUSE_EXTRA = (
+        "A rank took more optimizer steps than the other ranks: it called optimizer.step() twice for a batch, or had a "
+        "batch that the other ranks did not have or skipped."
+    )
+    CAUSE_UNEQUAL = (
+        "The ranks took different numbers of optimizer steps: a rank skipped a step on its own, or another rank took a "
+        "step more."
+    )
     DIFF_CAUSE = "One of the runs skipped an optimizer step that the other run took."
     DIFF_FIX = "Look for skipped batches, overflows of the loss scaler and NaN in the logs of both runs."
     DIFF_BATCHES_COUNTED = "BatchNorm counted the same batches in both runs"
     FIX = f"{_DECIDE_TOGETHER} Then restart from a checkpoint in which the ranks agree."
+    FIX_EXTRA = (
+        "Call optimizer.step() once per batch on every rank, and give all ranks the same number of batches "
+        "(DistributedSampler, drop_last=True). Decide on all ranks together whether to skip a batch. Then restart from "
+        "a checkpoint in which the ranks agree."
+    )
     IN_A_JOB = f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer) on all ranks."
     IN_A_JOB_NO_MAJORITY = (
         f"{_DECIDE_TOGETHER} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
         "with a rank that took all steps."
     )
-    SKIPPED = "{ranks:Ranks} skipped {lag:count optimizer step} that {others:ranks} took"
-    SKIPPED_UP_TO = "{ranks:Ranks} skipped up to {lag:count optimizer step} that {others:ranks} took"
+    SKIPPED = "{ranks:Ranks} took {lag:count optimizer step} less than {others:ranks}"
+    SKIPPED_UP_TO = "{ranks:Ranks} took up to {lag:count optimizer step} less than {others:ranks}"
+    EXTRA = "{ranks:Ranks} took {lag:count optimizer step} more than {others:ranks}"
+    EXTRA_UP_TO = "{ranks:Ranks} took up to {lag:count optimizer step} more than {others:ranks}"
     SKIPPED_AFTER_FORWARD = "{ranks:Ranks} ran the forward pass but skipped the optimizer step"
     BATCHES_COUNTED = "BatchNorm counted the same batches on all ranks"
     FORWARD_MISSING = "num_batches_tracked lags too, so the forward pass was also skipped or undone"
     FORWARD_RAN = "num_batches_tracked agrees"
     REPEATED = "at step {step} the lag was {lag:count step}, so steps were skipped more than once"
+    LOADED_STATE = "a rank that loaded its state of {lag:count step} before would look the same"
     LOST_STATE = "optimizer state lost after {lag:count step} would look the same"
     STEP_UNKNOWN = "the files do not store their step, so they may be of different steps"
 
 
 def apply(case: Case) -> Match | None:
     """Match step counters with a small lag, or a rank with stale values after its forward pass."""
-    counters = fitting(case, far=False)
     first = stale_at_first(case)
     if first is not None and (not only_skipped(first) or scales_of(case.group)):
         first = None
     if first is not None:
-        counters = counters_of(case)
-    elif not counters:
+        return _match_stale(case, first)
+    counters = fitting(case, far=False)
+    most = farthest(counters)
+    # A rank with equal parameters took every step.
+    if most is None or parameters_agree(case):
         return None
+    return _match_lag(case, counters, most)
+
+
+def _match_stale(case: Case, first: Comparison) -> Match | None:
+    """Return the match for ranks with the values of the step before. first: the group that shows them."""
+    counters = counters_of(case)
     tensors = followers(case, counters)
     if not any(diff.kind in ("parameter", "optimizer") for diff in tensors) and not counters:
         return None
-    ranks = odd_ranks(counters) if first is None else tuple(first.evidence.stale)
-    most = farthest(counters)
+    ranks, most = tuple(first.evidence.stale), farthest(counters)
     facts = [
-        Text.SKIPPED_AFTER_FORWARD(ranks=ranks) if most is None else _summary(most),
+        Text.SKIPPED_AFTER_FORWARD(ranks=ranks) if most is None else _Progress(case, most).facts()[0],
         *counter_facts(counters),
         *case.parameter_facts(tensors),
+        *stale_facts(first),
+        Text.BATCHES_COUNTED(),
     ]
-    if first is not None:
-        facts += [*stale_facts(first), Text.BATCHES_COUNTED()]
-    else:
-        facts += _forward_facts(case, counters)
     if most is not None:
-        if earlier := earlier_lag(most, case.series):
-            facts.append(Text.REPEATED(step=earlier[0], lag=earlier[1]))
-        if first is None:
-            facts += _doubts(case, most)
-    values = (*names_of_values(counters), *trackers(case, ranks))
-    match = Match(tensors, ranks, facts, values)
-    others = () if first is not None or most is None else _find_alternatives(case, most)
+        facts += _repetition_facts(case, most)
+    return Match(tensors, ranks, facts, (*names_of_values(counters), *trackers(case, ranks)))
+
+
+def _match_lag(case: Case, counters: tuple[StepCounter, ...], most: StepCounter) -> Match:
+    """Return the match for step counters with a small lag. most: the counter with the largest lag."""
+    tensors, progress = followers(case, counters), _Progress(case, most)
+    ranks = tuple(sorted({rank for counter in counters for rank in _Progress(case, counter).odd}))
+    facts = [
+        *progress.facts(),
+        *counter_facts(counters),
+        *case.parameter_facts(tensors),
+        *_forward_facts(case, counters),
+        *_repetition_facts(case, most),
+        *_doubts(case, most),
+    ]
+    match = Match(tensors, ranks, facts, (*names_of_values(counters), *trackers(case, ranks)))
+    if not case.group.labels:  # two runs have a cause of their own
+        match = replace(match, cause=progress.choose_cause(), fix=progress.choose_fix())
+    others = _find_alternatives(case, most)
     return replace(match, certainty="consistent", alternatives=others) if others else match
 
 
-def _summary(counter: StepCounter) -> Message:
-    """State which ranks took fewer steps than the ranks with the highest count."""
-    highest = max(counter.by_rank.values())
-    others = tuple(sorted(rank for rank, count in counter.by_rank.items() if count == highest))
-    lags = {highest - counter.by_rank[rank] for rank in counter.behind}
-    sentence = Text.SKIPPED if len(lags) == 1 else Text.SKIPPED_UP_TO
-    return sentence(ranks=counter.behind, lag=int(counter.lag), others=others)
+class _Progress:
+    """Which ranks took fewer or more steps than the healthy ranks, by a step counter.
+
+    healthy: the count of the healthy ranks; the highest count if nothing shows it.
+    """
+
+    def __init__(self, case: Case, counter: StepCounter) -> None:
+        """Find the healthy ranks of a counter."""
+        count = healthy_count(case, counter)
+        self.by_rank = counter.by_rank
+        self.is_known = count is not None
+        self.healthy = max(counter.by_rank.values()) if count is None else count
+        self.behind = tuple(sorted(rank for rank, count in self.by_rank.items() if count < self.healthy))
+        self.ahead = tuple(sorted(rank for rank, count in self.by_rank.items() if count > self.healthy))
+
+    @property
+    def odd(self) -> tuple[int, ...]:
+        """The ranks that took fewer or more steps."""
+        return (*self.behind, *self.ahead)
+
+    def facts(self) -> list[Message]:
+        """State which ranks took how many steps fewer or more than the healthy ranks."""
+        others = tuple(sorted(rank for rank, count in self.by_rank.items() if count == self.healthy))
+        facts = []
+        for ranks, single, several in (
+            (self.behind, Text.SKIPPED, Text.SKIPPED_UP_TO),
+            (self.ahead, Text.EXTRA, Text.EXTRA_UP_TO),
+        ):
+            lags = {abs(self.by_rank[rank] - self.healthy) for rank in ranks}
+            if lags:
+                sentence = single if len(lags) == 1 else several
+                facts.append(sentence(ranks=ranks, lag=int(max(lags)), others=others))
+        return facts
+
+    def choose_cause(self) -> Sentence | None:
+        """Return the cause; None for ranks that skipped a step."""
+        if not self.is_known:
+            return Text.CAUSE_UNEQUAL
+        return Text.CAUSE_EXTRA if self.ahead and not self.behind else None
+
+    def choose_fix(self) -> Sentence | None:
+        """Return the fix; None for ranks that skipped a step."""
+        return Text.FIX_EXTRA if self.ahead and not self.behind else None
+
+
+def _repetition_facts(case: Case, counter: StepCounter) -> list[Message]:
+    """State that steps were skipped more than once, if the lag changed since an earlier step."""
+    earlier = earlier_lag(counter, case.series)
+    return [Text.REPEATED(step=earlier[0], lag=earlier[1])] if earlier else []
 
 
 def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Message]:
@@ -136,22 +224,27 @@ def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Messag
 
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
-    """Return the codes of other causes with the same evidence."""
+    """Return the codes of other causes with the same evidence; empty if steps were skipped again and again."""
     if lag_grew(counter, case.series):
         return ()
-    others = []
+    # The state of earlier steps, loaded together with the model or alone, has the same counters.
+    others = ["SYN215"]
+    if are_partial(case):
+        others.append("SYN225")
     if may_be_old(case):
         others.append("SYN217")
-    if int(counter.lag) > FEW or max(counter.by_rank.values()) <= SHORT:
-        others.append("SYN215")
     return tuple(others)
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     """State other causes with the same evidence."""
+    if lag_grew(counter, case.series):
+        return []
     doubts, lag = [], int(counter.lag)
     if lag > FEW or max(counter.by_rank.values()) <= SHORT:
         doubts.append(Text.LOST_STATE(lag=lag))
+    else:
+        doubts.append(Text.LOADED_STATE(lag=lag))
     if may_be_old(case):
         doubts.append(Text.STEP_UNKNOWN())
     return doubts

@@ -2,8 +2,10 @@
 
 Signature: the optimizer's step counters are far apart, by more than two steps and at least 5 % of the larger count; or
 the optimizer of some ranks holds no state at all. Right after the resume the parameters still agree, because DDP
-broadcasts them; one step later all of them differ. SGD counts no steps. After its first step only parameters and
-momentum differ, which other causes explain as well.
+broadcasts them, and any lag then shows this cause, because a skipped step changes parameters. One step later all of
+them differ, and ranks that skipped steps may look the same (SYN214). If only a part of the counters lags, parameters
+without a gradient look the same (SYN225). SGD counts no steps. After its first step only parameters and momentum
+differ, which other causes explain as well.
 
 Cause: only rank 0 called `optimizer.load_state_dict()` on resume, a rank did not find its file and continued with empty
 state, or some ranks created a new optimizer. Nothing broadcasts the optimizer state.
@@ -21,19 +23,23 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import (
+    BURST,
+    are_partial,
     counter_facts,
     earlier_lag,
     farthest,
     fitting,
     followers,
+    healthy_count,
     lag_stayed,
     may_be_old,
     names_of_values,
     odd_ranks,
+    parameters_agree,
     trackers,
     without_state,
 )
-from syncheck.messages import Sentence
+from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
@@ -44,6 +50,7 @@ CODE = "SYN215"
 SLUG = "optimizer-state-not-restored"
 SEVERITY = "error"
 CERTAINTY = "likely"
+MOST_ALTERNATIVES = 3
 _LOAD_EVERYWHERE = (
     "Load the optimizer state on every rank before the first step: optimizer.load_state_dict(torch.load(path, "
     "map_location=device)['optimizer']), not under 'if rank == 0'. DDP broadcasts the model, never the optimizer."
@@ -65,7 +72,8 @@ class Text(Sentence):
         f"{_LOAD_EVERYWHERE} To continue this run: syncheck.live.resync(model, optimizer, source=RANK) on all ranks, "
         "with a rank whose optimizer still has its state."
     )
-    ON_SOME_RANKS = "Only {ranks:ranks} loaded or lost {ranks:verb its|their} optimizer state"
+    ON_SOME_RANKS = "The optimizer state of {ranks:ranks} is of another step than the state of the other ranks"
+    OF_DIFFERENT_STEPS = "The ranks hold optimizer state of different steps"
     EMPTY = (
         "The optimizer of {ranks:ranks} holds no state, but the optimizer of {others:ranks} holds "
         "{tensors:count tensor}"
@@ -84,17 +92,20 @@ def apply(case: Case) -> Match | None:
     if empty and lacking:
         return _match_empty_state(case, empty, lacking)
     counters = fitting(case, far=True)
+    # A skipped step changes parameters, so a small lag of equal parameters was loaded too.
+    if not counters and parameters_agree(case):
+        counters = fitting(case, far=False)
     most = farthest(counters)
     if most is None:
         return None
     tensors, ranks = followers(case, counters), odd_ranks(counters)
     scaler = trackers(case, ranks)
-    facts = [Text.ON_SOME_RANKS(ranks=ranks), *counter_facts(counters)]
+    facts = [_summary(case, ranks), *counter_facts(counters)]
     if state := sum(diff.kind == "optimizer" for diff in tensors):
         facts.append(Text.STATE_DIFFERS(count=state))
     parameters = case.parameter_facts(tensors)
     facts += parameters
-    if not parameters and _parameters_agree(case):
+    if not parameters and parameters_agree(case):
         facts.append(Text.NO_STEP_SINCE())
     if scaler:
         facts.append(Text.SCALER_DIFFERS())
@@ -107,21 +118,32 @@ def apply(case: Case) -> Match | None:
     return replace(match, certainty="consistent", alternatives=others) if others else match
 
 
+def _summary(case: Case, ranks: tuple[int, ...]) -> Message:
+    """State which ranks have state of another step."""
+    if len(ranks) == len(case.group.replicas):
+        return Text.OF_DIFFERENT_STEPS()
+    return Text.ON_SOME_RANKS(ranks=ranks)
+
+
 def _find_alternatives(case: Case, counter: StepCounter, *, parameters_differ: bool) -> tuple[str, ...]:
     """Return the codes of other causes with the same evidence."""
+    if not parameters_differ:
+        return ()
     others = []
-    # A rank that skips steps takes at least half of them. A lag of the same size at two steps has a single cause.
+    if are_partial(case):
+        others.append("SYN225")
+    # A rank that skips steps takes at least half of them. A lag of the same size at two steps has a single cause, but a
+    # rank may skip a few steps in a row. A rank ahead may have taken extra steps.
     is_small = 2 * counter.lag < max(counter.by_rank.values())
-    if is_small and parameters_differ and not lag_stayed(counter, case.series):
+    is_single = counter.lag > BURST and lag_stayed(counter, case.series)
+    healthy = healthy_count(case, counter)
+    is_ahead = healthy is not None and max(counter.by_rank.values()) > healthy
+    if (is_small or is_ahead) and not is_single:
         others.append("SYN214")
-    if parameters_differ and may_be_old(case):
+    if may_be_old(case):
         # Files of two epochs, each complete, or a file that a later checkpoint did not replace.
         others += ["SYN106", "SYN217"]
-    return tuple(others)
-
-
-def _parameters_agree(case: Case) -> bool:
-    return bool(case.compared("parameter")) and case.agrees("parameter")
+    return tuple(others[:MOST_ALTERNATIVES])
 
 
 def _is_lost(diff: TensorDiff) -> bool:
@@ -133,7 +155,7 @@ def _match_empty_state(case: Case, ranks: tuple[int, ...], lacking: tuple[Tensor
     others = tuple(rank for rank in case.group.ranks if rank not in ranks)
     facts = [Text.EMPTY(ranks=ranks, others=others, tensors=len(lacking))]
     match = Match(lacking, others if len(others) < len(ranks) else ranks, facts)
-    if _parameters_agree(case):
+    if parameters_agree(case):
         facts.append(Text.PARAMETERS_AGREE())
         return match
     # The rank may not have taken any step so far.

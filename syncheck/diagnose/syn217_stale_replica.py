@@ -22,7 +22,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.counters import FEW, fitting, only_skipped, ran_forward, scales_of, stale_at_first, stale_facts
+from syncheck.diagnose.counters import (
+    FEW,
+    fitting,
+    is_optimizer_behind,
+    only_skipped,
+    ran_forward,
+    scales_of,
+    stale_at_first,
+    stale_facts,
+)
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -73,7 +82,8 @@ def apply(case: Case) -> Match | None:
     """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
     group = case.group
     if group.evidence.stale:
-        return None if _skipped_step(group) else _match_stale(case)
+        # The other optimizers of a stale rank would be old too.
+        return None if _skipped_step(group) or is_optimizer_behind(case) else _match_stale(case)
     # A rank is not stale any more if it was set back and continued training, but the series shows when it was.
     first = stale_at_first(case)
     if first is None or _skipped_step(first) or ran_forward(first) is True:

@@ -1,8 +1,10 @@
 """Tensors of some ranks hold the values of other tensors.
 
 Signature: a tensor of one rank is bitwise equal to another tensor of the other ranks, and is not constant. This proves
-that the values were moved. If the ranks have trained since, the values are no longer equal, but two parameters of a
-rank have nearly the direction of each other (cosine of at least 0.8), and not their own (cosine under 0.6).
+that the values were moved. Entries of a list in an optimizer's state do not count: LBFGS shifts its history at every
+iteration, so a rank with an iteration less holds older entries. If the ranks have trained since, the values are no
+longer equal, but two parameters of a rank have nearly the direction of each other (cosine of at least 0.8), and not
+their own (cosine under 0.6).
 
 Cause: a rank registered its parameters or buffers in another order, for example in the order of a set, and
 DistributedDataParallel pairs them by position; or it loaded the state of an optimizer, which has no names, into
@@ -18,9 +20,13 @@ Incidents: huggingface/transformers#48162 (rotary buffers in the order of a set)
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match, evidence_of, limit_facts
 from syncheck.messages import Sentence
+
+if TYPE_CHECKING:
+    from syncheck.records import TensorDiff
 
 CODE = "SYN224"
 SLUG = "contents-exchanged"
@@ -62,7 +68,7 @@ _MOST = 4  # described tensors
 
 def apply(case: Case) -> Match | None:
     """Match tensors that hold the values of other tensors."""
-    exact = {diff.name: evidence_of(diff).holds for diff in case.tensors if evidence_of(diff).holds}
+    exact = _find_exact(case)
     alike = {diff.name: evidence_of(diff).resembles for diff in case.tensors if evidence_of(diff).resembles}
     others_by_name = {**alike, **exact}
     if not others_by_name:
@@ -80,3 +86,19 @@ def apply(case: Case) -> Match | None:
     if not sources <= others_by_name.keys():  # copied or renamed, but not exchanged
         match = replace(match, cause=Text.CAUSE_COPIED, fix=Text.FIX_COPIED)
     return match if exact else replace(match, certainty="likely")
+
+
+def _find_exact(case: Case) -> dict[str, dict[int, str]]:
+    """Return by tensor and rank the tensor whose values the rank holds, without shifted histories."""
+    exact: dict[str, dict[int, str]] = {}
+    for diff in case.tensors:
+        others = {rank: name for rank, name in evidence_of(diff).holds.items() if not _is_shifted(diff, name)}
+        if others:
+            exact[diff.name] = others
+    return exact
+
+
+def _is_shifted(diff: TensorDiff, other: str) -> bool:
+    """Whether both tensors are entries of one list of an optimizer's state, such as LBFGS's old directions."""
+    container, _, position = diff.name.rpartition(".")
+    return diff.kind == "optimizer" and position.isdecimal() and other.rpartition(".")[0] == container

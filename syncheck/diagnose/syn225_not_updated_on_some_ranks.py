@@ -2,7 +2,10 @@
 
 Signature: a part of the trained parameters differs, and the optimizer shows that some ranks updated them less often:
 their step counters are behind, or they have no optimizer state on these ranks, or their values are those of an earlier
-saved step. The counters of the other parameters agree.
+saved step. The counters of the other parameters agree. If only counters are behind, the finding is "consistent": the
+state of these parameters may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several
+optimizers are behind, the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has neither
+counters nor a difference between a missing gradient and a zero gradient.
 
 Cause: the optimizer skips a parameter without a gradient. On some ranks the parameter was not used (an expert without
 tokens, a branch that was not taken), it was frozen, or it is not in the optimizer. DistributedDataParallel with
@@ -17,10 +20,11 @@ Incidents: microsoft/dion#89 (an expert without tokens on one rank has no optimi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.diagnose.case import Case, Match, largest_difference
-from syncheck.diagnose.counters import counters_of, odd_ranks, steps_by_rank, without_state
+from syncheck.diagnose.counters import counters_of, is_whole_optimizer, odd_ranks, steps_by_rank, without_state
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
@@ -42,6 +46,14 @@ class Text(Sentence):
         "Some ranks had no gradient of these parameters and did not update them: they were not used there (an expert "
         "without tokens, a branch not taken), frozen there, or are not in the optimizer of these ranks."
     )
+    CAUSE_UNCOUNTED = (
+        "Some ranks did not update these parameters: their gradients were missing or zero there (an expert without "
+        "tokens, a branch not taken, a hook), or they are frozen there or not in the optimizer of these ranks."
+    )
+    CAUSE_BEHIND = (
+        "The optimizer counted fewer steps of these parameters on some ranks: they had no gradient there and were not "
+        "updated (an expert without tokens, a branch not taken), or their state was lost or is of an earlier step."
+    )
     FIX = (
         "Before averaging gradients, give every rank a gradient of every trained parameter: "
         "for p in model.parameters(): p.grad = torch.zeros_like(p) if p.grad is None else p.grad. "
@@ -49,23 +61,28 @@ class Text(Sentence):
         "in which the ranks agree."
     )
     NEVER = "{ranks:Ranks} never updated {names:names 4}: the optimizer has no state of {count:verb it|them} there"
-    LESS_OFTEN = "{ranks:Ranks} updated {names:names 4} less often: {name} has the steps {steps:by_rank}"
+    LESS_OFTEN = "{ranks:Ranks} counted fewer steps of {names:names 4}: {name} has the steps {steps:by_rank}"
     UNCHANGED = "{ranks:Ranks} did not update {names:names 4} after step {step}: the values are still equal"
     PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"
     REST = "the optimizer counted the same steps of the other {count:count parameter}"
 
 
 class _Part(NamedTuple):
-    """The parameters that some ranks did not update, these ranks, and how it is known."""
+    """The parameters that some ranks did not update, these ranks, and how it is known.
+
+    cause: replaces CAUSE. alternatives: codes of other causes that fit as well.
+    """
 
     names: frozenset[str]
     ranks: tuple[int, ...]
     fact: Message
+    cause: Sentence | None = None
+    alternatives: tuple[str, ...] = ()
 
 
 def apply(case: Case) -> Match | None:
     """Match a part of the parameters that some ranks did not update."""
-    part = _find_without_state(case) or _find_behind(case) or _find_unchanged(case)
+    part = _find_without_state(case) or _find_unchanged(case) or _find_behind(case)
     if part is None:
         return None
     changed = _find_parameters(case, part.names)
@@ -82,7 +99,8 @@ def apply(case: Case) -> Match | None:
     if agreeing:
         facts.append(Text.REST(count=len(agreeing)))
     facts += case.agreement_facts(changed)
-    return Match(covered, part.ranks, facts)
+    match = Match(covered, part.ranks, facts, cause=part.cause)
+    return replace(match, certainty="consistent", alternatives=part.alternatives) if part.alternatives else match
 
 
 def _find_parameters(case: Case, names: Collection[str]) -> list[TensorDiff]:
@@ -128,12 +146,13 @@ def _find_behind(case: Case) -> _Part | None:
     """Return the parameters whose step counters are behind on some ranks, if those of other parameters agree."""
     counters = [counter for counter in counters_of(case) if counter.diff is not None]
     names = frozenset(case.owner_of(diff.name) for diff in case.of_kind("optimizer_step"))
-    if not counters or not _counted(case) - names:
+    if not counters or not _counted(case) - names or is_whole_optimizer(case, names):
         return None
     largest = max(counters, key=lambda counter: counter.lag)
     ranks = odd_ranks(counters)
     fact = Text.LESS_OFTEN(ranks=ranks, names=tuple(sorted(names)), name=largest.name, steps=steps_by_rank(largest))
-    return _Part(names, ranks, fact)
+    # Any lag fits lost or loaded state. The file of an earlier step would have other counters of all parameters.
+    return _Part(names, ranks, fact, Text.CAUSE_BEHIND, ("SYN215",))
 
 
 def _find_unchanged(case: Case) -> _Part | None:
@@ -141,10 +160,12 @@ def _find_unchanged(case: Case) -> _Part | None:
     stale = case.group.evidence.stale
     names = frozenset(case.differing_parameters())
     trained = case.trained_parameters()
-    if not stale or not names or not trained - names or _is_divided(case):
+    if not stale or not names or not trained - names or _is_divided(case) or is_whole_optimizer(case, names):
         return None
     ranks = tuple(sorted(stale))
-    return _Part(names, ranks, Text.UNCHANGED(ranks=ranks, names=tuple(sorted(names)), step=max(stale.values())))
+    fact = Text.UNCHANGED(ranks=ranks, names=tuple(sorted(names)), step=max(stale.values()))
+    # An optimizer with counters or moments changes a parameter with a zero gradient, unlike SGD.
+    return _Part(names, ranks, fact, None if case.counts_steps() else Text.CAUSE_UNCOUNTED)
 
 
 def _is_divided(case: Case) -> bool:

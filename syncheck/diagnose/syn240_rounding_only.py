@@ -103,9 +103,9 @@ def apply(case: Case) -> Match | None:
     others = [diff for diff in case.tensors if diff.kind not in BN_STATISTICS]
     statistics = [diff for diff in case.tensors if diff.kind in BN_STATISTICS]
     # With local SGD (SYN241), the first differences are small too.
-    if case.averaging() is not None or not all(map(_is_rounding, others)) or case.values:
+    if case.averaging() is not None or not all(map(is_rounding, others)) or case.values:
         return None
-    tensors = tuple(case.tensors) if all(map(_is_rounding, statistics)) else tuple(others)
+    tensors = tuple(case.tensors) if all(map(is_rounding, statistics)) else tuple(others)
     elements = sum(diff.mismatched or 0 for diff in tensors)
     if elements < 2 or all(diff.kind == "ema" for diff in tensors):
         return None
@@ -138,7 +138,8 @@ def _list_alternatives(case: Case) -> tuple[str, ...]:
     return ("SYN107",) if case.compared("optimizer") else ("SYN107", "SYN213")
 
 
-def _is_rounding(diff: TensorDiff) -> bool:
+def is_rounding(diff: TensorDiff) -> bool:
+    """Whether the replicas of a tensor differ by no more than rounding."""
     if diff.status != "different" or diff.reason is not None or not diff.mismatched or diff.dtype not in _LIMITS:
         return False
     if len(set(diff.nonfinite.values())) > 1 or diff.max_abs is None:

@@ -45,4 +45,5 @@ def limit_certainty(code: str, match: Match, case: Case) -> tuple[Certainty, tup
         is_likely = case.counts_steps()
     if is_likely and match.certainty != "consistent":
         return "likely", match.alternatives
-    return "consistent", (*match.alternatives, *_ALTERNATIVES[code])
+    # At most three codes.
+    return "consistent", tuple(dict.fromkeys((*_ALTERNATIVES[code], *match.alternatives)))[:3]

@@ -47,6 +47,8 @@ _SCALER_KEYS = frozenset(
     "last_overflow_iter".split()
 )
 SCALES = frozenset("scale _scale loss_scale cur_scale".split())
+# The states of LBFGS, which are Python numbers and lists.
+_LBFGS = frozenset("n_iter func_evals prev_loss d t h_diag old_dirs old_stps ro al".split())
 # Keys of learning-rate scheduler states. Two of them identify a scheduler.
 _SCHEDULER_KEYS = frozenset("last_epoch _step_count _get_lr_called_within_step num_bad_epochs cooldown_counter".split())
 SETTINGS = frozenset("lr learning_rate weight_decay betas momentum".split())
@@ -119,6 +121,15 @@ def in_configuration(name: str) -> bool:
     return bool(_find_words(name.lower().rpartition(".")[0]) & _CONFIG)
 
 
+def is_lbfgs_state(name: str) -> bool:
+    """Whether a value or tensor is a state of LBFGS, or an entry of its lists: `optimizer.0.ro.2`."""
+    parts = name.lower().split(".")
+    if parts[0] != "optimizer" or "param_groups" in parts or len(parts) < 3:
+        return False
+    is_entry = parts[-1].isdecimal() and len(parts) > 3
+    return parts[-2 if is_entry else -1] in _LBFGS
+
+
 def is_seed(name: str) -> bool:
     """Whether a value is the seed of a random generator."""
     return bool(_find_words(name.lower().rpartition(".")[2]) & {"seed", "seeds"})
@@ -141,6 +152,8 @@ def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
     def kind_of(name: str) -> ValueKind:
         lowered = name.lower().split(".")
         containers = {name[:at] for at, letter in enumerate(name) if letter == "."}
+        if is_lbfgs_state(name):
+            return "counter"
         if "param_groups" in lowered or (lowered[0] == "optimizer" and lowered[-1] == "step"):
             return "counter" if lowered[-1] == "step" else "setting"
         if any(map(_SCALER.search, lowered)) or containers & scalers:
