@@ -173,14 +173,15 @@ class Case:
         False for local SGD, which differs by design, and for different loss scales, which skip different steps.
         """
         evidence = self.group.evidence
-        if evidence.stale or evidence.metadata.averaging or not self.agrees("optimizer_step"):
+        is_stale = evidence.stale and self.differing_parameters()
+        if is_stale or evidence.metadata.averaging or not self.agrees("optimizer_step"):
             return False
         return not any(diff.counts and diff.kind in ("counter", "scaler") for diff in self.group.values)
 
     def counts_steps(self) -> bool:
         """Whether the optimizer counts its steps, as Adam does. `in_step` is then a fact instead of an assumption."""
-        adam = any(name.endswith(".exp_avg") for name in self._compared_names("optimizer"))
-        return adam or self.compared("optimizer_step") > 0
+        is_adam = any(name.endswith(".exp_avg") for name in self._compared_names("optimizer"))
+        return is_adam or self.compared("optimizer_step") > 0
 
     def just_began(self) -> bool:
         """Whether the parameters agreed at all earlier steps, so there is no trend yet.
@@ -284,8 +285,7 @@ class Case:
         parameters = [diff for diff in tensors if diff.kind == "parameter"]
         if not parameters:
             return ()
-        # Tensors of different shapes are not compared.
-        total = max(self.compared("parameter"), len(parameters))
+        total = max(self.compared("parameter"), len(parameters))  # other shapes are not compared
         size = largest_difference(parameters)
         return (Common.PARAMETERS(count=len(parameters), total=total, size=size),)
 

@@ -137,7 +137,8 @@ def apply(case: Case) -> Match | None:
         later = Text.FIX_LATER_SHARDED if is_sharded(case.group) else Text.FIX_LATER
         match = replace(match, cause=Text.CAUSE_LATER, fix=later)
     has_matrix = any(len(diff.shape) > 1 for diff in differing)
-    is_large_part = len(differing) >= MOST_OF_MODEL * len(case.trained_parameters())
+    # Two tensors may hold the values of each other, trained since.
+    is_large_part = len(differing) > max(2, MOST_OF_MODEL * len(case.trained_parameters()))
     measured = cosines(differing)
     if state and not measured:
         return match

@@ -68,7 +68,7 @@ class Text(Sentence):
 
     CAUSE = (
         "Ranks train with gradients of their own: gradients are not averaged over the ranks, or changed after the "
-        "average on some ranks (noise, a mask, a hook)."
+        "average on some ranks (noise, a mask, a clip)."
     )
     FIX = (
         "Train through the wrapper, loss = criterion(ddp_model(x), y), not ddp_model.module(x). Use no_sync() only for "

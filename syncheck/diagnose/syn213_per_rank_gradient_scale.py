@@ -179,10 +179,12 @@ def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int,
     # The gradients of a single rank are larger than averaged gradients, but have another direction.
     if is_larger and cosine is not None and cosine < ALIKE:
         return None
-    sides = _find_odd_ranks(list(moments.values()))
-    is_steady = _are_scaled(list(moments.values()), sides, STEADY)
-    if _are_scaled(list(moments.values()), sides, SURE):
-        summary = _summary(case, list(moments.values()), sides)
+    # A rank that has lost all gradients since the start has moments of zero, whose length is no factor.
+    measurable = [diff for diff in moments.values() if all(norm > 0 for norm in evidence_of(diff).norms.values())]
+    sides = _find_odd_ranks(measurable)
+    is_steady = _are_scaled(measurable, sides, STEADY)
+    if _are_scaled(measurable, sides, SURE):
+        summary = _summary(case, measurable, sides)
         ranks = tuple(sides)
     else:
         ranks, others = _name_sides(case, shares, is_smaller=is_smaller)

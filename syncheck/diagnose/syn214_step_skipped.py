@@ -225,7 +225,8 @@ def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Messag
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
     """Return the codes of other causes with the same evidence; empty if steps were skipped again and again."""
-    if lag_grew(counter, case.series):
+    # Counters of a part of the parameters may lag because these were not updated.
+    if lag_grew(counter, case.series) and not are_partial(case):
         return ()
     # The state of earlier steps, loaded together with the model or alone, has the same counters.
     others = ["SYN215"]

@@ -81,6 +81,9 @@ _MOST = 4  # described ranks
 def apply(case: Case) -> Match | None:
     """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
     group = case.group
+    # Frozen tensors have the values of an earlier step on every healthy rank.
+    if not case.differing_parameters():
+        return None
     if group.evidence.stale:
         # The other optimizers of a stale rank would be old too.
         return None if _skipped_step(group) or is_optimizer_behind(case) else _match_stale(case)

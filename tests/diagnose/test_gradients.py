@@ -261,3 +261,12 @@ def test_213_with_weight_decay_only(factor: float, fits: bool) -> None:
 def test_not_213(cases: list[Group]) -> None:
     """Nearly equal lengths, digests and a lost momentum are not SYN213."""
     assert "SYN213" not in diagnose_case(*cases)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_213_with_moments_of_zero(zero: int) -> None:
+    """A rank that never had a gradient has moments of length zero, which are no factor and no crash."""
+    norms = {zero: 0.0, 1 - zero: 1.0}
+    squares = moments("exp_avg_sq", norms=norms, smaller={1: float(zero)})
+    fitted = diagnose_case(group(*model(), *moments(norms=norms), *squares))
+    assert fitted.keys() <= {"SYN213", "SYN299", "SYN211"}

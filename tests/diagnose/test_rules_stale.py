@@ -230,3 +230,8 @@ def test_241_beside_other_faults() -> None:
     finding = diagnose_single(local_sgd(10, diff("fc.weight", "parameter", BOTH, **DIGEST)))
     assert finding.code == "SYN241"
     assert facts_of(finding)[Common.PARAMETERS]["size"] == Common.SIZE_UNKNOWN()
+
+
+def test_frozen_tensors_are_not_stale() -> None:
+    """A frozen layer that some rank changed has its earlier values on the healthy ranks, which were not set back."""
+    assert set(diagnose_case(group(FROZEN, stale={0: 99}))) == {"SYN218"}

@@ -114,7 +114,7 @@ class ClipByLocalNorm(Fault):
     """Each rank clips the averaged gradients by the norm of its own gradients."""
 
     name = "clip by local norm"
-    codes = frozenset({"SYN213"})
+    codes = frozenset({"SYN213", "SYN211"})
 
     def start(self, run: Run) -> None:  # noqa: ARG002
         self.most = 0.0
