@@ -158,7 +158,7 @@ class Case:
         return rest if head.isdigit() and rest in self.group.evidence.names else parameter
 
     def coordinates(self, dimensions: Collection[str]) -> dict[int, int]:
-        """Return each rank's coordinate in the mesh along one of these dimensions; empty if a rank has none."""
+        """Return each rank's coordinate in the mesh along a dimension of this name; empty if a rank lacks it."""
         coordinates = {}
         for replica in self.group.replicas:
             index = next((index for name, index in replica.mesh.items() if name.lower() in dimensions), None)

@@ -136,7 +136,7 @@ def is_whole_optimizer(case: Case, names: Collection[str]) -> bool:
 
 
 def is_optimizer_behind(case: Case) -> bool:
-    """Whether all counters of some of several optimizers differ, and those of the others agree."""
+    """Whether all counters of some of several optimizers differ, and all counters of the rest agree."""
     names = frozenset(case.owner_of(diff.name) for diff in case.of_kind("optimizer_step"))
     return bool(names and case.agreeing("optimizer_step")) and is_whole_optimizer(case, names)
 

@@ -31,8 +31,8 @@ class Event(Sentence):
     """The sentences of a single event."""
 
     CAUSE = (
-        "The gradients of the ranks differed at one step or a few steps, and have been equal since: they were not "
-        "averaged there, or a rank changed its own."
+        "The gradients of the ranks differed at one step or a few steps, and have been equal since: no average "
+        "there, or a rank changed its own."
     )
     FIX = (
         "Look for what happened on these ranks at the first differing step: no_sync() that ended late, a skipped "

@@ -153,9 +153,8 @@ def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> M
     is_covered = any(diff.kind == "parameter" for diff in match.tensors)
     if not acting or not is_covered or has_gradient_averages(case):
         return match
-    if has_equal_settings(case, acting):
-        return replace(match, certainty="likely")
-    return replace(match, certainty="consistent", alternatives=("SYN211", "SYN213"))
+    others = ("SYN213",) if has_equal_settings(case, acting) else ("SYN211", "SYN213")
+    return replace(match, certainty="consistent", alternatives=others)
 
 
 def _choose_cause(orders: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> tuple[Sentence | None, Sentence | None]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 CODE = "SYN205"
 SLUG = "buffer-local-state"
 SEVERITY = "error"
-CERTAINTY = "likely"
+CERTAINTY = "consistent"
 # Last parts of the names of queues and of the position in them.
 _QUEUE = re.compile(r"(?:\w+_)?(?:queue|queue_ptr|memory_bank|bank_ptr)\d*")
 # Last parts of the names of integers that differ between ranks by design.
@@ -90,8 +90,7 @@ class Text(Sentence):
         "the right values: for t in [*model.parameters(), *model.buffers()]: torch.distributed.broadcast(t.data, rank)."
     )
     CAUSE_OF_RANK = (
-        "These tensors hold the state of each rank, such as its number, seed or position in the data, which differs by "
-        "design."
+        "The tensors hold the state of each rank (a number, seed or position in the data), which differs by design."
     )
     FIX_OF_RANK = (
         "Keep the tensors out of the state dict: module.register_buffer(name, tensor, persistent=False). Or save and "
@@ -162,7 +161,7 @@ def apply(case: Case) -> Match | None:
 
 def _judge(
     case: Case, differing: Sequence[TensorDiff], trend: Trend | None
-) -> tuple[Certainty | None, tuple[str, ...], tuple[Message, ...]]:
+) -> tuple[Certainty, tuple[str, ...], tuple[Message, ...]]:
     """Return the certainty of updates, the other causes, and the evidence.
 
     trend: of differences that change over the steps; None if no step shows a change.
@@ -170,11 +169,11 @@ def _judge(
     if trend == "shrinking":  # averages of equal values do so too
         return "consistent", ("SYN219",), ()
     if trend is not None:
-        return None, (), ()
+        return "consistent", (), ()
     agreed = last_agreement({diff.name for diff in differing}, case.steps())
     evidence = () if agreed is None else (Text.AGREED(step=agreed),)
     if agreed is not None and _is_update_of_some_ranks(differing):
-        return None, (), evidence
+        return "consistent", (), evidence
     if any(diff.kind in BN_STATISTICS and is_batchnorm(case, diff.name) for diff in differing):
         alternative = "SYN202" if case.group.evidence.metadata.buffers_synced is False else "SYN201"
     elif all(diff.numel > 1 for diff in differing) and is_share_below(differing, TOUCHED):
@@ -211,7 +210,7 @@ def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
         match.facts,
         cause=Text.CAUSE_OF_RANK,
         fix=Text.FIX_OF_RANK,
-        certainty=None if is_certain else "consistent",
+        certainty="proved" if is_certain else "consistent",
         alternatives=() if is_certain else ("SYN218",),
     )
 

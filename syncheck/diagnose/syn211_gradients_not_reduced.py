@@ -161,7 +161,7 @@ def apply(case: Case) -> Match | None:
     match = case.make_match(differing, facts, covered)
     cosine = mean_cosine(differing)
     if cosine is not None and cosine < COMMON_START:
-        # Ranks without a common start may be runs of their own, whose files do not say so.
+        # Ranks without a common start may be separate runs, whose files do not say so.
         alternatives = tuple(dict.fromkeys((*reason.alternatives, "SYN108")))
         return replace(match, certainty="consistent", alternatives=alternatives)
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)

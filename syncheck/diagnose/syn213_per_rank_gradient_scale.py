@@ -65,8 +65,8 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "Some ranks change the size of the averaged gradients: they clip or scale them by another factor, lose them, "
-        "or do not clear the gradients of the step before."
+        "Some ranks change the size of the averaged gradients: a clip or a scale with another factor, lost gradients, "
+        "or gradients of the step before that were not cleared."
     )
     DIFF_CAUSE = "One of the runs clipped or scaled its gradients by another factor than the other run."
     DIFF_FIX = (

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 CODE = "SYN214"
 SLUG = "step-skipped"
 SEVERITY = "error"
-CERTAINTY = "likely"
+CERTAINTY = "consistent"
 _DECIDE_TOGETHER = (
     "Decide on all ranks together: bad = torch.tensor(float(skip), device=device); "
     "dist.all_reduce(bad, op=dist.ReduceOp.MAX); if bad: optimizer.zero_grad(); continue."
@@ -161,7 +161,7 @@ def _match_lag(case: Case, counters: tuple[StepCounter, ...], most: StepCounter)
     if not case.group.labels:  # two runs have a cause of their own
         match = replace(match, cause=progress.choose_cause(), fix=progress.choose_fix())
     others = _find_alternatives(case, most)
-    return replace(match, certainty="consistent", alternatives=others) if others else match
+    return replace(match, certainty="consistent", alternatives=others or ("SYN217",))
 
 
 class _Progress:

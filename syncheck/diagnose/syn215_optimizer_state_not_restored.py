@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 CODE = "SYN215"
 SLUG = "optimizer-state-not-restored"
 SEVERITY = "error"
-CERTAINTY = "likely"
+CERTAINTY = "consistent"
 MOST_ALTERNATIVES = 3
 _LOAD_EVERYWHERE = (
     "Load the optimizer state on every rank before the first step: optimizer.load_state_dict(torch.load(path, "
@@ -115,7 +115,10 @@ def apply(case: Case) -> Match | None:
         facts.append(Text.STEP_UNKNOWN())
     match = Match(tensors, ranks, facts, (*names_of_values(counters), *scaler))
     others = _find_alternatives(case, most, parameters_differ=bool(parameters))
-    return replace(match, certainty="consistent", alternatives=others) if others else match
+    if not parameters and parameters_agree(case):
+        # No step changes the state and leaves the parameters equal.
+        return replace(match, certainty="proved")
+    return replace(match, certainty="consistent", alternatives=others or ("SYN214",))
 
 
 def _summary(case: Case, ranks: tuple[int, ...]) -> Message:
@@ -157,6 +160,6 @@ def _match_empty_state(case: Case, ranks: tuple[int, ...], lacking: tuple[Tensor
     match = Match(lacking, others if len(others) < len(ranks) else ranks, facts)
     if parameters_agree(case):
         facts.append(Text.PARAMETERS_AGREE())
-        return match
+        return replace(match, certainty="proved")
     # The rank may not have taken any step so far.
     return replace(match, certainty="consistent", alternatives=("SYN214",))

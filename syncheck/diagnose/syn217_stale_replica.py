@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 CODE = "SYN217"
 SLUG = "stale-replica"
 SEVERITY = "error"
-CERTAINTY = "likely"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):

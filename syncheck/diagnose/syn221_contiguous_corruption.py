@@ -13,7 +13,7 @@ overwrote the memory. If an all-reduce delivers other bytes to one rank, the run
 optimizer state. Whole rows of a matrix also differ if each rank added or filled them on its own (the embeddings of new
 tokens), or if a hook or a mask on some ranks sets their gradients to zero.
 
-Fix: unless the finding is likely, look first for code that masks, fills or edits these elements on some ranks. Copy the
+Fix: unless the finding is likely, look first for code that masks, fills or edits the elements on some ranks. Copy the
 parameters and optimizer state of a rank in the majority. Without a majority, the healthy rank is closer to the last
 checkpoint in sync. Compare right after loading and after the first steps, to see when the difference returns. Check the
 memory, links and local storage of the odd host. Broadcast new rows (`dist.broadcast(weight.data, 0)`).
@@ -55,12 +55,12 @@ class Text(Sentence):
         "their own, or hold corrupted values."
     )
     FIX_UNSURE = (
-        "Look for code that masks, fills or edits these elements or their gradients on some ranks only. Without such "
+        "Look for code that masks, fills or edits the elements or their gradients on some ranks only. Without such "
         "code, check the memory, links and storage of the odd host. Then load the checkpoint of a healthy rank on the "
         "odd rank: model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
     )
     IN_A_JOB_UNSURE = (
-        "Look for code that masks, fills or edits these elements or their gradients on some ranks only. Without such "
+        "Look for code that masks, fills or edits the elements or their gradients on some ranks only. Without such "
         "code, check the memory, links and storage of the odd host. Then call "
         "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with a healthy rank."
     )

@@ -43,16 +43,16 @@ class Text(Sentence):
     """The sentences of this finding."""
 
     CAUSE = (
-        "Some ranks had no gradient of these parameters and did not update them: they were not used there (an expert "
-        "without tokens, a branch not taken), frozen there, or are not in the optimizer of these ranks."
+        "Some ranks had no gradient of the listed parameters and did not update them: they were not used there (an "
+        "expert without tokens, a branch not taken), frozen there, or not in the optimizer there."
     )
     CAUSE_UNCOUNTED = (
-        "Some ranks did not update these parameters: their gradients were missing or zero there (an expert without "
-        "tokens, a branch not taken, a hook), or they are frozen there or not in the optimizer of these ranks."
+        "Some ranks did not update the listed parameters: their gradients were missing or zero there (an expert "
+        "without tokens, a branch not taken, a hook), or they are frozen or not in the optimizer there."
     )
     CAUSE_BEHIND = (
-        "The optimizer counted fewer steps of these parameters on some ranks: they had no gradient there and were not "
-        "updated (an expert without tokens, a branch not taken), or their state was lost or is of an earlier step."
+        "The optimizer counted fewer steps of the listed parameters on some ranks: they had no gradient there and were "
+        "not updated (an expert without tokens, a branch not taken), or their state was lost or is of an earlier step."
     )
     FIX = (
         "Before averaging gradients, give every rank a gradient of every trained parameter: "

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 CODE = "SYN240"
 SLUG = "rounding-only"
 SEVERITY = "warning"
-CERTAINTY = "likely"
+CERTAINTY = "consistent"
 
 
 class Text(Sentence):
@@ -119,7 +119,8 @@ def apply(case: Case) -> Match | None:
         facts.append(Text.SHORT_FLOATS())
     match = case.make_match(tensors, facts)
     if not case.differing("parameter") or (case.differing_moments() and not only_decay(case)):
-        return match
+        # Gradients that differ by rounding support it. Small differences are never more than consistent with it.
+        return replace(match, certainty="consistent", alternatives=("SYN213",))
     return replace(
         match,
         cause=Text.CAUSE_UNSURE,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CODE = "SYN241"
 SLUG = "periodic-averaging"
 SEVERITY = "warning"
-CERTAINTY = "likely"
+CERTAINTY = "proved"
 
 
 class Text(Sentence):
