@@ -7,10 +7,10 @@ rank. They are skipped.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.layout.groups import rank_of
+from syncheck.layout.groups import rank_in_path, rank_of
 from syncheck.tensors.value_kinds import differs_by_design, in_configuration, is_seed, values_of
 
 if TYPE_CHECKING:
@@ -57,16 +57,18 @@ def find_repeated_ranks(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
 
 
 def find_claimed_twice(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
-    """Return the ranks that several files claim for the same run and step, according to their metadata.
+    """Return the ranks that files of several ranks, by their names, claim for the same run and step in their metadata.
 
-    A process without a process group is rank 0 of 1, and so is each of several independent processes.
+    A file and its copy have no ranks in their names, and may be compared. A process without a process group is rank 0
+    of 1, and so is each of several independent processes.
     """
-    claims: Counter[tuple[Any, ...]] = Counter()
+    named_ranks: dict[tuple[Any, ...], set[int | None]] = defaultdict(set)
     for snapshot in snapshots.values():
         metadata = snapshot.metadata
         if metadata is not None and metadata.rank is not None and metadata.world_size != 1:
-            claims[metadata.rank, metadata.run, metadata.run_id, metadata.step] += 1
-    return tuple(sorted({claim[0] for claim, files in claims.items() if files > 1}))
+            claim = (metadata.rank, metadata.run, metadata.run_id, metadata.step)
+            named_ranks[claim].add(rank_in_path(snapshot))
+    return tuple(sorted({claim[0] for claim, ranks in named_ranks.items() if len(ranks - {None}) > 1}))
 
 
 def _list_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:

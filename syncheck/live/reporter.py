@@ -200,8 +200,9 @@ def _render_check(record: CheckRecord, details: bool) -> list[Part]:
 
 def _format_time(record: CheckRecord) -> str:
     if record.since is not None and record.since != record.step:
-        # Another finding may have begun earlier.
-        new = f", new: {', '.join(finding.code for finding in record.new)}" if record.new else ""
+        # A new finding beside earlier findings did not begin with the first of them.
+        is_beside_earlier = 0 < len(record.new) < len(record.findings)
+        new = f", new: {', '.join(finding.code for finding in record.new)}" if is_beside_earlier else ""
         return f"{'' if record.new else 'still, '}since step {record.since}{new}"
     return "at the first check" if record.last_good is None else f"in sync at step {record.last_good}"
 

@@ -150,7 +150,7 @@ def test_new_findings_beside_known_ones(syncheck_rank: Rank) -> None:
     Watched(plant=plant).run(4, on_desync="warn", console=console)
     if syncheck_rank.rank == 0:
         second = out.getvalue().partition("step 4: ")[2]
-        assert second.startswith("OUT OF SYNC (since step 2, new: SYN")
+        assert second.startswith("OUT OF SYNC (since step 2): ")
         assert "head.bias" in second
 
 

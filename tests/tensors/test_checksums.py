@@ -88,7 +88,7 @@ def test_different_count_has_no_known_size(tmp_path: Path) -> None:
     (finding,) = compare_quick(tmp_path, network(), different).groups[0].findings
     assert finding.code == "SYN203"
     text = syn203_bn_count_mismatch.Text
-    assert finding.facts == (text.ALL_RANKS(size=text.BY_UNKNOWN_NUMBER(), layers=2),)
+    assert finding.facts[0] == text.ALL_RANKS(size=text.BY_UNKNOWN_NUMBER(), layers=2)
 
 
 def test_missing_checksums_are_2(tmp_path: Path) -> None:
