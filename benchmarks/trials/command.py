@@ -105,6 +105,8 @@ what the evidence excludes:
   lost step, a gradient of the rank's own batch, and a scaled gradient leave the same kind of difference.
   "Unexplained" is right here, and "open" means that the report lists causes which are possible and not true.
   Checkpoints of the steps before and after, or a live check at every step, decide.
+- *negative weights removed*, *few weights limited*: the training after the change moves all elements of the matrix, so
+  its zeros or limits are no longer the only differences.
 - *clip by local norm*: each rank has a factor of its own in each step, close to gradients that were not averaged.
 """
 

@@ -165,7 +165,9 @@ def _find_unchanged(case: Case) -> _Part | None:
     ranks = tuple(sorted(stale))
     fact = Text.UNCHANGED(ranks=ranks, names=tuple(sorted(names)), step=max(stale.values()))
     # An optimizer with counters or moments changes a parameter with a zero gradient, unlike SGD.
-    return _Part(names, ranks, fact, None if case.counts_steps() else Text.CAUSE_UNCOUNTED)
+    # A frozen part keeps its values on every healthy rank, and an old file has all values of an earlier step.
+    others = ("SYN217", "SYN218")
+    return _Part(names, ranks, fact, None if case.counts_steps() else Text.CAUSE_UNCOUNTED, others)
 
 
 def _is_divided(case: Case) -> bool:
