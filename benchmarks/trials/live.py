@@ -93,6 +93,9 @@ def load_objects(case: Case, rank: int) -> tuple[Any, Any, Any]:
     """Return the model, optimizer and scaler of a rank for `check`."""
     content: Mapping[str, Any] = torch.load(case.folder / f"rank_{rank}.pth", weights_only=False)
     module = MODELS[case.setup.model].build(case.setup.sizes)
+    # A fault may add a buffer to the model.
+    for name in content["model"].keys() - module.state_dict().keys():
+        module.register_buffer(name, torch.empty_like(content["model"][name]))
     module.load_state_dict(content["model"])
     parts: list[Any] = [module]
     if case.has_optimizer:
