@@ -2,7 +2,8 @@
 
 The files of a trial are compared as `syncheck compare` does. Real gloo processes then load the same files into modules
 and optimizers, and call `syncheck.live.check`. Only the model, or the model and the optimizer, are saved: the history
-of several steps and the metadata of a trainer exist in files alone.
+of several steps and the metadata of a trainer exist in files alone. A live check knows more in two cases, which are
+skipped: the hosts of all ranks, and which parameters are frozen, without an optimizer in the file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.trials.faults import ClippedOnNode, DiffersByNode
 from benchmarks.trials.models import MODELS
 from benchmarks.trials.simulation import make_optimizers
 from benchmarks.trials.trial import compare_files, draw_trajectories, simulate, write_checkpoints
@@ -73,10 +75,12 @@ def write_cases(folder: Path, count: int, seed: int) -> list[Case]:
     """Simulate runs of the reported part until there are so many comparisons, and write their files."""
     cases: list[Case] = []
     for trajectory in draw_trajectories(3 * count, seed):
-        if trajectory.part != "report":
+        knows_hosts = trajectory.fault in (DiffersByNode, ClippedOnNode)
+        if trajectory.part != "report" or knows_hosts:
             continue
         for saved in simulate(trajectory):
-            if saved.saved not in ("model", "optimizer") or not saved.differs:
+            knows_frozen = saved.saved == "model" and MODELS[trajectory.setup.model].has_frozen
+            if saved.saved not in ("model", "optimizer") or not saved.differs or knows_frozen:
                 continue
             place = folder / str(len(cases))
             place.mkdir()
@@ -97,17 +101,17 @@ def load_objects(case: Case, rank: int) -> tuple[Any, Any, Any]:
     for name in content["model"].keys() - module.state_dict().keys():
         module.register_buffer(name, torch.empty_like(content["model"][name]))
     module.load_state_dict(content["model"])
-    parts: list[Any] = [module]
+    parts: dict[str, Any] = {"model": module}
     if case.has_optimizer:
         optimizers = make_optimizers(case.setup, module)
         states = content["optimizers"] if "optimizers" in content else [content["optimizer"]]
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        parts += optimizers
+        parts |= {f"optimizer{index}": optimizer for index, optimizer in enumerate(optimizers)}
     if "ema" in content:
-        parts.append(SavedState(content["ema"]))
+        parts["ema"] = SavedState(content["ema"])
     scaler = SavedState(content["scaler"]) if "scaler" in content else None
-    return tuple(parts), None, scaler
+    return parts, None, scaler
 
 
 def run_rank(rank: int, world_size: int, cases: Sequence[Case], folder: str) -> None:
@@ -119,6 +123,8 @@ def run_rank(rank: int, world_size: int, cases: Sequence[Case], folder: str) -> 
     summaries = [summarize(check(*load_objects(case, rank))) for case in cases]
     if rank == 0:
         Path(folder, "summaries").write_bytes(pickle.dumps(summaries))
+    # A rank that leaves early aborts the connections of its peers.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -63,7 +63,7 @@ from benchmarks.trials.faults.updates import (
     SkippedSteps,
 )
 
-__all__ = ["FAULTS", "Fault"]
+__all__ = ["FAULTS", "ClippedOnNode", "DiffersByNode", "Fault"]
 
 FAULTS = (
     Fault, LocalGradients, LocalGradientsOnce, OwnGradientsOfOneRank, LateHead, ClipOnOneRank, HalfGradients,
