@@ -107,6 +107,8 @@ what the evidence excludes:
   Checkpoints of the steps before and after, or a live check at every step, decide.
 - *negative weights removed*, *few weights limited*: the training after the change moves all elements of the matrix, so
   its zeros or limits are no longer the only differences.
+- *tiny setting and new weights*: most open cases are files of the model alone, and LoRA, in which few parameters are
+  trained. New weights of a rank then look like gradients of its own.
 - *clip by local norm*: each rank has a factor of its own in each step, close to gradients that were not averaged.
 """
 

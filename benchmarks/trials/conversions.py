@@ -17,14 +17,12 @@ from torch import Tensor
 
 import syncheck
 from benchmarks.trials.models import MODELS, Sizes
+from benchmarks.trials.trial import TEMPORARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     State = dict[str, Tensor]
-
-# Temporary files in memory, if the system has such a folder.
-MEMORY = Path("/dev/shm")
 
 
 def draw_model(numbers: random.Random) -> State:
@@ -171,7 +169,7 @@ def run_change(seed: int) -> tuple[str, list[str], list[str]]:
     copy = dict(model)
     change(numbers, copy)
     dtype = numbers.choice((torch.float32, torch.float32, torch.bfloat16))
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=TEMPORARY) as folder:
         paths = []
         for side, state in (("a", model), ("b", copy)):
             path = Path(folder, f"{side}.pt")

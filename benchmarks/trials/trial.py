@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 SAVED = ("model", "optimizer", "metadata", "steps")
 # Rules and thresholds are chosen on the first part, certainty is granted on the second, and the third is reported.
 PARTS = ("fit", "certify", "report")
-# Temporary files in memory, if the system has such a folder.
-_MEMORY = Path("/dev/shm")
+# The folder of temporary files: in memory, if the system has such a folder.
+MEMORY = Path("/dev/shm")
+TEMPORARY = MEMORY if MEMORY.is_dir() else None
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def run_trial(trajectory: Trajectory, seed: int = 1) -> list[Outcome]:
     """Train, save and compare at each lag of the fault, with two kinds of content."""
     outcomes = []
     for found in simulate(trajectory, seed):
-        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        with tempfile.TemporaryDirectory(dir=TEMPORARY) as folder:
             write_checkpoints(Path(folder), found.steps)
             report = compare_files(Path(folder))
         outcomes.append(make_outcome(trajectory, found.lag, found.saved, report, differs=found.differs))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DECAY_ROOM = 1.25
 # SGD's usual weight decay.
 USUAL_DECAY = 5e-4
+# Mean cosine of parameters that started with equal values. Different initial values have a cosine near 0.
+COMMON_START = 0.5
 # Bounds of the share of smaller second moments if all ranks have gradients of their own.
 BOTH_SIDES = (0.35, 0.65)
 

@@ -58,8 +58,7 @@ def find_explained(
 
     acting: the settings that change the next step. others: all settings that differ.
     """
-    settings_of = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
-    equal = [set(ranks) for ranks in group_ranks(settings_of).values()]
+    equal = [set(ranks) for ranks in group_ranks(_settings_by_rank(case, acting)).values()]
     trained = case.differing("parameter", "optimizer", "ema")
     between = tuple(diff for diff in trained if not any(_differs_within(diff, ranks) for ranks in equal))
     keys = _keys(acting)
@@ -87,8 +86,13 @@ def has_gradient_averages(case: Case) -> bool:
 
 def has_equal_settings(case: Case, acting: Sequence[ValueDiff]) -> bool:
     """Whether some ranks have equal settings, so that their equal parameters show averaged gradients."""
-    values = {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
-    return len(set(values.values())) < len(values)
+    settings = _settings_by_rank(case, acting)
+    return len(set(settings.values())) < len(settings)
+
+
+def _settings_by_rank(case: Case, acting: Sequence[ValueDiff]) -> dict[int, tuple[str, ...]]:
+    """Return the values of settings of each rank, as texts."""
+    return {rank: tuple(str(diff.by_rank.get(rank)) for diff in acting) for rank in case.group.ranks}
 
 
 def _keys(settings: Sequence[ValueDiff]) -> frozenset[str]:

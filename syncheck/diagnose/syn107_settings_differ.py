@@ -11,8 +11,7 @@ Other settings may change moments, which must then still have the same direction
 the settings turn them. A learning rate or weight decay that differs by less than 1 % explains small differences only,
 and foreach, fused, capturable and differentiable explain rounding only. All other differences have a finding of their
 own. The finding covers only the values, too, if only a scheduler's state differs and has not changed a learning rate
-yet. Without moments in the files, it is "likely" if ranks with equal settings hold equal parameters, and otherwise
-"consistent".
+yet. Without moments in the files, it is "consistent".
 
 Cause: each rank decides from its own numbers. ReduceLROnPlateau gets the loss of a rank's own batches, a schedule
 counts a rank's own batches or overflows, the configuration differs between ranks or hosts, or some ranks did not

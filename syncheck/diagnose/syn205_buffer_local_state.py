@@ -9,9 +9,9 @@ module, are names of running statistics (`cluster_size`, `running_mean` without 
 Without metadata, a state dict does not separate buffers from parameters, so the finding reports "not trained" and how
 this is known. BatchNorm's statistics belong to this finding if most ranks agree in all of them.
 
-Updates are likely only if the difference changes over the steps, or if all ranks agreed at an earlier step and most
-ranks agree now. In files of one step, different initial values (SYN218, SYN210) or damage (SYN220, SYN221) have the
-same result. A difference that shrinks alike in all tensors is that of averages (SYN219).
+The finding is "consistent", except for integers equal to the ranks. In files of one step, different initial values
+(SYN218, SYN210) or damage (SYN220, SYN221) have the same result. A difference that shrinks alike in all tensors is that
+of averages (SYN219).
 
 Cause: a module updates its buffer in `forward()`, or the training loop does, from the batch of the rank. DDP with
 `broadcast_buffers=True` copies rank 0's buffers at the start of each forward pass, so the ranks differ by one update
@@ -44,7 +44,6 @@ from syncheck.tensors.kinds import BN_STATISTICS
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from syncheck.findings import Certainty
     from syncheck.records import TensorDiff, Trend
 
 CODE = "SYN205"
@@ -143,7 +142,7 @@ def apply(case: Case) -> Match | None:
     sentence, listed = Text.BUFFERS if are_buffers else Text.UNTRAINED, tuple(diff.name for diff in of_model)
     if len(of_model) == len(changed):
         sentence = Text.STATISTICS
-    certainty, alternatives, evidence = _judge(case, of_model, trend if is_updated else None)
+    alternatives, evidence = _list_alternatives(case, of_model, trend if is_updated else None)
     facts = [
         sentence(count=len(of_model), names=listed, size=largest_difference(of_model)),
         *_trained_facts(case, are_buffers),
@@ -154,26 +153,24 @@ def apply(case: Case) -> Match | None:
     copies = statistics_of_copies(case) if changed else ()
     match = case.make_match(of_model, facts, (*differing, *copies))
     cause, fix = _select_words(of_model, are_buffers)
-    return Match(
-        match.tensors, match.ranks, match.facts, cause=cause, fix=fix, certainty=certainty, alternatives=alternatives
-    )
+    return Match(match.tensors, match.ranks, match.facts, cause=cause, fix=fix, alternatives=alternatives)
 
 
-def _judge(
+def _list_alternatives(
     case: Case, differing: Sequence[TensorDiff], trend: Trend | None
-) -> tuple[Certainty, tuple[str, ...], tuple[Message, ...]]:
-    """Return the certainty of updates, the other causes, and the evidence.
+) -> tuple[tuple[str, ...], tuple[Message, ...]]:
+    """Return the other causes, and the evidence.
 
     trend: of differences that change over the steps; None if no step shows a change.
     """
     if trend == "shrinking":  # averages of equal values do so too
-        return "consistent", ("SYN219",), ()
+        return ("SYN219",), ()
     if trend is not None:
-        return "consistent", (), ()
+        return (), ()
     agreed = last_agreement({diff.name for diff in differing}, case.steps())
     evidence = () if agreed is None else (Text.AGREED(step=agreed),)
     if agreed is not None and _is_update_of_some_ranks(differing):
-        return "consistent", (), evidence
+        return (), evidence
     if any(diff.kind in BN_STATISTICS and is_batchnorm(case, diff.name) for diff in differing):
         alternative = "SYN202" if case.group.evidence.metadata.buffers_synced is False else "SYN201"
     elif all(diff.numel > 1 for diff in differing) and is_share_below(differing, TOUCHED):
@@ -182,7 +179,7 @@ def _judge(
         alternative = "SYN210"
     else:
         alternative = "SYN218"
-    return "consistent", (alternative,), evidence or (Text.ONE_STEP(),)
+    return (alternative,), evidence or (Text.ONE_STEP(),)
 
 
 def _is_of_rank(diff: TensorDiff) -> bool:
@@ -210,7 +207,7 @@ def _match_of_rank(case: Case, tensors: Sequence[TensorDiff]) -> Match:
         match.facts,
         cause=Text.CAUSE_OF_RANK,
         fix=Text.FIX_OF_RANK,
-        certainty="proved" if is_certain else "consistent",
+        certainty="proved" if is_certain else None,
         alternatives=() if is_certain else ("SYN218",),
     )
 

@@ -44,6 +44,7 @@ from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.moments import (
     BOTH_SIDES,
+    COMMON_START,
     count_squares,
     differing_squares,
     mean_cosine,
@@ -121,8 +122,6 @@ ALIKE, ALIKE_COUNTED = 0.9, 0.95
 SIDED = 0.75
 # Without moments: a parameter with another direction, while most parameters still have the direction of a common start.
 ELSEWHERE = 0.5
-# Mean cosine of parameters that started with equal values. Those of different initial values are near 0.
-COMMON_START = 0.5
 # Codes of other causes of differing momenta if no steps are counted, and of differing parameters without any state.
 _UNCOUNTED = ("SYN214", "SYN215")
 _STATELESS = ("SYN213", "SYN214")

@@ -7,7 +7,8 @@ part must be an adapter by its name, because different initial values look the s
 
 With SGD, different initial values (SYN210) also change the momentum through weight decay: by at most wd / (1 -
 momentum) times the difference of the parameters. Unreduced gradients cause much larger differences: at least 45 times
-as large in measurements.
+as large in measurements. The finding is only "consistent": a part that some ranks did not update (SYN225), exchanged
+tensors (SYN224), and adapters after a single step without an average (SYN211) may look the same.
 
 Cause: DDP averages only the gradients of parameters that exist when it is constructed. The part is trained on each
 rank's own data if it was added or unfrozen later, if the forward pass of a LoRA layer replaces the wrapped layer, or if
@@ -37,7 +38,7 @@ from syncheck.diagnose.case import (
     is_share_below,
     largest_difference,
 )
-from syncheck.diagnose.moments import mean_cosine, only_decay
+from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
 from syncheck.messages import Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -82,8 +83,6 @@ PAIR = 2
 FEW = 4
 # With equal gradients, momenta differ only by the weight decay of an unequal start: cosines of at least 0.97, measured.
 ALIKE = 0.97
-# Mean cosine of parameters that started with equal values. Those of different initial values are near 0.
-COMMON_START = 0.5
 
 
 def apply(case: Case) -> Match | None:
@@ -104,9 +103,7 @@ def apply(case: Case) -> Match | None:
     if has_moments:
         if not _has_own_gradients(case, list(moments.values()), len(parameters)):
             return None
-    elif not (
-        trend == "growing" or (trend is None and (all(map(is_adapter, modules)) or _has_common_start(case, parameters)))
-    ):
+    elif not _moves_apart(case, parameters, modules, trend):
         return None
     differing = list(parameters.values())
     covered = tuple(

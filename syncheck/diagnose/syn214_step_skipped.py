@@ -8,10 +8,10 @@ The stored step, or else the majority, shows which ranks took a step less or mor
 ranks behind, and claims no direction.
 
 A rank that loaded its optimizer state, or its model and optimizer, of a few steps before has the same counters
-(SYN215). The finding is therefore "consistent", except in two cases: the lag grew since an earlier step, so that steps
-were skipped repeatedly, or this step and the previous step were saved, and the parameters and the optimizer state of
-the rank are bitwise equal to the other ranks' values at the previous step while BatchNorm's counts agree. SGD counts no
-steps, so that only the second case shows a skipped step.
+(SYN215), so that the finding is "consistent". Two observations support it: the lag grew since an earlier step, or this
+step and the previous step were saved, and the parameters and the optimizer state of the rank are bitwise equal to the
+other ranks' values at the previous step while BatchNorm's counts agree. SGD counts no steps, so that only the second
+observation shows a skipped step.
 
 Cause: a rank skipped a batch on its own: `continue` for a bad or short batch, a NaN or infinite loss or gradient on
 this rank only, or missing gradients (None). Or a rank called `optimizer.step()` twice for a batch, or had a batch more.

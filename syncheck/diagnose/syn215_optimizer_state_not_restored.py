@@ -2,7 +2,7 @@
 
 Signature: the optimizer's step counters are far apart, by more than two steps and at least 5 % of the larger count; or
 the optimizer of some ranks holds no state at all. Right after the resume the parameters still agree, because DDP
-broadcasts them, and any lag then shows this cause, because a skipped step changes parameters. One step later all of
+broadcasts them, and any lag then proves this cause, because a skipped step changes parameters. One step later all of
 them differ, and ranks that skipped steps may look the same (SYN214). If only a part of the counters lags, parameters
 without a gradient look the same (SYN225). SGD counts no steps. After its first step only parameters and momentum
 differ, which other causes explain as well.

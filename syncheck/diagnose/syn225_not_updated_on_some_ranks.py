@@ -2,10 +2,13 @@
 
 Signature: a part of the trained parameters differs, and the optimizer shows that some ranks updated them less often:
 their step counters are behind, or they have no optimizer state on these ranks, or their values are those of an earlier
-saved step. The counters of the other parameters agree. If only counters are behind, the finding is "consistent": the
-state of these parameters may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several
-optimizers are behind, the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has neither
-counters nor a difference between a missing gradient and a zero gradient.
+saved step. The counters of the other parameters agree.
+
+The finding is likely only if a rank has no state of a parameter at all. If the values are those of an earlier step, an
+old file (SYN217) or frozen tensors (SYN218) may look the same. If only counters are behind, the state of the parameters
+may have been lost, or loaded from an earlier step (SYN215). If all counters of one of several optimizers are behind,
+the ranks skipped steps of this optimizer, and the finding is SYN214 or SYN215. SGD has no counters, and a missing
+gradient has the effect of a zero gradient.
 
 Cause: the optimizer skips a parameter without a gradient. On some ranks the parameter was not used (an expert without
 tokens, a branch that was not taken), it was frozen, or it is not in the optimizer. DistributedDataParallel with

@@ -5,6 +5,8 @@ ranks each hold different bytes. Hosts come from the metadata or from folder nam
 differ between all ranks, as they do under plain DDP.
 
 Without hosts, blocks of neighbouring ranks of equal size, which agree in every trained tensor, are consistent with it.
+The finding is never more than "consistent": all ranks of a node may have clipped, skipped a step or loaded other
+weights. It does not match if the first moments of the nodes have one direction.
 
 If a faulty rank is alone on its host, it looks the same, and this rule does not match. The same holds if the ranks of a
 host have no tensor in common, as with HSDP and one replica per host.

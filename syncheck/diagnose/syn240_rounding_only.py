@@ -6,8 +6,8 @@ optimizer state must be as small, and step counters and settings must agree. Lar
 are left to the rules on BatchNorm. If only averaged copies differ, the rule does not match, because the update of one
 step changes a slow average by as little.
 
-The finding is likely only if the first moments differ by rounding too, because then the gradients were rounded
-differently, or if no parameter differs. An event outside the gradients (another learning rate in a step of the warm-up,
+The finding is only "consistent". First moments that differ by rounding too support it, because the gradients were
+rounded differently then. An event outside the gradients (another learning rate in a step of the warm-up,
 a weight merged and unmerged, a cast and back) leaves the first moments equal, and another gradient changes them by more
 than rounding.
 

@@ -28,6 +28,10 @@ _MOST_PARTS, _MOST_LEVELS = 200_000, 100
 MOST = {"rank": 1_000_000, "world_size": 1_000_000}
 
 
+# The name of DDP's class, so that torch need not be imported.
+_WRAPPER = "DistributedDataParallel"
+
+
 def metadata(
     *,
     run: str,
@@ -72,9 +76,9 @@ def metadata(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: must be from 0 to world_size - 1 ({rank} given, world_size {world_size})")
-    if type(model).__name__ == "DistributedDataParallel":
+    if type(model).__name__ == _WRAPPER:
         if buffers_synced is None:
-            buffers_synced = _get_sync_buffers(model)
+            buffers_synced = get_buffers_synced(model)
         model = model.module
     block: dict[str, Any] = {
         "schema": SCHEMA,
@@ -100,11 +104,13 @@ def metadata(
     return block
 
 
-def _get_sync_buffers(wrapper: Any) -> bool | None:
-    """Whether DDP copies the buffers of rank 0 in each forward pass; None if it does not say."""
+def get_buffers_synced(module: Any) -> bool | None:
+    """Whether DDP copies rank 0's buffers at each forward; None for other modules."""
+    if type(module).__name__ != _WRAPPER:
+        return None
     # torch 2.15 has the first name, older versions only the second.
     for name in ("forward_sync_buffers", "broadcast_buffers"):
-        value = getattr(wrapper, name, None)
+        value = getattr(module, name, None)
         if isinstance(value, bool):
             return value
     return None

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from found_causes import compare
 
+import syncheck
+from syncheck.options import DiffOptions
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -56,3 +59,16 @@ def test_few_elements_do_not_show_an_unrelated_tensor(tmp_path: Path) -> None:
         findings, _ = compare(tmp_path, layer, {**layer, "body.weight": torch.randn(width, width)})
         certainties.append(findings["SYN311"].certainty)
     assert certainties == ["consistent", "likely"]
+
+
+def test_accepted_padding_and_orientation_are_in_sync(tmp_path: Path) -> None:
+    """The option of the fix makes the exit code 0, because the common part and the orientation were compared."""
+    weight = torch.randn(8, 4)
+    for name, other in (("SYN309", torch.cat([weight, torch.zeros(2, 4)])), ("SYN304", weight.t().contiguous())):
+        for label, tensor in (("a", weight), ("b", other)):
+            torch.save({"model": {**LAYER, "embed.weight": tensor}}, tmp_path / f"{label}.pt")
+        codes = []
+        for allow in ((), (name,), ("SYN301",)):
+            report = syncheck.diff(tmp_path / "a.pt", tmp_path / "b.pt", options=DiffOptions(allow=allow))
+            codes.append(report.exit_code)
+        assert codes == [1, 0, 1], name

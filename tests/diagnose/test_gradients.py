@@ -269,4 +269,23 @@ def test_213_with_moments_of_zero(zero: int) -> None:
     norms = {zero: 0.0, 1 - zero: 1.0}
     squares = moments("exp_avg_sq", norms=norms, smaller={1: float(zero)})
     fitted = diagnose_case(group(*model(), *moments(norms=norms), *squares))
-    assert fitted.keys() <= {"SYN213", "SYN299", "SYN211"}
+    assert set(fitted) & {"SYN213", "SYN299", "SYN211"}
+
+
+def test_212_needs_equal_states_outside_the_part() -> None:
+    """Second moments of all parameters differ if all gradients did, although Adafactor has no first moments."""
+    states = ("variance",)
+    alone = group(*in_head(model()), *in_head(moments("variance")), optimizer=states)
+    everywhere = group(*in_head(model()), *moments("variance"), optimizer=states)
+    grew = smaller(*in_head(model()), *in_head(moments("variance")), optimizer=states)
+    assert "SYN212" in diagnose_case(alone, grew)
+    assert "SYN212" not in diagnose_case(everywhere, grew)
+
+
+def test_299_of_copies_in_pipeline_stages() -> None:
+    """A tied weight that differs between pipeline stages alone has a cause of its own."""
+    staged = group(make_diff("fc.weight"))
+    replicas = tuple(replace(replica, mesh={"pp": replica.rank}) for replica in staged.replicas)
+    causes = [diagnose_case(case)["SYN299"].cause.code for case in (replace(staged, replicas=replicas), staged)]
+    assert causes[0] is syn299.Text.CAUSE_STAGES
+    assert causes[1] is not syn299.Text.CAUSE_STAGES

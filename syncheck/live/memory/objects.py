@@ -185,15 +185,3 @@ def get_no_sync(modules: Iterable[Any]) -> NoSync:
         if getattr(module, "require_forward_param_sync", True) is False:
             return "last forward"
     return ""
-
-
-def get_buffers_synced(module: Any) -> bool | None:
-    """Whether DDP copies rank 0's buffers at each forward; None for other modules."""
-    if type(module).__name__ != "DistributedDataParallel":
-        return None
-    # torch 2.15 has the first name, older versions only the second.
-    for name in ("forward_sync_buffers", "broadcast_buffers"):
-        value = getattr(module, name, None)
-        if isinstance(value, bool):
-            return value
-    return None

@@ -18,7 +18,6 @@ from syncheck.live.memory.attributes import AttributeReader, describe_modes
 from syncheck.live.memory.objects import (
     EXTRA_STATE,
     get_attributes,
-    get_buffers_synced,
     get_custom_state,
     get_no_sync,
     get_referents,
@@ -35,6 +34,7 @@ from syncheck.live.memory.objects import (
 from syncheck.live.memory.origins import find_plain_path, is_read
 from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
 from syncheck.messages import Refusal
+from syncheck.readers.metadata_block import get_buffers_synced
 from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 from syncheck.tensors.averages import is_averaging_class
 from syncheck.tensors.names import MODEL_CONTAINERS
