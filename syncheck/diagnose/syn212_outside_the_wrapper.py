@@ -69,7 +69,7 @@ class Text(Sentence):
         "of shards, and create the optimizer after it. Or average the gradients of a part without shards before "
         "optimizer.step(): for p in model.head.parameters(): dist.all_reduce(p.grad.div_(dist.get_world_size()))."
     )
-    NOT_AVERAGED = "The gradients of {modules:names 4} are not averaged over the ranks"
+    NOT_AVERAGED = "Consistent with gradients of {modules:names 4} that are not averaged over the ranks"
     CONSISTENT = "Consistent with unreduced gradients of {modules:names 4}: no first moments were compared"
     PARAMETERS = "{count} of {total:count trained parameter} {count:verb differs|differ}, {size}"
     WITH_STATE = "{count:verb its|their} optimizer state differs too"
