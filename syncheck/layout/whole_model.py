@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
 from syncheck.layout import deepspeed, megatron
+from syncheck.layout.alignment import align
 from syncheck.layout.boxes import combine
-from syncheck.layout.copies import find_copies, find_shared_tensors, rename_copies
+from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.dtensors import find_boxes, is_whole
-from syncheck.layout.optimizer_parts import detect_partitioning
 from syncheck.layout.progress import check_progress
-from syncheck.layout.replica_groups import divide, find_positions, find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import Shard
 from syncheck.tensors.names import normalize_keys
@@ -45,24 +44,19 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
         whole = {name: t if t.sharding is None else replace(t, sharding=None) for name, t in first.tensors.items()}
         return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=whole)
-    named, parts = detect_partitioning(dict(snapshots))
-    aligned: dict[str, dict[int, Tensor]] = {}
-    for rank, snapshot in named.items():
-        for name, tensor in normalize_keys(snapshot.tensors).items():
-            aligned.setdefault(name, {})[rank] = tensor
+    alignment = align(snapshots)
+    named = alignment.snapshots
+    aligned = dict(alignment.tensors)
     # Each copy in the model keeps its name and its bytes; of the optimizer's state, a whole model has one copy.
-    copies = [name for name in find_copies(aligned, named) if not name.startswith("optimizer.")]
-    stored = {name: dict(aligned[name]) for name in copies}
-    tied = rename_copies(aligned, named)
-    aligned |= stored
-    ranks, positions = tuple(named), find_positions(named)
-    replicated = find_replicated(aligned) if positions.plain else frozenset[str]()
+    for name, tensors_of_copy in alignment.separate_copies.items():
+        if not name.startswith("optimizer."):
+            aligned[name] = tensors_of_copy
     tensors: dict[str, Tensor] = {}
     given = sum(_BOXES_PER_PART + len(tensor.shards) for held in aligned.values() for tensor in held.values())
     left = most = _MOST_BOXES + given
     for name, held in aligned.items():
-        division = divide(held, ranks, positions, replicated=name in replicated, tied=name in tied)
-        unclear = parts.unclear if name.startswith("optimizer.") else None
+        division = alignment.divide(name, held)
+        unclear = alignment.optimizer.unclear if name.startswith("optimizer.") else None
         joined = _join_tensor(name, held, division, path, unclear=unclear is not None)
         tensors[name] = joined if joined.refused else replace(joined, sharding=None)
         left -= len(tensors[name].shards)
