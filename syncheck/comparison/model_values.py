@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.layout.alignment import Alignment
-    from syncheck.layout.replica_groups import Division
+    from syncheck.layout.replica_groups import ReplicaSets
     from syncheck.messages import Message
 
 _ORDER = tuple(Membership)
@@ -77,9 +77,9 @@ class ModelValues:
             return None
         # A number has no shards: it is divided between the ranks like a scalar tensor.
         scalar = Tensor(name, "uint8", (), (), "", 0)
-        division = self._alignment.divide(name, dict.fromkeys(values, scalar))
-        differs = _differ(values, division)
-        missing_ranks = tuple(sorted(set(division.expected) - values.keys()))
+        replica_sets = self._alignment.find_replica_sets(name, dict.fromkeys(values, scalar))
+        differs = _differ(values, replica_sets)
+        missing_ranks = tuple(sorted(set(replica_sets.expected) - values.keys()))
         counts, unknown = self._judge(name, missing_ranks, differs=differs)
         if not differs and not missing_ranks:
             return None
@@ -111,9 +111,9 @@ class ModelValues:
         return differs, bool(missing_ranks) and is_expected
 
 
-def _differ(values: Mapping[int, Any], division: Division) -> bool:
+def _differ(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
     """Whether values differ between ranks that must have equal values."""
-    for ranks in division.sets:
+    for ranks in replica_sets.sets:
         reference = values[ranks[0]]
         different_ranks = [rank for rank in ranks if not are_equal(values[rank], reference)]
         if different_ranks:

@@ -17,7 +17,7 @@ from syncheck.comparison.values import compare_values, in_memory, note_absent_va
 from syncheck.layout.alignment import align
 from syncheck.layout.copies import broken_ties, common_ties
 from syncheck.layout.dtensors import assemble_copies
-from syncheck.layout.optimizer_parts import Parts, find_lost_state
+from syncheck.layout.optimizer_shards import OptimizerShards, find_lost_state
 from syncheck.layout.replica_groups import (
     DIFFERENT_PARAMETERS,
     coordinates_in,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncheck.comparison.selection import Selection
     from syncheck.layout.alignment import Alignment
     from syncheck.layout.groups import ReplicaGroup
-    from syncheck.layout.replica_groups import Division
+    from syncheck.layout.replica_groups import ReplicaSets
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -140,7 +140,7 @@ def _join(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(names)))
 
 
-def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
+def _partial_values(snapshots: Mapping[int, Snapshot], parts: OptimizerShards) -> Callable[[str], bool]:
     """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts.
 
     Pipeline stages and ranks with other experts have different members too, but ranks with equal coordinates must have
@@ -159,7 +159,7 @@ def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable
         if not is_membership(name):
             return False
         uniform = all(s.values.get(name) == ranks[0].values.get(name) for ranks in stages.values() for s in ranks)
-        return sharded or parts != Parts() or (len(stages) > 1 and uniform)
+        return sharded or parts != OptimizerShards() or (len(stages) > 1 and uniform)
 
     return is_partial
 
@@ -196,7 +196,7 @@ class _Tally:
         name: str,
         kind: str,
         diff: TensorDiff | None,
-        division: Division | None = None,
+        replica_sets: ReplicaSets | None = None,
         *,
         partitioned: bool = False,
     ) -> None:
@@ -204,13 +204,13 @@ class _Tally:
         self.by_kind[kind][diff.status if diff else "identical"] += 1
         self.names[name] = kind
         compared = diff is None or diff.status != "not_compared" or diff.reason == "missing"
-        if compared and division is not None and kind != "optimizer_step":
-            self.compared.update(*division.comparable)
+        if compared and replica_sets is not None and kind != "optimizer_step":
+            self.compared.update(*replica_sets.comparable)
         if diff is not None:
             self.diffs.append(diff)
         sharded = diff is not None and diff.reason == "sharded"
-        if division is not None and division.kind:
-            self.laid_out[division.kind, division.layout].append(() if sharded else division.comparable)
+        if replica_sets is not None and replica_sets.kind:
+            self.laid_out[replica_sets.kind, replica_sets.layout].append(() if sharded else replica_sets.comparable)
         elif sharded and diff is not None:
             key = ("optimizer", _PARTITIONED) if partitioned else ("DTensor", str(diff.detail or ""))
             self.laid_out[key].append(())
@@ -246,7 +246,7 @@ def _compare_tensors(
                 continue
             if alignment.positions.stages and is_mixed(tensors):
                 if not (complete := assemble_copies(tensors)):
-                    detail = Detail.AMBIGUOUS_LAYOUT(layout=alignment.divide(name, tensors).layout)
+                    detail = Detail.AMBIGUOUS_LAYOUT(layout=alignment.find_replica_sets(name, tensors).layout)
                     tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, detail))
                     continue
                 aligned[name] = tensors = complete
@@ -256,10 +256,18 @@ def _compare_tensors(
             partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
             partitioned = partial and not lost and not parts.unclear
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
-            division = alignment.divide(name, tensors)
+            replica_sets = alignment.find_replica_sets(name, tensors)
             scan = FiniteScan(next(iter(tensors.values())).dtype, nan_only=kind == "buffer")
             diff = compare_tensor(
-                name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick, scan=scan
+                name,
+                kind,
+                tensors,
+                replica_sets,
+                files,
+                tolerance,
+                sharded=partitioned,
+                quick=selection.quick,
+                scan=scan,
             )
             if scan.found if diff is None else _is_not_finite(diff):
                 tally.not_finite.append(name)
@@ -268,7 +276,7 @@ def _compare_tensors(
             if diff is not None and selection.reference is not None:
                 facts = tuple(describe_from_reference(fact, selection.reference, tensors, files) for fact in diff.facts)
                 diff = replace(describe_from_reference(diff, selection.reference, tensors, files), facts=facts)
-            tally.add(name, kind, diff, division, partitioned=partitioned)
+            tally.add(name, kind, diff, replica_sets, partitioned=partitioned)
         tally.diffs = _inspect(tally.diffs, lambda diffs: add_evidence(diffs, aligned, files))
         if selection.histograms:
             from syncheck.comparison import histograms

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncheck.layout.copies import find_copies, find_second_copies, is_embedding_in_stages
-from syncheck.layout.optimizer_parts import Parts, detect_partitioning
-from syncheck.layout.replica_groups import Positions, divide, find_positions, find_replicated
+from syncheck.layout.optimizer_shards import OptimizerShards, detect_partitioning
+from syncheck.layout.replica_groups import Positions, find_positions, find_replica_sets, find_replicated
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncheck.layout.replica_groups import Division
+    from syncheck.layout.replica_groups import ReplicaSets
     from syncheck.snapshots import Snapshot, Tensor
 
 
@@ -57,7 +57,7 @@ class Alignment:
     positions: Positions
     replicated: frozenset[str]
     """Names of tensors that all tensor-parallel ranks hold whole."""
-    optimizer: Parts
+    optimizer: OptimizerShards
     """How the state of the optimizer is partitioned over the ranks."""
 
     @property
@@ -65,13 +65,15 @@ class Alignment:
         """All ranks of the model."""
         return tuple(self.snapshots)
 
-    def divide(self, name: str, tensors: Mapping[int, Tensor]) -> Division:
+    def find_replica_sets(self, name: str, tensors: Mapping[int, Tensor]) -> ReplicaSets:
         """Return the replica sets of a tensor.
 
         name: its common name.
         tensors: by rank; they may be assembled from shards.
         """
-        return divide(tensors, self.ranks, self.positions, replicated=name in self.replicated, tied=name in self.tied)
+        return find_replica_sets(
+            tensors, self.ranks, self.positions, replicated=name in self.replicated, tied=name in self.tied
+        )
 
     def find_source(self, name: str) -> str:
         """Return the name of the tensor whose bytes a tensor has: another one for copies, else its own name."""

@@ -167,7 +167,7 @@ def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: 
     return len({coordinates_in(snapshots[rank], PIPELINE) for rank in tensors}) > 1
 
 
-def accept_parts(comparison: Comparison) -> Comparison:
+def accept_partitioned_files(comparison: Comparison) -> Comparison:
     """Return the comparison of files that may hold different parts of one model, without parts as missing tensors.
 
     If every file lacks tensors of another file, no file is a whole model. Then only copies are compared with each

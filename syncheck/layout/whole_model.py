@@ -11,7 +11,7 @@ from syncheck.layout import deepspeed, megatron
 from syncheck.layout.alignment import align
 from syncheck.layout.boxes import combine
 from syncheck.layout.copies import find_shared_tensors
-from syncheck.layout.dtensors import find_boxes, is_whole
+from syncheck.layout.dtensors import find_shards, is_whole
 from syncheck.layout.progress import check_progress
 from syncheck.messages import Refusal
 from syncheck.snapshots import Shard
@@ -21,11 +21,11 @@ from syncheck.tensors.value_kinds import is_membership
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from syncheck.layout.replica_groups import Division
+    from syncheck.layout.replica_groups import ReplicaSets
     from syncheck.snapshots import Membership, Snapshot, Tensor
 
 # Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.
-_BOXES_PER_PART, _MOST_BOXES = 8, 1 << 16
+_BOXES_PER_SHARD, _MOST_BOXES = 8, 1 << 16
 
 
 def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
@@ -52,12 +52,12 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
         if not name.startswith("optimizer."):
             aligned[name] = tensors_of_copy
     tensors: dict[str, Tensor] = {}
-    given = sum(_BOXES_PER_PART + len(tensor.shards) for held in aligned.values() for tensor in held.values())
+    given = sum(_BOXES_PER_SHARD + len(tensor.shards) for held in aligned.values() for tensor in held.values())
     left = most = _MOST_BOXES + given
     for name, held in aligned.items():
-        division = alignment.divide(name, held)
+        replica_sets = alignment.find_replica_sets(name, held)
         unclear = alignment.optimizer.unclear if name.startswith("optimizer.") else None
-        joined = _join_tensor(name, held, division, path, unclear=unclear is not None)
+        joined = _join_tensor(name, held, replica_sets, path, unclear=unclear is not None)
         tensors[name] = joined if joined.refused else replace(joined, sharding=None)
         left -= len(tensors[name].shards)
         if left < 0:
@@ -107,7 +107,9 @@ def add_tied_names(
     return completed
 
 
-def _join_tensor(name: str, held: Mapping[int, Tensor], division: Division, path: str, *, unclear: bool) -> Tensor:
+def _join_tensor(
+    name: str, held: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str, *, unclear: bool
+) -> Tensor:
     """Return the whole tensor from the parts or copies of it that ranks hold."""
     first = next(iter(held.values()))
     refused = next((tensor for tensor in held.values() if tensor.refused), None)
@@ -116,27 +118,27 @@ def _join_tensor(name: str, held: Mapping[int, Tensor], division: Division, path
     whole = {r: t for r, t in held.items() if t.sharding is None or is_whole(t.sharding)}
     if len(whole) == len(held) or (whole and not unclear):
         # Ranks in several sets hold different parts, and files do not show the position of plain parts.
-        if unclear or (len(whole) == len(held) and len(division.sets) > 1):
-            return _refuse(first, name, division)
+        if unclear or (len(whole) == len(held) and len(replica_sets.sets) > 1):
+            return _refuse(first, name, replica_sets)
         return replace(next(iter(whole.values())), name=name)
     shape = first.sharding.shape if first.sharding is not None else ()
     boxes: list[Shard] = []
-    set_of = {rank: i for i, ranks in enumerate(division.sets) for rank in ranks}
+    set_of = {rank: i for i, ranks in enumerate(replica_sets.sets) for rank in ranks}
     holders: dict[Hashable, int] = {}
     for rank, tensor in held.items():
-        found = find_boxes(rank, tensor)
+        found = find_shards(rank, tensor)
         same = tensor.dtype == first.dtype and tensor.sharding is not None and tensor.sharding.shape == shape
         if found is None or not same or unclear:
-            return _refuse(first, name, division)
+            return _refuse(first, name, replica_sets)
         boxes += found
         # If ranks with one box are not copies of each other, they hold different tensors of this name.
         if any(holders.setdefault((b.start, b.tensor.shape), set_of[rank]) != set_of[rank] for b in found):
-            return _refuse(first, name, division)
+            return _refuse(first, name, replica_sets)
     return combine(name, first.dtype, shape, boxes, path)
 
 
-def _refuse(tensor: Tensor, name: str, division: Division) -> Tensor:
-    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=division.layout or division.kind))
+def _refuse(tensor: Tensor, name: str, replica_sets: ReplicaSets) -> Tensor:
+    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=replica_sets.layout or replica_sets.kind))
 
 
 def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def _join_model_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Membershi
     return joined
 
 
-def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Tensor, list[Shard] | None]]:
+def locate_shards(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Tensor, list[Shard] | None]]:
     """Yield (name, rank, tensor, its boxes) for each tensor in each file; None if its position is unknown.
 
     snapshots: the files of one model, by rank.
@@ -169,6 +171,6 @@ def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Te
     for rank, snapshot in snapshots.items():
         for name, tensor in normalize_keys(_join_folder(snapshot).tensors).items():
             if tensor.sharding is not None and not is_whole(tensor.sharding):
-                yield name, rank, tensor, find_boxes(rank, tensor)
+                yield name, rank, tensor, find_shards(rank, tensor)
             else:
                 yield name, rank, tensor, list(tensor.shards) or [Shard(tensor, (0,) * len(tensor.shape))]

@@ -214,7 +214,7 @@ def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict
     remote_tensors: dict[str, dict[bytes, RemoteTensor]] = {}
     for name, tensors in differing.items():
         source = alignment.find_source(name)
-        for ranks in alignment.divide(name, tensors).comparable:
+        for ranks in alignment.find_replica_sets(name, tensors).comparable:
             members = {rank: tensors[rank] for rank in ranks}
             for by_digest in _find_distinct_bytes(source, members):
                 remote_tensors.setdefault(source, {}).update(by_digest)
