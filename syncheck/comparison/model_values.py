@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from syncheck.layout.replica_groups import Positions, divide, find_positions
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Membership, Tensor
@@ -21,9 +20,9 @@ from syncheck.tensors.value_kinds import is_of_rank, to_comparable
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from syncheck.layout.replica_groups import Division
+    from syncheck.layout.alignment import Alignment
+    from syncheck.layout.replica_groups import ReplicaSets
     from syncheck.messages import Message
-    from syncheck.snapshots import Snapshot
 
 _ORDER = tuple(Membership)
 
@@ -34,12 +33,13 @@ _EXTRA_STATE = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
 class ModelValues:
     """The values of the model in the files of a group, by rank."""
 
-    def __init__(self, snapshots: Mapping[int, Snapshot]) -> None:
-        self._ranks = tuple(snapshots)
+    def __init__(self, alignment: Alignment) -> None:
+        self._alignment = alignment
+        self._ranks = alignment.ranks
         self._formats = set[str]()
         self._memberships = dict[str, Membership]()
         self._with_settings = set[int]()
-        for rank, snapshot in snapshots.items():
+        for rank, snapshot in alignment.snapshots.items():
             # The first rank may be the only one that writes settings.
             if any(map(is_adapter_setting, snapshot.model_values)):
                 self._with_settings.add(rank)
@@ -47,8 +47,6 @@ class ModelValues:
             for name, membership in snapshot.model_values.items():
                 known = self._memberships.get(name, membership)
                 self._memberships[name] = max(known, membership, key=_ORDER.index)
-        # Positions of ranks are expensive to find, and most files have no such values.
-        self._positions = find_positions(snapshots) if self._memberships else Positions()
 
     def includes(self, name: str, by_rank: Mapping[int, Any]) -> bool:
         """Whether a value belongs to the model, and not to the rank.
@@ -79,9 +77,9 @@ class ModelValues:
             return None
         # A number has no shards: it is divided between the ranks like a scalar tensor.
         scalar = Tensor(name, "uint8", (), (), "", 0)
-        division = divide(dict.fromkeys(values, scalar), self._ranks, self._positions)
-        differs = _differ(values, division)
-        missing_ranks = tuple(sorted(set(division.expected) - values.keys()))
+        replica_sets = self._alignment.find_replica_sets(name, dict.fromkeys(values, scalar))
+        differs = _differ(values, replica_sets)
+        missing_ranks = tuple(sorted(set(replica_sets.expected) - values.keys()))
         counts, unknown = self._judge(name, missing_ranks, differs=differs)
         if not differs and not missing_ranks:
             return None
@@ -113,9 +111,9 @@ class ModelValues:
         return differs, bool(missing_ranks) and is_expected
 
 
-def _differ(values: Mapping[int, Any], division: Division) -> bool:
+def _differ(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
     """Whether values differ between ranks that must have equal values."""
-    for ranks in division.sets:
+    for ranks in replica_sets.sets:
         reference = values[ranks[0]]
         different_ranks = [rank for rank in ranks if not are_equal(values[rank], reference)]
         if different_ranks:

@@ -14,15 +14,13 @@ from syncheck.comparison.reference import describe_from_reference
 from syncheck.comparison.runs import find_claimed_twice, find_differing_settings, find_repeated_ranks
 from syncheck.comparison.tensors import compare_tensor, skip_tensor
 from syncheck.comparison.values import compare_values, in_memory, note_absent_values
-from syncheck.layout.copies import broken_ties, common_ties, rename_copies
+from syncheck.layout.alignment import align
+from syncheck.layout.copies import broken_ties, common_ties
 from syncheck.layout.dtensors import assemble_copies
-from syncheck.layout.optimizer_parts import Parts, detect_partitioning, find_lost_state
+from syncheck.layout.optimizer_shards import OptimizerShards, find_lost_state
 from syncheck.layout.replica_groups import (
     DIFFERENT_PARAMETERS,
     coordinates_in,
-    divide,
-    find_positions,
-    find_replicated,
     is_mixed,
     mesh_of,
 )
@@ -32,15 +30,15 @@ from syncheck.snapshots import Metadata
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.finiteness import FiniteScan, prepare
 from syncheck.tensors.kinds import KINDS, OPTIMIZER, Kinds, classify_tensors, make_selector
-from syncheck.tensors.names import normalize, normalize_keys
 from syncheck.tensors.value_kinds import counts_updates, is_membership, stores_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from syncheck.comparison.selection import Selection
+    from syncheck.layout.alignment import Alignment
     from syncheck.layout.groups import ReplicaGroup
-    from syncheck.layout.replica_groups import Division
+    from syncheck.layout.replica_groups import ReplicaSets
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -51,13 +49,13 @@ _SMALLEST_STATE = 16
 
 def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     """Compare a group of replicas. Raises CheckpointError if a file can no longer be read."""
-    snapshots, parts = detect_partitioning(dict(replicas.ranks))
-    names = {rank: normalize(snapshot.tensors) for rank, snapshot in snapshots.items()}
-    tensors, tied, kinds, wanted = _classify(snapshots, selection)
+    alignment = align(dict(replicas.ranks))
+    snapshots, names = alignment.snapshots, alignment.names
+    kinds, wanted = _classify(alignment, selection)
     tally = _Tally()
     if len(snapshots) > 1:
         prepare(max(snapshot.bytes for snapshot in snapshots.values()))
-        _compare_tensors(tensors, kinds.by_name, snapshots, wanted, selection, tally, parts, tied)
+        _compare_tensors(alignment, kinds.by_name, wanted, selection, tally)
     alone = tuple(rank for rank in snapshots if rank not in tally.compared)
     counts = {
         kind: Counts(tensors=tally.by_kind[kind].total(), **tally.by_kind[kind])
@@ -67,7 +65,7 @@ def compare_group(replicas: ReplicaGroup, selection: Selection) -> Comparison:
     metadata = _merge_metadata(snapshots)
     kept = make_selector(frozenset(), (), selection.exclude)
     strict = in_memory(snapshots) and not replicas.two_models
-    values = compare_values(snapshots, wanted, kept, _partial_values(snapshots, parts), strict=strict)
+    values = compare_values(alignment, wanted, kept, _partial_values(snapshots, alignment.optimizer), strict=strict)
     values += compare_registration(snapshots, wanted) if replicas.paired else []
     values += compare_attributes(snapshots, wanted)
     claimed_twice = _find_claimed_twice(replicas, snapshots)
@@ -142,7 +140,7 @@ def _join(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(names)))
 
 
-def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable[[str], bool]:
+def _partial_values(snapshots: Mapping[int, Snapshot], parts: OptimizerShards) -> Callable[[str], bool]:
     """Return a predicate for values of a partitioned optimizer: group memberships, and values of single parts.
 
     Pipeline stages and ranks with other experts have different members too, but ranks with equal coordinates must have
@@ -161,7 +159,7 @@ def _partial_values(snapshots: Mapping[int, Snapshot], parts: Parts) -> Callable
         if not is_membership(name):
             return False
         uniform = all(s.values.get(name) == ranks[0].values.get(name) for ranks in stages.values() for s in ranks)
-        return sharded or parts != Parts() or (len(stages) > 1 and uniform)
+        return sharded or parts != OptimizerShards() or (len(stages) > 1 and uniform)
 
     return is_partial
 
@@ -198,7 +196,7 @@ class _Tally:
         name: str,
         kind: str,
         diff: TensorDiff | None,
-        division: Division | None = None,
+        replica_sets: ReplicaSets | None = None,
         *,
         partitioned: bool = False,
     ) -> None:
@@ -206,13 +204,13 @@ class _Tally:
         self.by_kind[kind][diff.status if diff else "identical"] += 1
         self.names[name] = kind
         compared = diff is None or diff.status != "not_compared" or diff.reason == "missing"
-        if compared and division is not None and kind != "optimizer_step":
-            self.compared.update(*division.comparable)
+        if compared and replica_sets is not None and kind != "optimizer_step":
+            self.compared.update(*replica_sets.comparable)
         if diff is not None:
             self.diffs.append(diff)
         sharded = diff is not None and diff.reason == "sharded"
-        if division is not None and division.kind:
-            self.laid_out[division.kind, division.layout].append(() if sharded else division.comparable)
+        if replica_sets is not None and replica_sets.kind:
+            self.laid_out[replica_sets.kind, replica_sets.layout].append(() if sharded else replica_sets.comparable)
         elif sharded and diff is not None:
             key = ("optimizer", _PARTITIONED) if partitioned else ("DTensor", str(diff.detail or ""))
             self.laid_out[key].append(())
@@ -226,20 +224,17 @@ class _Tally:
 
 
 def _compare_tensors(
-    aligned: dict[str, dict[int, Tensor]],
+    alignment: Alignment,
     kinds: Mapping[str, str],
-    snapshots: Mapping[int, Snapshot],
     wanted: Callable[[str, str], bool],
     selection: Selection,
     tally: _Tally,
-    parts: Parts,
-    tied: frozenset[str],
 ) -> None:
-    """Compare every selected tensor and add the results to `tally`. tied: names of copies in several stages."""
-    ranks, positions = tuple(snapshots), find_positions(snapshots)
-    whole = find_replicated(aligned) if positions.plain else frozenset()
+    """Compare every selected tensor and add the results to `tally`."""
+    parts = alignment.optimizer
+    aligned = dict(alignment.tensors)
     with Files(jobs=selection.jobs) as files:
-        for name, tensors in list(aligned.items()):
+        for name, tensors in alignment.tensors.items():
             kind = kinds[name]
             if not wanted(name, kind):
                 tally.left_out += 1
@@ -249,9 +244,9 @@ def _compare_tensors(
                 detail = Detail.POWERSGD_ERROR() if ".error_dict." in f".{name}" else Detail.RNG_STATE()
                 tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.RNG, detail))
                 continue
-            if positions.stages and is_mixed(tensors):
+            if alignment.positions.stages and is_mixed(tensors):
                 if not (complete := assemble_copies(tensors)):
-                    detail = Detail.AMBIGUOUS_LAYOUT(layout=divide(tensors, ranks, positions).layout)
+                    detail = Detail.AMBIGUOUS_LAYOUT(layout=alignment.find_replica_sets(name, tensors).layout)
                     tally.add(name, kind, skip_tensor(name, kind, tensors, Reason.AMBIGUOUS, detail))
                     continue
                 aligned[name] = tensors = complete
@@ -261,10 +256,18 @@ def _compare_tensors(
             partial = parts.holds(name, of_optimizer=kind in OPTIMIZER)
             partitioned = partial and not lost and not parts.unclear
             tolerance = selection.tolerance.of(name, kind, next(iter(tensors.values())).dtype)
-            division = divide(tensors, ranks, positions, replicated=name in whole, tied=name in tied)
+            replica_sets = alignment.find_replica_sets(name, tensors)
             scan = FiniteScan(next(iter(tensors.values())).dtype, nan_only=kind == "buffer")
             diff = compare_tensor(
-                name, kind, tensors, division, files, tolerance, sharded=partitioned, quick=selection.quick, scan=scan
+                name,
+                kind,
+                tensors,
+                replica_sets,
+                files,
+                tolerance,
+                sharded=partitioned,
+                quick=selection.quick,
+                scan=scan,
             )
             if scan.found if diff is None else _is_not_finite(diff):
                 tally.not_finite.append(name)
@@ -273,7 +276,7 @@ def _compare_tensors(
             if diff is not None and selection.reference is not None:
                 facts = tuple(describe_from_reference(fact, selection.reference, tensors, files) for fact in diff.facts)
                 diff = replace(describe_from_reference(diff, selection.reference, tensors, files), facts=facts)
-            tally.add(name, kind, diff, division, partitioned=partitioned)
+            tally.add(name, kind, diff, replica_sets, partitioned=partitioned)
         tally.diffs = _inspect(tally.diffs, lambda diffs: add_evidence(diffs, aligned, files))
         if selection.histograms:
             from syncheck.comparison import histograms
@@ -320,30 +323,20 @@ def _inspect(diffs: list[TensorDiff], inspect: Callable[[list[TensorDiff]], Sequ
 
 def kinds_in(replicas: ReplicaGroup, selection: Selection) -> tuple[str, ...]:
     """Return the kinds of tensors to compare, without reading tensors."""
-    present = set(selected_kinds(dict(replicas.ranks), selection).values())
+    present = set(selected_kinds(align(dict(replicas.ranks)), selection).values())
     return tuple(kind for kind in KINDS if kind in present and (kind != "rng" or selection.only or selection.rng))
 
 
-def selected_kinds(snapshots: Mapping[int, Snapshot], selection: Selection) -> dict[str, str]:
-    """Return the kind of each selected tensor by its name without prefixes of wrappers."""
-    _, _, kinds, wanted = _classify(snapshots, selection)
+def selected_kinds(alignment: Alignment, selection: Selection) -> dict[str, str]:
+    """Return the kind of each selected tensor by its common name."""
+    kinds, wanted = _classify(alignment, selection)
     return {name: kind for name, kind in kinds.by_name.items() if wanted(name, kind)}
 
 
-def _classify(
-    snapshots: Mapping[int, Snapshot], selection: Selection
-) -> tuple[dict[str, dict[int, Tensor]], frozenset[str], Kinds, Callable[[str, str], bool]]:
-    """Return the tensors by normalized name and rank, the names of copies, kinds, and a predicate for the selection.
-
-    The predicate takes names and kinds.
-    """
-    aligned: dict[str, dict[int, Tensor]] = {}  # in the order of the first checkpoint
-    for rank, snapshot in snapshots.items():
-        for name, tensor in normalize_keys(snapshot.tensors).items():
-            aligned.setdefault(name, {})[rank] = tensor
-    tied = rename_copies(aligned, snapshots)
-    kinds = _find_kinds(aligned, snapshots, selection)
-    return aligned, tied, kinds, make_selector(selection.only, selection.include, selection.exclude, kinds.unsure)
+def _classify(alignment: Alignment, selection: Selection) -> tuple[Kinds, Callable[[str, str], bool]]:
+    """Return the kinds of tensors, and a predicate for the selection that takes names and kinds."""
+    kinds = _find_kinds(alignment.tensors, alignment.snapshots, selection)
+    return kinds, make_selector(selection.only, selection.include, selection.exclude, kinds.unsure)
 
 
 def _find_kinds(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import CheckpointError
-from syncheck.layout.copies import rename_copies
+from syncheck.layout.alignment import align
 from syncheck.layout.groups import group_by_step
 from syncheck.records import Unreadable
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.clustering import cluster_replicas
-from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Comparison, TensorDiff
@@ -62,51 +60,64 @@ def _find_stale_ranks(
     if not earlier or not any(diff.kind == "parameter" for diff in differing):
         return {}
     odd = {rank for diff in differing for rank in diff.minority} or set(group.ranks)
-    current = _tensors_by_rank(now)
+    current = align(dict(now.ranks)).tensors
     stale: dict[int, int] = {}
     with Files(jobs=jobs) as files:
         for step, replicas in reversed(earlier[-MOST_STEPS:]):
-            if not odd - stale.keys():
+            suspects = sorted(odd - stale.keys())
+            if not suspects:
                 break
-            before = _tensors_by_rank(replicas)
-            for rank in sorted(odd - stale.keys()):
+            before = align(dict(replicas.ranks)).tensors
+            for rank in suspects:
                 # One rank of the majority represents it. Without a majority, take any other rank.
-                others = [r for r in before if r != rank and (r not in odd or len(odd) == len(current))]
-                if _equals_earlier(
-                    rank, current[rank], {r: before[r] for r in others}, differing, None if quick else files
-                ):
+                if len(odd) == len(now.ranks):
+                    sources = {source for source, _ in replicas.ranks if source != rank}
+                else:
+                    sources = {source for source, _ in replicas.ranks if source not in odd}
+                if _equals_earlier(rank, current, before, sources, differing, None if quick else files):
                     stale[rank] = step
     # If all ranks match earlier steps, no rank is behind other ranks.
-    return stale if len(stale) < len(current) else {}
-
-
-def _tensors_by_rank(replicas: ReplicaGroup) -> dict[int, dict[str, Tensor]]:
-    snapshots = dict(replicas.ranks)
-    aligned: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    for rank, snapshot in replicas.ranks:
-        for name, tensor in normalize_keys(snapshot.tensors).items():
-            aligned[name][rank] = tensor
-    rename_copies(aligned, snapshots)
-    return {rank: {name: tensors[rank] for name, tensors in aligned.items() if rank in tensors} for rank in snapshots}
+    return stale if len(stale) < len(now.ranks) else {}
 
 
 def _equals_earlier(
     rank: int,
-    current: Mapping[str, Tensor],
-    before: Mapping[int, Mapping[str, Tensor]],
+    current: Mapping[str, Mapping[int, Tensor]],
+    before: Mapping[str, Mapping[int, Tensor]],
+    sources: Collection[int],
     differing: Sequence[TensorDiff],
     files: Files | None,
 ) -> bool:
-    """Whether all differing tensors of a rank equal those of a replica in `before`. Usually the first decides."""
-    own = [diff for diff in differing if any(rank in ranks for ranks in diff.clusters)]
-    for diff in own:
-        replicas = next((ranks for ranks in diff.replica_groups if rank in ranks), ())
-        other = next((before[r] for r in replicas if r in before and diff.name in before[r]), {})
-        if not (
-            diff.name in current and diff.name in other and _are_equal(current[diff.name], other[diff.name], files)
-        ):
+    """Whether all differing tensors of a rank equal those of a replica at an earlier step. Usually the first decides.
+
+    current, before: the tensors of both steps by name and rank.
+    sources: the ranks whose tensors count at the earlier step.
+    files: None to compare stored checksums and digests only.
+    """
+    has_tensors = False
+    for diff in differing:
+        if not any(rank in ranks for ranks in diff.clusters):
+            continue
+        has_tensors = True
+        tensor = current.get(diff.name, {}).get(rank)
+        earlier = _find_replica(diff, rank, before.get(diff.name, {}), sources)
+        if tensor is None or earlier is None or not _are_equal(tensor, earlier, files):
             return False
-    return bool(own)
+    return has_tensors
+
+
+def _find_replica(
+    diff: TensorDiff, rank: int, tensors: Mapping[int, Tensor], sources: Collection[int]
+) -> Tensor | None:
+    """Return the tensor of the first rank in the replica group of a rank; None if no rank there holds it."""
+    for ranks in diff.replica_groups:
+        if rank not in ranks:
+            continue
+        for source in ranks:
+            if source in sources and source in tensors:
+                return tensors[source]
+        break
+    return None
 
 
 def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:

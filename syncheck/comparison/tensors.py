@@ -15,7 +15,7 @@ from syncheck.text import sets_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from syncheck.layout.replica_groups import Division, Sets
+    from syncheck.layout.replica_groups import ReplicaSets, Sets
     from syncheck.messages import Message
     from syncheck.records import Status
     from syncheck.snapshots import Tensor
@@ -34,7 +34,7 @@ def compare_tensor(
     name: str,
     kind: str,
     tensors: Mapping[int, Tensor],
-    division: Division,
+    replica_sets: ReplicaSets,
     files: Files,
     tolerance: Tolerance,
     *,
@@ -44,9 +44,11 @@ def compare_tensor(
 ) -> TensorDiff | None:
     """Compare the replicas of one tensor within each replica group. Return None if they are identical.
 
-    tensors: by rank. division: the replica groups and the ranks required to have the tensor. sharded: whether each rank
-    holds different tensors by design, so missing tensors are no difference. quick: compare stored checksums only. scan:
-    searches the bytes that are read for NaN and infinity.
+    tensors: by rank.
+    replica_sets: the replica groups and the ranks required to have the tensor.
+    sharded: whether each rank holds different tensors by design, so missing tensors are no difference.
+    quick: compare stored checksums only.
+    scan: searches the bytes that are read for NaN and infinity.
     Raises CheckpointError if a file can no longer be read.
     """
 
@@ -58,12 +60,12 @@ def compare_tensor(
         is_first_dtype = bare.dtype == next(iter(tensors.values())).dtype
         return _compare_bytes(bare, members, files, tolerance, scan if is_first_dtype else None)
 
-    missing = tuple(rank for rank in division.expected if rank not in tensors)
+    missing = tuple(rank for rank in replica_sets.expected if rank not in tensors)
     bare = _bare(name, kind, tensors)
-    diff = _find_mismatch(bare, tensors, division)
+    diff = _find_mismatch(bare, tensors, replica_sets)
     if diff is None:
-        diff = _compare_groups(bare, tensors, division, compare)
-    elif values := _compare_matching(diff, tensors, division, compare):
+        diff = _compare_groups(bare, tensors, replica_sets, compare)
+    elif values := _compare_matching(diff, tensors, replica_sets, compare):
         # A tensor refused by the reader on some ranks is not a difference by itself.
         diff = replace(diff, facts=(diff, values)) if diff.out_of_sync else replace(values, detail=diff.detail)
     if not missing:
@@ -73,7 +75,7 @@ def compare_tensor(
     if sharded and (diff is None or diff.reason is Reason.SHARDED):
         return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
     absent = replace(
-        _with_clusters(bare, division.expected, largest_first((list(tensors), missing))),
+        _with_clusters(bare, replica_sets.expected, largest_first((list(tensors), missing))),
         reason=Reason.MISSING,
         detail=Detail.MISSING(ranks=missing),
         clusters=(tuple(tensors),),
@@ -109,7 +111,7 @@ def _with_clusters(bare: TensorDiff, ranks: Iterable[int], sets: Sets, **changes
     return replace(bare, replica_groups=(tuple(ranks),), clusters=sets, minority=minority_of(sets), **changes)
 
 
-def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division) -> TensorDiff | None:
+def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
     """Return a diff if the values cannot be compared: different shapes, dtypes or layouts, or refused by the reader."""
     # The common case first. A loop takes half the time of any() with a generator.
     for t in tensors.values():
@@ -133,7 +135,11 @@ def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Di
     for field in (Reason.SHAPE, Reason.DTYPE):
         values = {rank: _known_value(tensor, field) for rank, tensor in tensors.items()}
         if None not in values.values() and len(set(values.values())) > 1:
-            if field is Reason.SHAPE and division.kind == "model parallel" and _is_equal_within(values, division):
+            if (
+                field is Reason.SHAPE
+                and replica_sets.kind == "model parallel"
+                and _is_equal_within(values, replica_sets)
+            ):
                 continue  # uneven parts of plain tensors
             return _make_mismatch(bare, field, values, tensors)
     parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
@@ -149,12 +155,12 @@ def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], division: Di
 
 
 def _compare_matching(
-    mismatch: TensorDiff, tensors: Mapping[int, Tensor], division: Division, compare: Compare
+    mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: Compare
 ) -> TensorDiff | None:
     """Compare ranks with the same shape and dtype if not all ranks have the same. Return None if they do not differ."""
     readable = {rank: tensor for rank, tensor in tensors.items() if not tensor.refused}
     sets = []
-    for ranks in division.sets:
+    for ranks in replica_sets.sets:
         by_type: dict[Any, list[int]] = defaultdict(list)
         for rank in ranks:
             if rank in readable:
@@ -162,15 +168,15 @@ def _compare_matching(
         sets += [tuple(members) for members in by_type.values() if len(members) > 1]
     if not sets:
         return None
-    matching = replace(division, sets=tuple(sets), layout=division.layout or f"of one {mismatch.reason}")
+    matching = replace(replica_sets, sets=tuple(sets), layout=replica_sets.layout or f"of one {mismatch.reason}")
     members = {rank: readable[rank] for ranks in sets for rank in ranks}
     diff = _compare_groups(_bare(mismatch.name, mismatch.kind, members), members, matching, compare)
     return diff if diff is not None and diff.out_of_sync else None
 
 
-def _is_equal_within(values: Mapping[int, Any], division: Division) -> bool:
+def _is_equal_within(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
     """Whether the values are equal within each replica group."""
-    return all(len({values[rank] for rank in ranks}) == 1 for ranks in division.sets)
+    return all(len({values[rank] for rank in ranks}) == 1 for ranks in replica_sets.sets)
 
 
 def _known_value(tensor: Tensor, field: Reason) -> Any:
@@ -192,13 +198,13 @@ def _make_mismatch(
 
 
 def _compare_groups(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], division: Division, compare: Compare
+    bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: Compare
 ) -> TensorDiff | None:
     """Compare within each replica group. Return None if all are identical, else the numbers of the worst group."""
-    if division.kind and not division.comparable:
-        return replace(bare, reason=Reason.SHARDED, detail=Detail.SHARDED(layout=division.layout))
+    if replica_sets.kind and not replica_sets.comparable:
+        return replace(bare, reason=Reason.SHARDED, detail=Detail.SHARDED(layout=replica_sets.layout))
     diffs = []
-    for ranks in division.comparable:
+    for ranks in replica_sets.comparable:
         is_only = len(ranks) == len(tensors)
         members = tensors if is_only else {rank: tensors[rank] for rank in ranks}
         own = bare if is_only else _bare(bare.name, bare.kind, members)
@@ -210,13 +216,14 @@ def _compare_groups(
             diff = compare(own, members)
         if diff is not None:
             diffs.append(diff)
-    if not diffs or len(division.sets) == 1:
+    if not diffs or len(replica_sets.sets) == 1:
         return diffs[0] if diffs else None
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
     return replace(
         worst,
-        detail=worst.detail or Detail.WITHIN_GROUPS(layout=division.layout, sets=sets_text(division.comparable, 3)),
-        replica_groups=division.sets,
+        detail=worst.detail
+        or Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=sets_text(replica_sets.comparable, 3)),
+        replica_groups=replica_sets.sets,
         clusters=tuple(cluster for diff in diffs for cluster in diff.clusters),
         minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
         nonfinite=dict(sorted((rank, count) for diff in diffs for rank, count in diff.nonfinite.items())),

@@ -22,6 +22,7 @@ from syncheck.tensors.value_kinds import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from syncheck.layout.alignment import Alignment
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot
 
@@ -30,7 +31,7 @@ _MOST_NOTES = 3
 
 
 def compare_values(
-    snapshots: Mapping[int, Snapshot],
+    alignment: Alignment,
     wanted: Callable[[str, str], bool],
     kept: Callable[[str, str], bool],
     is_partial: Callable[[str], bool],
@@ -47,6 +48,7 @@ def compare_values(
     wanted: whether the options select a name and kind. kept: whether the options do not exclude it. is_partial: whether
     a value belongs to partitioned optimizer state.
     """
+    snapshots = alignment.snapshots
     values = {rank: values_of(snapshot) for rank, snapshot in snapshots.items()}
     by_name: dict[str, dict[int, Any]] = defaultdict(dict)
     for rank, own in values.items():
@@ -58,7 +60,7 @@ def compare_values(
         cache(lambda rank: _containers((*values[rank], *snapshots[rank].tensors))),
     )
     one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
-    of_model = ModelValues(snapshots)
+    of_model = ModelValues(alignment)
     diffs = []
     for name, present in by_name.items():
         # A step or a setting in a state dict must not be missing, and its differences have findings of their own.

@@ -245,7 +245,7 @@ def _relate_boxes(name: str, models: Models) -> dict[str, Relation]:
         fused = [n for n in one if n != name and whole is not None and stored.get(n) is whole and n in other]
         # A tied weight is the same part under a second name.
         names = [name, *(n for n in fused if not find_shared_tensors((one[name], one[n])))]
-        boxes = [(n, box) for n in names for box in views.list_boxes(one[n])]
+        boxes = [(n, box) for n in names for box in views.list_shards(one[n])]
         if one[name].dtype != other[name].dtype or not 1 < len(boxes) <= _MOST_BOXES:
             continue
         if any(one[n].shape != other[n].shape for n in names):

@@ -23,12 +23,12 @@ from syncheck.diagnose.case import relation_of
 from syncheck.diagnose.verdicts import judge_difference, judge_group, overall
 from syncheck.errors import UsageError
 from syncheck.findings import RelationKind, Stored
-from syncheck.layout.copies import accept_parts, list_ties, require_own_numbers
+from syncheck.layout.copies import accept_partitioned_files, list_ties, require_own_numbers
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.layout.labels import check_layouts
 from syncheck.layout.progress import is_adapter
 from syncheck.layout.second_weights import drop_unmatched_copies
-from syncheck.layout.whole_model import add_tied_names, list_boxes
+from syncheck.layout.whole_model import add_tied_names, locate_shards
 from syncheck.messages import Note, relabel
 from syncheck.options import DiffOptions, build_selection
 from syncheck.readers import outputs
@@ -85,7 +85,7 @@ def compare_copies(side: Side, options: DiffOptions) -> Group | None:
         compare_group(replace(side.group, ranks=ranks), build_selection(options)), name=side.title, run=side.title
     )
     require_own_numbers(side.title, [snapshot for _, snapshot in ranks], own)
-    return judge_group(accept_parts(own), (), _allowed(options))
+    return judge_group(accept_partitioned_files(own), (), _allowed(options))
 
 
 def _require_one_adapter(side: Side, options: DiffOptions) -> None:
@@ -325,7 +325,7 @@ def _describe_stored(comparison: Comparison, sides: Sequence[Side]) -> dict[str,
         tensors = normalize_keys(side.model.tensors)
         held = {name: side.stored.get(name, tensor) for name, tensor in tensors.items() if name in wanted}
         boxes: dict[str, list[tuple[Any, Any, str]]] = {tensor.name: [] for tensor in held.values()}
-        for _, rank, tensor, shards in list_boxes(dict(side.group.ranks)):
+        for _, rank, tensor, shards in locate_shards(dict(side.group.ranks)):
             for shard in [None] if shards is None else shards:
                 part = tensor if shard is None else shard.tensor
                 owner = f"rank {rank}" if len(side.group.ranks) > 1 else os.path.basename(part.path)

@@ -206,7 +206,7 @@ def make_adapted(name: str, data: Merged | Replaced) -> Tensor:
 
 def find_adapted(tensor: Tensor) -> Merged | Replaced | None:
     """Return the data of a tensor with an adapter, or of a view of it; None for other tensors."""
-    sources = {id(box.tensor.data): box.tensor.data for box in views.list_boxes(tensor)}
+    sources = {id(box.tensor.data): box.tensor.data for box in views.list_shards(tensor)}
     # Boxes of different tensors are not a view of one of them.
     if len(sources) != 1:
         return None

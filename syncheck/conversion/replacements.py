@@ -105,7 +105,7 @@ def _copy_rows(source: Tensor, start: int, stop: int, position: int) -> list[Sha
     if start >= stop:
         return boxes
     part = views.narrow(source, 0, start, stop - start)
-    for box in views.list_boxes(part):
+    for box in views.list_shards(part):
         first_row, *other_dimensions = box.start
         moved = (first_row + position, *other_dimensions)
         boxes.append(Shard(box.tensor, moved))

@@ -15,7 +15,7 @@ from syncheck.layout import views
 from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.layout.second_weights import separate_copies
-from syncheck.layout.whole_model import join, list_boxes, split_folder
+from syncheck.layout.whole_model import join, locate_shards, split_folder
 from syncheck.messages import Grouping
 from syncheck.readers import find
 from syncheck.records import Alias, Place
@@ -115,7 +115,7 @@ def list_shards(source: Source) -> dict[str, Any]:
     title, group, _ = _open_files(source)
     rows: dict[str, dict[str, Any]] = {}
     boxes: dict[tuple[str, Any], dict[str, Any]] = {}
-    for name, rank, tensor, shards in list_boxes(dict(group.ranks)):
+    for name, rank, tensor, shards in locate_shards(dict(group.ranks)):
         empty = {"name": name, "dtype": tensor.dtype, "shape": list(tensor.full_shape), "boxes": []}
         row = rows.setdefault(name, empty)
         for shard in [None] if shards is None else shards:

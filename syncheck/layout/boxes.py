@@ -23,7 +23,7 @@ Runs = tuple[tuple[int, int], ...]
 # Limit of boxes that one rank holds of a tensor. FSDP and tensor parallelism together make one box; only strided shards
 # of views have more.
 MOST_BOXES = 64
-Span = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Start and size, by dimension."""
 
 # Chunks of a device mesh form a grid and need a few steps each; constructions that need quadratic time are refused.
@@ -70,7 +70,7 @@ def cut_tensor(local: Tensor, runs: Sequence[Runs]) -> list[Shard]:
     return boxes
 
 
-def flat_boxes(flat: Tensor, at: int, shape: tuple[int, ...], start: int, count: int) -> list[Shard]:
+def cut_flat_tensor(flat: Tensor, at: int, shape: tuple[int, ...], start: int, count: int) -> list[Shard]:
     """Return boxes of a tensor of this shape: its elements `start` to `start + count`, in C order.
 
     flat: contiguous elements, which hold these elements from number `at` on.
@@ -99,7 +99,7 @@ def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shar
 
     path: of the checkpoint. Raises MalformedFile for holes, overlaps and boxes beyond the tensor.
     """
-    boxes: dict[Span, Shard] = {}
+    boxes: dict[Box, Shard] = {}
     for shard in shards:
         if shard.tensor.numel:
             boxes.setdefault((shard.start, shard.tensor.shape), shard)
@@ -117,7 +117,7 @@ def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shar
     return Tensor(name, dtype, shape, contiguous_strides(shape), first, 0, data=None if parts else b"", shards=parts)
 
 
-def find_fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
+def find_fault(shape: Sequence[int], spans: Sequence[Box]) -> str:
     """Describe a gap, overlap or excess of chunks in a tensor; return "" if they cover the tensor exactly.
 
     spans: non-empty chunks.
@@ -131,7 +131,7 @@ def find_fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
     if most > 1:  # a fast test, because a pickle can list one chunk a million times
         return f"{most} chunks contain element {list(start)}"
     left = _STEPS + _STEPS_PER_CHUNK * len(spans)
-    waiting: list[tuple[tuple[int, ...], Sequence[Span]]] = [((), spans)]
+    waiting: list[tuple[tuple[int, ...], Sequence[Box]]] = [((), spans)]
     while waiting:
         # The chunks with elements whose first indices are `at`.
         at, crossing_chunks = waiting.pop()
@@ -147,11 +147,11 @@ def find_fault(shape: Sequence[int], spans: Sequence[Span]) -> str:
     return ""
 
 
-def _cut_slabs(spans: Sequence[Span], axis: int, length: int) -> Iterator[tuple[int, list[Span]]]:
+def _cut_slabs(spans: Sequence[Box], axis: int, length: int) -> Iterator[tuple[int, list[Box]]]:
     """Cut a dimension at every start and end of a chunk. Yield the start of each slab and the chunks that cross it."""
     edges = sorted({0, length, *(e for start, size in spans for e in (start[axis], start[axis] + size[axis]))})
     ordered = sorted(spans, key=lambda span: span[0][axis])
-    crossing: list[Span] = []
+    crossing: list[Box] = []
     coming = 0
     for low, _ in itertools.pairwise(edges):
         crossing = [span for span in crossing if span[0][axis] + span[1][axis] > low]

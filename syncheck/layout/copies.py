@@ -142,24 +142,6 @@ def name_of_copied(name: str, tied: Mapping[str, str]) -> str:
     return f"{container}{dot}{tied.get(parameter, parameter)}{state_dot}{state}"
 
 
-def rename_copies(aligned: dict[str, dict[int, Tensor]], snapshots: Mapping[int, Snapshot]) -> frozenset[str]:
-    """Give copies of a tensor the name of the tensor, and return the names of tensors with copies in several stages.
-
-    aligned: by name and rank; changed. A second copy in a stage keeps its name, and is compared with the tensor of the
-    other stages. Embeddings have one name in all stages.
-    """
-    copies = find_copies(aligned, snapshots)
-    for name, new in copies.items():
-        aligned[new] |= aligned.pop(name)
-    tied = {*copies.values()}
-    for name, source in find_second_copies(aligned, copies, snapshots).items():
-        elsewhere = {rank: tensor for rank, tensor in aligned[source].items() if rank not in aligned[name]}
-        aligned[name] = aligned[name] | elsewhere
-        tied.add(name)
-    tied.update(name for name, tensors in aligned.items() if is_embedding_in_stages(name, tensors, snapshots))
-    return frozenset(tied)
-
-
 def find_second_copies(
     names: Iterable[str], copies: Mapping[str, str], snapshots: Mapping[int, Snapshot]
 ) -> dict[str, str]:
@@ -185,7 +167,7 @@ def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: 
     return len({coordinates_in(snapshots[rank], PIPELINE) for rank in tensors}) > 1
 
 
-def accept_parts(comparison: Comparison) -> Comparison:
+def accept_partitioned_files(comparison: Comparison) -> Comparison:
     """Return the comparison of files that may hold different parts of one model, without parts as missing tensors.
 
     If every file lacks tensors of another file, no file is a whole model. Then only copies are compared with each

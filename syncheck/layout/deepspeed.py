@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
-from syncheck.layout.boxes import combine, flat_boxes
+from syncheck.layout.boxes import combine, cut_flat_tensor
 from syncheck.messages import Note
 from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, are_naturals
 from syncheck.tensors.value_kinds import is_membership
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Groups = Mapping[str, Mapping[str, tuple[int, ...]]]  # shapes by group and parameter
 
 # Limit of the parts of all tensors together; ten thousand tensors on a hundred ranks.
-_MOST_PARTS = 1 << 20
+_MOST_SHARDS = 1 << 20
 _LABEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
 _COUNT = re.compile(rf"optimizer\.{_LABEL.pattern}\.partition_count(\.\d+)?")
 _FLAT = re.compile(r"(?:single_partition_of_fp32_groups|fp32_flat_groups)\.(\d+)")
@@ -160,7 +160,7 @@ def _join_groups(
         raise _malformed(path, "param_shapes", found, f"each parameter once, in groups {brief(sorted(stored))}")
     boxes: dict[tuple[str, str], list[Shard]] = defaultdict(list)
     whole: dict[str, Tensor] = {}
-    left = _MOST_PARTS
+    left = _MOST_SHARDS
     for group, members in groups.items():
         flats = [flat for _, flat in sorted(contents.flats[group].items()) if _is_flat(flat)]
         if len(flats) < ranks:
@@ -170,14 +170,14 @@ def _join_groups(
         for name, rank, at, start, count in _split(path, group, sizes, [flat.numel for flat in flats], gaps):
             for key, tensor in {"": flats[rank], **contents.states[group, rank]}.items():
                 if _is_flat(tensor) and tensor.numel >= flats[rank].numel:
-                    boxes[name, key] += flat_boxes(tensor, at, members[name], start, count)
+                    boxes[name, key] += cut_flat_tensor(tensor, at, members[name], start, count)
                 elif tensor.shape:  # not by element, like the scales of 8-bit optimizers
                     whole[tensor.name] = tensor
                 elif count:  # the step of the group
                     whole.setdefault(f"optimizer.{name}.{key}", tensor)
                 left -= 1
             if left < 0:
-                raise _malformed(path, "partitions", f"more than {_MOST_PARTS} parts of tensors", "a readable layout")
+                raise _malformed(path, "partitions", f"more than {_MOST_SHARDS} parts of tensors", "a readable layout")
     for (name, key), shards in boxes.items():
         full = f"optimizer.{name}.{key}" if key else name
         dtypes = sorted({shard.tensor.dtype for shard in shards}) or ["float32"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_DIMS = 8
 
 
-def find_boxes(rank: int, tensor: Tensor) -> list[Shard] | None:
+def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
     """Return the boxes in a rank's part of a DTensor; None if the file does not show them, as for partial sums.
 
     Raises MalformedFile if the part has another shape than its layout.
@@ -95,7 +95,7 @@ def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         if tensor.sharding is None or is_whole(tensor.sharding):
             continue
         try:
-            found, position = find_boxes(rank, tensor), find_coordinate(rank, tensor.sharding)
+            found, position = find_shards(rank, tensor), find_coordinate(rank, tensor.sharding)
         except MalformedFile:
             return {}
         if found is None or position is None:

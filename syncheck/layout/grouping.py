@@ -4,8 +4,9 @@ The criteria, in this order: metadata blocks; folders that are copies of each ot
 varying number of otherwise equal names; or else all files form one group. The criterion is recorded and
 printed.
 
-Then groups with different ranks of one run are joined: a folder per host, or a file under another name. Separate groups
-would each be in sync, and the hosts would not be compared with each other.
+Each criterion gives each file a key: the run, the step and the part of the checkpoint, with everything else starred.
+Files with equal keys are replicas. The role of each number in a path determines what it is in the key
+(`path_numbers.USES`). Then groups with different ranks of one run are joined (`joining`).
 """
 
 from __future__ import annotations
@@ -13,31 +14,33 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from itertools import combinations
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.layout.groups import (
     Ranked,
     ReplicaGroup,
-    group_by_metadata,
+    are_unique,
+    find_shared_numbers,
+    has_rank_in_metadata,
     make_names_unique,
     number_replicas,
     partition_by,
-    rank_in_path,
-    rank_of,
     template_of,
     title_of,
 )
-from syncheck.layout.path_numbers import PathNumbers, split_path
-from syncheck.layout.refining import refine_paths
+from syncheck.layout.joining import join_hosts
+from syncheck.layout.path_numbers import FileKey, split_path
+from syncheck.layout.refining import find_templates, find_varying, refine_paths, resolve_roles
 from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from syncheck.layout.path_numbers import Role
+    from syncheck.layout.path_numbers import PathNumbers
+    from syncheck.layout.refining import Template
     from syncheck.messages import Message
-    from syncheck.snapshots import Snapshot
+    from syncheck.snapshots import Metadata, Snapshot
 
 
 def group_replicas(
@@ -49,45 +52,113 @@ def group_replicas(
     """Group the snapshots of replicas, ordered by run and step.
 
     group_by: a regular expression searched in each path. Files with equal captured groups, or equal matches without
-    captured groups, form one group. roots: the folder in which a file was found, if the user passed a folder. alike: a
-    uniform spelling of each path, if relative and absolute paths are mixed.
+    captured groups, form one group.
+    roots: the folder in which a file was found, if the user passed a folder.
+    alike: a uniform spelling of each path, if relative and absolute paths are mixed.
     Every snapshot is in exactly one group. Raises re.error for an invalid expression.
     """
     if group_by is None and alike is not None and any(path != alike[path] for path in alike):
-        # Group by the uniform paths, but return the user's paths.
-        given = {alike[s.path]: s.path for s in snapshots}
-        folders = {alike[path]: alike[folder] for path, folder in (roots or {}).items() if path in alike}
-        found = group_replicas([replace(s, path=alike[s.path]) for s in snapshots], None, folders)
-        return tuple(
-            replace(g, ranks=tuple((rank, replace(s, path=given[s.path])) for rank, s in g.ranks)) for g in found
-        )
-    ordered = [replace(s, host=split_path(s.path).host) for s in sorted(snapshots, key=lambda s: _natural_key(s.path))]
+        return _group_by_uniform_paths(snapshots, roots or {}, alike)
+    ordered = []
+    for snapshot in sorted(snapshots, key=lambda snapshot: _make_natural_key(snapshot.path)):
+        ordered.append(replace(snapshot, host=split_path(snapshot.path).host))
     if group_by is not None:
         groups = _group_by_expression(ordered, re.compile(group_by))
     else:
-        described = [s for s in ordered if s.metadata is not None and s.metadata.rank is not None]
-        plain = [s for s in ordered if s.metadata is None or s.metadata.rank is None]
+        described = [snapshot for snapshot in ordered if has_rank_in_metadata(snapshot)]
+        plain = [snapshot for snapshot in ordered if not has_rank_in_metadata(snapshot)]
+        groups = _group_by_metadata(described)
         copies = _group_copies(plain, roots or {})
-        groups = join_hosts(group_by_metadata(described) + ([] if copies else _group_by_names(plain))) + copies
-    return tuple(sorted(make_names_unique(groups), key=lambda r: (r.run, r.step if r.step is not None else -1)))
+        if not copies:
+            groups += _group_by_names(plain)
+        groups = join_hosts(groups) + copies
+    groups = make_names_unique(groups)
+    groups.sort(key=lambda group: (group.run, -1 if group.step is None else group.step))
+    return tuple(groups)
 
 
-def _natural_key(text: str) -> list[tuple[int, int, str]]:
+def _group_by_uniform_paths(
+    snapshots: Sequence[Snapshot], roots: Mapping[str, str], alike: Mapping[str, str]
+) -> tuple[ReplicaGroup, ...]:
+    """Group by uniform paths, but return the user's paths. Parameters as in `group_replicas`."""
+    user_paths = {alike[snapshot.path]: snapshot.path for snapshot in snapshots}
+    uniform_roots = {alike[path]: alike[folder] for path, folder in roots.items() if path in alike}
+    uniform = [replace(snapshot, path=alike[snapshot.path]) for snapshot in snapshots]
+    groups = []
+    for group in group_replicas(uniform, None, uniform_roots):
+        ranks = [(rank, replace(snapshot, path=user_paths[snapshot.path])) for rank, snapshot in group.ranks]
+        groups.append(replace(group, ranks=tuple(ranks)))
+    return tuple(groups)
+
+
+def _make_natural_key(text: str) -> list[tuple[int, int, str]]:
     """Return a sort key that places rank_10 after rank_9."""
-    parts = re.split(r"(\d+)", text)
-    return [(0, int(part), "") if i % 2 else (1, 0, part) for i, part in enumerate(parts)]
+    key = []
+    for position, part in enumerate(re.split(r"(\d+)", text)):
+        is_number = position % 2 == 1
+        key.append((0, int(part), "") if is_number else (1, 0, part))
+    return key
 
 
 def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]) -> list[ReplicaGroup]:
-    def key(snapshot: Snapshot) -> tuple[str, ...]:
+    def make_key(snapshot: Snapshot) -> tuple[str, ...]:
         match = pattern.search(snapshot.path)
-        return (match.groups("") or (match.group(),)) if match else ("no match", snapshot.path)
+        if match is None:
+            return ("no match", snapshot.path)
+        return match.groups("") or (match.group(),)
 
     grouping = (Grouping.EXPRESSION(pattern=pattern.pattern),)
-    return [
-        ReplicaGroup("-".join(k), None, number_replicas(members), grouping)
-        for k, members in partition_by(snapshots, key).items()
-    ]
+    groups = []
+    for key, members in partition_by(snapshots, make_key).items():
+        groups.append(ReplicaGroup("-".join(key), None, number_replicas(members), grouping))
+    return groups
+
+
+class _Launch(NamedTuple):
+    """The run of a file by its metadata."""
+
+    run: str | None
+    run_id: str | None
+
+
+def _group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
+    """Group by run and run_id, then by folder and name pattern.
+
+    Different steps do not split files of one folder and pattern, so that stale replicas are found.
+    """
+    groups: list[ReplicaGroup] = []
+    for launch, members in partition_by(snapshots, _get_launch).items():
+        shared = find_shared_numbers(members)
+        for pattern, candidates in partition_by(members, partial(template_of, shared=shared)).items():
+            name = launch.run or title_of(pattern)
+            for replicas in _split_repeated(candidates):
+                recorded_steps = [_get_step(snapshot) for snapshot in replicas]
+                step = max((step for step in recorded_steps if step is not None), default=None)
+                ranks = number_replicas(replicas)
+                groups.append(ReplicaGroup(name, step, ranks, (Grouping.METADATA(),), launch.run_id))
+    return groups
+
+
+def _get_metadata(snapshot: Snapshot) -> Metadata:
+    assert snapshot.metadata is not None
+    return snapshot.metadata
+
+
+def _get_launch(snapshot: Snapshot) -> _Launch:
+    metadata = _get_metadata(snapshot)
+    return _Launch(metadata.run, metadata.run_id)
+
+
+def _get_step(snapshot: Snapshot) -> int | None:
+    return _get_metadata(snapshot).step
+
+
+def _split_repeated(members: list[Snapshot]) -> list[list[Snapshot]]:
+    """Split the files of one pattern by step if a rank appears twice."""
+    ranks = [_get_metadata(snapshot).rank for snapshot in members]
+    if are_unique(ranks):
+        return [members]
+    return list(partition_by(members, _get_step).values())
 
 
 def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[ReplicaGroup]:
@@ -95,306 +166,182 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
 
     Files with one name in several folders are treated likewise if the folders' names differ in words.
     """
-    given = [split_path(s.path) for s in snapshots if s.path not in roots]
-    if (
-        1 < len(given) == len(snapshots) == len({parts.texts for parts in given})
-        and all(parts.find("rank") is not None for parts in given)  # without ranks, `_by_words` groups them
-        and len({(os.path.basename(s.path), parts.fixed()) for s, parts in zip(snapshots, given, strict=True)}) == 1
-    ):
-        return [
-            ReplicaGroup(
-                title_of(snapshots[0].path),
-                _find_step(given[0], []),
-                number_replicas(snapshots),
-                (Grouping.SAME_NAME(),),
-            )
-        ]
-    folders = partition_by((s for s in snapshots if s.path in roots), lambda s: roots[s.path])
-    inside = {frozenset(os.path.relpath(s.path, f) for s in found) for f, found in folders.items()}
-    if len(folders) < 2 or len(inside) != 1 or len(snapshots) != sum(map(len, folders.values())):
+    if _have_equal_names(snapshots, roots):
+        path = snapshots[0].path
+        step = split_path(path).number_of("step")
+        return [ReplicaGroup(title_of(path), step, number_replicas(snapshots), (Grouping.SAME_NAME(),))]
+    if not _are_folder_copies(snapshots, roots):
         return []
-    folder_parts = [split_path(folder) for folder in folders]
-    if len({parts.texts for parts in folder_parts}) == 1 and (
-        _find_varying(folder_parts, "step") or _find_varying(folder_parts, "node")
-    ):
-        return []  # steps or machines of one run
-    grouping = (Grouping.FOLDER_COPIES(),)
-    relative = partition_by(snapshots, lambda s: os.path.relpath(s.path, roots[s.path]))
-    return [
-        ReplicaGroup(title_of(path), None, _number_folders(members, roots), grouping)
-        for path, members in relative.items()
-    ]
-
-
-def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ranked:
-    parts = [split_path(roots[s.path]) for s in members]
-    ranks = [part.numbers[at] for part in parts if (at := part.find("rank")) is not None]
-    return tuple(zip(ranks, members, strict=True)) if len(set(ranks)) == len(members) else tuple(enumerate(members))
-
-
-def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
-    split_paths = refine_paths(snapshots)
-    templates = list(partition_by(snapshots, lambda s: split_paths[s.path].texts).values())
-    ranks = [_find_rank([split_paths[s.path] for s in members]) for members in templates]
-    has_mesh = any("mesh" in parts.roles for parts in split_paths.values())
-    if all(at is None for at in ranks) and not has_mesh and (found := _group_by_words(snapshots, split_paths)):
-        return found
-    groups: list[ReplicaGroup] = []
-    for members, at in zip(templates, ranks, strict=True):
-        groups += _group_by_template(members, split_paths, at)
+    groups = []
+    for key, members in partition_by(snapshots, lambda snapshot: _make_relative_key(snapshot, roots)).items():
+        ranks = _number_folders(members, roots)
+        groups.append(ReplicaGroup(title_of(key.run), None, ranks, (Grouping.FOLDER_COPIES(),)))
     return groups
 
 
-def _group_by_words(snapshots: list[Snapshot], split_paths: Mapping[str, PathNumbers]) -> list[ReplicaGroup]:
+def _make_relative_key(snapshot: Snapshot, roots: Mapping[str, str]) -> FileKey:
+    """Return the key of a file in a copied folder: its path in the folder, with the folder starred."""
+    return FileKey(os.path.relpath(snapshot.path, roots[snapshot.path]))
+
+
+def _have_equal_names(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) -> bool:
+    """Whether files that the user passed one by one have one name in several folders with ranks."""
+    paths = [split_path(snapshot.path) for snapshot in snapshots if snapshot.path not in roots]
+    if len(paths) < 2 or len(paths) < len(snapshots):
+        return False
+    # Without ranks, the criterion of words groups them.
+    if any("rank" not in numbers.roles for numbers in paths):
+        return False
+    names = {os.path.basename(snapshot.path) for snapshot in snapshots}
+    moments = {numbers.fixed() for numbers in paths}
+    return len(names) == len(moments) == 1 and are_unique([numbers.texts for numbers in paths])
+
+
+def _are_folder_copies(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) -> bool:
+    """Whether the folders that the user passed contain all files, and have equal contents."""
+    contents: dict[str, set[str]] = {}
+    for snapshot in snapshots:
+        folder = roots.get(snapshot.path)
+        if folder is None:
+            return False
+        contents.setdefault(folder, set()).add(os.path.relpath(snapshot.path, folder))
+    first_content, *other_contents = contents.values() or [set[str]()]
+    if not other_contents or any(content != first_content for content in other_contents):
+        return False
+    folders = [split_path(folder) for folder in contents]
+    has_one_text = len({numbers.texts for numbers in folders}) == 1
+    # Folders whose names differ in numbers may be steps or machines of one run.
+    return not (has_one_text and (find_varying(folders, "step") or find_varying(folders, "node")))
+
+
+def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ranked:
+    """Number files by the ranks in the names of their folders if all ranks are unique, else by position."""
+    ranks: list[int] = []
+    for snapshot in members:
+        rank = split_path(roots[snapshot.path]).number_of("rank")
+        if rank is not None:
+            ranks.append(rank)
+    if len(set(ranks)) < len(members):
+        return tuple(enumerate(members))
+    return tuple(zip(ranks, members, strict=True))
+
+
+def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
+    """Group by ranks in names, or if no name has a rank, by words."""
+    paths = refine_paths(snapshots)
+    templates = find_templates(snapshots, paths)
+    if not any(template.has_replicas for template in templates):
+        groups = _group_by_words(snapshots, paths)
+        if groups:
+            return groups
+    groups = []
+    for template in templates:
+        groups += _group_template(template) if template.has_replicas else _separate_files(template)
+    return groups
+
+
+def _group_by_words(snapshots: list[Snapshot], paths: Mapping[str, PathNumbers]) -> list[ReplicaGroup]:
     """Group files whose names contain no rank and differ in words: a/checkpoint-5 and b/checkpoint-5 are replicas.
 
     Returns no group if some names differ in numbers only, or if the files are of different steps.
     """
-    by_folder = partition_by(snapshots, lambda s: os.path.dirname(s.path))
-    names = {frozenset(os.path.basename(s.path) for s in found) for found in by_folder.values()}
-    # Folders with equal names, as in a/final, a/best, b/final, b/best: files with the same name are replicas.
-    same = len(by_folder) > 1 == len(names) and len(next(iter(names))) > 1
-
-    def moment_and_part(snapshot: Snapshot) -> tuple[object, ...]:
-        fixed = split_paths[snapshot.path].fixed()
-        return (*fixed, os.path.basename(snapshot.path)) if fixed or same else ()
-
-    found = partition_by(snapshots, moment_and_part)
-    if all(1 < len(members) == len({split_paths[s.path].texts for s in members}) for members in found.values()):
-        return [_make_rankless_group(members, split_paths) for members in found.values()]
+    has_equal_folders = _have_equal_folders(snapshots)
+    keys: dict[str, FileKey] = {}
+    for snapshot in snapshots:
+        key = paths[snapshot.path].key()
+        has_moment = bool(key.step or key.part)
+        name = os.path.basename(snapshot.path) if has_moment or has_equal_folders else "*"
+        keys[snapshot.path] = FileKey(name, key.step, key.part)
+    members_by_key = partition_by(snapshots, lambda snapshot: keys[snapshot.path])
+    if all(_differ_in_words(members, paths) for members in members_by_key.values()):
+        return [_make_rankless_group(members, paths) for members in members_by_key.values()]
     # A file with a step in its name among files without steps, as in best.pth and step_5.pth.
-    fixed = {split_paths[s.path].fixed() for s in snapshots} - {()}
-    words = len(snapshots) == len({parts.texts for parts in split_paths.values()}) > 1
-    one_step = len(fixed) == 1 and [role for role, _ in next(iter(fixed))] == ["step"]
-    return [_make_rankless_group(snapshots, split_paths)] if words and one_step else []
+    moments = {(key.step, key.part) for key in keys.values() if key.step or key.part}
+    if len(moments) != 1 or not _differ_in_words(snapshots, paths):
+        return []
+    ((steps, part),) = moments
+    return [_make_rankless_group(snapshots, paths)] if len(steps) == 1 and not part else []
 
 
-def _make_rankless_group(members: list[Snapshot], split_paths: Mapping[str, PathNumbers]) -> ReplicaGroup:
-    parts = [split_paths[s.path] for s in members]
-    alike = bool(parts[0].fixed()) and len({part.fixed() for part in parts}) == 1
-    at = parts[0].find("step") if alike else None
-    grouping = (Grouping.NO_RANKS_ONE_STEP() if alike else Grouping.NO_RANKS(),)
-    return ReplicaGroup("files", None if at is None else parts[0].numbers[at], tuple(enumerate(members)), grouping)
+def _have_equal_folders(snapshots: Sequence[Snapshot]) -> bool:
+    """Whether several folders have several files of equal names, as in a/final, a/best, b/final, b/best."""
+    contents: dict[str, set[str]] = {}
+    for snapshot in snapshots:
+        folder, name = os.path.split(snapshot.path)
+        contents.setdefault(folder, set()).add(name)
+    distinct = {frozenset(names) for names in contents.values()}
+    return len(contents) > 1 and len(distinct) == 1 and len(min(distinct, key=len)) > 1
 
 
-def _find_rank(parts: Sequence[PathNumbers]) -> int | None:
-    """Return the position of the rank among the numbers of paths with equal texts.
-
-    In order of preference: a rank in the file's own name, a varying rank in a folder's name, the last varying
-    unnamed number, a varying number of the machine, and a constant rank in a folder's name.
-    """
-    folder_parts = parts[0].all_of("rank")
-    own = [i for i in folder_parts if not parts[0].folders[i]]
-    nodes, plain = _find_varying(parts, "node"), _find_varying(parts, "plain")
-    if nodes and plain:  # the unnamed number must count each machine's files from 0; otherwise it may be a step
-        counted = partition_by(parts, lambda p: tuple(p.numbers[i] for i in p.all_of("node"))).values()
-        if any({p.numbers[plain[-1]] for p in of_node} != set(range(len(of_node))) for of_node in counted):
-            plain = []
-    for found in (own, _find_varying(parts, "rank"), plain, nodes, folder_parts):
-        if found:
-            return found[-1]
-    return None
+def _differ_in_words(members: Sequence[Snapshot], paths: Mapping[str, PathNumbers]) -> bool:
+    """Whether there are several files, and no names differ in numbers only."""
+    return len(members) > 1 and are_unique([paths[snapshot.path].texts for snapshot in members])
 
 
-def _find_varying(parts: Sequence[PathNumbers], role: Role) -> list[int]:
-    """Return the positions of this role at which the numbers differ between paths with equal texts."""
-    return [i for i in parts[0].all_of(role) if len({p.numbers[i] for p in parts}) > 1]
+def _make_rankless_group(members: list[Snapshot], paths: Mapping[str, PathNumbers]) -> ReplicaGroup:
+    moments = {paths[snapshot.path].fixed() for snapshot in members}
+    step: int | None = None
+    grouping = Grouping.NO_RANKS()
+    if len(moments) == 1 and moments != {()}:
+        step = paths[members[0].path].number_of("step")
+        grouping = Grouping.NO_RANKS_ONE_STEP()
+    return ReplicaGroup("files", step, tuple(enumerate(members)), (grouping,))
 
 
-def _group_by_template(
-    members: list[Snapshot], split_paths: Mapping[str, PathNumbers], at: int | None
-) -> list[ReplicaGroup]:
-    """Group files whose paths differ only in numbers. at: the position of the rank, or None.
-
-    Numbers of machine and mesh do not separate groups. Further numbers do not either, if ranks are unique without them;
-    then they are the machines. Otherwise, a single further number is the step of a run.
-    """
-    parts = [split_paths[s.path] for s in members]
-    opened = [i for i, role in enumerate(parts[0].roles) if role in ("local", "node", "mesh")]
-    if at is None and "mesh" not in parts[0].roles:
-        grouping = (_explain_single_files(parts),)
-        return [
-            ReplicaGroup(_name_run(split_paths[s.path], []), _find_step(split_paths[s.path], []), ((0, s),), grouping)
-            for s in members
-        ]
-    if at is not None:
-        # In rank_0/model_rank_0.pth, the second number repeats the rank.
-        opened += [
-            i for i in _find_varying(parts, "rank") if all(part.numbers[i] == part.numbers[at] for part in parts)
-        ]
-        opened = sorted({*opened, at})
-    further = [i for i in _find_varying(parts, "plain") if i not in opened]
-    known = at is None or parts[0].roles[at] != "plain"
-    grouping = (Grouping.RANKS_IN_NAMES() if known else Grouping.ONLY_NUMBER(),)
-
-    def member_key(snapshot: Snapshot) -> tuple[int, ...]:
-        return tuple(split_paths[snapshot.path].numbers[i] for i in opened)
-
-    for count in range(min(len(further), 3), 0, -1):
-        for nodes in combinations(further, count):
-            joined = partition_by(members, lambda s: split_paths[s.path].without(*opened, *nodes)).values()  # noqa: B023
-            if all(_all_differ(map(member_key, same)) for same in joined):
-                rest = [i for i in further if i not in nodes]
-                by_node = (*grouping, Grouping.OTHER_NUMBER_IS_NODE())
-                return [_make_group(same, split_paths, at, [*opened, *nodes], rest, by_node) for same in joined]
-    groups = partition_by(members, lambda s: split_paths[s.path].without(*opened)).values()
-    return [_make_group(same, split_paths, at, opened, further, grouping) for same in groups]
+def _separate_files(template: Template) -> list[ReplicaGroup]:
+    """Return a group for each file of a template without a rank."""
+    grouping = (_explain_single_files(template.numbers),)
+    groups = []
+    for snapshot, numbers in zip(template.members, template.numbers, strict=True):
+        name = title_of(numbers.without(*numbers.all_of("step")))
+        groups.append(ReplicaGroup(name, numbers.number_of("step"), ((0, snapshot),), grouping))
+    return groups
 
 
-def _explain_single_files(parts: Sequence[PathNumbers]) -> Message:
+def _explain_single_files(paths: Sequence[PathNumbers]) -> Message:
     """Return why files that differ only in numbers, without a rank, are no replicas."""
-    if _find_varying(parts, "shard"):
+    if find_varying(paths, "shard"):
         return Grouping.SHARDS_ALONE()
-    if _find_varying(parts, "part"):
+    if find_varying(paths, "part"):
         return Grouping.PARTS_ALONE()
-    return Grouping.STEPS_ALONE() if len(parts) > 1 else Grouping.NAME_ALONE()
+    return Grouping.STEPS_ALONE() if len(paths) > 1 else Grouping.NAME_ALONE()
 
 
-def _all_differ(items: Iterable[Hashable]) -> bool:
-    listed = list(items)
-    return len(set(listed)) == len(listed)
+def _group_template(template: Template) -> list[ReplicaGroup]:
+    """Group files whose paths differ only in numbers by their keys."""
+    resolved, grouping = resolve_roles(template)
+    files = list(zip(resolved, template.members, strict=True))
+    groups = []
+    for members in partition_by(files, lambda file: file[0].key()).values():
+        groups.append(_make_group(members, template.rank, grouping))
+    return groups
 
 
 def _make_group(
-    members: list[Snapshot],
-    split_paths: Mapping[str, PathNumbers],
-    at: int | None,
-    opened: list[int],
-    further: list[int],
-    grouping: tuple[Message, ...],
+    members: Sequence[tuple[PathNumbers, Snapshot]], rank: int | None, grouping: tuple[Message, ...]
 ) -> ReplicaGroup:
-    """Return one group. opened: positions of the numbers that distinguish its members. further: for the step."""
-    first = split_paths[members[0].path]
-    ranked = [(-1 if at is None else split_paths[s.path].numbers[at], s) for s in members]
-    if not _all_differ(rank for rank, _ in ranked):
-        # Ranks within each machine or coordinates in a mesh: number the members in the order of their names.
-        ranked = list(enumerate(members))
-        if _all_differ(tuple(split_paths[s.path].numbers[i] for i in opened) for s in members):
-            counted = Grouping.COUNTED_OVER_MESH() if first.mesh() else Grouping.COUNTED_OVER_NODES()
-            grouping = (*grouping, counted)
-        else:
-            grouping = (Grouping.NUMBERED_BY_ORDER(),)
-    ranked_members = [(rank, replace(s, mesh=split_paths[s.path].mesh() or s.mesh)) for rank, s in ranked]
-    ranked_members.sort(key=lambda pair: pair[0])
-    return ReplicaGroup(_name_run(first, opened, further), _find_step(first, further), tuple(ranked_members), grouping)
+    """Return the group of files with one key.
 
-
-def _find_step(parts: PathNumbers, further: list[int]) -> int | None:
-    at = parts.find("step")
-    if at is None:
-        at = _find_plain_step(parts, further)
-    return None if at is None else parts.numbers[at]
-
-
-def _find_plain_step(parts: PathNumbers, further: Sequence[int]) -> int | None:
-    """Return the position of a single further number that is a path segment: 500/rank0, but not seed3/rank0."""
-    return further[0] if len(further) == 1 and not parts.is_glued(further[0]) else None
-
-
-def _name_run(parts: PathNumbers, opened: Sequence[int], further: Sequence[int] = ()) -> str:
-    steps = parts.all_of("step")
-    if not steps and (at := _find_plain_step(parts, further)) is not None:
-        steps = [at]
-    return title_of(parts.without(*steps, *opened))
-
-
-def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
-    """Join groups with known ranks if no rank repeats.
-
-    First join groups whose paths differ only in the rank, or in the rank and one folder (the host). Then join a group
-    of the same run by metadata, or a single file, with the only group that lacks its ranks.
+    members: files with the numbers in their paths.
+    rank: position of the rank.
+    grouping: how the files were found.
     """
-    depth = max((template_of(g.ranks[0][1]).count("/") for g in groups), default=0)
-    for opened in (None, *range(depth)):
-        joined: list[ReplicaGroup] = []
-        for key, same_path in partition_by(groups, lambda g, at=opened: _path_key(g, at)).items():  # type: ignore[misc]
-            # An older step in a file is a finding, not another group, unless ranks repeat.
-            parts = [same_path] if _can_join(same_path) else partition_by(same_path, lambda g: g.step).values()
-            for part in parts:
-                joined += [_join(part, opened)] if key is not None and _can_join(part) else part
-        groups = joined
-    return _join_leftovers(groups)
-
-
-def _path_key(group: ReplicaGroup, opened: int | None) -> Hashable | None:
-    """Return the path template of a group with one folder left open, counted from the file's own."""
-    if _list_ranks([group]) is None:
-        return None
-    segments = template_of(group.ranks[0][1]).split("/")
-    if opened is not None:
-        if opened > len(segments) - 2:
-            return None
-        segments[-2 - opened] = "*"
-    return tuple(segments)
-
-
-def _can_join(groups: Sequence[ReplicaGroup]) -> bool:
-    """Whether several groups are of one run and have no rank in common."""
-    runs = {(group.run, group.run_id) for group in groups if _has_metadata(group)}
-    return len(groups) > 1 and len(runs) < 2 and _list_ranks(groups) is not None
-
-
-def _list_ranks(groups: Sequence[ReplicaGroup]) -> list[int] | None:
-    """Return the ranks of all members if none repeats: by metadata, else by name (for copied files)."""
-    members = [pair for group in groups for pair in group.ranks]
-    known = [rank for rank, snapshot in members if rank_of(snapshot) == rank]
-    ranks_in_paths = [rank for _, snapshot in members if (rank := rank_in_path(snapshot)) is not None]
-    for ranks in (known, ranks_in_paths):
-        if len(ranks) == len(set(ranks)) == len(members):
-            return ranks
-    return None
-
-
-def _has_metadata(group: ReplicaGroup) -> bool:
-    return any(s.metadata is not None and s.metadata.rank is not None for _, s in group.ranks)
-
-
-def _join(groups: Sequence[ReplicaGroup], opened: int | None = None) -> ReplicaGroup:
-    """Join groups into a single group. opened: level of the host's folder, counted from the file's own folder."""
-    first = next(filter(_has_metadata, groups), groups[0])
-    members = []
-    snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
-    for rank, snapshot in sorted(zip(_list_ranks(groups) or (), snapshots, strict=True), key=lambda pair: pair[0]):
-        host = snapshot.host
-        if host is None and opened is not None:
-            host = os.path.dirname(snapshot.path).split("/")[-1 - opened]
-        members.append((rank, replace(snapshot, host=host)))
-    grouping = first.grouping
-    if opened is not None:
-        grouping += (Grouping.FOLDERS_ARE_HOSTS(),)
-    unnamed = [rank for group in groups if not _has_metadata(group) for rank, _ in group.ranks]
-    if _has_metadata(first) and unnamed:
-        grouping += (Grouping.SOME_BY_NAME(ranks=tuple(sorted(unnamed))),)
-    run = first.run
-    if opened is not None and not _has_metadata(first):
-        segments = template_of(members[0][1]).split("/")
-        segments[-2 - opened] = "*"
-        run = title_of("/".join(segment for segment in segments if segment != str(first.step)))
-    steps = [group.step for group in groups if group.step is not None]
-    return replace(first, run=run, step=max(steps, default=None), ranks=tuple(members), grouping=grouping)
-
-
-def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
-    """Join each group, and each single file, with the only other group of its run that lacks its ranks."""
-    while True:
-        for group in groups:
-            if any(rank == 0 for rank, _ in group.ranks):
-                continue  # the other group of a pair is tried instead
-            others = [other for other in groups if other is not group and _belong_together(group, other)]
-            if others and _can_join([group, *others]):
-                groups = [g for g in groups if g is not group and g not in others]
-                groups.append(_join([group, *others]))
-                break
+    first, _ = members[0]
+    replica_positions = first.list_replica_numbers()
+    ranked = []
+    for numbers, snapshot in members:
+        number = -1 if rank is None else numbers.numbers[rank]
+        ranked.append((number, replace(snapshot, mesh=numbers.mesh() or snapshot.mesh)))
+    if not are_unique([number for number, _ in ranked]):
+        # Ranks within each machine or coordinates in a mesh: number the members in the order of their names.
+        ranked = [(number, snapshot) for number, (_, snapshot) in enumerate(ranked)]
+        replicas = [tuple(numbers.numbers[position] for position in replica_positions) for numbers, _ in members]
+        if not are_unique(replicas):
+            grouping = (Grouping.NUMBERED_BY_ORDER(),)
+        elif first.mesh():
+            grouping += (Grouping.COUNTED_OVER_MESH(),)
         else:
-            return groups
-
-
-def _belong_together(group: ReplicaGroup, other: ReplicaGroup) -> bool:
-    """Whether two groups have no rank in common and belong to one run, by the metadata or for lack of any."""
-    if not _can_join([group, other]):
-        return False
-    fixed = [split_path(g.ranks[0][1].path).fixed() for g in (group, other)]
-    if _has_metadata(group) and _has_metadata(other):
-        return fixed[0] == fixed[1] or (group.step is not None and group.step == other.step)
-    alone = 1 in (len(group.ranks), len(other.ranks))
-    return alone and fixed[0] == fixed[1] and not _has_metadata(group) and not _has_metadata(other)
+            grouping += (Grouping.COUNTED_OVER_NODES(),)
+    ranked.sort(key=lambda pair: pair[0])
+    name = title_of(first.without(*first.all_of("step"), *replica_positions))
+    return ReplicaGroup(name, first.number_of("step"), tuple(ranked), grouping)

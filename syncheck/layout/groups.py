@@ -6,14 +6,12 @@ import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.layout.path_numbers import split_path
-from syncheck.messages import Grouping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from collections.abc import Set as AbstractSet
 
     from syncheck.layout.path_numbers import PathNumbers
@@ -22,47 +20,54 @@ if TYPE_CHECKING:
 
     K = TypeVar("K")
     V = TypeVar("V")
-    from syncheck.snapshots import Metadata
 
 Ranked = tuple[tuple[int, "Snapshot"], ...]
+
+_FILLER = re.compile(
+    r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint|node|host|node_rank|local_rank)[-_=]?\*|\*)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Snapshots of replicas, in the order of their ranks.
-
-    run: a name for the group. step: of the run, if known. ranks: each member's rank, or its position if its rank is
-    unknown. grouping: how the group was found. label: the name without the folder or run_id that distinguishes `run`
-    from other groups of this call, because these depend on the machine and the launch. paired: the ranks of a running
-    job, which pair parameters and buffers by position. two_models: not replicas but A and B, whose values are compared
-    as in files, also in memory.
-    """
+    """Snapshots of replicas, in the order of their ranks."""
 
     run: str
+    """A name for the group."""
     step: int | None
+    """The step of the run, if known."""
     ranks: Ranked
+    """Each member's rank, or its position if its rank is unknown."""
     grouping: tuple[Message, ...]
+    """How the group was found."""
     run_id: str | None = None
     label: str = ""
+    """The name without the folder or run_id that distinguishes `run` from other groups of this call, because these
+    depend on the machine and the launch."""
     paired: bool = False
+    """The ranks of a running job, which pair parameters and buffers by position."""
     two_models: bool = False
+    """Not replicas but A and B, whose values are compared as in files, also in memory."""
 
 
 def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     """Partition items by key, in the order of each key's first item."""
-    found: dict[K, list[V]] = defaultdict(list)
+    items_by_key: dict[K, list[V]] = defaultdict(list)
     for item in items:
-        found[key(item)].append(item)
-    return found
+        items_by_key[key(item)].append(item)
+    return items_by_key
 
 
 def number_replicas(members: Sequence[Snapshot]) -> Ranked:
     """Number replicas by the ranks in their metadata or names if all ranks are unique, else by position."""
-    found = [rank_of(member) for member in members]
-    ranks = [rank for rank in found if rank is not None]
-    if len(set(ranks)) < len(members):
+    by_rank: dict[int, Snapshot] = {}
+    for member in members:
+        rank = rank_of(member)
+        if rank is not None:
+            by_rank[rank] = member
+    if len(by_rank) < len(members):
         return tuple(enumerate(members))
-    return tuple(sorted(zip(ranks, members, strict=True), key=lambda pair: pair[0]))
+    return tuple(sorted(by_rank.items()))
 
 
 def rank_of(snapshot: Snapshot) -> int | None:
@@ -74,58 +79,58 @@ def rank_of(snapshot: Snapshot) -> int | None:
 
 def rank_in_path(snapshot: Snapshot) -> int | None:
     """Return the rank in a snapshot's path."""
-    parts = split_path(snapshot.path)
-    at = parts.find("rank")
-    return None if at is None else parts.numbers[at]
+    return split_path(snapshot.path).number_of("rank")
+
+
+def has_rank_in_metadata(snapshot: Snapshot) -> bool:
+    """Whether the metadata of a file records its rank."""
+    return snapshot.metadata is not None and snapshot.metadata.rank is not None
 
 
 def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> str:
     """Return the path without extension, with `*` for the numbers of rank and machine.
 
     Without a rank in the name, `*` replaces the number that equals the metadata's rank, or else the whole file name.
-    shared: starts of paths whose next number is no rank, by `_find_shared_numbers`.
+    shared: starts of paths whose next number is no rank, by `find_shared_numbers`.
     """
     parts = split_path(snapshot.path)
-    opened = [i for i, role in enumerate(parts.roles) if role in ("rank", "local", "node", "mesh")]
-    if snapshot.metadata is not None and "rank" not in parts.roles:
-        ranks = [position for position in _find_rank_numbers(snapshot) if _start_of(parts, position) not in shared]
-        if not ranks:
-            return "/".join((*parts.without(*opened).split("/")[:-1], "*"))
-        opened.append(ranks[-1])
-    return parts.without(*opened)
+    if snapshot.metadata is None or "rank" in parts.roles:
+        return parts.without_replica()
+    starred = parts.list_replica_numbers()
+    for position in reversed(_find_rank_numbers(snapshot)):
+        if get_start(parts, position) not in shared:
+            return parts.without(*starred, position)
+    *folders, _ = parts.without(*starred).split("/")
+    return "/".join((*folders, "*"))
 
 
 def _find_rank_numbers(snapshot: Snapshot) -> list[int]:
     """Return the positions of the unnamed numbers in a path that equal the rank in the metadata."""
+    assert snapshot.metadata is not None
     parts = split_path(snapshot.path)
-    rank = _metadata_of(snapshot).rank
+    rank = snapshot.metadata.rank
     return [position for position in parts.all_of("plain") if parts.numbers[position] == rank]
 
 
-def _find_shared_numbers(members: Sequence[Snapshot]) -> set[str]:
+def find_shared_numbers(members: Sequence[Snapshot]) -> set[str]:
     """Return the starts of paths whose next number names a folder of several ranks, like `exp` of exp0/.
 
     A number in a folder's name is the rank only if it is the rank of each file below such folders.
+    members: files with metadata.
     """
     shared: set[str] = set()
     for snapshot in members:
         parts = split_path(snapshot.path)
-        ranks = _find_rank_numbers(snapshot)
+        rank_positions = _find_rank_numbers(snapshot)
         for position in parts.all_of("plain"):
-            if parts.folders[position] and position not in ranks:
-                shared.add(_start_of(parts, position))
-
+            if parts.folders[position] and position not in rank_positions:
+                shared.add(get_start(parts, position))
     return shared
 
 
-def _start_of(parts: PathNumbers, position: int) -> str:
+def get_start(parts: PathNumbers, position: int) -> str:
     """Return the path before a number, with `*` for earlier numbers."""
     return "*".join(parts.texts[: position + 1])
-
-
-_FILLER = re.compile(
-    r"(?:(?:^|(?<=[-_.]))(?:rank|r|step|global_step|epoch|iter|checkpoint|node|host|node_rank|local_rank)[-_=]?\*|\*)"
-)
 
 
 def title_of(pattern: str) -> str:
@@ -142,47 +147,72 @@ def make_names_unique(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
 
     Such a group is named after its run's common folder; runs in one folder also get their run_id.
     """
-    result = []
-    for run, same in partition_by(groups, lambda g: g.run).items():
-        launches = partition_by(same, lambda g: g.run_id)
-        repeated = len({g.step for g in same}) < len(same)
-        folders = {
-            run_id: _common_folder(s.path for g in found for _, s in g.ranks) for run_id, found in launches.items()
-        }
-        names, segments = [], []
-        for g in same:
-            unnamed = g.run_id is None and repeated  # only its own folder distinguishes this group
-            folder = os.path.dirname(g.ranks[0][1].path) if unnamed else folders[g.run_id]
-            by_folder = unnamed or len(launches) > 1
-            name = f"{folder}/{run}" if by_folder and folder else run
-            if g.run_id is not None and list(folders.values()).count(folder) > 1:
-                name = f"{name} ({g.run_id[:8]})"
-            names.append(name)
-            segments.append(_path_segments(folder) if by_folder else ())
-        result += [
-            replace(g, run=name, label="/".join((*segment, run)))
-            for g, name, segment in zip(same, names, _strip_common(segments), strict=True)
-        ]
-    return result
+    unique: list[ReplicaGroup] = []
+    for run, groups_of_run in partition_by(groups, lambda group: group.run).items():
+        names, folders = _name_groups(run, groups_of_run)
+        for group, name, segments in zip(groups_of_run, names, _strip_common(folders), strict=True):
+            unique.append(replace(group, run=name, label="/".join((*segments, run))))
+    return unique
 
 
-def _path_segments(folder: str) -> tuple[str, ...]:
+def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the name of each group of a run, and the segments of the folder in its name."""
+    launches = partition_by(groups, lambda group: group.run_id)
+    folder_of_launch: dict[str | None, str] = {}
+    for run_id, groups_of_launch in launches.items():
+        paths = [snapshot.path for group in groups_of_launch for _, snapshot in group.ranks]
+        folder_of_launch[run_id] = _find_common_folder(paths)
+    launch_folders = list(folder_of_launch.values())
+    has_repeated_step = len({group.step for group in groups}) < len(groups)
+    names: list[str] = []
+    folders: list[tuple[str, ...]] = []
+    for group in groups:
+        folder = folder_of_launch[group.run_id]
+        is_named_after_folder = len(launches) > 1
+        if group.run_id is None and has_repeated_step:
+            # Only its own folder distinguishes this group.
+            folder = os.path.dirname(group.ranks[0][1].path)
+            is_named_after_folder = True
+        name = run
+        if is_named_after_folder and folder:
+            name = f"{folder}/{run}"
+        if group.run_id is not None and launch_folders.count(folder) > 1:
+            name = f"{name} ({group.run_id[:8]})"
+        names.append(name)
+        folders.append(_list_folders(folder) if is_named_after_folder else ())
+    return names, folders
+
+
+def _list_folders(folder: str) -> tuple[str, ...]:
     """Return the segments of a folder's path without ranks and steps, which vary with the given files."""
     parts = split_path(folder)
-    moments = [i for i, role in enumerate(parts.roles) if role in ("rank", "local", "step")]
-    return tuple(part for part in parts.without(*moments).split("/") if part not in ("", "."))
+    starred: list[int] = []
+    for position, role in enumerate(parts.roles):
+        if role in ("rank", "local", "step"):
+            starred.append(position)
+    segments = parts.without(*starred).split("/")
+    return tuple(segment for segment in segments if segment not in ("", "."))
 
 
-def _strip_common(segments: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _strip_common(folders: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Remove the common segments at the start and end of all paths."""
     for _ in range(2):  # at the start, and after reversing, at the end
-        differing = (i for i, parts in enumerate(zip(*segments, strict=False)) if len(set(parts)) > 1)
-        common = next(differing, min(map(len, segments)))
-        segments = [segment[common:][::-1] for segment in segments]
-    return segments
+        common = _count_common(folders)
+        folders = [segments[common:][::-1] for segments in folders]
+    return folders
 
 
-def _common_folder(paths: Iterable[str]) -> str:
+def _count_common(folders: Sequence[tuple[str, ...]]) -> int:
+    """Return the number of segments with which all paths start."""
+    common = 0
+    for segments in zip(*folders, strict=False):
+        if len(set(segments)) > 1:
+            break
+        common += 1
+    return common
+
+
+def _find_common_folder(paths: Iterable[str]) -> str:
     folders = [os.path.dirname(path) for path in paths]
     try:
         return os.path.commonpath(folders)
@@ -206,33 +236,6 @@ def group_by_step(groups: Iterable[ReplicaGroup]) -> dict[str, dict[int, Replica
     return {run: dict(sorted(steps.items())) for run, steps in runs.items()}
 
 
-def group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
-    """Group by run and run_id, then by folder and name pattern.
-
-    Different steps do not split files of one folder and pattern, so that stale replicas are found.
-    """
-    groups: list[ReplicaGroup] = []
-    for (run, run_id), members in partition_by(
-        snapshots, lambda s: (_metadata_of(s).run, _metadata_of(s).run_id)
-    ).items():
-        shared = _find_shared_numbers(members)
-        for pattern, same in partition_by(members, partial(template_of, shared=shared)).items():
-            for part in _split_repeated(same):
-                steps = [step for step in (_metadata_of(s).step for s in part) if step is not None]
-                step = max(steps, default=None)
-                groups.append(
-                    ReplicaGroup(run or title_of(pattern), step, number_replicas(part), (Grouping.METADATA(),), run_id)
-                )
-    return groups
-
-
-def _metadata_of(snapshot: Snapshot) -> Metadata:
-    assert snapshot.metadata is not None
-    return snapshot.metadata
-
-
-def _split_repeated(same: list[Snapshot]) -> list[list[Snapshot]]:
-    """Split the files of one pattern by step if a rank appears twice."""
-    if len({_metadata_of(s).rank for s in same}) == len(same):
-        return [same]
-    return list(partition_by(same, lambda s: _metadata_of(s).step).values())
+def are_unique(items: Collection[object]) -> bool:
+    """Whether no item repeats."""
+    return len(set(items)) == len(items)

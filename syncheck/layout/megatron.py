@@ -54,7 +54,7 @@ _LAYOUT = re.compile(
     r"(?:args|rng_state|content_metadata|rerun_state_machine)(?:\.|$)|(?:.*\.)?_extra_state(?:[./].*)?$"
 )
 # Limits of layers, of experts in a layer, and of both together.
-_MOST_LAYERS, _MOST_PARTS = 1 << 12, 1 << 20
+_MOST_LAYERS, _MOST_SHARDS = 1 << 12, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +261,8 @@ def unstack(snapshot: Snapshot) -> Snapshot:
     tensors: dict[str, Tensor] = {}
     for name, tensor in snapshot.tensors.items():
         for full, part in _unstack_tensor(name, tensor):
-            if len(tensors) >= _MOST_PARTS:
-                found = f"more than {_MOST_PARTS} layers and experts"
+            if len(tensors) >= _MOST_SHARDS:
+                found = f"more than {_MOST_SHARDS} layers and experts"
                 raise MalformedFile(
                     snapshot.path, place=f"tensor {brief(name)}", found=found, needed="a readable layout"
                 )

@@ -6,35 +6,32 @@ import os
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
 
 Role = Literal["rank", "local", "node", "mesh", "step", "part", "shard", "plain"]
-_Found = Role | Literal["short", "device"]  # before the other words of the path are known
+# Before the other words of the path are known.
+_PossibleRole = Role | Literal["short", "device"]
+Use = Literal["replica", "step", "part", "run"]
+
+# What a number says about its file: which replica, which step, or which part of a checkpoint it is. Numbers without a
+# role belong to the name of the run.
+USES: Mapping[Role, Use] = {
+    "rank": "replica",
+    "local": "replica",
+    "node": "replica",
+    "mesh": "replica",
+    "step": "step",
+    "part": "part",
+    "shard": "part",
+    "plain": "run",
+}
 
 _NUMBER = re.compile(r"\d+")
 _LONGEST = 80  # characters before a number that are searched, to limit the time for long names
 _START = r"(?:^|[^a-z])"
-# Words right before the number of a step or an epoch, which is never a rank.
-_STEP = re.compile(
-    _START + r"(?:global_?step|step|epoch|ep|iter|iteration|batch|ba|update|checkpoint|ckpt)s?[-_=]?$", re.IGNORECASE
-)
-# rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0; Accelerate writes random_states_3.
-_RANK = re.compile(_START + r"(?:rank[-_=]?|random_states_)$", re.IGNORECASE)
-# _r3, -r3: a rank if the path has no longer word for it.
-_SHORT_RANK = re.compile(r"[-_.]r$", re.IGNORECASE)
-# The rank of an adapter's matrices: files that differ here are different adapters.
-_LORA = re.compile(r"lora[-_]?r(?:ank)?[-_=]?$", re.IGNORECASE)
-_LOCAL = re.compile(_START + r"local(?:[-_]rank)?[-_=]?$", re.IGNORECASE)
-# The device within a node: its local rank, if the path has no other word for the rank.
-_DEVICE = re.compile(_START + r"(?:gpu|cuda|npu|xpu|tpu|device|proc(?:ess)?)[-_:=]?$", re.IGNORECASE)
-# The machine: torchrun counts machines by GROUP_RANK, Accelerate by machine_rank.
-_NODE = re.compile(
-    r"(?:(?:node|host)(?:name|s)?|"
-    + _START
-    + r"(?:machine|server|worker|pod|instance|vm|compute|blade|dgx|cn|nid|group(?=[-_]rank)))"
-    r"[-_]?(?:rank|id|idx|index)?[-_=]?$",
-    re.IGNORECASE,
-)
 _ADDRESS = re.compile(r"(?:(?<![\d.-])|(?<=ip-))(?:\d{1,3}[.-]){3}\d{1,3}(?![.-]?\d)")
 # Coordinates in a mesh of ranks: dp0_tp1, and NeMo's tp_rank_00_pp_rank_001. The pp in DeepSpeed's zero_pp_rank stands
 # for its data-parallel ranks.
@@ -42,39 +39,116 @@ _MESH = re.compile(
     _START + r"(?<!zero_)((?:dp_(?:shard|replicate)|e?dp|e?tp|v?pp|cp|sp|ep))([-_]?rank)?[-_=]?$", re.IGNORECASE
 )
 # Abbreviations of an epoch or a checkpoint too: mesh dimensions only beside another dimension, or with the word rank.
-_AMBIGUOUS: dict[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
-# Megatron's and DeepSpeed's model-parallel coordinate: files that differ here contain different parts of the model.
-_MODEL_PARALLEL = re.compile(r"mp_rank_(?:\d+_)?$")
-# DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline, by the text before and
-# after the number. ZeRO's model states have a rank in their names too, and are replicas.
-_DEEPSPEED = (
-    (re.compile(r"(?:zero_pp|expp)_rank_$"), re.compile(r"_mp_rank_\d+(?:_\d+)*_optim_states$")),
-    (re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
-    (re.compile(r"(?:^|_)layer_\d+(?:_expert_|-model_)$"), re.compile(r".*model_states$")),
-)
+_AMBIGUOUS: Mapping[str, Role] = {"ep": "step", "cp": "plain", "sp": "plain"}
 _EXTENSIONS = re.compile(r"(?:\.(?:pth|pt|ckpt|bin|safetensors|pkl|tar|fingerprint|json))+$", re.IGNORECASE)
+_LAST_WORD = re.compile(r"[a-z_=-]*$", re.IGNORECASE)
+
+
+class _RoleRule(NamedTuple):
+    """The text around the numbers of a role.
+
+    before: matches the end of the text before the number, within its segment of the path.
+    after: matches the start of the text after the number, to the end of the path.
+    """
+
+    role: _PossibleRole
+    before: re.Pattern[str]
+    after: re.Pattern[str] = re.compile("")
+
+
+def _ignore_case(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE)
+
+
+# The first rule that matches a number determines its role.
+_RULES = (
+    # Megatron's and DeepSpeed's model-parallel coordinate: files that differ here contain different parts of the model.
+    _RoleRule("shard", re.compile(r"mp_rank_(?:\d+_)?$")),
+    # DeepSpeed's other parts: ZeRO partitions of the optimizer, experts, and layers of a pipeline. ZeRO's model states
+    # have a rank in their names too, and are replicas.
+    _RoleRule("shard", re.compile(r"(?:zero_pp|expp)_rank_$"), re.compile(r"_mp_rank_\d+(?:_\d+)*_optim_states$")),
+    _RoleRule("shard", re.compile(r"(?:^|_)layer_$"), re.compile(r"(?:_expert_|-model_)\d+.*model_states$")),
+    _RoleRule("shard", re.compile(r"(?:^|_)layer_\d+(?:_expert_|-model_)$"), re.compile(r".*model_states$")),
+    # The machine: torchrun counts machines by GROUP_RANK, Accelerate by machine_rank.
+    _RoleRule(
+        "node",
+        _ignore_case(
+            rf"(?:(?:node|host)(?:name|s)?|{_START}"
+            r"(?:machine|server|worker|pod|instance|vm|compute|blade|dgx|cn|nid|group(?=[-_]rank)))"
+            r"[-_]?(?:rank|id|idx|index)?[-_=]?$"
+        ),
+    ),
+    _RoleRule("local", _ignore_case(_START + r"local(?:[-_]rank)?[-_=]?$")),
+    _RoleRule("mesh", _MESH),
+    # The rank of an adapter's matrices: files that differ here are different adapters.
+    _RoleRule("part", _ignore_case(r"lora[-_]?r(?:ank)?[-_=]?$")),
+    # rank_3, rank3, rank-3, .rank_3., zero_pp_rank_0; Accelerate writes random_states_3.
+    _RoleRule("rank", _ignore_case(_START + r"(?:rank[-_=]?|random_states_)$")),
+    _RoleRule("part", re.compile(""), re.compile(r"-of-")),
+    _RoleRule("part", re.compile(r"-of-$")),
+    # Words right before the number of a step or an epoch, which is never a rank.
+    _RoleRule(
+        "step",
+        _ignore_case(
+            _START + r"(?:global_?step|step|epoch|ep|iter|iteration|batch|ba|update|checkpoint|ckpt)s?[-_=]?$"
+        ),
+    ),
+    # _r3, -r3: a rank if the path has no longer word for it.
+    _RoleRule("short", _ignore_case(r"[-_.]r$")),
+    # The device within a node: its local rank, if the path has no other word for the rank.
+    _RoleRule("device", _ignore_case(_START + r"(?:gpu|cuda|npu|xpu|tpu|device|proc(?:ess)?)[-_:=]?$")),
+)
+
+
+class FileKey(NamedTuple):
+    """What replicas have in common. Everything else in their paths is starred.
+
+    run: the name of the run, with `*` for all other numbers.
+    step: steps and epochs in the order of the path.
+    part: roles and numbers of the part of a checkpoint.
+    """
+
+    run: str
+    step: tuple[int, ...] = ()
+    part: tuple[tuple[Role, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PathNumbers:
-    """A path split at its numbers.
-
-    texts: the text between the numbers; names with equal texts differ only in numbers. numbers, roles: one each per
-    number. folders: whether each number is in a folder's name. host: the machine, as the path names it.
-    """
+    """A path split at its numbers."""
 
     texts: tuple[str, ...]
+    """The texts between the numbers; names with equal texts differ only in numbers."""
     numbers: tuple[int, ...]
     roles: tuple[Role, ...]
+    """One for each number."""
     folders: tuple[bool, ...]
+    """Whether each number is in a folder's name."""
     host: str | None = None
+    """The machine, as the path names it."""
+
+    def key(self) -> FileKey:
+        """Return the key of the file: replicas have equal keys."""
+        starred = [position for position, role in enumerate(self.roles) if USES[role] != "run"]
+        part = [pair for pair in self.fixed() if USES[pair[0]] == "part"]
+        steps = [number for role, number in self.fixed() if role == "step"]
+        return FileKey(self.without(*starred), tuple(steps), tuple(part))
 
     def without(self, *positions: int) -> str:
         """Return the path with `*` for the numbers at the given positions."""
-        parts = [self.texts[0]]
-        for i, number in enumerate(self.numbers):
-            parts += ["*" if i in positions else str(number), self.texts[i + 1]]
-        return "".join(parts)
+        texts = [self.texts[0]]
+        for position, number in enumerate(self.numbers):
+            texts.append("*" if position in positions else str(number))
+            texts.append(self.texts[position + 1])
+        return "".join(texts)
+
+    def without_replica(self) -> str:
+        """Return the path with `*` for the numbers that distinguish replicas."""
+        return self.without(*self.list_replica_numbers())
+
+    def list_replica_numbers(self) -> list[int]:
+        """Return the positions of the numbers that distinguish replicas."""
+        return [position for position, role in enumerate(self.roles) if USES[role] == "replica"]
 
     def with_role(self, position: int, role: Role) -> PathNumbers:
         """Return the same numbers, one of them with another role."""
@@ -83,26 +157,30 @@ class PathNumbers:
 
     def fixed(self) -> tuple[tuple[Role, int], ...]:
         """Return the numbers with equal values for all replicas: step, part and shard."""
-        return tuple(
-            (role, n) for role, n in zip(self.roles, self.numbers, strict=True) if role in ("step", "part", "shard")
-        )
+        pairs = zip(self.roles, self.numbers, strict=True)
+        return tuple((role, number) for role, number in pairs if USES[role] in ("step", "part"))
 
     def all_of(self, role: Role) -> list[int]:
         """Return the positions of this role."""
-        return [i for i, found in enumerate(self.roles) if found == role]
+        return [position for position, number_role in enumerate(self.roles) if number_role == role]
 
     def find(self, role: Role) -> int | None:
         """Return the last position of this role: the one nearest to the file's own name."""
         return max(self.all_of(role), default=None)
 
+    def number_of(self, role: Role) -> int | None:
+        """Return the last number of this role."""
+        position = self.find(role)
+        return None if position is None else self.numbers[position]
+
     def mesh(self) -> dict[str, int]:
         """Return the coordinate by dimension of the mesh of ranks."""
-        found = {}
-        for i in self.all_of("mesh"):
-            match = _MESH.search(self.texts[i])
+        coordinate = {}
+        for position in self.all_of("mesh"):
+            match = _MESH.search(self.texts[position])
             assert match is not None
-            found[match[1].lower()] = self.numbers[i]
-        return found
+            coordinate[match[1].lower()] = self.numbers[position]
+        return coordinate
 
     def is_glued(self, position: int) -> bool:
         """Whether a letter precedes the number, as in seed3: then the number is part of a name, not a step."""
@@ -113,81 +191,103 @@ class PathNumbers:
 def split_path(path: str) -> PathNumbers:
     """Split a path at its numbers and classify them by the text before them. The file extension is removed."""
     stem = _EXTENSIONS.sub("", path.replace(os.sep, "/"))
-    name_starts = stem.rfind("/") + 1
-    addresses = [match.span() for match in _ADDRESS.finditer(stem)]
-    texts, numbers, folders, last, host = [], [], [], 0, None
-    roles: list[_Found] = []
+    name_start = stem.rfind("/") + 1
+    in_addresses: set[int] = set()
+    for match in _ADDRESS.finditer(stem):
+        in_addresses.update(range(*match.span()))
+    texts, numbers, folders, roles = [], [], [], list[_PossibleRole]()
+    text_start = 0
+    host: str | None = None
     for match in _NUMBER.finditer(stem):
-        texts.append(stem[last : match.start()])
+        texts.append(stem[text_start : match.start()])
         numbers.append(int(match.group()))
-        before = _last_segment(stem[: match.start()])[-_LONGEST:]
-        in_address = any(start <= match.start() < end for start, end in addresses)
-        roles.append("node" if in_address else _find_role(before, stem[match.end() :]))
-        folders.append(match.start() < name_starts)
-        last = match.end()
-        if roles[-1] == "node" and host is None:
-            host = (
-                before + stem[match.start() :].partition("/")[0] if folders[-1] else _last_word(before) + match.group()
-            )
-    texts.append(stem[last:])
+        folders.append(match.start() < name_start)
+        role: _PossibleRole = "node"
+        if match.start() not in in_addresses:
+            role = _find_role(stem, match)
+        if role == "node" and host is None:
+            host = _name_host(stem, match, in_folder=folders[-1])
+        roles.append(role)
+        text_start = match.end()
+    texts.append(stem[text_start:])
     return PathNumbers(tuple(texts), tuple(numbers), _resolve_roles(roles, texts), tuple(folders), host)
 
 
-def _last_segment(path: str) -> str:
-    return path[path.rfind("/") + 1 :]
+def _get_text_before(stem: str, match: re.Match[str]) -> str:
+    """Return the text before a number in its segment of the path."""
+    segment_start = stem.rfind("/", 0, match.start()) + 1
+    return stem[segment_start : match.start()][-_LONGEST:]
 
 
-def _last_word(before: str) -> str:
-    """Return the word at the end of a text: node_ of run7_node_."""
-    found = re.search(r"[a-z_=-]*$", before, re.IGNORECASE)
-    return found.group().lstrip("-_=") if found else ""
+def _name_host(stem: str, match: re.Match[str], *, in_folder: bool) -> str:
+    """Return the name of the machine with this number: the folder, or the word before the number in a file's name."""
+    before = _get_text_before(stem, match)
+    if in_folder:
+        return before + stem[match.start() :].partition("/")[0]
+    last_word = _LAST_WORD.search(before)
+    assert last_word is not None
+    return last_word.group().lstrip("-_=") + match.group()
 
 
-def _find_role(before: str, after: str) -> _Found:
-    """Return the role of a number by the text before it in its segment, and the whole text after it."""
-    if _MODEL_PARALLEL.search(before) or any(b.search(before) and a.match(after) for b, a in _DEEPSPEED):
-        return "shard"
-    if _NODE.search(before):
-        return "node"
-    if _LOCAL.search(before):
-        return "local"
-    if _MESH.search(before):
-        return "mesh"
-    if _LORA.search(before):
-        return "part"
-    if _RANK.search(before):
-        return "rank"
-    if after.startswith("-of-") or before.endswith("-of-"):
-        return "part"
-    if _STEP.search(before):
-        return "step"
-    if _SHORT_RANK.search(before):
-        return "short"
-    return "device" if _DEVICE.search(before) else "plain"
+def _find_role(stem: str, match: re.Match[str]) -> _PossibleRole:
+    """Return the role of a number by the text before it in its segment, and the text after it."""
+    before, after = _get_text_before(stem, match), stem[match.end() :]
+    for rule in _RULES:
+        if rule.before.search(before) and rule.after.match(after):
+            return rule.role
+    return "plain"
 
 
-def _resolve_roles(roles: list[_Found], texts: list[str]) -> tuple[Role, ...]:
+def _resolve_roles(roles: Sequence[_PossibleRole], texts: Sequence[str]) -> tuple[Role, ...]:
     """Resolve roles by the other words of the path."""
-    dimensions = {i: match for i, role in enumerate(roles) if role == "mesh" and (match := _MESH.search(texts[i]))}
-    certain = any(match[1].lower() not in _AMBIGUOUS for match in dimensions.values())
-    only_data = all(match[1].lower() == "dp" for match in dimensions.values())
-    has = set(roles)
+    meshes: dict[int, re.Match[str]] = {}
+    for position, role in enumerate(roles):
+        match = _MESH.search(texts[position]) if role == "mesh" else None
+        if match is not None:
+            meshes[position] = match
     resolved: list[Role] = []
-    for i, role in enumerate(roles):
-        if role == "short":
-            resolved.append("plain" if has & {"rank", "local"} else "rank")
-        elif role == "device":
-            resolved.append("plain" if has & {"rank", "local", "short"} or "node" not in has else "local")
-        elif role == "mesh":
-            dimension, with_rank = dimensions[i][1].lower(), dimensions[i][2]
-            doubtful = dimension in _AMBIGUOUS and not certain and not with_rank
-            resolved.append(
-                _AMBIGUOUS[dimension] if doubtful else "rank" if only_data and "rank" not in has else "mesh"
-            )
-        elif role == "part" and i and roles[i - 1] == "rank" and texts[i].startswith("-of-"):
-            resolved.append("plain")  # rank_0-of-4: the number of ranks
+    for position, role in enumerate(roles):
+        if position in meshes:
+            resolved.append(_resolve_mesh(meshes[position], meshes.values(), roles))
+        elif _counts_ranks(position, roles, texts):
+            resolved.append("plain")
         else:
-            resolved.append(role)
-    if "rank" not in resolved:  # beside a global rank, a local rank adds nothing
+            resolved.append(_resolve_rank(role, roles))
+    # Beside a global rank, a local rank adds nothing.
+    if "rank" not in resolved:
         resolved = ["rank" if role == "local" else role for role in resolved]
     return tuple(resolved)
+
+
+def _resolve_mesh(match: re.Match[str], matches: Collection[re.Match[str]], roles: Sequence[_PossibleRole]) -> Role:
+    """Return the role of the coordinate in a mesh.
+
+    match: its word.
+    matches: the words of all coordinates in the path.
+    """
+    dimensions = {each_match[1].lower() for each_match in matches}
+    dimension = match[1].lower()
+    has_other_dimension = not dimensions <= _AMBIGUOUS.keys()
+    if dimension in _AMBIGUOUS and not has_other_dimension and not match[2]:
+        return _AMBIGUOUS[dimension]
+    # In a data-parallel mesh, the coordinate is the rank.
+    if dimensions == {"dp"} and "rank" not in roles:
+        return "rank"
+    return "mesh"
+
+
+def _counts_ranks(position: int, roles: Sequence[_PossibleRole], texts: Sequence[str]) -> bool:
+    """Whether a number is the number of ranks, as in rank_0-of-4."""
+    follows_rank = position > 0 and roles[position - 1] == "rank"
+    return follows_rank and roles[position] == "part" and texts[position].startswith("-of-")
+
+
+def _resolve_rank(role: _PossibleRole, roles: Collection[_PossibleRole]) -> Role:
+    """Return the role of a number whose word may stand for a rank, if the path has no clearer word."""
+    if role == "short":
+        has_rank = "rank" in roles or "local" in roles
+        return "plain" if has_rank else "rank"
+    if role == "device":
+        has_rank = "rank" in roles or "local" in roles or "short" in roles
+        return "local" if "node" in roles and not has_rank else "plain"
+    return role

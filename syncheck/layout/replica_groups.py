@@ -83,7 +83,7 @@ class Positions:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class ReplicaSets:
     """The replica groups of a tensor.
 
     sets: ranks with the tensor whose bytes must be equal. expected: ranks required to have the tensor. kind: `DTensor`,
@@ -158,14 +158,14 @@ def coordinates_in(snapshot: Snapshot, dimensions: frozenset[str]) -> frozenset[
     return frozenset(at for at in mesh_of(snapshot).items() if at[0].lower() in dimensions)
 
 
-def divide(
+def find_replica_sets(
     tensors: Mapping[int, Tensor],
     ranks: tuple[int, ...],
     positions: Positions,
     *,
     replicated: bool = False,
     tied: bool = False,
-) -> Division:
+) -> ReplicaSets:
     """Divide the ranks with a tensor into replica groups.
 
     ranks: all ranks of the group. replicated: whether the name shows that all tensor-parallel ranks hold the whole
@@ -175,7 +175,7 @@ def divide(
     if parts:
         return _divide_dtensor(parts, tuple(tensors), ranks, positions, tied=tied)
     if not positions.plain:
-        return Division((tuple(tensors),), ranks)
+        return ReplicaSets((tuple(tensors),), ranks)
     copied = _find_copied_dimensions(tensors)
     coordinates = {rank: _without(position, copied) for rank, position in positions.plain.items()}
     present = {coordinates[rank] for rank in tensors}
@@ -188,8 +188,8 @@ def divide(
     sets = tuple(map(tuple, group_ranks({rank: coordinates[rank] for rank in tensors}).values()))
     dims = ", ".join(dict.fromkeys(name for position in coordinates.values() for name, _ in position))
     if not dims:
-        return Division(sets, expected)
-    return Division(sets, expected, "model parallel", f"parts along {dims}")
+        return ReplicaSets(sets, expected)
+    return ReplicaSets(sets, expected, "model parallel", f"parts along {dims}")
 
 
 def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
@@ -206,7 +206,7 @@ def _divide_dtensor(
     positions: Positions,
     *,
     tied: bool,
-) -> Division:
+) -> ReplicaSets:
     keys: dict[int, Hashable] = {}
     # Ranks share sharding objects, so a thousand ranks have only a few distinct objects.
     shardings = {id(sharding): sharding for sharding in parts.values()}
@@ -237,7 +237,7 @@ def _divide_dtensor(
     whole = [rank for rank in present if rank not in parts]
     if whole:
         layout += f", but whole on {ranks_text(whole)}"
-    return Division(tuple(map(tuple, group_ranks(keys).values())), expected, "DTensor", layout)
+    return ReplicaSets(tuple(map(tuple, group_ranks(keys).values())), expected, "DTensor", layout)
 
 
 def is_mixed(tensors: Mapping[int, Tensor]) -> bool:

@@ -24,7 +24,7 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         raise ValueError(f"{list(sizes)} are no parts of {tensor.shape[dim]}")
     inner = contiguous_strides(tuple(sizes))
     boxes = []
-    for box in list_boxes(tensor):
+    for box in list_shards(tensor):
         local, first = box.tensor, box.start[dim]
         for spans in split_into_boxes(sizes, first, local.shape[dim]):
             start = tuple(span.start for span in spans)
@@ -37,7 +37,7 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
                 (*local.strides[:dim], *(s * local.strides[dim] for s in inner), *local.strides[dim + 1 :]),
             )
             boxes.append(Shard(part, (*box.start[:dim], *start, *box.start[dim + 1 :])))
-    return _from_boxes(tensor, (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :]), boxes)
+    return _from_shards(tensor, (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :]), boxes)
 
 
 def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
@@ -48,15 +48,15 @@ def permute(tensor: Tensor, dims: Sequence[int]) -> Tensor:
 
     boxes = [
         Shard(_restride(box.tensor, 0, order(box.tensor.shape), order(box.tensor.strides)), order(box.start))
-        for box in list_boxes(tensor)
+        for box in list_shards(tensor)
     ]
-    return _from_boxes(tensor, order(tensor.shape), boxes)
+    return _from_shards(tensor, order(tensor.shape), boxes)
 
 
 def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
     """Return the view of `length` indices from `start` on, in dimension `dim`."""
     boxes = []
-    for box in list_boxes(tensor):
+    for box in list_shards(tensor):
         local, first = box.tensor, box.start[dim]
         low, high = max(start, first), min(start + length, first + local.shape[dim])
         if low >= high:
@@ -64,14 +64,14 @@ def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
         shape = (*local.shape[:dim], high - low, *local.shape[dim + 1 :])
         part = _restride(local, (low - first) * local.strides[dim], shape, local.strides)
         boxes.append(Shard(part, (*box.start[:dim], low - start, *box.start[dim + 1 :])))
-    return _from_boxes(tensor, (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]), boxes)
+    return _from_shards(tensor, (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]), boxes)
 
 
 def flatten(tensor: Tensor, dim: int) -> Tensor:
     """Return the view with dimensions `dim` and `dim + 1` as one dimension."""
     length, inner = tensor.shape[dim : dim + 2]
     boxes: list[Shard] = []
-    for box in list_boxes(tensor):
+    for box in list_shards(tensor):
         local, first = box.tensor, box.start
         rows, size = local.shape[dim : dim + 2]
         outer_stride, stride = local.strides[dim : dim + 2]
@@ -87,7 +87,7 @@ def flatten(tensor: Tensor, dim: int) -> Tensor:
                 (*local.strides[:dim], step, *local.strides[dim + 2 :]),
             )
             boxes.append(Shard(part, (*first[:dim], (first[dim] + i) * inner + first[dim + 1], *first[dim + 2 :])))
-    return _from_boxes(tensor, (*tensor.shape[:dim], length * inner, *tensor.shape[dim + 2 :]), boxes)
+    return _from_shards(tensor, (*tensor.shape[:dim], length * inner, *tensor.shape[dim + 2 :]), boxes)
 
 
 def unstack(tensor: Tensor) -> Iterator[Tensor]:
@@ -96,9 +96,9 @@ def unstack(tensor: Tensor) -> Iterator[Tensor]:
         row = narrow(tensor, 0, i, 1)
         boxes = [
             Shard(_restride(box.tensor, 0, box.tensor.shape[1:], box.tensor.strides[1:]), box.start[1:])
-            for box in list_boxes(row)
+            for box in list_shards(row)
         ]
-        yield _from_boxes(tensor, tensor.shape[1:], boxes)
+        yield _from_shards(tensor, tensor.shape[1:], boxes)
 
 
 def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[int, ...] | None:
@@ -108,13 +108,13 @@ def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[in
         spans = zip(at, box.start, box.tensor.shape, strict=True)
         return all(start <= i < start + length for i, start, length in spans)
 
-    box = next((box for box in list_boxes(view) if holds(box, index)), None)
+    box = next((box for box in list_shards(view) if holds(box, index)), None)
     if box is None:
         return None
     size = DTYPES[tensor.dtype].size
     steps = zip(index, box.start, box.tensor.strides, strict=True)
     at = box.tensor.offset + size * sum((i - start) * stride for i, start, stride in steps)
-    for whole in list_boxes(tensor):
+    for whole in list_shards(tensor):
         left, rest = divmod(at - whole.tensor.offset, size)
         if whole.tensor.path != box.tensor.path or whole.tensor.data is not box.tensor.data or left < 0 or rest:
             continue
@@ -129,7 +129,7 @@ def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[in
     return None
 
 
-def list_boxes(tensor: Tensor) -> Sequence[Shard]:
+def list_shards(tensor: Tensor) -> Sequence[Shard]:
     """Return the boxes of a tensor; a single box for a tensor in one piece, no box for a tensor without elements."""
     if not tensor.numel:
         return ()
@@ -145,7 +145,7 @@ def _restride(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tup
     return replace(tensor, shape=shape, strides=strides, offset=offset, crc32=None, same=b"")
 
 
-def _from_boxes(tensor: Tensor, shape: tuple[int, ...], boxes: Iterable[Shard]) -> Tensor:
+def _from_shards(tensor: Tensor, shape: tuple[int, ...], boxes: Iterable[Shard]) -> Tensor:
     """Return a tensor with the name and dtype of another one. boxes: cover the shape."""
     parts = tuple(boxes)
     if len(parts) == 1 and parts[0].tensor.shape == shape:

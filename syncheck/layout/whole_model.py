@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
 from syncheck.layout import deepspeed, megatron
+from syncheck.layout.alignment import align
 from syncheck.layout.boxes import combine
-from syncheck.layout.copies import find_copies, find_shared_tensors, rename_copies
-from syncheck.layout.dtensors import find_boxes, is_whole
-from syncheck.layout.optimizer_parts import detect_partitioning
+from syncheck.layout.copies import find_shared_tensors
+from syncheck.layout.dtensors import find_shards, is_whole
 from syncheck.layout.progress import check_progress
-from syncheck.layout.replica_groups import divide, find_positions, find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import Shard
 from syncheck.tensors.names import normalize_keys
@@ -22,11 +21,11 @@ from syncheck.tensors.value_kinds import is_membership
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
-    from syncheck.layout.replica_groups import Division
+    from syncheck.layout.replica_groups import ReplicaSets
     from syncheck.snapshots import Membership, Snapshot, Tensor
 
 # Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.
-_BOXES_PER_PART, _MOST_BOXES = 8, 1 << 16
+_BOXES_PER_SHARD, _MOST_BOXES = 8, 1 << 16
 
 
 def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
@@ -45,25 +44,20 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
         whole = {name: t if t.sharding is None else replace(t, sharding=None) for name, t in first.tensors.items()}
         return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=whole)
-    named, parts = detect_partitioning(dict(snapshots))
-    aligned: dict[str, dict[int, Tensor]] = {}
-    for rank, snapshot in named.items():
-        for name, tensor in normalize_keys(snapshot.tensors).items():
-            aligned.setdefault(name, {})[rank] = tensor
+    alignment = align(snapshots)
+    named = alignment.snapshots
+    aligned = dict(alignment.tensors)
     # Each copy in the model keeps its name and its bytes; of the optimizer's state, a whole model has one copy.
-    copies = [name for name in find_copies(aligned, named) if not name.startswith("optimizer.")]
-    stored = {name: dict(aligned[name]) for name in copies}
-    tied = rename_copies(aligned, named)
-    aligned |= stored
-    ranks, positions = tuple(named), find_positions(named)
-    replicated = find_replicated(aligned) if positions.plain else frozenset[str]()
+    for name, tensors_of_copy in alignment.separate_copies.items():
+        if not name.startswith("optimizer."):
+            aligned[name] = tensors_of_copy
     tensors: dict[str, Tensor] = {}
-    given = sum(_BOXES_PER_PART + len(tensor.shards) for held in aligned.values() for tensor in held.values())
+    given = sum(_BOXES_PER_SHARD + len(tensor.shards) for held in aligned.values() for tensor in held.values())
     left = most = _MOST_BOXES + given
     for name, held in aligned.items():
-        division = divide(held, ranks, positions, replicated=name in replicated, tied=name in tied)
-        unclear = parts.unclear if name.startswith("optimizer.") else None
-        joined = _join_tensor(name, held, division, path, unclear=unclear is not None)
+        replica_sets = alignment.find_replica_sets(name, held)
+        unclear = alignment.optimizer.unclear if name.startswith("optimizer.") else None
+        joined = _join_tensor(name, held, replica_sets, path, unclear=unclear is not None)
         tensors[name] = joined if joined.refused else replace(joined, sharding=None)
         left -= len(tensors[name].shards)
         if left < 0:
@@ -113,7 +107,9 @@ def add_tied_names(
     return completed
 
 
-def _join_tensor(name: str, held: Mapping[int, Tensor], division: Division, path: str, *, unclear: bool) -> Tensor:
+def _join_tensor(
+    name: str, held: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str, *, unclear: bool
+) -> Tensor:
     """Return the whole tensor from the parts or copies of it that ranks hold."""
     first = next(iter(held.values()))
     refused = next((tensor for tensor in held.values() if tensor.refused), None)
@@ -122,27 +118,27 @@ def _join_tensor(name: str, held: Mapping[int, Tensor], division: Division, path
     whole = {r: t for r, t in held.items() if t.sharding is None or is_whole(t.sharding)}
     if len(whole) == len(held) or (whole and not unclear):
         # Ranks in several sets hold different parts, and files do not show the position of plain parts.
-        if unclear or (len(whole) == len(held) and len(division.sets) > 1):
-            return _refuse(first, name, division)
+        if unclear or (len(whole) == len(held) and len(replica_sets.sets) > 1):
+            return _refuse(first, name, replica_sets)
         return replace(next(iter(whole.values())), name=name)
     shape = first.sharding.shape if first.sharding is not None else ()
     boxes: list[Shard] = []
-    set_of = {rank: i for i, ranks in enumerate(division.sets) for rank in ranks}
+    set_of = {rank: i for i, ranks in enumerate(replica_sets.sets) for rank in ranks}
     holders: dict[Hashable, int] = {}
     for rank, tensor in held.items():
-        found = find_boxes(rank, tensor)
+        found = find_shards(rank, tensor)
         same = tensor.dtype == first.dtype and tensor.sharding is not None and tensor.sharding.shape == shape
         if found is None or not same or unclear:
-            return _refuse(first, name, division)
+            return _refuse(first, name, replica_sets)
         boxes += found
         # If ranks with one box are not copies of each other, they hold different tensors of this name.
         if any(holders.setdefault((b.start, b.tensor.shape), set_of[rank]) != set_of[rank] for b in found):
-            return _refuse(first, name, division)
+            return _refuse(first, name, replica_sets)
     return combine(name, first.dtype, shape, boxes, path)
 
 
-def _refuse(tensor: Tensor, name: str, division: Division) -> Tensor:
-    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=division.layout or division.kind))
+def _refuse(tensor: Tensor, name: str, replica_sets: ReplicaSets) -> Tensor:
+    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=replica_sets.layout or replica_sets.kind))
 
 
 def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
@@ -167,7 +163,7 @@ def _join_model_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Membershi
     return joined
 
 
-def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Tensor, list[Shard] | None]]:
+def locate_shards(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Tensor, list[Shard] | None]]:
     """Yield (name, rank, tensor, its boxes) for each tensor in each file; None if its position is unknown.
 
     snapshots: the files of one model, by rank.
@@ -175,6 +171,6 @@ def list_boxes(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int, Te
     for rank, snapshot in snapshots.items():
         for name, tensor in normalize_keys(_join_folder(snapshot).tensors).items():
             if tensor.sharding is not None and not is_whole(tensor.sharding):
-                yield name, rank, tensor, find_boxes(rank, tensor)
+                yield name, rank, tensor, find_shards(rank, tensor)
             else:
                 yield name, rank, tensor, list(tensor.shards) or [Shard(tensor, (0,) * len(tensor.shape))]

@@ -158,3 +158,27 @@ def test_unreadable_earlier_file(tmp_path: Path) -> None:
     assert [file.path for file in report.unreadable] == [str(broken)]
     assert stale_ranks(report) == {}
     assert report.verdict == "out_of_sync"
+
+
+def owned_state(step: int, rank: int) -> dict[str, Any]:
+    """Return a checkpoint whose optimizer state is on the owners of the parameters: ranks 0 and 1, or ranks 2 and 3.
+
+    Only on ranks 2 and 3, the shapes show which parameters the numbers stand for.
+    """
+    random = np.random.default_rng(step)
+    sizes = {"a.weight": 12, "a.bias": 3, "b.weight": 12, "c.weight": 5}
+    model = {name: random.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    moments = {number: {"exp_avg": value * np.float32(0.1)} for number, value in enumerate(model.values())}
+    owned_numbers = (0, 1) if rank < 2 else (2,)
+    states = {number: moments[number] for number in owned_numbers}
+    groups = [{"lr": 0.1, "weight_decay": 0.0, "params": [0, 1, 2]}]
+    return {"model": model, "optimizer": {"state": states, "param_groups": groups}}
+
+
+def test_names_of_another_rank(tmp_path: Path) -> None:
+    """A stale rank is identified if its parameters of the optimizer have names on other ranks only."""
+    steps = {step: [owned_state(step, rank) for rank in range(4)] for step in (1, 2, 3)}
+    steps[3][1] = owned_state(2, 1)
+    report = syncheck.compare(write(tmp_path, steps))
+    assert "optimizer.a.weight.exp_avg" in {diff.name for diff in last_group(report).tensors}
+    assert stale_ranks(report) == {3: {1: 2}}

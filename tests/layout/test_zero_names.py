@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import syncheck
-from syncheck.layout.optimizer_parts import detect_partitioning
+from syncheck.layout.optimizer_shards import detect_partitioning
 
 if TYPE_CHECKING:
     from collections.abc import Callable

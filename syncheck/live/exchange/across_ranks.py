@@ -17,9 +17,7 @@ from syncheck.api import Found, Options, judge
 from syncheck.comparison import reference
 from syncheck.comparison.replicas import hyperparameters, selected_kinds
 from syncheck.errors import UsageError
-from syncheck.layout.copies import is_embedding_in_stages
 from syncheck.layout.groups import ReplicaGroup
-from syncheck.layout.replica_groups import divide, find_positions, find_replicated
 from syncheck.live.channel import Channel
 from syncheck.live.exchange.fetching import Fetcher, RemoteBytes, RemoteTensor, read_pieces
 from syncheck.live.exchange.manifest import exchange_manifests, with_digest_only
@@ -202,50 +200,42 @@ def _judge_replicas(
 
 
 def _find_differing(contents: GroupContents, options: Options) -> dict[str, dict[bytes, RemoteTensor]]:
-    """Return one rank per digest of each tensor that differs within a replica group, by name and digest."""
-    digests: dict[str, set[bytes]] = {}
-    names = {key: contents.common_names(content) for key, content in contents.by_key.items()}
-    for key, content in contents.by_key.items():
-        for name, tensor in content.tensors.items():
-            digests.setdefault(names[key][name], set()).add(tensor.same)
-    for name, source in contents.second_copies.items():
-        digests[name] |= digests[source]
+    """Return one rank per digest of each tensor that differs within a replica set, by name and digest."""
+    alignment = contents.alignment
+    differing: dict[str, Mapping[int, Tensor]] = {}
+    for name, tensors in alignment.tensors.items():
+        if len({tensor.same for tensor in tensors.values()}) > 1:
+            differing[name] = tensors
     selection = build_selection(options)
-    # By default all tensors are selected, and classifying every name of every rank would take long.
-    filtered = selection.only or selection.include or selection.exclude
-    selected = selected_kinds(contents.snapshots(), selection) if filtered else digests
-    differing = [name for name, distinct in digests.items() if len(distinct) > 1 and name in selected]
-    sources = [contents.second_copies[name] for name in differing if name in contents.second_copies]
-    by_name: dict[str, dict[int, Tensor]] = {name: {} for name in (*differing, *sources)}
-    for rank, info in contents.rank_infos.items():
-        for name, tensor in contents.of_rank(rank).tensors.items():
-            if (common := names[info.key][name]) in by_name:
-                by_name[common][rank] = tensor
-    for name in differing:
-        if name in contents.second_copies:
-            by_name[name] = {**by_name[contents.second_copies[name]], **by_name[name]}
-    snapshots = contents.snapshots()
-    positions = find_positions(snapshots)
-    whole, tied = find_replicated(by_name) if positions.plain else frozenset(), {*contents.copies.values()}
-    tied |= contents.second_copies.keys()
-    tied.update(name for name, tensors in by_name.items() if is_embedding_in_stages(name, tensors, snapshots))
-    wanted: dict[str, dict[bytes, RemoteTensor]] = {}
-    for name, tensors in by_name.items():
-        ranks = tuple(contents.rank_infos)
-        division = divide(tensors, ranks, positions, replicated=name in whole, tied=name in tied)
-        for members in division.comparable:
-            # Only ranks with equal dtype and shape can be compared with each other.
-            by_form: dict[Any, dict[bytes, RemoteTensor]] = {}
-            for rank in reversed(members):  # the first of several equal ranks remains
-                tensor = tensors[rank]
-                if tensor.same:
-                    fetched = contents.second_copies.get(name, name)
-                    remote = RemoteTensor(fetched, tensor.same, rank, tensor.numel * DTYPES[tensor.dtype].size)
-                    by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = remote
-            for by_digest in by_form.values():
-                if len(by_digest) > 1:
-                    wanted.setdefault(contents.second_copies.get(name, name), {}).update(by_digest)
-    return wanted
+    # By default all tensors are selected, and classifying every name takes long.
+    if selection.only or selection.include or selection.exclude:
+        selected = selected_kinds(alignment, selection)
+        differing = {name: tensors for name, tensors in differing.items() if name in selected}
+    remote_tensors: dict[str, dict[bytes, RemoteTensor]] = {}
+    for name, tensors in differing.items():
+        source = alignment.find_source(name)
+        for ranks in alignment.find_replica_sets(name, tensors).comparable:
+            members = {rank: tensors[rank] for rank in ranks}
+            for by_digest in _find_distinct_bytes(source, members):
+                remote_tensors.setdefault(source, {}).update(by_digest)
+    return remote_tensors
+
+
+def _find_distinct_bytes(source: str, members: dict[int, Tensor]) -> list[dict[bytes, RemoteTensor]]:
+    """Return the first rank of each digest, for each dtype and shape of which several digests exist.
+
+    source: the name under which ranks exchange the bytes. members: a replica set, by rank.
+    """
+    # Only ranks with equal dtype and shape can be compared with each other.
+    by_form: dict[Any, dict[bytes, RemoteTensor]] = {}
+    # The first of several equal ranks remains.
+    for rank in reversed(members):
+        tensor = members[rank]
+        if tensor.same:
+            size = tensor.numel * DTYPES[tensor.dtype].size
+            remote = RemoteTensor(source, tensor.same, rank, size)
+            by_form.setdefault((tensor.dtype, tensor.shape), {})[tensor.same] = remote
+    return [by_digest for by_digest in by_form.values() if len(by_digest) > 1]
 
 
 def _attach_bytes(

@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import CheckpointError, RankFailed, UsageError
-from syncheck.layout.copies import find_copies, find_second_copies, name_of_copied
+from syncheck.layout.alignment import align
+from syncheck.layout.copies import name_of_copied
 from syncheck.live.digest import COMMON, KERNEL, WIDTH, Stream, digest_all, hash_digests
 from syncheck.live.digest.finiteness import find_not_finite
 from syncheck.live.digest.host import default_algorithm
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.api import Options
+    from syncheck.layout.alignment import Alignment
     from syncheck.live.channel import Channel
     from syncheck.snapshots import NoSync
     from syncheck.tensors.blocks import Files
@@ -208,30 +210,22 @@ class GroupContents:
         return self.by_key[self.rank_infos[rank].key]
 
     @cached_property
-    def copies(self) -> Mapping[str, str]:
-        """The name of the tensor by the name of each copy of it in another pipeline stage."""
-        holders: dict[str, list[int]] = {}
-        if any(content.metadata.tied for content in self.by_key.values()):
-            for rank in self.rank_infos:
-                for name in self.of_rank(rank).normalized_names.values():
-                    holders.setdefault(name, []).append(rank)
-        return find_copies(holders, self.snapshots()) if holders else {}
-
-    @cached_property
-    def second_copies(self) -> Mapping[str, str]:
-        """The name of the tensor by the name of each second copy of it in a pipeline stage."""
-        names = (name for content in self.by_key.values() for name in content.normalized_names.values())
-        return find_second_copies(dict.fromkeys(names), self.copies, self.snapshots()) if self.copies else {}
-
-    def fetched_names(self, content: Content) -> Mapping[str, str]:
-        """Return the names under which ranks exchange bytes: one name for all copies of a tensor."""
-        names = self.common_names(content)
-        return {name: self.second_copies.get(common, common) for name, common in names.items()}
+    def alignment(self) -> Alignment:
+        """The tensors of all ranks by common names. Created on demand, because ranks in sync do not need it."""
+        return align(self.snapshots())
 
     def common_names(self, content: Content) -> Mapping[str, str]:
         """Return the names under which tensors are compared, by name in one of the contents."""
         names = content.normalized_names
-        return {name: self.copies.get(short, short) for name, short in names.items()} if self.copies else names
+        if not any(each_content.metadata.tied for each_content in self.by_key.values()):
+            return names
+        copies = self.alignment.copies
+        return {name: copies.get(normalized, normalized) for name, normalized in names.items()}
+
+    def fetched_names(self, content: Content) -> Mapping[str, str]:
+        """Return the names under which ranks exchange bytes: one name for all copies of a tensor."""
+        find_source = self.alignment.find_source
+        return {name: find_source(normalized) for name, normalized in content.normalized_names.items()}
 
     @property
     def not_finite(self) -> list[str]:

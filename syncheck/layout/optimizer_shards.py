@@ -39,7 +39,7 @@ _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class OptimizerShards:
     """How optimizer state is partitioned.
 
     own: the parameters of each rank. labels: labels of parts stored by one replica only. unclear: why
@@ -60,7 +60,7 @@ class Parts:
         return of_optimizer and bool(self.own or self.unclear)
 
 
-def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], Parts]:
+def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], OptimizerShards]:
     """Detect how optimizer state is partitioned.
 
     If each rank numbers its own parameters from 0, replace the numbers by names of parameters if the partition is
@@ -72,7 +72,7 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int,
     if len(blocks) == len(snapshots):
         own = {rank: _full_names(block.optimizer_parameters) for rank, block in blocks.items()}
         # If each rank lists all parameters, only the states show their owners.
-        return snapshots, (_detect_by_owner(snapshots) if len({*own.values()}) == 1 else None) or Parts(own)
+        return snapshots, (_detect_by_owner(snapshots) if len({*own.values()}) == 1 else None) or OptimizerShards(own)
     if any(snapshot.shard_labels for snapshot in snapshots.values()):
         return snapshots, _detect_by_label([snapshot.shard_labels for snapshot in snapshots.values()], snapshots)
     lists = {snapshot.numbered for snapshot in snapshots.values()}
@@ -82,14 +82,14 @@ def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int,
         numbers = {rank: {name: str(i) for i, name in enumerate(s.numbered)} for rank, s in snapshots.items()}
         numbered = {rank: _rename_parameters(s, numbers[rank]) for rank, s in snapshots.items()}
         renamed, parts = _detect_by_number(numbered, {rank: len(s.numbered) for rank, s in snapshots.items()})
-        if parts != Parts():
+        if parts != OptimizerShards():
             return renamed, parts
         if len(lists) > 1 and len({*map(len, lists)}) == 1:
             shared = _share_names(snapshots, numbered)
             owned = _detect_by_owner(shared)
             # Without owners, the names of each rank remain, as in the comparison of a running job.
-            return (snapshots, Parts()) if owned is None else (shared, owned)
-    return snapshots, _detect_by_owner(snapshots) or Parts()
+            return (snapshots, OptimizerShards()) if owned is None else (shared, owned)
+    return snapshots, _detect_by_owner(snapshots) or OptimizerShards()
 
 
 def _share_names(snapshots: Mapping[int, Snapshot], numbered: Mapping[int, Snapshot]) -> Mapping[int, Snapshot]:
@@ -103,12 +103,12 @@ def _share_names(snapshots: Mapping[int, Snapshot], numbered: Mapping[int, Snaps
     return {rank: _rename_parameters(snapshot, names) for rank, snapshot in numbered.items()}
 
 
-def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> Parts | None:
+def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | None:
     owners = find_owners(snapshots)
     if owners is None:
         return None
     own = {rank: frozenset(parameters) for rank, parameters in owners.by_rank.items()}
-    return Parts(own, owned=frozenset(owners.owned), lost=tuple(owners.lost))
+    return OptimizerShards(own, owned=frozenset(owners.owned), lost=tuple(owners.lost))
 
 
 def _rename_parameters(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
@@ -126,20 +126,20 @@ def _full_names(parameters: Sequence[str]) -> frozenset[str]:
     return frozenset(normalize(f"optimizer.{name}" for name in parameters).values())
 
 
-def _detect_by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot]) -> Parts:
+def _detect_by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot]) -> OptimizerShards:
     """Detect folders of several nodes: disjoint parts, complete together."""
     if any(one & other for one, other in combinations(labels, 2)):
-        return Parts()
+        return OptimizerShards()
     all_labels = frozenset[str]().union(*labels)
     worlds = {tuple(s.values.get(f"{name}_world_size") for name in ("dp", "mp")) for s in snapshots.values()}
     sizes = [size for size in worlds.pop() if isinstance(size, int)] if len(worlds) == 1 else []
     complete = len(sizes) == 2 and len(all_labels) == math.prod(sizes)
-    return Parts(labels=all_labels, unclear=None if complete else Detail.INCOMPLETE_PARTITIONING())
+    return OptimizerShards(labels=all_labels, unclear=None if complete else Detail.INCOMPLETE_PARTITIONING())
 
 
 def _detect_by_number(
     snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]
-) -> tuple[Mapping[int, Snapshot], Parts]:
+) -> tuple[Mapping[int, Snapshot], OptimizerShards]:
     """Decide by shapes whether the ranks number different parameters of one model.
 
     counts: number of parameters by rank.
@@ -148,7 +148,7 @@ def _detect_by_number(
     held = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
     total, held_shapes = sum(counts.values()), Counter(shape for shapes in held.values() for shape in shapes.values())
     if total > len(parameters) or held_shapes - Counter(parameters.values()):
-        return snapshots, Parts()
+        return snapshots, OptimizerShards()
     conflict = any(
         one[i] != other[i] for one, other in combinations(held.values(), 2) for i in one.keys() & other.keys()
     )
@@ -160,14 +160,14 @@ def _detect_by_number(
     )
     if whole or not conflict:
         unclear = whole or (total == len(parameters) and len(held) == len(counts) and all(held.values()))
-        return snapshots, Parts(unclear=Detail.UNCLEAR_PARTITIONING() if unclear else None)
+        return snapshots, OptimizerShards(unclear=Detail.UNCLEAR_PARTITIONING() if unclear else None)
     owned = _repeat_partition(parameters, {rank: _list_groups(s, counts[rank]) for rank, s in snapshots.items()})
     names = {
         rank: {str(i): owned[rank][i] if owned else f"(rank {rank}).{i}" for i in range(count)}
         for rank, count in counts.items()
     }
     renamed = {rank: _rename_parameters(s, names[rank]) for rank, s in snapshots.items()}
-    return renamed, Parts({rank: _full_names(tuple(new.values())) for rank, new in names.items()})
+    return renamed, OptimizerShards({rank: _full_names(tuple(new.values())) for rank, new in names.items()})
 
 
 def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
@@ -230,7 +230,7 @@ def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     return shapes
 
 
-def find_lost_state(parts: Parts, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
+def find_lost_state(parts: OptimizerShards, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
     """Yield the missing state of ranks without state for their own parameters, if other ranks have state.
 
     No file contains the missing tensors. A single parameter without state is not reported, because it may never have
