@@ -59,7 +59,7 @@ def _read_pickle(path: str) -> Snapshot:
         return Record("data", 0, min(storage.numel * (storage.itemsize or 1), len(data)))
 
     found = unpickle(data, path, "data.pkl")
-    flat = flatten(found.tree, path, len(data), found.made)
+    flat = flatten(found.tree, path, len(data), found.rebuilt)
     tensors = {name: locate_tensor(name, tensor, path, find_record, opened) for name, tensor in flat.tensors.items()}
     return Snapshot(path, "torch-zip", len(data), tensors, flat.values, found.stubs, flat.metadata)
 

@@ -67,7 +67,7 @@ def read(path: str) -> Snapshot:
                 raise MalformedFile(path, found=f"more than {_MOST_PICKLES} pickles", needed="fewer", next_step=_AGAIN)
             pickled = unpickle(stream, path, f"pickle {number}", load_storage=storages.load)
             trees.append(pickled.tree)
-            rebuilt += pickled.made
+            rebuilt += pickled.rebuilt
             stubs |= set(pickled.stubs)
         # Names of several trees start with their number.
         tree: Any = trees

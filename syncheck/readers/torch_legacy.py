@@ -45,7 +45,7 @@ def read(path: str) -> Snapshot:
     with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         opened = os.fstat(file.fileno())
         pickled, records = read_stream(Stream(whole), path)
-        flat = flatten(pickled.tree, path, pickled.size, pickled.made)
+        flat = flatten(pickled.tree, path, pickled.size, pickled.rebuilt)
     tensors = {
         name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened)
         for name, location in flat.tensors.items()

@@ -91,7 +91,7 @@ def read(folder: str) -> Snapshot:
         found.read_file(file, list(records))
     leaves = {name: found.make_leaf(name, entry) for name, entry in entries.items()}
     tree = _rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
-    flat = flatten(tree, folder, size + found.pickled, found.made)
+    flat = flatten(tree, folder, size + found.pickled, found.rebuilt)
     unread = Tensor("", "unknown", (), (), folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
     tensors = {
         name: replace(found.tensors.get(id(location), unread), name=name) for name, location in flat.tensors.items()
@@ -114,7 +114,7 @@ class _Records:
     """By the id of the tensor's TensorLocation in the tree."""
     shards: dict[str, list[Shard]] = field(default_factory=lambda: defaultdict(list))
     objects: dict[str, Any] = field(default_factory=dict)
-    made: list[TensorLocation] = field(default_factory=list)
+    rebuilt: list[TensorLocation] = field(default_factory=list)
     """All stored tensors; each needs a name."""
     unknown: list[str] = field(default_factory=list)
     stubs: set[str] = field(default_factory=set)
@@ -164,8 +164,8 @@ class _Records:
         archive = Archive(Directory(view, path, chunk.offset))
         pickled = archive.unpickle()
         if entry.shape is None:
-            self.tensors |= {id(part): archive.tensor(name, part) for part in pickled.made}
-            self.made += pickled.made
+            self.tensors |= {id(part): archive.tensor(name, part) for part in pickled.rebuilt}
+            self.rebuilt += pickled.rebuilt
             self.objects[name] = pickled.tree
             self.pickled += pickled.size
             self.stubs |= set(pickled.stubs)
@@ -193,7 +193,7 @@ class _Records:
             return self.objects[name]
         location = TensorLocation(None, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
         self.tensors[id(location)] = self._combine_shards(name, entry)
-        self.made.append(location)  # keeps the object alive, so that its id stays unique
+        self.rebuilt.append(location)  # keeps the object alive, so that its id stays unique
         return location
 
     def list_notes(self) -> Iterator[Message]:

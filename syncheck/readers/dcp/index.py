@@ -152,15 +152,15 @@ def _check_entry(
 
 def _read_dtype(properties: Any) -> DType | None:
     """Return the saved dtype, or None if it is not supported."""
-    state = properties.given[-1] if isinstance(properties, Inert) and properties.given else ()
+    state = properties.arguments[-1] if isinstance(properties, Inert) and properties.arguments else ()
     dtype = getattr(state[0], "dtype", None) if isinstance(state, tuple) and state else None
     return dtype if isinstance(dtype, DType) else None
 
 
 def _get_fields(pickled: Any, kind: str, folder: str, place: str) -> dict[str, Any]:
     """Return the fields of a pickled dataclass."""
-    if isinstance(pickled, Inert) and pickled.name.rpartition(".")[2] == kind and pickled.given:
-        state = pickled.given[-1]
+    if isinstance(pickled, Inert) and pickled.name.rpartition(".")[2] == kind and pickled.arguments:
+        state = pickled.arguments[-1]
         if isinstance(state, dict):
             return state
     found = pickled.name if isinstance(pickled, Inert) else type(pickled).__name__

@@ -54,7 +54,7 @@ def _list_arguments(key: Inert) -> list[Any]:
     Returns nothing if this is not a few plain values: an object such as a module may have parts without end.
     """
     arguments: list[Any] = []
-    for argument in key.given:
+    for argument in key.arguments:
         # The state of an object is a dictionary of its attributes.
         arguments += argument.items() if isinstance(argument, dict) else [argument]
     if key.items or len(arguments) > _MOST_ARGUMENTS:

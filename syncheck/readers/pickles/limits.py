@@ -147,7 +147,7 @@ class Keys:
 
     def __init__(self, size: int) -> None:
         self.left = _MOST_ALL + 4 * size
-        self.known: set[Any] = set()
+        self.checked: set[Any] = set()
         self.hashes: Counter[int] = Counter()
 
     def check(self, keys: Iterable[Any]) -> None:
@@ -159,8 +159,8 @@ class Keys:
                 continue
             if self.left < 0:
                 raise pickle.UnpicklingError("its keys unfold to too many parts")
-            if key not in self.known:
-                self.known.add(key)
+            if key not in self.checked:
+                self.checked.add(key)
                 self.hashes[hash(key)] += 1
                 if self.hashes[hash(key)] > _MOST_OF_ONE_HASH:
                     raise pickle.UnpicklingError(f"more than {_MOST_OF_ONE_HASH} keys with equal hashes")

@@ -146,7 +146,7 @@ class StandIn(_Immutable):
     """A callable for a name in a pickle."""
 
     call: Callable[..., Any]
-    made: list[TensorLocation] | None = None
+    rebuilt: list[TensorLocation] | None = None
     """Collects all rebuilt tensors, so that none is lost."""
     name: str = ""
     """The name in the pickle."""
@@ -155,8 +155,8 @@ class StandIn(_Immutable):
         """Rebuild what the pickle asks for."""
         check_nesting(*args)
         made = self.call(*args)
-        if self.made is not None and isinstance(made, TensorLocation):
-            self.made.append(made)
+        if self.rebuilt is not None and isinstance(made, TensorLocation):
+            self.rebuilt.append(made)
         return made
 
 
@@ -236,13 +236,13 @@ class Inert:
         """Keep the arguments."""
         check_nesting(*args, *kwargs.values())
         self = super().__new__(cls)
-        self.given = [*args, *kwargs.values()]
+        self.arguments = [*args, *kwargs.values()]
         self.items = {}
         return self
 
-    given: list[Any]
+    arguments: list[Any]
     items: dict[Any, Any]
-    known: Any = None
+    interpretation: Any = None
     """A cache for a reader's interpretation of the object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -250,19 +250,19 @@ class Inert:
 
     def __setstate__(self, state: Any) -> None:
         check_nesting(state)
-        self.given.append(state)
+        self.arguments.append(state)
 
     def append(self, item: Any) -> None:
         """Stand in for list.append (opcode APPEND)."""
-        self.given.append(item)
+        self.arguments.append(item)
 
     def extend(self, items: Any) -> None:
         """Stand in for list.extend (opcode APPENDS)."""
-        self.given.extend(items)
+        self.arguments.extend(items)
 
     def add(self, item: Any) -> None:
         """Stand in for set.add (opcode ADDITEMS)."""
-        self.given.append(item)
+        self.arguments.append(item)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.items[key] = value
@@ -270,7 +270,7 @@ class Inert:
     def __call__(self, *args: Any) -> Inert:
         """Stand in for a call that rebuilds another object."""
         check_nesting(*args)
-        self.given.extend(args)
+        self.arguments.extend(args)
         return self
 
     def __repr__(self) -> str:

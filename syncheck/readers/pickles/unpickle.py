@@ -91,7 +91,7 @@ class _Rules:
     ) -> None:
         # Byte strings of Python 2 become text, as in torch.load. Other bytes survive the conversion back.
         super().__init__(source, encoding="utf-8", errors="surrogateescape")  # type: ignore[call-arg]  # of the subclass
-        self.made: list[TensorLocation] = []
+        self.rebuilt: list[TensorLocation] = []
         self.path, self.place, self.storages = path, place, storages
         self.key_prefix, self.load_storage = options
         self.views: dict[str, Storage] = {}
@@ -102,7 +102,7 @@ class _Rules:
         full = f"{module}.{name}"
         if full in TABLE:
             known = TABLE[full]
-            return StandIn(known.call, self.made, full) if type(known) is StandIn else known
+            return StandIn(known.call, self.rebuilt, full) if type(known) is StandIn else known
         if len(full) > _LONGEST:
             raise pickle.UnpicklingError(f"a name of {len(full)} characters")
         if full == "builtins.getattr":
@@ -225,7 +225,7 @@ class Pickled(NamedTuple):
 
     tree: Any
     stubs: tuple[str, ...]
-    made: list[TensorLocation]
+    rebuilt: list[TensorLocation]
     """All tensors that the pickle rebuilds, also outside the tree."""
     size: int
 
@@ -274,4 +274,4 @@ def unpickle(
             found=f"the pickle cannot be read ({type(error).__name__}: {error!s:.120})",
             next_step="the file is damaged or not written by torch.save: save or copy it again",
         ) from None
-    return Pickled(tree, tuple(sorted(unpickler.stubs)), unpickler.made, source.at - start)
+    return Pickled(tree, tuple(sorted(unpickler.stubs)), unpickler.rebuilt, source.at - start)
