@@ -12,7 +12,7 @@ from fuzz import mutations
 from fuzz.judge import RANKS, check_copies
 from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.formats import READERS
-from syncheck.readers.pickles.stand_ins import Record, locate_tensor
+from syncheck.readers.pickles.locate import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Snapshot

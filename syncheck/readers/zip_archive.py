@@ -14,7 +14,7 @@ import zlib
 from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
-from syncheck.readers.pickles.stand_ins import Record, locate_tensor
+from syncheck.readers.pickles.locate import Record, locate_tensor
 from syncheck.readers.pickles.unpickle import Pickled, unpickle
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from syncheck.readers.pickles.rebuild import NumpyDType
 from syncheck.readers.pickles.stand_ins import Compound, Inert, TensorLocation, attributes_of, refused_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
 CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -19,19 +19,33 @@ CONTAINERS = (dict, list, tuple, set, frozenset)
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """Return the named parts of a container, or None for a leaf."""
-    if isinstance(node, Compound):
-        return children(node.inner) if node.inner else None
-    if isinstance(node, dict):
-        return _name_items(node) + _list_attributes(node)
-    if isinstance(node, (list, tuple)):
-        return _number(node)
-    if isinstance(node, (set, frozenset)):
-        return _number(_sort_set(node))
-    if isinstance(node, NumpyDType):
-        return list(node.list_parts().items())
-    if isinstance(node, Inert):
-        return _name_items(node.items) + _list_arguments(node)
+    for kind, list_parts in _LISTERS:
+        if isinstance(node, kind):
+            return list_parts(node)
     return None
+
+
+def _list_components(tensor: Compound) -> list[tuple[str, Any]] | None:
+    """Return the further content of a tensor, or None without any."""
+    if not tensor.inner:
+        return None
+    return children(tensor.inner)
+
+
+def _list_entries(container: dict[Any, Any]) -> list[tuple[str, Any]]:
+    return _name_items(container) + _list_attributes(container)
+
+
+def _list_members(container: AbstractSet[Any]) -> list[tuple[str, Any]]:
+    return _number(_sort_set(container))
+
+
+def _list_details(dtype: NumpyDType) -> list[tuple[str, Any]]:
+    return list(dtype.list_parts().items())
+
+
+def _list_content(node: Inert) -> list[tuple[str, Any]]:
+    return _name_items(node.items) + _list_arguments(node)
 
 
 def has_parts(node: Any) -> bool:
@@ -80,3 +94,14 @@ def _sort_set(parts: AbstractSet[Any]) -> list[Any]:
             location = refused_tensor(Refusal.SET_MEMBER(), part.shape, part.dtype)
             ordered[i] = Compound.wrap(location, None, part)
     return ordered
+
+
+# The function that returns the parts of a container, by type.
+_LISTERS: tuple[tuple[Any, Callable[[Any], list[tuple[str, Any]] | None]], ...] = (
+    (Compound, _list_components),
+    (dict, _list_entries),
+    ((list, tuple), _number),
+    ((set, frozenset), _list_members),
+    (NumpyDType, _list_details),
+    (Inert, _list_content),
+)
