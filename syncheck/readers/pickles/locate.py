@@ -60,17 +60,8 @@ def locate_tensor(
     if location.refused or dtype is None or not is_stored:
         return _describe_refused(name, location, path)
     if location.storage is None:
-        return Tensor(
-            name,
-            dtype.name,
-            shape,
-            strides,
-            path,
-            0,
-            location.big_endian,
-            data=location.data,
-            sharding=location.sharding,
-        )
+        data, sharding = location.data, location.sharding
+        return Tensor(name, dtype.name, shape, strides, path, 0, location.big_endian, data=data, sharding=sharding)
 
     record = record_of(location.storage)
     elements, last = _measure(shape, strides)
@@ -92,13 +83,7 @@ def locate_tensor(
     if record.data is not None:
         return Tensor(name, dtype.name, shape, strides, path, start, big_endian, location.lazy, data=record.data)
 
-    # The checksum of a record is the checksum of a tensor only if they have the same bytes in the same order.
     is_whole_record = not location.offset and last + 1 == elements == record.size / dtype.size
-    checksums: dict[str, Any] = {}
-    if record.crc32:
-        checksums["record"] = (record.crc32, record.start, record.size)
-        if is_whole_record:
-            checksums["crc32"] = record.crc32
     return Tensor(
         name,
         dtype.name,
@@ -110,7 +95,7 @@ def locate_tensor(
         location.lazy,
         opened=opened,
         sharding=location.sharding,
-        **checksums,
+        **_list_checksums(record, is_whole_record=is_whole_record),
     )
 
 
@@ -121,6 +106,19 @@ def _describe_refused(name: str, location: TensorLocation, path: str) -> Tensor:
     strides = contiguous_strides(location.shape)
     refused = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
     return Tensor(name, dtype_name, location.shape, strides, path, 0, refused=refused)
+
+
+def _list_checksums(record: Record, *, is_whole_record: bool) -> dict[str, Any]:
+    """Return the fields of a tensor with checksums.
+
+    is_whole_record: whether the tensor and the record have the same bytes in the same order.
+    """
+    if not record.crc32:
+        return {}
+    checksums: dict[str, Any] = {"record": (record.crc32, record.start, record.size)}
+    if is_whole_record:
+        checksums["crc32"] = record.crc32
+    return checksums
 
 
 def _measure(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
