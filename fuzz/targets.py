@@ -12,7 +12,7 @@ from fuzz import mutations
 from fuzz.judge import RANKS, check_copies
 from syncheck.readers import fingerprint_file, plain_pickle, safetensors_file, torch_legacy, torch_zip
 from syncheck.readers.formats import READERS
-from syncheck.readers.pickles.stand_ins import Record, locate_tensor
+from syncheck.readers.pickles.locate import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import unpickle
 from syncheck.snapshots import Snapshot
@@ -59,7 +59,7 @@ def _read_pickle(path: str) -> Snapshot:
         return Record("data", 0, min(storage.numel * (storage.itemsize or 1), len(data)))
 
     found = unpickle(data, path, "data.pkl")
-    flat = flatten(found.tree, path, len(data), found.made)
+    flat = flatten(found.tree, path, len(data), found.rebuilt)
     tensors = {name: locate_tensor(name, tensor, path, find_record, opened) for name, tensor in flat.tensors.items()}
     return Snapshot(path, "torch-zip", len(data), tensors, flat.values, found.stubs, flat.metadata)
 

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
 from syncheck.messages import Note
@@ -27,10 +27,34 @@ _TOPS = ("optimizer", "scaler")
 _PROGRESS = frozenset({"step", "epoch", "global_step", "global_steps", "iteration", "iter", "epochs_run", "steps_run"})
 
 
+class Part(NamedTuple):
+    """A file of a model-parallel or ZeRO rank."""
+
+    path: str
+    label: str
+    """Distinguishes the file from others of its kind; empty for a single file."""
+    is_optimizer: bool
+    """Whether all of it is optimizer state."""
+
+
+def list_numbers(text: str) -> tuple[int, ...]:
+    """Return all whole numbers in a name."""
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
 def match_in_order(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[str]]:
     """Return the matching names in numeric order: part 10 comes after part 9."""
-    found = [match for name in sorted(names) if (match := pattern.fullmatch(name))]
-    return sorted(found, key=lambda m: [int(part) for part in re.findall(r"\d+", m.string)])
+    matches = []
+    for name in sorted(names):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            matches.append(match)
+    matches.sort(key=_numeric_order)
+    return matches
+
+
+def _numeric_order(match: re.Match[str]) -> tuple[int, ...]:
+    return list_numbers(match.string)
 
 
 @dataclass
@@ -53,112 +77,146 @@ class Assembly:
         The same holds for values, unless they are equal: every safetensors shard stores `format = 'pt'`.
         """
         for name, tensor in part.tensors.items():
-            free = make_unique_name(rename(name), self.tensors)
-            self.tensors[free] = tensor if free == tensor.name else replace(tensor, name=free)
+            unique_name = make_unique_name(rename(name), self.tensors)
+            if unique_name != tensor.name:
+                tensor = replace(tensor, name=unique_name)
+            self.tensors[unique_name] = tensor
         for name, value in part.values.items():
-            full = rename(name)
-            known = self.values.get(full)
-            if full not in self.values or type(known) is not type(value) or known != value:
-                full = make_unique_name(full, self.values)
-                self.values[full] = value
+            unique_name = self._add_value(rename(name), value)
             if name in part.model_values:
-                self.model_values[full] = part.model_values[name]
+                self.model_values[unique_name] = part.model_values[name]
         self.stubs |= set(part.stubs)
         self.bytes += part.bytes
         self._check_run(part)
         self.metadata = self.metadata or part.metadata
         self.notes += [note for note in part.notes if note not in self.notes]
 
+    def _add_value(self, name: str, value: Any) -> str:
+        """Add a value, and return its name: the name of an equal value, or a name of its own."""
+        if name in self.values:
+            present_value = self.values[name]
+            if type(present_value) is type(value) and present_value == value:
+                return name
+        unique_name = make_unique_name(name, self.values)
+        self.values[unique_name] = value
+        return unique_name
+
     def _check_run(self, part: Snapshot) -> None:
         """Raise MalformedFile if the metadata blocks of two files have different runs or steps."""
-        for what in ("run_id", "step"):
-            known, own = getattr(self.metadata, what, None), getattr(part.metadata, what, None)
-            if None not in (known, own) and known != own:
-                raise MalformedFile(
-                    part.path, place=f"metadata, {what}", found=brief(own),
-                    needed=f"{brief(known)}, as in the other files",
-                    next_step="its run or step differs from the other files: save or copy the whole folder again",
-                )  # fmt: skip
+        for key in ("run_id", "step"):
+            expected = getattr(self.metadata, key, None)
+            actual = getattr(part.metadata, key, None)
+            if expected is None or actual is None or actual == expected:
+                continue
+            raise MalformedFile(
+                part.path,
+                place=f"metadata, {key}",
+                found=brief(actual),
+                needed=f"{brief(expected)}, as in the other files",
+                next_step="its run or step differs from the other files: save or copy the whole folder again",
+            )
 
     def snapshot(self) -> Snapshot:
         """Return the combined checkpoint."""
-        stubs = tuple(sorted(self.stubs))
-        notes = tuple(self.notes)
         return Snapshot(
-            self.folder, self.format, self.bytes, self.tensors, self.values, stubs, self.metadata, notes,
+            self.folder,
+            self.format,
+            self.bytes,
+            self.tensors,
+            self.values,
+            tuple(sorted(self.stubs)),
+            self.metadata,
+            tuple(self.notes),
             model_values=self.model_values,
-        )  # fmt: skip
+        )
 
 
-def read_parts(folder: str, format_name: str, parts: Sequence[tuple[str, str, bool]]) -> Assembly:
+def read_parts(folder: str, format_name: str, parts: Sequence[Part]) -> Assembly:
     """Open a checkpoint in which each file of a model-parallel or ZeRO rank contains a different part.
 
-    parts: for each file, its path, a label that distinguishes it (empty for a single file), and whether all of it is
-    optimizer state. Labels precede the names in a file, but follow `optimizer`. Values that are equal in all files,
-    such as the iteration, get no label. Raises CheckpointError for an unreadable file, or a file of another step.
+    Labels precede the names in a file, but follow `optimizer`. Values that are equal in all files, such as the
+    iteration, get no label. Raises CheckpointError for an unreadable file, or a file of another step.
     """
-    whole = Assembly(folder, format_name)
-    opened = [read_file(path) for path, _, _ in parts]
-    _check_progress(opened, folder)
-    for part, (_, label, optimizer) in zip(opened, parts, strict=True):
-        whole.add(part, _make_rename(label, optimizer=optimizer))
-    whole.values |= _find_shared_values(opened)
-    return whole
+    assembly = Assembly(folder, format_name)
+    snapshots = [read_file(part.path) for part in parts]
+    _check_progress(snapshots, folder)
+    for snapshot, part in zip(snapshots, parts, strict=True):
+        assembly.add(snapshot, _make_rename(part))
+    assembly.values |= _find_shared_values(snapshots)
+    return assembly
 
 
-def choose_label(match: re.Match[str], found: Sequence[re.Match[str]]) -> str:
+def choose_label(match: re.Match[str], matches: Sequence[re.Match[str]]) -> str:
     """Return the label of a file. It is empty for part 0 if no other part is present.
 
-    A single part other than 0 keeps its label, because the folder is incomplete. match: with a group `label`.
+    A single part other than 0 keeps its label, because the folder is incomplete.
+    match: with a group `label`.
+    matches: of all parts.
     """
-    first = not any(int(number) for number in re.findall(r"\d+", match["label"]))
-    return "" if first and len(found) == 1 else match["label"]
+    is_part_0 = not any(list_numbers(match["label"]))
+    if is_part_0 and len(matches) == 1:
+        return ""
+    return match["label"]
 
 
-def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], what: str) -> list[Message]:
+def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], kind: str) -> list[Message]:
     """Return a note if a folder lacks parts. part_numbers: the numbers in each part's name."""
     present = set(part_numbers)
-    if len({len(place) for place in present}) != 1:  # names with different counts of numbers form no grid
+    lengths = {len(numbers) for numbers in present}
+    if len(lengths) != 1:  # names with different counts of numbers form no grid
         return []
-    most = math.prod(max(column) + 1 for column in zip(*present, strict=True))
-    missing = most - len(present)
-    return [Note.PARTS_ABSENT(absent=brief(missing), total=brief(most), what=what)] if missing else []
+    total = math.prod(max(column) + 1 for column in zip(*present, strict=True))
+    missing = total - len(present)
+    if not missing:
+        return []
+    return [Note.PARTS_ABSENT(absent=brief(missing), total=brief(total), what=kind)]
 
 
-def _check_progress(opened: Sequence[Snapshot], folder: str) -> None:
+def _check_progress(snapshots: Sequence[Snapshot], folder: str) -> None:
     """Raise MalformedFile if parts have different steps, which no consistent checkpoint has."""
-    first: dict[str, Snapshot] = {}
-    for part in opened:
-        for name in _PROGRESS.intersection(part.values):
-            other = first.setdefault(name, part)
-            if part.values[name] != other.values[name]:
-                raise MalformedFile(
-                    part.path,
-                    place=name,
-                    found=brief(part.values[name]),
-                    needed=f"{brief(other.values[name])}, as in {os.path.relpath(other.path, folder)}",
-                    next_step="its step differs from the other files: save or copy the whole folder again",
-                )
+    first_by_name: dict[str, Snapshot] = {}
+    for snapshot in snapshots:
+        for name in _PROGRESS.intersection(snapshot.values):
+            first = first_by_name.setdefault(name, snapshot)
+            if snapshot.values[name] == first.values[name]:
+                continue
+            raise MalformedFile(
+                snapshot.path,
+                place=name,
+                found=brief(snapshot.values[name]),
+                needed=f"{brief(first.values[name])}, as in {os.path.relpath(first.path, folder)}",
+                next_step="its step differs from the other files: save or copy the whole folder again",
+            )
 
 
-def _make_rename(label: str, *, optimizer: bool) -> Callable[[str], str]:
+def _make_rename(part: Part) -> Callable[[str], str]:
+    """Return a function that adds the label of a part to the names in its file."""
+
     def rename(name: str) -> str:
         top, dot, inner = name.partition(".")
-        if optimizer:
-            inner = inner if dot and top in ("optimizer", "optimizer_state_dict") else name
-            return ".".join(filter(None, ("optimizer", label, inner)))
-        if not label:
+        if part.is_optimizer:
+            if not dot or top not in ("optimizer", "optimizer_state_dict"):
+                inner = name
+            segments = ("optimizer", part.label, inner)
+            return ".".join(segment for segment in segments if segment)
+        if not part.label:
             return name
-        return f"{top}.{label}.{inner}" if dot and top in _TOPS else f"{label}.{name}"
+        if dot and top in _TOPS:
+            return f"{top}.{part.label}.{inner}"
+        return f"{part.label}.{name}"
 
     return rename
 
 
-def _find_shared_values(opened: Sequence[Snapshot]) -> dict[str, Any]:
+def _find_shared_values(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
     """Return the top-level values that are equal in all files that have them, such as the iteration."""
-    first = {name: value for part in reversed(opened) for name, value in part.values.items() if "." not in name}
-    return {
-        name: value
-        for name, value in first.items()
-        if all(part.values[name] == value for part in opened if name in part.values)
-    }
+    first_values: dict[str, Any] = {}
+    for snapshot in reversed(snapshots):
+        for name, value in snapshot.values.items():
+            if "." not in name:
+                first_values[name] = value
+    shared_values = {}
+    for name, value in first_values.items():
+        if all(snapshot.values.get(name, value) == value for snapshot in snapshots):
+            shared_values[name] = value
+    return shared_values

@@ -28,39 +28,67 @@ def remove_bookkeeping(snapshot: Snapshot) -> Snapshot:
     states, which are compared only on request. Raises MalformedFile for a step, setting or scale that is an integer
     beyond the range of floats.
     """
-    values = {name: to_plain(value) for name, value in snapshot.values.items()}
-    huge = [name for name, value in values.items() if isinstance(value, Huge)]
-    kind_of = make_value_classifier(values if huge else ())
-    if invalid := next((name for name in huge if kind_of(name) != "other"), None):
-        found, needed = "an integer beyond the range of floats", "a number of steps, a rate or a scale"
-        again = "no library writes this; check the origin of the file"
-        raise MalformedFile(snapshot.path, place=invalid, found=found, needed=needed, next_step=again)
-    notes = {name: t for name, t in snapshot.tensors.items() if name.startswith(_NOTES) and _is_number(t)}
-    words = {name for name in values if name[-1:].isdigit() and _is_word(name)}
-    if not notes and not words:
-        return replace(snapshot, values=values) if huge else snapshot
-    values = {name: value for name, value in values.items() if name not in words}
-    values |= {name: _read_number(tensor) for name, tensor in notes.items()}
-    tensors = {name: t for name, t in snapshot.tensors.items() if name not in notes}
-    return replace(snapshot, tensors=tensors, values=values)
+    plain_values = {name: to_plain(value) for name, value in snapshot.values.items()}
+    huge_names = [name for name, value in plain_values.items() if isinstance(value, Huge)]
+    if huge_names:
+        _refuse_huge(snapshot.path, huge_names, plain_values)
+        snapshot = replace(snapshot, values=plain_values)
+
+    scalars = {}
+    for name, tensor in snapshot.tensors.items():
+        if name.startswith(_NOTES) and _is_number(tensor):
+            scalars[name] = _read_number(tensor)
+    values = {name: value for name, value in plain_values.items() if not _is_word(name)}
+    if not scalars and len(values) == len(plain_values):
+        return snapshot
+    tensors = {name: tensor for name, tensor in snapshot.tensors.items() if name not in scalars}
+    return replace(snapshot, tensors=tensors, values=values | scalars)
+
+
+def _refuse_huge(path: str, huge_names: list[str], values: dict[str, Any]) -> None:
+    """Raise MalformedFile if an integer beyond the range of floats is a step, a setting or a scale."""
+    kind_of = make_value_classifier(values)
+    for name in huge_names:
+        if kind_of(name) != "other":
+            raise MalformedFile(
+                path,
+                place=name,
+                found="an integer beyond the range of floats",
+                needed="a number of steps, a rate or a scale",
+                next_step="no library writes this; check the origin of the file",
+            )
 
 
 def _is_word(name: str) -> bool:
-    parts = name.split(".")
-    return parts[-1].isdecimal() and is_rng_state(parts)
+    """Whether a value is a word of an RNG state."""
+    # A shortcut, because most names do not end with a digit.
+    if not name[-1:].isdigit():
+        return False
+    segments = name.split(".")
+    return segments[-1].isdecimal() and is_rng_state(segments)
 
 
 def _is_number(tensor: Tensor) -> bool:
-    stored = tensor.data is None and tensor.digest is None and not tensor.shards
-    return stored and tensor.shape == () and not tensor.refused and bool(DTYPES[tensor.dtype].struct)
+    """Whether a tensor is one number in a file."""
+    if tensor.refused or tensor.shape != ():
+        return False
+    is_in_file = tensor.data is None and tensor.digest is None and not tensor.shards
+    return is_in_file and DTYPES[tensor.dtype].struct != ""
 
 
 def _read_number(tensor: Tensor) -> Any:
-    code = (">" if tensor.big_endian else "<") + DTYPES[tensor.dtype].struct
+    byte_order = ">" if tensor.big_endian else "<"
+    layout = struct.Struct(byte_order + DTYPES[tensor.dtype].struct)
     with open_regular_file(tensor.path) as file:
         file.seek(tensor.offset)
-        data = file.read(struct.calcsize(code))
-    if len(data) < struct.calcsize(code):  # its place was within the file when that was read
-        again = "it was changed while it was read: run again when no process writes to it"
-        raise MalformedFile(tensor.path, place=f"tensor '{tensor.name}'", found="the file ends before", next_step=again)
-    return struct.unpack(code, data)[0]
+        data = file.read(layout.size)
+    # The file contained the number when the checkpoint was opened.
+    if len(data) < layout.size:
+        raise MalformedFile(
+            tensor.path,
+            place=f"tensor '{tensor.name}'",
+            found="the file ends before",
+            next_step="it was changed while it was read: run again when no process writes to it",
+        )
+    (number,) = layout.unpack(data)
+    return number

@@ -28,19 +28,13 @@ def describe(path: str) -> dict[str, Any]:
     rows = []
     with Files() as files:
         for name, tensor in snapshot.tensors.items():
-            row: dict[str, Any] = {
-                "name": name,
-                "kind": kinds[name],
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-            }
-            size = None if tensor.refused else tensor.numel * DTYPES[tensor.dtype].size
-            rows.append(
-                row
-                | {"bytes": size, "refused": None if tensor.refused is None else str(tensor.refused)}
-                | _statistics(tensor, files)
-            )
-    values = {name: value if _is_json(value) else brief(value, 200) for name, value in snapshot.values.items()}
+            rows.append({"name": name, "kind": kinds[name]} | _describe_tensor(tensor, files))
+    values = {}
+    for name, value in snapshot.values.items():
+        values[name] = value if _is_json(value) else brief(value, 200)
+    metadata = None
+    if snapshot.metadata is not None:
+        metadata = _describe_metadata(snapshot.metadata)
     return {
         "path": path,
         "format": snapshot.format,
@@ -49,23 +43,40 @@ def describe(path: str) -> dict[str, Any]:
         "tensors": rows,
         "values": values,
         "stubs": list(snapshot.stubs),
-        "metadata": None if snapshot.metadata is None else _metadata(snapshot.metadata),
+        "metadata": metadata,
     }
+
+
+def _describe_tensor(tensor: Tensor, files: Files) -> dict[str, Any]:
+    """Return the fields of a tensor without name and kind."""
+    fields: dict[str, Any] = {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": None,
+        "refused": None,
+    }
+    if tensor.refused is None:
+        fields["bytes"] = tensor.numel * DTYPES[tensor.dtype].size
+    else:
+        fields["refused"] = str(tensor.refused)
+    return fields | _compute_statistics(tensor, files)
 
 
 def _is_json(value: Any) -> bool:
     if isinstance(value, int):
         return abs(value) < 2**64  # Python raises ValueError for integers of more than 4,300 digits
-    return value is None or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str)
 
 
-def _metadata(metadata: Metadata) -> dict[str, Any]:
+def _describe_metadata(metadata: Metadata) -> dict[str, Any]:
     """Return the identifying fields. The lists of names are omitted, because they are part of the tensors' kinds."""
-    wanted = ("run", "run_id", "step", "epoch", "rank", "world_size", "host", "buffers_synced")
-    return {name: getattr(metadata, name) for name in wanted}
+    fields = ("run", "run_id", "step", "epoch", "rank", "world_size", "host", "buffers_synced")
+    return {field: getattr(metadata, field) for field in fields}
 
 
-def _statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
+def _compute_statistics(tensor: Tensor, files: Files) -> dict[str, Any]:
     if tensor.refused:
         return dict.fromkeys((*NAMES, "nonfinite"))
     if tensor.digest is not None:  # fingerprints store the statistics

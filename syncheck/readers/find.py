@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import CheckpointError, NotACheckpoint, UnreadableFile, UsageError
 from syncheck.readers.formats import EXTENSIONS, SETTINGS, is_recognizable
@@ -32,23 +32,19 @@ _NOTES = tuple(".log .txt .out .err .csv .tsv .jsonl .md .yaml .yml .toml .html 
 _TEXT_LINE = re.compile(r"\s*(?:[-+]?[\d.]+(?:e[-+]?\d+)?|#.*|[A-Za-z_][\w-]*:(?: +\S+)?|- +\S+)?\s*", re.IGNORECASE)
 _MOST_TEXT = 1 << 16
 
-# A folder to enter, the enclosing folder that is a single checkpoint (or ""), and its reader.
-_Folder = tuple[str, str, "ModuleType | None"]
-
 
 @dataclass
 class Opened:
-    """Checkpoints found under the given paths.
-
-    roots: the folder in which a checkpoint was found, by its path. skipped: number of files in folders that are not
-    checkpoints. aliases: links to folders that were also reached by another path.
-    """
+    """Checkpoints found under the given paths."""
 
     snapshots: list[Snapshot] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     roots: dict[str, str] = field(default_factory=dict)
+    """The folder in which a checkpoint was found, by its path."""
     skipped: int = 0
+    """Number of files in folders that are not checkpoints."""
     aliases: list[Alias] = field(default_factory=list)
+    """Links to folders that were also reached by another path."""
 
 
 def open_checkpoints(paths: Sequence[str]) -> Opened:
@@ -60,21 +56,26 @@ def open_checkpoints(paths: Sequence[str]) -> Opened:
     Raises UsageError for a glob without a match and a folder without a checkpoint.
     """
     opened = Opened()
-    seen: dict[str, bool] = {}  # by absolute path, because a path can be given in several spellings
+    is_checkpoint: dict[str, bool] = {}  # by absolute path, because a path can be given in several spellings
     for path in _expand_globs(paths):
-        before = opened.skipped
+        skipped_before = opened.skipped
         if os.path.isdir(path):
             # Shell completion appends a slash, which would leave an empty name to take the rank from.
-            if not _open_folder(path.rstrip("/") or path, opened, seen):
-                skipped = opened.skipped - before
-                raise UsageError(
-                    f"{path}: no checkpoint in this folder ({skipped} other files){_explain_missing(path)}; pass a "
-                    "folder with torch.save or safetensors files, or train with --save-per-rank"
-                )
-        elif _absolute_path(path) not in seen:
+            folder = path.rstrip("/") or path
+            if not _open_folder(folder, opened, is_checkpoint):
+                raise _no_checkpoint_error(path, opened.skipped - skipped_before)
+        elif _absolute_path(path) not in is_checkpoint:
             _open_checkpoint(path, opened)
-            seen[_absolute_path(path)] = True
+            is_checkpoint[_absolute_path(path)] = True
     return opened
+
+
+def _no_checkpoint_error(folder: str, skipped: int) -> UsageError:
+    """Return the error for a folder without a checkpoint. skipped: number of files in it."""
+    return UsageError(
+        f"{folder}: no checkpoint in this folder ({skipped} other files){_explain_missing(folder)}; pass a "
+        "folder with torch.save or safetensors files, or train with --save-per-rank"
+    )
 
 
 def _explain_missing(folder: str) -> str:
@@ -83,45 +84,62 @@ def _explain_missing(folder: str) -> str:
         unread = describe_unread(folder)
     except (OSError, UnreadableFile):
         return ""
-    return "" if unread is None else f": {unread.title}. To compare it, {unread.next_step}"
+    if unread is None:
+        return ""
+    return f": {unread.title}. To compare it, {unread.next_step}"
 
 
-def _open_folder(folder: str, opened: Opened, seen: dict[str, bool]) -> bool:
-    """Open the checkpoints of a folder and return whether it has any. seen: whether a path is a checkpoint."""
-    taken: list[str] = []
-    others: list[str] = []
-    unreadable = len(opened.unreadable)
-    for path, is_whole in _walk(folder, opened):
+def _open_folder(folder: str, opened: Opened, is_checkpoint: dict[str, bool]) -> bool:
+    """Open the checkpoints of a folder and return whether it has any.
+
+    is_checkpoint: whether an absolute path is a checkpoint, for all paths that were reached.
+    """
+    checkpoint_paths: list[str] = []
+    remaining_paths: list[str] = []
+    unreadable_before = len(opened.unreadable)
+    for path, is_single_checkpoint in _walk(folder, opened):
         absolute = _absolute_path(path)
-        if absolute not in seen:
-            if is_whole:
-                seen |= dict.fromkeys(map(_absolute_path, _open_checkpoint(path, opened)), True)
-                seen[absolute] = True
+        if absolute not in is_checkpoint:
+            if is_single_checkpoint:
+                for tensor_path in _open_checkpoint(path, opened):
+                    is_checkpoint[_absolute_path(tensor_path)] = True
+                is_checkpoint[absolute] = True
             else:
-                seen[absolute] = not path.endswith("/") and _open_folder_file(path, opened)
-            if seen[absolute]:
+                is_checkpoint[absolute] = not path.endswith("/") and _open_folder_file(path, opened)
+            if is_checkpoint[absolute]:
                 opened.roots[path] = folder
-        (taken if seen[absolute] else others).append(path)
-    if taken == [folder]:
+        if is_checkpoint[absolute]:
+            checkpoint_paths.append(path)
+        else:
+            remaining_paths.append(path)
+    if checkpoint_paths == [folder]:
         opened.roots.pop(folder, None)  # the user passed this checkpoint itself
-    opened.unreadable += find_unread_siblings(folder, taken, others)
-    return bool(taken) or len(opened.unreadable) > unreadable
+    opened.unreadable += find_unread_siblings(folder, checkpoint_paths, remaining_paths)
+    has_unreadable = len(opened.unreadable) > unreadable_before
+    return has_unreadable or bool(checkpoint_paths)
 
 
 def _absolute_path(path: str) -> str:
     """Return one absolute path for all spellings of a path; $PWD may contain a link to the current folder."""
     try:
-        if "/../" in f"{path}/":  # the parent of a linked folder is the parent of the link's target
-            above, _, rest = f"{path}/".rpartition("/../")
-            path = os.path.join(os.path.realpath(f"{above}/.."), rest)
-        path, shell = os.path.abspath(path), os.environ.get("PWD", "")
+        absolute = os.path.abspath(_resolve_parents(path))
     except FileNotFoundError:
         raise UsageError(f"{path}: the current folder was removed; change to an existing folder") from None
-    if path.startswith(f"{shell}/") and os.path.isabs(shell):
-        with contextlib.suppress(OSError):
-            if os.path.samefile(shell, "."):
-                return os.path.join(os.getcwd(), os.path.relpath(path, shell))
-    return path
+    shell_folder = os.environ.get("PWD", "")
+    if not absolute.startswith(f"{shell_folder}/") or not os.path.isabs(shell_folder):
+        return absolute
+    with contextlib.suppress(OSError):
+        if os.path.samefile(shell_folder, "."):
+            return os.path.join(os.getcwd(), os.path.relpath(absolute, shell_folder))
+    return absolute
+
+
+def _resolve_parents(path: str) -> str:
+    """Return a path without `..`: the parent of a linked folder is the parent of the link's target."""
+    if "/../" not in f"{path}/":
+        return path
+    above, _, below = f"{path}/".rpartition("/../")
+    return os.path.join(os.path.realpath(f"{above}/.."), below)
 
 
 def unify_paths(paths: Iterable[str]) -> dict[str, str]:
@@ -134,22 +152,20 @@ def unify_paths(paths: Iterable[str]) -> dict[str, str]:
     if len(kinds) < 2:
         return {path: os.path.normpath(path) for path in paths}
     current = f"{os.getcwd()}/"
-    return {
-        path: absolute.removeprefix(current) for path, absolute in zip(paths, map(_absolute_path, paths), strict=True)
-    }
+    return {path: _absolute_path(path).removeprefix(current) for path in paths}
 
 
 def _expand_globs(paths: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    expanded: list[str] = []
     for path in paths:
         if os.path.lexists(path) or not glob.has_magic(path):
-            found.append(path)
+            expanded.append(path)
             continue
         matches = sorted(glob.glob(path, recursive=True))
         if not matches:
             raise UsageError(f"{path}: no file matches this pattern. {_describe_folder(path)}")
-        found += matches
-    return found
+        expanded += matches
+    return expanded
 
 
 def _describe_folder(pattern: str) -> str:
@@ -158,26 +174,51 @@ def _describe_folder(pattern: str) -> str:
     while glob.has_magic(folder):
         folder = os.path.dirname(folder)
     try:
-        names = sorted(name for name in os.listdir(folder or ".") if not name.startswith("."))
+        names = os.listdir(folder or ".")
     except OSError as error:
         return f"{folder}: {UnreadableFile.because(folder, error).reason}."
-    return f"{folder or 'This folder'} contains {names_text(names, 2) or 'nothing'}."
+    visible_names = sorted(name for name in names if not name.startswith("."))
+    title = folder or "This folder"
+    content = names_text(visible_names, 2) or "nothing"
+    return f"{title} contains {content}."
 
 
 def holds_checkpoint(path: str) -> bool:
     """Whether `open_checkpoints` would find a checkpoint at this path, a file or a folder."""
-    if os.path.isdir(path):
-        return any(is_whole or _is_checkpoint(found) for found, is_whole in _walk(path, Opened()))
-    return _is_checkpoint(path)
+    if not os.path.isdir(path):
+        return _is_checkpoint(path)
+    for path_below, is_single_checkpoint in _walk(path, Opened()):
+        if is_single_checkpoint or _is_checkpoint(path_below):
+            return True
+    return False
 
 
 def _is_checkpoint(path: str) -> bool:
     if os.path.basename(path) in SETTINGS:
         return False
+    if path.lower().endswith(EXTENSIONS):
+        return True
     try:
-        return path.lower().endswith(EXTENSIONS) or is_recognizable(path)
+        return is_recognizable(path)
     except UnreadableFile:
         return False
+
+
+class _Folder(NamedTuple):
+    """A folder to enter."""
+
+    path: str
+    checkpoint_folder: str = ""
+    """The enclosing folder that is a single checkpoint, or this folder; empty without one."""
+    reader: ModuleType | None = None
+    """The reader of `checkpoint_folder`."""
+
+    def holds(self, path: str) -> bool:
+        """Whether a file belongs to the enclosing checkpoint."""
+        if self.reader is None:
+            return False
+        belongs: bool = self.reader.holds(os.path.relpath(path, self.checkpoint_folder))
+        return belongs
 
 
 def _walk(folder: str, opened: Opened) -> Iterator[tuple[str, bool]]:
@@ -187,42 +228,78 @@ def _walk(folder: str, opened: Opened) -> Iterator[tuple[str, bool]]:
     last, and each folder is entered once: a second path to a folder is an alias, and links to a parent are ignored.
     opened: gets the aliases, and the folders that cannot be read.
     """
-    visited: dict[tuple[int, int], str] = {}
-    with contextlib.suppress(OSError):
-        above = Path(folder).resolve().parents
-        visited = {(at.st_dev, at.st_ino): "" for at in map(os.stat, above)}
-    waiting, links = list[_Folder]([(folder, "", None)]), list[_Folder]()
+    visited = _visit_parents(folder)
+    waiting = [_Folder(folder)]
+    links: list[_Folder] = []
     while waiting or links:
-        current, whole, whole_reader = waiting.pop() if waiting else links.pop(0)
+        current = waiting.pop() if waiting else links.pop(0)
         try:
-            at = os.stat(current)
-            known = visited.setdefault((at.st_dev, at.st_ino), current)
-            if known != current:
-                if known:
-                    opened.aliases.append(Alias(current, known))
+            if not _visit(current.path, visited, opened):
                 continue
-            with os.scandir(current) as scanned:
-                entries = sorted(scanned, key=lambda entry: entry.name)
-            reader = sniff_folder(current)
+            entries = _list_visible(current.path)
+            reader = sniff_folder(current.path)
         except (OSError, UnreadableFile) as error:
-            wrong = error if isinstance(error, UnreadableFile) else UnreadableFile.because(current, error)
-            opened.unreadable.append(Unreadable(current, f"{wrong.reason}: could not list this folder"))
+            opened.unreadable.append(_report_unlisted(current.path, error))
             continue
         if reader is not None:
-            whole, whole_reader = current, reader
-            yield current, True
-        below = list[_Folder]()
+            current = _Folder(current.path, current.path, reader)
+            yield current.path, True
+        subfolders: list[_Folder] = []
         for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            # For a path that exceeds the system's limit, only the directory entry knows whether it is a folder.
-            if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path):
-                (links if entry.is_symlink() else below).append((entry.path, whole, whole_reader))
-            elif whole_reader is None or not whole_reader.holds(os.path.relpath(entry.path, whole)):
+            if _is_folder(entry):
+                target = links if entry.is_symlink() else subfolders
+                target.append(current._replace(path=entry.path))
+            elif not current.holds(entry.path):
                 yield entry.path, False
-        if current != folder and reader is None:
-            yield f"{current}/", False
-        waiting += reversed(below)
+        if current.path != folder and reader is None:
+            yield f"{current.path}/", False
+        waiting += reversed(subfolders)
+
+
+def _visit_parents(folder: str) -> dict[tuple[int, int], str]:
+    """Return the identifiers of the folders above a folder, which have no path of their own."""
+    visited: dict[tuple[int, int], str] = {}
+    with contextlib.suppress(OSError):
+        for parent in Path(folder).resolve().parents:
+            status = os.stat(parent)
+            visited[status.st_dev, status.st_ino] = ""
+    return visited
+
+
+def _visit(folder: str, visited: dict[tuple[int, int], str], opened: Opened) -> bool:
+    """Note that a folder is visited, and return whether this is the first visit. Raises OSError."""
+    status = os.stat(folder)
+    first_path = visited.setdefault((status.st_dev, status.st_ino), folder)
+    if first_path == folder:
+        return True
+    if first_path:
+        opened.aliases.append(Alias(folder, first_path))
+    return False
+
+
+def _list_visible(folder: str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder by name, except for hidden ones. Raises OSError."""
+    with os.scandir(folder) as scanned:
+        entries = [entry for entry in scanned if not entry.name.startswith(".")]
+    entries.sort(key=_entry_name)
+    return entries
+
+
+def _entry_name(entry: os.DirEntry[str]) -> str:
+    return entry.name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether a directory entry is a folder or a link to a folder."""
+    # For a path that exceeds the system's limit, only the directory entry knows whether it is a folder.
+    return entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path)
+
+
+def _report_unlisted(folder: str, error: OSError | UnreadableFile) -> Unreadable:
+    """Return the record of a folder that cannot be listed."""
+    if isinstance(error, OSError):
+        error = UnreadableFile.because(folder, error)
+    return Unreadable(folder, f"{error.reason}: could not list this folder")
 
 
 def _open_checkpoint(path: str, opened: Opened) -> set[str]:
@@ -230,8 +307,10 @@ def _open_checkpoint(path: str, opened: Opened) -> set[str]:
     try:
         snapshot = read(path)
     except CheckpointError as error:
-        prefix = "" if error.path == path else f"{os.path.relpath(error.path, path)}: "
-        opened.unreadable.append(Unreadable(path, f"{prefix}{error.reason}"))
+        reason = error.reason
+        if error.path != path:
+            reason = f"{os.path.relpath(error.path, path)}: {reason}"
+        opened.unreadable.append(Unreadable(path, reason))
         return set()
     opened.snapshots.append(snapshot)
     return {tensor.path for tensor in snapshot.tensors.values()}
@@ -261,43 +340,80 @@ def _open_folder_file(path: str, opened: Opened) -> bool:
     return False
 
 
-def find_unread_siblings(folder: str, taken: Sequence[str], others: Sequence[str]) -> Iterator[Unreadable]:
+class _NumberedNames:
+    """Names of checkpoints, to find names that differ only in the numbers."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, dict[tuple[str, ...], str]] = {}
+
+    def add(self, name: str, path: str) -> None:
+        """Add a name of the checkpoint at a path."""
+        paths_by_numbers = self._paths.setdefault(_DIGITS.sub("*", name), {})
+        paths_by_numbers.setdefault(tuple(_DIGITS.findall(name)), path)
+
+    def find_sibling(self, name: str) -> str | None:
+        """Return the path of a checkpoint with the same name and other numbers.
+
+        None if there is no such checkpoint, or one with the same numbers.
+        """
+        numbers = tuple(_DIGITS.findall(name))
+        paths_by_numbers = self._paths.get(_DIGITS.sub("*", name), {})
+        if not numbers or numbers in paths_by_numbers:
+            return None
+        return next(iter(paths_by_numbers.values()), None)
+
+
+def find_unread_siblings(
+    folder: str, checkpoint_paths: Sequence[str], remaining_paths: Sequence[str]
+) -> Iterator[Unreadable]:
     """Yield files and folders without a checkpoint whose names differ from a checkpoint's only in the numbers.
 
     Examples beside rank_0 and rank_2: an empty rank_1, rank_1.npz, a folder rank_1/ without a checkpoint. A file with
     the same numbers belongs to its checkpoint, such as rank_0.json to rank_0.pth, and is not reported.
-    taken: paths of the checkpoints. others: paths of all other files, and of folders, with a slash at their end.
+    remaining_paths: of all other files, and of folders, with a slash at their end.
     """
-    known: dict[str, dict[tuple[str, ...], str]] = {}
-
-    def add_name(key: str, path: str) -> None:
-        known.setdefault(_DIGITS.sub("*", key), {}).setdefault(tuple(_DIGITS.findall(key)), path)
-
-    for path in taken:
-        stem = _SUFFIX.sub("", os.path.relpath(path, folder))
-        add_name(stem, path)
-        add_name(os.path.basename(stem), path)
-        parts = stem.split("/")
-        for depth in range(1, len(parts)):
-            add_name("/".join(parts[:depth]) + "/", path)
-    for path in others:
-        relative = os.path.relpath(path, folder)
-        if path.endswith("/"):
-            keys = {f"{relative}/"}
-        elif relative.lower().endswith(_NOTES):
-            continue
-        else:
-            stem = _SUFFIX.sub("", relative)
-            name = os.path.basename(stem)
-            # A name of digits only may be anything in another folder.
-            keys = {stem, name} if re.search("[a-z]", name, re.IGNORECASE) else {stem}
-        for key in keys:
-            alike, numbers = known.get(_DIGITS.sub("*", key), {}), tuple(_DIGITS.findall(key))
-            if numbers and alike and numbers not in alike:
-                what = "holds no checkpoint" if path.endswith("/") else "not a checkpoint"
-                like = os.path.relpath(next(iter(alike.values())), folder)
-                yield Unreadable(path.rstrip("/"), f"{what}, but named like {like}; save it again, or remove it")
+    names = _NumberedNames()
+    for path in checkpoint_paths:
+        for name in _list_checkpoint_names(os.path.relpath(path, folder)):
+            names.add(name, path)
+    for path in remaining_paths:
+        for name in _list_possible_names(os.path.relpath(path, folder), is_folder=path.endswith("/")):
+            sibling = names.find_sibling(name)
+            if sibling is not None:
+                yield _report_sibling(path, os.path.relpath(sibling, folder))
                 break
+
+
+def _list_checkpoint_names(relative: str) -> list[str]:
+    """Return the names of a checkpoint: its path and file name without extension, and the folders above it."""
+    stem = _SUFFIX.sub("", relative)
+    segments = stem.split("/")
+    names = [stem, os.path.basename(stem)]
+    for depth in range(1, len(segments)):
+        names.append("/".join(segments[:depth]) + "/")
+    return names
+
+
+def _list_possible_names(relative: str, *, is_folder: bool) -> set[str]:
+    """Return the names by which a file or folder may be like a checkpoint; none for notes and pictures."""
+    if is_folder:
+        return {f"{relative}/"}
+    if relative.lower().endswith(_NOTES):
+        return set()
+    stem = _SUFFIX.sub("", relative)
+    name = os.path.basename(stem)
+    # A name of digits only may be anything in another folder.
+    if not re.search("[a-z]", name, re.IGNORECASE):
+        return {stem}
+    return {stem, name}
+
+
+def _report_sibling(path: str, sibling: str) -> Unreadable:
+    """Return the record of a file or folder that is named like a checkpoint. sibling: the path of the checkpoint."""
+    problem = "not a checkpoint"
+    if path.endswith("/"):
+        problem = "holds no checkpoint"
+    return Unreadable(path.rstrip("/"), f"{problem}, but named like {sibling}; save it again, or remove it")
 
 
 def is_text_state(path: str) -> bool:
@@ -308,15 +424,12 @@ def is_text_state(path: str) -> bool:
     try:
         with open_regular_file(path) as file:
             data = file.read(_MOST_TEXT + 1)
+        text = data.decode("ascii")
     except (OSError, ValueError, UnreadableFile):
         return False
-    if not data.strip() or len(data) > _MOST_TEXT:
+    if len(data) > _MOST_TEXT or not data.strip():
         return False
-    try:
-        lines = data.decode("ascii").splitlines()
-    except UnicodeDecodeError:
-        return False
-    return all(_TEXT_LINE.fullmatch(line) for line in lines)
+    return all(_TEXT_LINE.fullmatch(line) for line in text.splitlines())
 
 
 def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Alias]]:
@@ -324,18 +437,22 @@ def remove_aliases(snapshots: Sequence[Snapshot]) -> tuple[list[Snapshot], list[
 
     Symbolic links, hard links and links to folders count equally.
     """
-    kept: dict[str, Snapshot] = {}
+    remaining_paths: set[str] = set()
     aliases: list[Alias] = []
-    by_files: dict[frozenset[tuple[int, int]], str] = {}
-    # Links come last, so the kept path is the file itself.
-    for snapshot in sorted(snapshots, key=lambda s: os.path.islink(s.path)):
+    path_by_files: dict[frozenset[tuple[int, int]], str] = {}
+    # Links come last, so the remaining path is the file itself.
+    for snapshot in sorted(snapshots, key=_is_link):
         files = _list_file_ids(snapshot)
-        if files and files in by_files:
-            aliases.append(Alias(snapshot.path, by_files[files]))
+        if files and files in path_by_files:
+            aliases.append(Alias(snapshot.path, path_by_files[files]))
         else:
-            by_files[files] = snapshot.path
-            kept[snapshot.path] = snapshot
-    return [snapshot for snapshot in snapshots if snapshot.path in kept], aliases
+            path_by_files[files] = snapshot.path
+            remaining_paths.add(snapshot.path)
+    return [snapshot for snapshot in snapshots if snapshot.path in remaining_paths], aliases
+
+
+def _is_link(snapshot: Snapshot) -> bool:
+    return os.path.islink(snapshot.path)
 
 
 def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
@@ -343,21 +460,27 @@ def find_shared_files(ranks: Ranked) -> Iterator[Unreadable]:
 
     A shared file equals itself, so the comparison may be out of sync but never in sync.
     """
-    taken: dict[tuple[int, int], str] = {}
-    for _, snapshot in ranks if len(ranks) > 1 else ():
+    if len(ranks) < 2:
+        return
+    owners: dict[tuple[int, int], str] = {}
+    for _, snapshot in ranks:
         files = _list_file_ids(snapshot)
-        known = [taken[file] for file in files if file in taken]
-        if known:
-            found = f"{len(known)} of its {len(files)} files are links to files of {known[0]}"
-            yield Unreadable(snapshot.path, f"{found} and were compared with themselves; copy them instead")
-        taken |= dict.fromkeys(files, snapshot.path)
+        owners_of_shared = [owners[file] for file in files if file in owners]
+        if owners_of_shared:
+            count = len(owners_of_shared)
+            yield Unreadable(
+                snapshot.path,
+                f"{count} of its {len(files)} files are links to files of {owners_of_shared[0]} and were compared "
+                "with themselves; copy them instead",
+            )
+        owners |= dict.fromkeys(files, snapshot.path)
 
 
 def _list_file_ids(snapshot: Snapshot) -> frozenset[tuple[int, int]]:
     """Return device and inode of each file with tensors, or of the checkpoint's path if no tensor is in a file."""
-    found = {(t.opened.st_dev, t.opened.st_ino) for t in snapshot.tensors.values() if t.opened is not None}
-    if not found:
+    statuses = [tensor.opened for tensor in snapshot.tensors.values() if tensor.opened is not None]
+    if not statuses:
         with contextlib.suppress(OSError):
-            at = os.stat(snapshot.path)
-            found = {(at.st_dev, at.st_ino)}
-    return frozenset((device, inode) for device, inode in found if inode)  # 0 on file systems without inode numbers
+            statuses = [os.stat(snapshot.path)]
+    # The inode is 0 on file systems without inode numbers.
+    return frozenset((status.st_dev, status.st_ino) for status in statuses if status.st_ino)

@@ -36,6 +36,8 @@ VERSION = 1
 MAX_SIZE = 100_000_000
 _START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
+# The floats that JSON lacks.
+_SPECIAL_FLOATS = ({"float": "nan"}, {"float": "inf"}, {"float": "-inf"})
 _MOMENTS = ("min", "max", "mean", "std")
 MOST_TEXT = 1_000  # characters of a dtype, a reason or a note
 _MOST_RANKS = 1_000_000
@@ -54,7 +56,39 @@ def read(path: str) -> Snapshot:
     """
     raw = read_whole(path, MAX_SIZE, _AGAIN)
     document = parse_json_object(raw, path, "file", _AGAIN, entry=b'"shape"', finite=True)
-    version = document.get(KEY)
+    _check_version(path, document.get(KEY))
+    algorithm = document.get("algorithm")
+    if not _is_text(algorithm) or not algorithm:
+        raise _malformed(path, "algorithm", brief(algorithm), "a name")
+    entries = _get_dict(document, "tensors", path)
+    if len(entries) > untrusted.MOST_TENSORS:
+        raise _malformed(path, "tensors", f"{len(entries)} tensors", f"at most {untrusted.MOST_TENSORS}")
+    metadata = None
+    if document.get("metadata") is not None:
+        metadata = parse_metadata(document["metadata"], path)
+    tensors = {}
+    for name, entry in entries.items():
+        tensors[name] = _check_tensor(path, name, entry, algorithm)
+    values = {}
+    for name, value in _get_dict(document, "values", path).items():
+        values[name] = _check_value(path, name, value)
+    stubs = _get_texts(document, "stubs", path)
+    notes = [Note.STORED(text=text) for text in _get_texts(document, "notes", path)]
+    return Snapshot(
+        path,
+        FORMAT,
+        len(raw),
+        tensors,
+        values,
+        stubs,
+        metadata,
+        (Note.FINGERPRINT(), *notes),
+        model_values=_get_model_values(document, path),
+    )
+
+
+def _check_version(path: str, version: Any) -> None:
+    """Raise MalformedFile for an invalid version, and UnsupportedFormat for a newer one."""
     if type(version) is not int or version < 1:
         raise _malformed(path, KEY, brief(version), "a version number")
     if version > VERSION:
@@ -65,151 +99,188 @@ def read(path: str) -> Snapshot:
             needed=f"at most {VERSION}",
             next_step="install a newer syncheck",
         )
-    algorithm = document.get("algorithm")
-    if not _is_text(algorithm) or not algorithm:
-        raise _malformed(path, "algorithm", brief(algorithm), "a name")
-    tensors = _get_dict(document, "tensors", path)
-    if len(tensors) > untrusted.MOST_TENSORS:
-        raise _malformed(path, "tensors", f"{len(tensors)} tensors", f"at most {untrusted.MOST_TENSORS}")
-    metadata = None if document.get("metadata") is None else parse_metadata(document["metadata"], path)
-    return Snapshot(
-        path,
-        FORMAT,
-        len(raw),
-        {name: _check_tensor(path, name, entry, algorithm) for name, entry in tensors.items()},
-        {name: _check_value(path, name, value) for name, value in _get_dict(document, "values", path).items()},
-        _get_texts(document, "stubs", path),
-        metadata,
-        (Note.FINGERPRINT(), *(Note.STORED(text=text) for text in _get_texts(document, "notes", path))),
-        model_values=_get_model_values(document, path),
-    )
 
 
 def _get_dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
-    found = document.get(key)
-    if not isinstance(found, dict):
-        raise _malformed(path, key, brief(found), "an object by name")
-    return found
+    value = document.get(key)
+    if not isinstance(value, dict):
+        raise _malformed(path, key, brief(value), "an object by name")
+    return value
 
 
 def _get_model_values(document: dict[str, Any], path: str) -> dict[str, Membership]:
     """Return the names of the model's values; fingerprints of version 0.2 have none."""
     if "model_values" not in document:
         return {}
-    found = _get_dict(document, "model_values", path)
-    known = [membership.value for membership in Membership]
-    if not all(text in known for text in found.values()):
-        raise _malformed(path, "model_values", brief(found), f"{', '.join(known)} by name")
-    return {name: Membership(text) for name, text in found.items()}
+    texts = _get_dict(document, "model_values", path)
+    memberships = {membership.value: membership for membership in Membership}
+    model_values = {}
+    for name, text in texts.items():
+        if not isinstance(text, str) or text not in memberships:
+            raise _malformed(path, "model_values", brief(texts), f"{', '.join(memberships)} by name")
+        model_values[name] = memberships[text]
+    return model_values
 
 
 def _get_texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
-    found = document.get(key)
-    if not isinstance(found, list) or not all(_is_text(text) for text in found):
-        raise _malformed(path, key, brief(found), "a list of strings")
-    return tuple(found)
+    texts = document.get(key)
+    if not _are_texts(texts):
+        raise _malformed(path, key, brief(texts), "a list of strings")
+    return tuple(texts)
 
 
 def _check_value(path: str, name: str, value: Any) -> Any:
     """Read one value; floats that JSON lacks are stored as {"float": "nan"}."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, dict) and value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
+    if isinstance(value, dict) and value in _SPECIAL_FLOATS:
         return float(value["float"])
     raise _malformed(path, f"value '{name}'", brief(value), 'a number, a string, null or {"float": "nan"}')
 
 
 def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
-    place = f"tensor '{name}'"
+    label = f"tensor '{name}'"
     if not isinstance(entry, dict):
-        raise _malformed(path, place, brief(entry), "an object")
-    dtype, shape, refused, digest = (entry.get(key) for key in ("dtype", "shape", "refused", "digest"))
-    sizes = _check_naturals(shape, MOST_DIMENSIONS)
-    if not _is_text(dtype) or sizes is None or math.prod(sizes) > MOST_ELEMENTS:
-        raise _malformed(path, place, f"{brief(dtype, 20)} {brief(shape)}", "a dtype and sizes")
-    strides = contiguous_strides(sizes)
+        raise _malformed(path, label, brief(entry), "an object")
+    dtype, refused, digest = entry.get("dtype"), entry.get("refused"), entry.get("digest")
+    shape = _check_naturals(entry.get("shape"), MOST_DIMENSIONS)
+    if not _is_text(dtype) or shape is None or math.prod(shape) > MOST_ELEMENTS:
+        raise _malformed(path, label, f"{brief(dtype, 20)} {brief(entry.get('shape'))}", "a dtype and sizes")
+    strides = contiguous_strides(shape)
     if digest is None and _is_text(refused):
-        reason = _find_refusal(refused)
-        if entry.get("in_parts") is True:
-            reason = Refusal.IN_PARTS(refusal=reason)
-        return Tensor(name, dtype, sizes, strides, path, 0, refused=reason)
-    if refused is not None or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        found = f"digest {brief(digest)}, refused {brief(refused)}"
-        raise _malformed(path, place, found, "a digest of 16 to 128 hex digits, or a reason for its absence")
+        return Tensor(name, dtype, shape, strides, path, 0, refused=_find_refusal(refused, entry))
+    if refused is not None or not _is_digest(digest):
+        problem = f"digest {brief(digest)}, refused {brief(refused)}"
+        raise _malformed(path, label, problem, "a digest of 16 to 128 hex digits, or a reason for its absence")
     if dtype not in DTYPES:
-        raise _malformed(path, place, f"dtype {brief(dtype)}", f"one of {', '.join(DTYPES)}")
-    moments = {key: _check_number(path, place, key, entry.get(key)) for key in _MOMENTS}
-    nonfinite = entry.get("nonfinite")
-    if nonfinite is not None and (type(nonfinite) is not int or not 0 <= nonfinite <= math.prod(sizes)):
-        raise _malformed(path, place, f"nonfinite {brief(nonfinite)}", "a number of elements")
+        raise _malformed(path, label, f"dtype {brief(dtype)}", f"one of {', '.join(DTYPES)}")
+    moments = {key: _check_number(path, label, key, entry.get(key)) for key in _MOMENTS}
+    nonfinite = _check_count(path, label, entry.get("nonfinite"), most=math.prod(shape))
+    sharding = None
+    if entry.get("sharding") is not None:
+        sharding = _check_sharding(path, label, entry["sharding"])
     return Tensor(
-        name, dtype, sizes, strides, path, 0,
-        sharding=None if entry.get("sharding") is None else _check_sharding(path, place, entry["sharding"]),
+        name,
+        dtype,
+        shape,
+        strides,
+        path,
+        0,
+        sharding=sharding,
         digest=Digest(algorithm, digest, nonfinite, **moments),
-    )  # fmt: skip
+    )
 
 
-def _check_number(path: str, place: str, key: str, value: Any) -> float | None:
+def _is_digest(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _check_count(path: str, label: str, value: Any, most: int) -> int | None:
+    """Return the number of non-finite elements, or None if it is unknown."""
     if value is None:
         return None
+    if type(value) is not int or not 0 <= value <= most:
+        raise _malformed(path, label, f"nonfinite {brief(value)}", "a number of elements")
+    return value
+
+
+def _check_number(path: str, label: str, key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # JSON integers have no upper limit, and 1e999 is read as infinity.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise _malformed(path, place, f"{key} {brief(value)}", "a finite number or null")
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise _malformed(path, label, f"{key} {brief(value)}", "a finite number or null")
     return float(value)
 
 
-def _check_sharding(path: str, place: str, entry: Any) -> Sharding:
-    wrong = _malformed(path, place, f"sharding {brief(entry)}", "a mesh, its ranks, and a placement by dimension")
-    if not isinstance(entry, dict):
-        raise wrong
+def _check_sharding(path: str, label: str, entry: Any) -> Sharding:
+    """Return the layout of a DTensor. label: of its tensor, for errors."""
+    sharding = None
+    if isinstance(entry, dict):
+        sharding = _read_sharding(entry)
+    if sharding is None or not _is_consistent(sharding):
+        needed = "a mesh, its ranks, and a placement by dimension"
+        raise _malformed(path, label, f"sharding {brief(entry)}", needed)
+    return sharding
 
-    def naturals(key: str, most: int = MOST_DIMENSIONS) -> tuple[int, ...]:
-        found = _check_naturals(entry.get(key), most)
-        if found is None:
-            raise wrong
-        return found
 
-    def words(key: str) -> tuple[str, ...]:
-        found = entry.get(key)
-        if not isinstance(found, list) or not all(_is_text(word) and word for word in found):
-            raise wrong
-        return tuple(found)
+def _read_sharding(entry: dict[str, Any]) -> Sharding | None:
+    """Return a layout whose fields have the right types, or None."""
+    mesh = _check_naturals(entry.get("mesh"), MOST_DIMENSIONS)
+    ranks = _check_naturals(entry.get("ranks"), _MOST_RANKS)
+    placements = _check_words(entry.get("placements"))
+    shape = _check_naturals(entry.get("shape"), MOST_DIMENSIONS)
+    names = _check_words(entry.get("names"))
+    coordinate = _check_naturals(entry.get("coordinate"), MOST_DIMENSIONS)
+    root_coordinate = _check_root_coordinate(entry.get("beside", []))
+    fields = (mesh, ranks, placements, shape, names, coordinate, root_coordinate)
+    if None in fields:
+        return None
+    return Sharding(*fields)  # type: ignore[arg-type]  # none of them is None
 
-    mesh, ranks = naturals("mesh"), naturals("ranks", _MOST_RANKS)
-    beside = entry.get("beside", [])
-    if not isinstance(beside, list) or not all(isinstance(at, list) and len(at) == 2 for at in beside):
-        raise wrong
-    if (
-        not all(_is_text(name) for name, _ in beside)
-        or _check_naturals([at for _, at in beside], MOST_DIMENSIONS) is None
-    ):
-        raise wrong
-    root_coordinate = tuple((name, at) for name, at in beside)
-    result = Sharding(
-        mesh, ranks, words("placements"), naturals("shape"), words("names"), naturals("coordinate"), root_coordinate
-    )
-    lengths = len(result.placements) == len(mesh) and {len(result.names), len(result.coordinate)} <= {0, len(mesh)}
-    inside = all(at < size for at, size in zip(result.coordinate, mesh, strict=False))
-    if not lengths or not inside or math.prod(mesh) != len(ranks):
-        raise wrong
-    return result
+
+def _check_root_coordinate(pairs: Any) -> tuple[tuple[str, int], ...] | None:
+    """Return pairs of a name and a coordinate as tuples, or None if they are invalid."""
+    if not isinstance(pairs, list):
+        return None
+    names: list[Any] = []
+    coordinate: list[Any] = []
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            return None
+        names.append(pair[0])
+        coordinate.append(pair[1])
+    if not _are_texts(names) or _check_naturals(coordinate, MOST_DIMENSIONS) is None:
+        return None
+    return tuple(zip(names, coordinate, strict=True))
+
+
+def _is_consistent(sharding: Sharding) -> bool:
+    """Whether all fields have the dimensions of the mesh, and the rank is within it."""
+    dimensions = len(sharding.mesh)
+    if len(sharding.placements) != dimensions or math.prod(sharding.mesh) != len(sharding.ranks):
+        return False
+    # Names and coordinates may be unknown.
+    for field in (sharding.names, sharding.coordinate):
+        if len(field) not in (0, dimensions):
+            return False
+    return all(index < size for index, size in zip(sharding.coordinate, sharding.mesh, strict=False))
 
 
 def _check_naturals(value: Any, most: int) -> tuple[int, ...] | None:
     """Return a list of sizes or ranks as a tuple, or None if it is invalid."""
-    right = isinstance(value, list) and len(value) <= most and are_naturals(value)
-    return tuple(value) if right else None
+    if not isinstance(value, list) or len(value) > most:
+        return None
+    return tuple(value) if are_naturals(value) else None
+
+
+def _check_words(value: Any) -> tuple[str, ...] | None:
+    """Return a list of texts that are not empty as a tuple, or None if it is invalid."""
+    if not _are_texts(value) or "" in value:
+        return None
+    return tuple(value)
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and len(value) <= MOST_TEXT
 
 
-def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=place, found=found, needed=needed, next_step=_AGAIN)
+def _are_texts(value: Any) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(_is_text(text) for text in value)
 
 
-def _find_refusal(text: str) -> Message:
-    """Return the refusal of a tensor from its text in the fingerprint."""
-    known = next((refusal for refusal in Refusal if refusal.value == text), None)
-    return known() if known else Refusal.STORED(text=text or "no reason is given")
+def _malformed(path: str, label: str, problem: str, needed: str) -> MalformedFile:
+    return MalformedFile(path, place=label, found=problem, needed=needed, next_step=_AGAIN)
+
+
+def _find_refusal(text: str, entry: dict[str, Any]) -> Message:
+    """Return the refusal of a tensor from its text in the fingerprint. entry: of the tensor."""
+    reason: Message = Refusal.STORED(text=text or "no reason is given")
+    for refusal in Refusal:
+        if refusal.value == text:
+            reason = refusal()
+            break
+    if entry.get("in_parts") is True:
+        return Refusal.IN_PARTS(refusal=reason)
+    return reason

@@ -28,6 +28,7 @@ from syncheck.tensors.value_kinds import select_counted_values
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.messages import Message
     from syncheck.snapshots import Metadata, Snapshot, Tensor
 
 ENDING = ".fingerprint.json"
@@ -41,32 +42,48 @@ def fingerprint(snapshot: Snapshot) -> str:
     Includes the Python values whose differences count: step, epoch, param_groups, scaler state. Raises CheckpointError
     if the file can no longer be read.
     """
-    tensors = snapshot.tensors
+    header = []
+    for key, value in _describe_checkpoint(snapshot).items():
+        header.append(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
     kinds = classify_snapshot(snapshot).by_name
-    source = os.path.basename(os.path.normpath(snapshot.path))
-    counted = select_counted_values(snapshot)
-    values = {name: _encode_value(value) for name, value in counted.items() if _is_storable(value)}
-    dropped = [
-        f"not in the fingerprint: {name}, because of its type or size" for name in counted.keys() - values.keys()
-    ]
-    about = {
-        KEY: VERSION,
-        "source": {"name": source, "format": snapshot.format, "bytes": snapshot.bytes},
-        "algorithm": ALGORITHM,
-        "metadata": None if snapshot.metadata is None else _encode_metadata(snapshot.metadata),
-        "values": values,
-        "model_values": {name: value.value for name, value in snapshot.model_values.items() if name in values},
-        "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
-        "notes": [str(note)[:MOST_TEXT] for note in (*snapshot.notes, *sorted(dropped))],
-    }
-    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in about.items()]
+    entries = []
     with Files() as files:
-        entries = [
-            f"  {json.dumps(name)}: {json.dumps({'kind': kinds[name]} | _describe(tensor, files), allow_nan=False)}"
-            for name, tensor in tensors.items()
-        ]
-    listed = ",\n".join(entries)
-    return "{" + ",\n ".join(lines) + ',\n "tensors": {\n' + listed + "\n }}\n"
+        for name, tensor in snapshot.tensors.items():
+            entry = {"kind": kinds[name]} | _describe(tensor, files)
+            entries.append(f"  {json.dumps(name)}: {json.dumps(entry, allow_nan=False)}")
+    tensors = ",\n".join(entries)
+    return "{" + ",\n ".join(header) + ',\n "tensors": {\n' + tensors + "\n }}\n"
+
+
+def _describe_checkpoint(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the content of a fingerprint except for the tensors."""
+    values = {}
+    notes = [str(note) for note in snapshot.notes]
+    dropped_notes = []
+    for name, value in select_counted_values(snapshot).items():
+        if _is_storable(value):
+            values[name] = _encode_value(value)
+        else:
+            dropped_notes.append(f"not in the fingerprint: {name}, because of its type or size")
+    notes += sorted(dropped_notes)
+    model_values = {}
+    for name, membership in snapshot.model_values.items():
+        if name in values:
+            model_values[name] = membership.value
+    metadata = None
+    if snapshot.metadata is not None:
+        metadata = _encode_metadata(snapshot.metadata)
+    file_name = os.path.basename(os.path.normpath(snapshot.path))
+    return {
+        KEY: VERSION,
+        "source": {"name": file_name, "format": snapshot.format, "bytes": snapshot.bytes},
+        "algorithm": ALGORITHM,
+        "metadata": metadata,
+        "values": values,
+        "model_values": model_values,
+        "stubs": [stub[:MOST_TEXT] for stub in snapshot.stubs],
+        "notes": [note[:MOST_TEXT] for note in notes],
+    }
 
 
 def choose_output_paths(snapshots: Sequence[Snapshot], output: str) -> list[tuple[Snapshot, str]]:
@@ -77,24 +94,29 @@ def choose_output_paths(snapshots: Sequence[Snapshot], output: str) -> list[tupl
     and steps in paths stay the same. Raises UsageError if there is no checkpoint, two fingerprints would have the same
     path, or a path is a checkpoint.
     """
-    wanted = [snapshot for snapshot in snapshots if snapshot.format != FORMAT]
-    if snapshots and not wanted:
+    checkpoints = [snapshot for snapshot in snapshots if snapshot.format != FORMAT]
+    if snapshots and not checkpoints:
         raise UsageError(f"{snapshots[0].path}: is a fingerprint already; pass the checkpoint")
-    paths = [snapshot.path for snapshot in wanted]
-    if len(paths) == 1 and not os.path.isdir(output) and not output.endswith(os.sep):
-        targets = {paths[0]: output}
-    elif os.path.isfile(output):
-        raise UsageError(f"-o {output}: is a file; pass a folder for the fingerprints of {len(paths)} checkpoints")
-    else:
-        targets = {path: os.path.join(output, name) for path, name in _relative_names(paths).items()}
+    paths = [snapshot.path for snapshot in checkpoints]
+    targets = _choose_targets(paths, output)
     sources: dict[str, str] = {}
     for path, target in targets.items():
-        other = sources.setdefault(target, path)
-        if other != path:
-            raise UsageError(f"{other} and {path}: both would be written to {target}; pass them one at a time")
+        first_path = sources.setdefault(target, path)
+        if first_path != path:
+            raise UsageError(f"{first_path} and {path}: both would be written to {target}; pass them one at a time")
         if os.path.exists(target):
             outputs.check(target, inputs=paths, replaceable=fingerprint_file)
-    return [(snapshot, targets[snapshot.path]) for snapshot in wanted]
+    return [(snapshot, targets[snapshot.path]) for snapshot in checkpoints]
+
+
+def _choose_targets(paths: Sequence[str], output: str) -> dict[str, str]:
+    """Return the path of the fingerprint of each checkpoint. output: as for `choose_output_paths`."""
+    is_folder = os.path.isdir(output) or output.endswith(os.sep)
+    if len(paths) == 1 and not is_folder:
+        return {paths[0]: output}
+    if os.path.isfile(output):
+        raise UsageError(f"-o {output}: is a file; pass a folder for the fingerprints of {len(paths)} checkpoints")
+    return {path: os.path.join(output, name) for path, name in _relative_names(paths).items()}
 
 
 def write(path: str, text: str) -> None:
@@ -107,41 +129,58 @@ def write(path: str, text: str) -> None:
 
 
 def _relative_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the path of each fingerprint below the common folder of all checkpoints."""
+    if not paths:
+        return {}
     folders = [os.path.dirname(os.path.abspath(path)) for path in paths]
-    common = os.path.commonpath(folders) if folders else ""
+    common_folder = os.path.commonpath(folders)
     names = {}
     for path, folder in zip(paths, folders, strict=True):
         name = os.path.basename(os.path.normpath(path))
-        stem, ending = os.path.splitext(name)
-        name = (stem if ending.lower() in EXTENSIONS else name) + ENDING
-        names[path] = os.path.normpath(os.path.join(os.path.relpath(folder, common), name))
+        stem, extension = os.path.splitext(name)
+        if extension.lower() in EXTENSIONS:
+            name = stem
+        relative_folder = os.path.relpath(folder, common_folder)
+        names[path] = os.path.normpath(os.path.join(relative_folder, name + ENDING))
     return names
 
 
 def _describe(tensor: Tensor, files: Files) -> dict[str, Any]:
+    """Return the entry of a tensor without its kind."""
     entry: dict[str, Any] = {"dtype": tensor.dtype[:MOST_TEXT], "shape": list(tensor.shape)}
     if tensor.refused:
-        in_parts = tensor.refused.code is Refusal.IN_PARTS
-        reason = tensor.refused.parameters["refusal"] if in_parts else tensor.refused
-        return entry | {"refused": str(reason)[:MOST_TEXT]} | ({"in_parts": True} if in_parts else {})
+        return entry | _describe_refusal(tensor.refused)
     digest, moments = new_hasher(), Moments(tensor.dtype)
     for start, count in ranges([tensor]):
         block = files.read(tensor, start, count, slot=0)
         digest.update(block)
         moments.add(block)
     entry |= {"digest": digest.hexdigest(), "nonfinite": moments.nonfinite} | moments.values()
-    return entry if tensor.sharding is None else entry | {"sharding": asdict(tensor.sharding)}
+    if tensor.sharding is not None:
+        entry["sharding"] = asdict(tensor.sharding)
+    return entry
+
+
+def _describe_refusal(refusal: Message) -> dict[str, Any]:
+    """Return the part of an entry for a tensor without a digest."""
+    if refusal.code is Refusal.IN_PARTS:
+        return {"refused": str(refusal.parameters["refusal"])[:MOST_TEXT], "in_parts": True}
+    return {"refused": str(refusal)[:MOST_TEXT]}
 
 
 def _is_storable(value: Any) -> bool:
     if isinstance(value, int):
         return abs(value) < 2**64
-    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= _MOST_VALUE)
+    if isinstance(value, str):
+        return len(value) <= _MOST_VALUE
+    return value is None or isinstance(value, float)
 
 
 def _encode_value(value: Any) -> Any:
     """Encode NaN and infinities for JSON: {"float": "nan"}."""
-    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    return value
 
 
 def _encode_metadata(metadata: Metadata) -> dict[str, Any]:
@@ -149,10 +188,13 @@ def _encode_metadata(metadata: Metadata) -> dict[str, Any]:
     block: dict[str, Any] = {"schema": SCHEMA}
     for name in type(metadata).__slots__:
         value = getattr(metadata, name)
-        if value is not None and value != () and value != {}:
+        is_empty = value is None or value in ((), {})
+        if not is_empty:
             block[name] = _keep_plain(value)
     # An empty list means a model without buffers, None an unknown model.
-    return block if metadata.buffers is None else block | {"buffers": list(metadata.buffers)}
+    if metadata.buffers is not None:
+        block["buffers"] = list(metadata.buffers)
+    return block
 
 
 def _keep_plain(value: Any) -> Any:
@@ -166,4 +208,6 @@ def _keep_plain(value: Any) -> Any:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
-    return isinstance(value, str) or value is None or (isinstance(value, int) and abs(value) < 2**64)
+    if isinstance(value, int):
+        return abs(value) < 2**64
+    return value is None or isinstance(value, str)

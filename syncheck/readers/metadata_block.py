@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile
+from syncheck.readers.untrusted import are_strings
 from syncheck.snapshots import Metadata
 from syncheck.text import brief
 
@@ -123,64 +124,111 @@ def parse_metadata(block: object, path: str) -> Metadata:
     """
     if not isinstance(block, dict):
         raise _malformed(path, "the block", _describe(block), "a mapping")
+    fields = _Fields(block, path)
+    tied = fields.texts("tied")
+    config = fields.bounded("config")
+    versions = fields.bounded("versions")
+    bn_momentum = fields.bounded("bn_momentum")
+    schema = fields.number("schema")
+    if schema is not None and schema > SCHEMA:
+        raise _malformed(path, "schema", _describe(schema), f"at most {SCHEMA} (install a newer syncheck)")
+    return Metadata(
+        run=fields.get("run", str),
+        run_id=fields.get("run_id", str),
+        host=fields.get("host", str),
+        step=fields.number("step"),
+        epoch=fields.number("epoch"),
+        rank=fields.number("rank"),
+        world_size=fields.number("world_size"),
+        mesh=fields.numbers("mesh"),
+        averaging=fields.numbers("averaging"),
+        tied=tied,
+        buffers=None if block.get("buffers") is None else fields.names("buffers"),
+        frozen=fields.names("frozen"),
+        optimizer_parameters=fields.names("optimizer_parameters"),
+        optimizer_sharded=fields.get("optimizer_sharded", bool, default=False),
+        buffers_synced=fields.get("buffers_synced", bool),
+        bn_momentum=bn_momentum,
+        config=config,
+        versions=versions,
+    )
 
-    def get(key: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        value = block.get(key)
+
+class _Fields:
+    """The fields of an untrusted block. All methods raise MalformedFile for a value of another type."""
+
+    def __init__(self, block: dict[Any, Any], path: str) -> None:
+        self.block, self.path = block, path
+
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """Return a value of a type, or the default if there is none."""
+        value = self.block.get(key)
         if value is None:
             return default
-        # bool is a subclass of int, but a rank of True is an error.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-            raise _malformed(path, key, _describe(value), getattr(kind, "__name__", str(kind)))
-        if isinstance(value, int) and kind is int and not 0 <= value <= MOST.get(key, MOST_STEPS):
-            raise _malformed(path, key, _describe(value), f"a number from 0 to {MOST.get(key, MOST_STEPS)}")
+        if not isinstance(value, kind):
+            raise self._wrong(key, getattr(kind, "__name__", str(kind)))
         return value
 
-    def names(key: str) -> tuple[str, ...]:
-        value = get(key, (list, tuple), ())
-        if not all(isinstance(name, str) for name in value):
-            raise _malformed(path, key, _describe(value), "a list of names")
+    def number(self, key: str) -> int | None:
+        """Return a whole number, or None if there is none."""
+        value: int | None = self.get(key, int)
+        if value is None:
+            return None
+        # bool is a subclass of int, but a rank of True is an error.
+        if isinstance(value, bool):
+            raise self._wrong(key, "int")
+        most = MOST.get(key, MOST_STEPS)
+        if not 0 <= value <= most:
+            raise self._wrong(key, f"a number from 0 to {most}")
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """Return a list of names as a tuple."""
+        value = self.get(key, (list, tuple), ())
+        if not are_strings(value):
+            raise self._wrong(key, "a list of names")
         return tuple(value)
 
-    def numbers(key: str) -> dict[str, int]:
-        value: dict[str, int] = get(key, dict, {})
-        if not all(isinstance(name, str) and type(n) is int and 0 <= n <= MOST_STEPS for name, n in value.items()):
-            raise _malformed(path, key, _describe(value), "numbers by name")
+    def texts(self, key: str) -> dict[str, str]:
+        """Return names by name."""
+        value: dict[str, str] = self.get(key, dict, {})
+        if not are_strings([*value, *value.values()]):
+            raise self._wrong(key, "names by name")
         return value
 
-    tied = get("tied", dict, {})
-    if not all(isinstance(name, str) for name in (*tied, *tied.values())):
-        raise _malformed(path, "tied", _describe(tied), "names by name")
-    for key in ("config", "versions", "bn_momentum"):
-        if not _is_bounded(get(key, dict, {})):
-            raise _malformed(path, key, "nested without end", f"at most {_MOST_LEVELS} levels")
-    if get("schema", int, SCHEMA) > SCHEMA:
-        raise _malformed(path, "schema", _describe(block["schema"]), f"at most {SCHEMA} (install a newer syncheck)")
-    return Metadata(
-        **{key: get(key, str, None) for key in ("run", "run_id", "host")},
-        **{key: get(key, int, None) for key in ("step", "epoch", "rank", "world_size")},
-        **{key: get(key, dict, {}) for key in ("bn_momentum", "config", "versions")},
-        mesh=numbers("mesh"),
-        averaging=numbers("averaging"),
-        tied=tied,
-        buffers=names("buffers") if block.get("buffers") is not None else None,
-        frozen=names("frozen"),
-        optimizer_parameters=names("optimizer_parameters"),
-        optimizer_sharded=get("optimizer_sharded", bool, False),
-        buffers_synced=get("buffers_synced", bool, None),
-    )
+    def numbers(self, key: str) -> dict[str, int]:
+        """Return whole numbers by name."""
+        value: dict[str, int] = self.get(key, dict, {})
+        for name, number in value.items():
+            is_count = type(number) is int and 0 <= number <= MOST_STEPS
+            if not is_count or not isinstance(name, str):
+                raise self._wrong(key, "numbers by name")
+        return value
+
+    def bounded(self, key: str) -> dict[str, Any]:
+        """Return a dictionary of any values that are not nested too deeply."""
+        value: dict[str, Any] = self.get(key, dict, {})
+        if not _is_bounded(value):
+            raise _malformed(self.path, key, "nested without end", f"at most {_MOST_LEVELS} levels")
+        return value
+
+    def _wrong(self, key: str, needed: str) -> MalformedFile:
+        return _malformed(self.path, key, _describe(self.block.get(key)), needed)
 
 
 def _is_bounded(value: object) -> bool:
     """Whether nested containers are bounded; in a pickle they can contain themselves or each other many times."""
-    waiting, left = [(value, 0)], _MOST_PARTS
+    waiting = [(value, 0)]
+    remaining_parts = _MOST_PARTS
     while waiting:
         node, level = waiting.pop()
-        left -= 1
-        if left < 0 or level > _MOST_LEVELS:
+        remaining_parts -= 1
+        if remaining_parts < 0 or level > _MOST_LEVELS:
             return False
-        if isinstance(node, (dict, list, tuple)):
-            parts = node.values() if isinstance(node, dict) else node
-            waiting += [(part, level + 1) for part in parts]
+        if isinstance(node, dict):
+            waiting += [(part, level + 1) for part in node.values()]
+        elif isinstance(node, (list, tuple)):
+            waiting += [(part, level + 1) for part in node]
     return True
 
 
@@ -188,11 +236,11 @@ def _describe(value: object) -> str:
     return f"{type(value).__name__} {brief(value)}"
 
 
-def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
+def _malformed(path: str, key: str, problem: str, needed: str) -> MalformedFile:
     return MalformedFile(
         path,
-        place=f"metadata block '{KEY}', {place}",
-        found=found,
+        place=f"metadata block '{KEY}', {key}",
+        found=problem,
         needed=needed,
         next_step="write it with syncheck.metadata()",
     )
@@ -200,41 +248,45 @@ def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
 
 def _get_launcher_run_id() -> str | None:
     """Return torchrun's run id (random with --standalone); its default 'none' does not identify a run."""
-    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if elastic == "none" else elastic
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if run_id == "none" else run_id
 
 
 def _list_versions() -> dict[str, str]:
     """Return the versions of libraries that affect results, if they are already imported."""
     from importlib import metadata as distributions  # only for writing, so that reading starts faster
 
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions = {"python": ".".join(str(number) for number in sys.version_info[:3])}
     for name in ("torch", "numpy"):
         if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
+            versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
     try:
-        found["syncheck"] = distributions.version("syncheck")
+        versions["syncheck"] = distributions.version("syncheck")
     except distributions.PackageNotFoundError:  # run from a copied folder
-        found["syncheck"] = "unknown"
-    return found
+        versions["syncheck"] = "unknown"
+    return versions
 
 
 def _describe_model(model: Any) -> dict[str, Any]:
-    saved = set(model.state_dict())
-    modules = dict(model.named_modules())
+    """Return the names of buffers and frozen parameters, and the momentum of BatchNorm."""
+    saved_names = set(model.state_dict())
+    momentum_by_module = {}
+    for name, module in model.named_modules():
+        has_statistics = getattr(module, "running_mean", None) is not None
+        if has_statistics and hasattr(module, "momentum"):
+            # None selects BatchNorm's cumulative average.
+            momentum_by_module[name] = module.momentum
     return {
-        "buffers": [name for name, _ in model.named_buffers() if name in saved],
-        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-        # momentum=None selects BatchNorm's cumulative average.
-        "bn_momentum": {
-            name: module.momentum
-            for name, module in modules.items()
-            if getattr(module, "running_mean", None) is not None and hasattr(module, "momentum")
-        },
+        "buffers": [name for name, _ in model.named_buffers() if name in saved_names],
+        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        "bn_momentum": momentum_by_module,
     }
 
 
 def _list_optimizer_parameters(model: Any, optimizer: Any) -> list[str]:
     """Return the optimizer's parameter names in the order of the integer ids in its state dict."""
-    by_identity = {id(p): name for name, p in model.named_parameters()}
-    return [by_identity.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+    name_by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        names += [name_by_identity.get(id(parameter), "") for parameter in group["params"]]
+    return names

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile
 from syncheck.readers import torch_legacy
-from syncheck.readers.pickles.stand_ins import Record, Storage, locate_tensor
+from syncheck.readers.pickles.locate import Record, locate_tensor
+from syncheck.readers.pickles.stand_ins import Storage
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Stream, unpickle
 from syncheck.readers.untrusted import open_regular_file
@@ -61,13 +62,13 @@ def read(path: str) -> Snapshot:
         trees: list[Any] = []
         rebuilt: list[TensorLocation] = []
         stubs: set[str] = set()
-        while stream.at < opened.st_size:
+        while stream.position < opened.st_size:
             number = len(trees) + 1
             if number > _MOST_PICKLES:
                 raise MalformedFile(path, found=f"more than {_MOST_PICKLES} pickles", needed="fewer", next_step=_AGAIN)
             pickled = unpickle(stream, path, f"pickle {number}", load_storage=storages.load)
             trees.append(pickled.tree)
-            rebuilt += pickled.made
+            rebuilt += pickled.rebuilt
             stubs |= set(pickled.stubs)
         # Names of several trees start with their number.
         tree: Any = trees
@@ -129,8 +130,8 @@ class _Storages:
     def _find(self, content: bytes) -> int | None:
         """Return the offset of these bytes, which were read last. None if they are encoded as text."""
         data = self.stream.data
-        first = max(0, self.stream.at - len(content) - _READ_AHEAD)
-        end = min(len(data), self.stream.at + _READ_AHEAD)
+        first = max(0, self.stream.position - len(content) - _READ_AHEAD)
+        end = min(len(data), self.stream.position + _READ_AHEAD)
         # Small storages that were read ahead start like this one, so that several starts are compared.
         for _ in range(_MOST_COMPARED):
             end = data.rfind(torch_legacy.MAGIC, first, end)

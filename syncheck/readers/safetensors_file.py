@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
-from dataclasses import replace
-from typing import Any
+from typing import Any, BinaryIO
 
 from syncheck.errors import MalformedFile
 from syncheck.messages import Refusal
@@ -34,6 +34,10 @@ from syncheck.text import brief
 FORMAT = "safetensors"
 # The header limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE), in bytes.
 MAX_HEADER = 100_000_000
+_LENGTH = struct.Struct("<Q")
+_FIELDS = {"dtype", "shape", "data_offsets"}
+# Whole numbers that every format can store.
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _AGAIN = "it is cut short or damaged: save or copy the file again"
 
 
@@ -49,88 +53,110 @@ def read(path: str) -> Snapshot:
     """
     with open_regular_file(path) as file:
         opened = os.fstat(file.fileno())
-        size = opened.st_size
-        first = file.read(8)
-        if len(first) < 8:  # the file was truncated after the format was detected
-            raise _malformed(path, "header", f"{len(first)} bytes", "at least 8")
-        (length,) = struct.unpack("<Q", first)
-        if length > min(MAX_HEADER, size - 8):
-            raise _malformed(path, "header", f"a length of {length} bytes", f"at most {min(MAX_HEADER, size - 8)}")
-        raw = file.read(length)
+        raw = _read_header(file, path, opened.st_size)
     header = parse_json_object(raw, path, "header", _AGAIN, entry=b'"data_offsets"')
     strings = header.pop("__metadata__", {})
     if len(header) > untrusted.MOST_TENSORS:
         raise _malformed(path, "header", f"{len(header)} tensors", f"at most {untrusted.MOST_TENSORS}")
-    if not isinstance(strings, dict) or not all(isinstance(text, str) for text in strings.values()):
+    if not isinstance(strings, dict) or not untrusted.are_strings(list(strings.values())):
         raise _malformed(path, "__metadata__", "values that are not strings", "strings")
+
+    data_start = _LENGTH.size + len(raw)
     tensors: dict[str, Tensor] = {}
     for name, entry in header.items():
-        tensors[name] = _check_tensor(path, name, entry, 8 + length, opened)
-    for name in [name for name, tensor in tensors.items() if tensor.refused]:
-        part = _list_bytes(tensors[name], header[name]["data_offsets"], opened)
-        free = make_unique_name(part.name, tensors)
-        tensors[free] = replace(part, name=free)
-    _check_cover(path, header, size - 8 - length)
+        tensors[name] = _check_tensor(path, name, entry, data_start, opened)
+    refused_names = [name for name, tensor in tensors.items() if tensor.refused]
+    for name in refused_names:
+        bytes_name = make_unique_name(f"{name}.bytes", tensors)
+        tensors[bytes_name] = _make_bytes(bytes_name, tensors[name], header[name]["data_offsets"], opened)
+    _check_cover(path, header, opened.st_size - data_start)
     values = {name: _to_number(text) for name, text in strings.items() if name != KEY}
-    return Snapshot(path, FORMAT, size, tensors, values, (), _read_metadata(path, strings))
+    return Snapshot(path, FORMAT, opened.st_size, tensors, values, (), _read_metadata(path, strings))
 
 
-def _check_tensor(path: str, name: str, entry: Any, data: int, opened: os.stat_result) -> Tensor:
-    """Check one entry and return its tensor. data: offset of the tensor data in the file."""
-    place = f"tensor '{name}'"
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise _malformed(path, place, "an incomplete entry", "dtype, shape and data_offsets")
+def _read_header(file: BinaryIO, path: str, size: int) -> bytes:
+    """Return the JSON header of a file of `size` bytes."""
+    start = file.read(_LENGTH.size)
+    if len(start) < _LENGTH.size:  # the file was truncated after the format was detected
+        raise _malformed(path, "header", f"{len(start)} bytes", f"at least {_LENGTH.size}")
+    (length,) = _LENGTH.unpack(start)
+    most = min(MAX_HEADER, size - _LENGTH.size)
+    if length > most:
+        raise _malformed(path, "header", f"a length of {length} bytes", f"at most {most}")
+    return file.read(length)
+
+
+def _check_tensor(path: str, name: str, entry: Any, data_start: int, opened: os.stat_result) -> Tensor:
+    """Check one entry and return its tensor. data_start: offset of the tensor data in the file."""
+    label = f"tensor '{name}'"
+    if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
+        raise _malformed(path, label, "an incomplete entry", "dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    right = isinstance(code, str) and _are_naturals(shape, MOST_DIMENSIONS) and _are_naturals(offsets, 2)
-    if not right or len(offsets) != 2 or offsets[1] < offsets[0]:
-        found = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
+    has_right_types = isinstance(code, str) and _are_naturals(shape, MOST_DIMENSIONS)
+    if not has_right_types or not _are_offsets(offsets):
+        problem = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
         needed = f"a dtype, sizes and two offsets in order, of at most {MOST_DIMENSIONS} dimensions and 64 bits"
-        raise _malformed(path, place, found, needed)
-    dtype: DType | None = BY_SAFETENSORS.get(code)
+        raise _malformed(path, label, problem, needed)
+    start, stop = offsets
     strides = contiguous_strides(shape)
     elements = math.prod(shape)
-    if dtype is None and elements > MOST_ELEMENTS:
-        raise _malformed(path, place, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
+    dtype: DType | None = BY_SAFETENSORS.get(code)
     if dtype is None:
+        if elements > MOST_ELEMENTS:
+            raise _malformed(path, label, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
         refused = Refusal.IN_PARTS(refusal=Refusal.DTYPE(name=f"{code:.60}"))
-        return Tensor(name, code, tuple(shape), strides, path, data + offsets[0], refused=refused)
+        return Tensor(name, code, tuple(shape), strides, path, data_start + start, refused=refused)
+
     size = elements * dtype.size
-    if offsets[1] - offsets[0] != size:
-        found = f"{offsets[1] - offsets[0]} bytes"
-        raise _malformed(path, place, found, f"{brief(size)} for {dtype.name} {brief(shape)}")
-    return Tensor(name, dtype.name, tuple(shape), strides, path, data + offsets[0], opened=opened)
+    if stop - start != size:
+        needed = f"{brief(size)} for {dtype.name} {brief(shape)}"
+        raise _malformed(path, label, f"{stop - start} bytes", needed)
+    return Tensor(name, dtype.name, tuple(shape), strides, path, data_start + start, opened=opened)
 
 
-def _list_bytes(tensor: Tensor, offsets: list[int], opened: os.stat_result) -> Tensor:
+def _make_bytes(name: str, tensor: Tensor, offsets: list[int], opened: os.stat_result) -> Tensor:
     """Return the bytes of a tensor of an unknown dtype: equal bytes are equal numbers of any dtype."""
-    size = offsets[1] - offsets[0]
-    return Tensor(f"{tensor.name}.bytes", "uint8", (size,), (1,), tensor.path, tensor.offset, opened=opened)
+    start, stop = offsets
+    return Tensor(name, "uint8", (stop - start,), (1,), tensor.path, tensor.offset, opened=opened)
 
 
 def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
     """Check that tensors cover the data without a hole or overlap, which detects truncated and padded files."""
     end = 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+    for name, entry in sorted(header.items(), key=_data_order):
         start, stop = entry["data_offsets"]
         if start != end:
-            raise _malformed(
-                path,
-                f"tensor '{name}'",
-                f"starts at byte {start} of the data",
-                f"{end}, the end of the previous tensor",
-            )
+            problem = f"starts at byte {start} of the data"
+            raise _malformed(path, f"tensor '{name}'", problem, f"{end}, the end of the previous tensor")
         end = stop
     if end != size:
         raise _malformed(path, "data", f"{size} bytes", f"{end}, the end of the last tensor")
+
+
+def _data_order(item: tuple[str, Any]) -> Any:
+    """Return the sort key of an entry of the header: its offsets."""
+    _, entry = item
+    return entry["data_offsets"]
 
 
 def _are_naturals(value: Any, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and are_naturals(value)
 
 
+def _are_offsets(value: Any) -> bool:
+    """Whether a value is the first byte of a tensor and the byte after its last."""
+    if not _are_naturals(value, 2) or len(value) != 2:
+        return False
+    start, stop = value
+    in_order: bool = start <= stop
+    return in_order
+
+
 def _to_number(text: str) -> Any:
     """Convert integers in string metadata to numbers, which other formats store."""
-    return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else text
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    return text
 
 
 def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
@@ -143,5 +169,5 @@ def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
     return parse_metadata(block, path)
 
 
-def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=place, found=found, needed=needed, next_step=_AGAIN)
+def _malformed(path: str, label: str, problem: str, needed: str) -> MalformedFile:
+    return MalformedFile(path, place=label, found=problem, needed=needed, next_step=_AGAIN)

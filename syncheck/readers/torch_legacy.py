@@ -13,7 +13,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import MalformedFile, UnsupportedFormat
-from syncheck.readers.pickles.stand_ins import Record, locate_tensor
+from syncheck.readers.pickles.locate import Record, locate_tensor
 from syncheck.readers.pickles.tree import flatten
 from syncheck.readers.pickles.unpickle import Pickled, Stream, unpickle
 from syncheck.readers.untrusted import open_regular_file
@@ -45,7 +45,7 @@ def read(path: str) -> Snapshot:
     with open_regular_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
         opened = os.fstat(file.fileno())
         pickled, records = read_stream(Stream(whole), path)
-        flat = flatten(pickled.tree, path, pickled.size, pickled.made)
+        flat = flatten(pickled.tree, path, pickled.size, pickled.rebuilt)
     tensors = {
         name: locate_tensor(name, location, path, lambda storage: records[storage.key], opened)
         for name, location in flat.tensors.items()
@@ -65,7 +65,7 @@ def read(path: str) -> Snapshot:
 
 def read_stream(stream: Stream, path: str) -> tuple[Pickled, dict[str, Record]]:
     """Read the pickles of a file, and return the object and the bytes of each storage. stream: at the magic number."""
-    stream.at += len(MAGIC)
+    stream.position += len(MAGIC)
     version = unpickle(stream, path, "protocol version").tree
     if version != _VERSION:
         raise UnsupportedFormat(path, place="protocol version", found=brief(version), needed=str(_VERSION))
@@ -90,13 +90,13 @@ def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], pat
             raise MalformedFile(
                 path, place=label, found="no such storage, or no count of its elements", next_step=_AGAIN
             )
-        start, size = stream.at, count * storage.itemsize
+        start, size = stream.position, count * storage.itemsize
         if start + size > end:
             raise MalformedFile(
                 path, place=label, found=f"ends at byte {start + size}", needed=f"at most {end}", next_step=_AGAIN
             )
         records[key] = Record(label, start, size)
-        stream.at = start + size
+        stream.position = start + size
     missing = [key for key in storages if key not in records]
     if missing:
         raise MalformedFile(path, place="storage keys", found=f"{missing[0]!r:.40} is missing", next_step=_AGAIN)

@@ -28,7 +28,7 @@ def read(path: str) -> Snapshot:
             return _read_several(directory)
         archive = Archive(directory)
         pickled = archive.unpickle()
-        flat = flatten(pickled.tree, path, pickled.size, pickled.made)
+        flat = flatten(pickled.tree, path, pickled.size, pickled.rebuilt)
         tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
         snapshot = Snapshot(
             path, FORMAT, directory.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered,

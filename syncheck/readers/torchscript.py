@@ -72,7 +72,7 @@ def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], dict[str, Any]
     constants = {}
     for number, constant in enumerate(pickled.tree):
         constants[f"c{number}"] = constant
-    flat = flatten({_CONSTANTS: constants}, archive.path, pickled.size, pickled.made)
+    flat = flatten({_CONSTANTS: constants}, archive.path, pickled.size, pickled.rebuilt)
     tensors = {}
     for name, location in flat.tensors.items():
         tensors[name] = archive.tensor(name, location, "constants")

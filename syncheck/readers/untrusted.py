@@ -11,9 +11,13 @@ import io
 import json
 import os
 import stat
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from syncheck.errors import MalformedFile, UnreadableFile
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeGuard
 
 # Tensors of a safetensors file or a fingerprint.
 MOST_TENSORS = 1_000_000
@@ -60,6 +64,11 @@ def read_whole(path: str, most: int, next_step: str) -> bytes:
         if size > most:
             raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {most}", next_step=next_step)
         return file.read(size)
+
+
+def are_strings(value: Any) -> TypeGuard[Sequence[str]]:
+    """Whether an untrusted value is a list or tuple of strings."""
+    return isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value)
 
 
 def parse_json_object(

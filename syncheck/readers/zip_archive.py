@@ -11,10 +11,10 @@ import os
 import struct
 import zipfile
 import zlib
-from typing import IO, TYPE_CHECKING, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from syncheck.errors import MalformedFile, NotACheckpoint, UnsupportedFormat
-from syncheck.readers.pickles.stand_ins import Record, locate_tensor
+from syncheck.readers.pickles.locate import Record, locate_tensor
 from syncheck.readers.pickles.unpickle import Pickled, unpickle
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ _UTF_8 = 0x800
 _LOCATOR = struct.Struct("<4sLQL")
 # Values of the old 2- and 4-byte fields if the number is in the zip64 record.
 _SHORT, _LONG = 0xFFFF, 0xFFFFFFFF
-_ONE_DISK = ("a multi-disk zip", "a single file")
+_LABEL = "zip directory"
+_END_MAGIC, _END_64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _AGAIN = "save or copy the file again"
 _STRANGE = "no library writes this; check the origin of the file"
 
@@ -73,64 +74,84 @@ class Directory:
 
     def _read_directory(self) -> dict[str, zipfile.ZipInfo]:
         """Return the records by name. Raises MalformedFile for a directory that torch.save would not write."""
-        place = "zip directory"
         try:
             infos = zipfile.ZipFile(cast("IO[bytes]", _Bounded(self.file))).infolist()
-            wrong = _find_fault(self.file, infos)
+            fault = _find_fault(self.file, infos)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
             needed = "a directory at the end of the file"
-            raise self.malformed(place, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
-        if any(info.filename != info.orig_filename for info in infos):  # a NUL, which ends the name for other readers
-            raise self.malformed(place, "a record with two names", "one", _STRANGE)
-        records = {info.filename: info for info in infos}
+            raise self.malformed(_LABEL, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
+        records: dict[str, zipfile.ZipInfo] = {}
+        for info in infos:
+            # A NUL ends the name for other readers.
+            if info.filename != info.orig_filename:
+                raise self.malformed(_LABEL, "a record with two names", "one", _STRANGE)
+            records[info.filename] = info
         if len(records) != len(infos):
-            raise self.malformed(place, "two records with the same name", "", _AGAIN)
+            raise self.malformed(_LABEL, "two records with the same name", "", _AGAIN)
         first = min((info.header_offset for info in infos), default=0)
-        if first:  # several concatenated zips: the directory at the end belongs to the last zip
-            folder = "if it belongs to a torch.distributed.checkpoint folder, pass the folder"
-            raise self.malformed(place, f"the records begin at byte {first}", "byte 0", folder)
-        if wrong:
-            raise self.malformed(place, *wrong, _AGAIN)
+        # Several concatenated zips: the directory at the end belongs to the last zip.
+        if first != 0:
+            next_step = "if it belongs to a torch.distributed.checkpoint folder, pass the folder"
+            raise self.malformed(_LABEL, f"the records begin at byte {first}", "byte 0", next_step)
+        if fault is not None:
+            raise self.malformed(_LABEL, fault.problem, fault.needed, _AGAIN)
         return records
 
     def locate(self, name: str) -> tuple[int, int]:
         """Return (offset, size) in bytes of a record's data."""
-        if name in self.locations:
-            return self.locations[name]
+        if name not in self.locations:
+            info = self._check_info(name)
+            data_offset = self._check_local_header(name, info)
+            data_end = data_offset + info.file_size
+            if data_end > self.size:
+                raise self.malformed(name, f"ends at byte {data_end}", f"at most {self.size}, the file's size", _AGAIN)
+            self.locations[name] = data_offset, info.file_size
+        return self.locations[name]
+
+    def _check_info(self, name: str) -> zipfile.ZipInfo:
+        """Return the entry of a record in the directory. Raises CheckpointError if its data cannot be read."""
         info = self.records.get(name)
         if info is None:
             raise self.malformed(name, "no such record", "", _AGAIN)
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _NOT_STORED:
-            raise self._unsupported(name)
+        self._check_stored(name, info.compress_type, info.flag_bits)
         if info.external_attr & _IS_FOLDER:
             raise self.malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
         if info.compress_size != info.file_size:
-            found = f"{info.compress_size} bytes stored of {info.file_size}"
-            raise self.malformed(name, found, "equal sizes, because records are not compressed", _AGAIN)
-        if info.header_offset > self.size:  # the offset may exceed the range of seek()
+            problem = f"{info.compress_size} bytes stored of {info.file_size}"
+            raise self.malformed(name, problem, "equal sizes, because records are not compressed", _AGAIN)
+        # The offset may exceed the range of seek().
+        if info.header_offset > self.size:
             raise self.malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
+        return info
+
+    def _check_local_header(self, name: str, info: zipfile.ZipInfo) -> int:
+        """Return the offset of a record's data. Raises CheckpointError if its local header differs from its entry."""
         self.file.seek(info.header_offset)
-        head = self.file.read(_LOCAL_HEADER.size)
-        if len(head) < _LOCAL_HEADER.size or not head.startswith(MAGIC):
+        header = self.file.read(_LOCAL_HEADER.size)
+        if len(header) < _LOCAL_HEADER.size or not header.startswith(MAGIC):
             raise self.malformed(name, "no record at the offset in the directory", "a local header", _AGAIN)
-        _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(head)
-        if method != zipfile.ZIP_STORED or flags & _NOT_STORED:
-            raise self._unsupported(name)
-        if not {size, compressed} <= {0, 0xFFFFFFFF, info.file_size}:  # 0 if the sizes follow the data
-            found = f"{info.file_size} bytes in the directory, {size} before the record"
-            raise self.malformed(name, found, "one size", _AGAIN)
-        offset = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        self._check_stored(name, method, flags)
+        # The sizes are 0 if they follow the data, and the maximum if the extra field contains them.
+        if not {size, compressed} <= {0, _LONG, info.file_size}:
+            problem = f"{info.file_size} bytes in the directory, {size} before the record"
+            raise self.malformed(name, problem, "one size", _AGAIN)
         if self.file.read(name_length) != info.orig_filename.encode("utf-8"):
             raise self.malformed(name, "its local header has another name than the directory", "the same name", _AGAIN)
-        if offset + info.file_size > self.size:
-            raise self.malformed(
-                name,
-                f"ends at byte {offset + info.file_size}",
-                f"at most {self.size}, the file's size",
-                _AGAIN,
-            )
-        self.locations[name] = offset, info.file_size
-        return self.locations[name]
+        data_offset: int = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        return data_offset
+
+    def _check_stored(self, name: str, method: int, flags: int) -> None:
+        """Raise UnsupportedFormat for a record that is compressed or encrypted."""
+        if method == zipfile.ZIP_STORED and not flags & _NOT_STORED:
+            return
+        raise UnsupportedFormat(
+            self.path,
+            place=name,
+            found="a compressed or encrypted record",
+            needed="an uncompressed record, as torch.save writes",
+            next_step="unpack it, or save again with torch.save",
+        )
 
     def read_record(self, name: str) -> bytes:
         """Return a record's data. Raises MalformedFile if it is missing or does not match its CRC-32.
@@ -140,28 +161,30 @@ class Directory:
         offset, size = self.locate(name)
         self.file.seek(offset)
         data = self.file.read(size)
-        stored = self.records[name].CRC
-        if stored and stored != zlib.crc32(data):  # 0 if checksums were disabled when saving
+        checksum = self.records[name].CRC
+        # The checksum is 0 if checksums were disabled when saving.
+        if checksum and checksum != zlib.crc32(data):
             raise self.malformed(name, "the bytes do not match the CRC-32 stored for them", "what was saved", _AGAIN)
         return data
 
     def check_overlaps(self) -> None:
         """Raise MalformedFile if two records overlap, because a small file could then claim a huge amount of data."""
-        end, before = 0, ""
-        for (start, size), name in sorted((location, name) for name, location in self.locations.items()):
-            if start < end and size:
-                raise self.malformed(name, f"it begins at byte {start}, within {before}", "separate records", _STRANGE)
-            end, before = max(end, start + size), name
+        end = 0
+        previous_name = ""
+        for name in sorted(self.locations, key=self._location_order):
+            start, size = self.locations[name]
+            if start < end and size > 0:
+                problem = f"it begins at byte {start}, within {previous_name}"
+                raise self.malformed(name, problem, "separate records", _STRANGE)
+            end = max(end, start + size)
+            previous_name = name
 
-    def _unsupported(self, name: str) -> UnsupportedFormat:
-        return UnsupportedFormat(
-            self.path, place=name, found="a compressed or encrypted record",
-            needed="an uncompressed record, as torch.save writes", next_step="unpack it, or save again with torch.save",
-        )  # fmt: skip
+    def _location_order(self, name: str) -> tuple[tuple[int, int], str]:
+        return self.locations[name], name
 
-    def malformed(self, record: str, found: str, needed: str, next_step: str) -> MalformedFile:
+    def malformed(self, record: str, problem: str, needed: str, next_step: str) -> MalformedFile:
         """Return the error of a record."""
-        return MalformedFile(self.path, place=record, found=found, needed=needed, next_step=next_step)
+        return MalformedFile(self.path, place=record, found=problem, needed=needed, next_step=next_step)
 
 
 class Archive:
@@ -173,8 +196,11 @@ class Archive:
         self._key_prefix = ""
         pickles = [name for name in directory.records if is_pickle(name)]
         if len(pickles) != 1:
-            found = f"a zip with {len(pickles)} records data.pkl"
-            raise NotACheckpoint(self.path, found=found, needed="one, as torch.save writes")
+            raise NotACheckpoint(
+                self.path,
+                found=f"a zip with {len(pickles)} records data.pkl",
+                needed="one, as torch.save writes",
+            )
         self.stem = pickles[0].removesuffix("data.pkl")
         for name in _NUMBERS:
             self._check_number(name)
@@ -184,11 +210,12 @@ class Archive:
 
     def _check_number(self, name: str) -> None:
         """Check a record that torch.load reads as a number, if it is present."""
-        name = self.stem + name
-        if name in self.directory.records:
-            number = self.directory.read_record(name)
-            if not number.strip().isdigit():
-                raise self.directory.malformed(name, repr(number[:20]), "a whole number", _AGAIN)
+        record = self.stem + name
+        if record not in self.directory.records:
+            return
+        number = self.directory.read_record(record)
+        if not number.strip().isdigit():
+            raise self.directory.malformed(record, repr(number[:20]), "a whole number", _AGAIN)
 
     def unpickle(self, key_prefix: str = "") -> Pickled:
         """Read the pickle and the byte order. Raises as `pickles.unpickle`, and MalformedFile.
@@ -241,64 +268,123 @@ def is_pickle(name: str) -> bool:
     return name == "data.pkl" or name.endswith("/data.pkl")
 
 
-def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> tuple[str, str] | None:
-    """Return the first fault of a zip's directory or its end records, as found and needed, or None.
+class _Fault(NamedTuple):
+    """What is wrong with a directory, and what was expected."""
+
+    problem: str
+    needed: str
+
+
+_ONE_DISK = _Fault("a multi-disk zip", "a single file")
+
+
+class _End(NamedTuple):
+    """The numbers in an end record of a zip."""
+
+    disk: int
+    first_disk: int
+    entries_on_disk: int
+    entries: int
+    size: int
+    """Of the directory, in bytes, as its offset."""
+    offset: int
+
+
+def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> _Fault | None:
+    """Return the first fault of a zip's directory or its end records, or None.
 
     zipfile trusts the directory size in the end records and ignores the number of entries; torch reads exactly this
     number of entries. If they disagree, torch would load other tensors than syncheck compares.
     Layout: PKWARE's APPNOTE.TXT, 4.3.14 to 4.3.16. torch's checks are in mz_zip_reader_read_central_dir of miniz.
-    infos: zipfile's entries of this file. Raises ValueError or struct.error if the file became shorter.
+    infos: zipfile's entries of this file.
+    Raises ValueError or struct.error if the file became shorter.
     """
-    end = _find_end(file)  # of the directory, unless zip64 records follow it
-    start_64 = end - _LOCATOR.size - _END_64.size
+    directory_end = _find_end(file)  # unless zip64 records follow the directory
+    start_64 = directory_end - _LOCATOR.size - _END_64.size
     file.seek(max(0, start_64))
-    before, last = file.read(min(end, _LOCATOR.size + _END_64.size)), file.read(_END.size)
-    _, disk, first_disk, *counts, size, offset, _ = _END.unpack(last)
-    if disk or first_disk or any(info.volume for info in infos):
+    before_end = file.read(min(directory_end, _LOCATOR.size + _END_64.size))
+    _, *numbers, _ = _END.unpack(file.read(_END.size))
+    end = _End(*numbers)
+    has_further_disks = any(info.volume for info in infos)
+    if end.disk or end.first_disk or has_further_disks:
         return _ONE_DISK
-    locator = before[-_LOCATOR.size :]
-    if locator.startswith(b"PK\x06\x07"):
-        _, disk, stated, disks = _LOCATOR.unpack(locator)
-        if disk or disks != 1:
-            return _ONE_DISK
-        if stated != start_64 or not before.startswith(b"PK\x06\x06"):
-            return f"a zip64 record at byte {stated}", f"one at byte {start_64}, before its locator"
-        old = (*counts, size, offset)
-        _, length, _, _, disk, first_disk, *counts, size, offset = _END_64.unpack_from(before)
-        if disk or first_disk:
-            return _ONE_DISK
-        if length != _END_64.size - 12:  # the length excludes the signature and itself
-            return f"a zip64 record of {length} bytes", str(_END_64.size - 12)
-        new = (len(infos), len(infos), size, offset)
-        for found, needed, instead in zip(old, new, (_SHORT, _SHORT, _LONG, _LONG), strict=True):
-            if found not in (needed, instead):
-                return f"{found} in the record before zip64", f"{needed}, or {instead}"
-        end = start_64
-    for count in counts:
+    locator = before_end[-_LOCATOR.size :]
+    if locator.startswith(_LOCATOR_MAGIC):
+        fault = _find_fault_64(locator, before_end, start_64)
+        if fault is not None:
+            return fault
+        _, _, _, _, *numbers = _END_64.unpack_from(before_end)
+        end_64 = _End(*numbers)
+        fault = _compare_ends(end, end_64, len(infos))
+        if fault is not None:
+            return fault
+        end, directory_end = end_64, start_64
+    for count in (end.entries_on_disk, end.entries):
         if count != len(infos):
-            return f"{len(infos)} records in a directory that lists {count}", "equal numbers"
-    if size + offset != end:
-        return f"a directory of {size} bytes at byte {offset}", f"an end at byte {end}"
-    return _check_last_entry(file, infos[-1], end) if infos else None
+            return _Fault(f"{len(infos)} records in a directory that lists {count}", "equal numbers")
+    if end.size + end.offset != directory_end:
+        problem = f"a directory of {end.size} bytes at byte {end.offset}"
+        return _Fault(problem, f"an end at byte {directory_end}")
+    if not infos:
+        return None
+    return _check_last_entry(file, infos[-1], directory_end)
 
 
-def _check_last_entry(file: BinaryIO, info: zipfile.ZipInfo, end: int) -> tuple[str, str] | None:
-    """Check the length of the last entry, which zipfile does not. end: of the directory."""
-    name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF_8 else "cp437")
-    found = len(name), len(info.extra), len(info.comment)
-    file.seek(end - _ENTRY.size - sum(found))
-    stated = _ENTRY.unpack(file.read(_ENTRY.size))
-    if stated != found:
-        return f"an entry of {sum(stated)} bytes with {sum(found)} left", "the length of the entry"
+def _find_fault_64(locator: bytes, before_end: bytes, start_64: int) -> _Fault | None:
+    """Return the first fault of the zip64 records themselves, or None.
+
+    before_end: the zip64 end record and its locator.
+    start_64: where they must begin.
+    """
+    _, disk, start, disk_count = _LOCATOR.unpack(locator)
+    if disk or disk_count != 1:
+        return _ONE_DISK
+    if start != start_64 or not before_end.startswith(_END_64_MAGIC):
+        return _Fault(f"a zip64 record at byte {start}", f"one at byte {start_64}, before its locator")
+    _, length, _, _, disk, first_disk, *_ = _END_64.unpack_from(before_end)
+    if disk or first_disk:
+        return _ONE_DISK
+    # The length excludes the signature and itself.
+    expected_length = _END_64.size - 12
+    if length != expected_length:
+        return _Fault(f"a zip64 record of {length} bytes", str(expected_length))
     return None
+
+
+def _compare_ends(end: _End, end_64: _End, count: int) -> _Fault | None:
+    """Return the first field of an end record that differs from its zip64 record and does not refer to it, or None."""
+    fields = (
+        (end.entries_on_disk, count, _SHORT),
+        (end.entries, count, _SHORT),
+        (end.size, end_64.size, _LONG),
+        (end.offset, end_64.offset, _LONG),
+    )
+    for number, expected, reference in fields:
+        if number not in (expected, reference):
+            return _Fault(f"{number} in the record before zip64", f"{expected}, or {reference}")
+    return None
+
+
+def _check_last_entry(file: BinaryIO, info: zipfile.ZipInfo, end: int) -> _Fault | None:
+    """Check the length of the last entry, which zipfile does not. end: of the directory."""
+    encoding = "utf-8" if info.flag_bits & _UTF_8 else "cp437"
+    name = info.orig_filename.encode(encoding)
+    lengths = len(name), len(info.extra), len(info.comment)
+    file.seek(end - _ENTRY.size - sum(lengths))
+    stated_lengths = _ENTRY.unpack(file.read(_ENTRY.size))
+    if stated_lengths == lengths:
+        return None
+    return _Fault(f"an entry of {sum(stated_lengths)} bytes with {sum(lengths)} left", "the length of the entry")
 
 
 def _find_end(file: BinaryIO) -> int:
     """Return the offset of the last end record, as zipfile finds it; a comment can follow the record."""
     size = file.seek(0, os.SEEK_END)
     file.seek(size - _END.size)
-    if (last := file.read()).startswith(b"PK\x05\x06") and last.endswith(b"\0\0"):
+    last_bytes = file.read()
+    has_no_comment = last_bytes.endswith(b"\0\0")
+    if has_no_comment and last_bytes.startswith(_END_MAGIC):
         return size - _END.size
     start = max(0, size - _SHORT - 1 - _END.size)
     file.seek(start)
-    return start + file.read().rindex(b"PK\x05\x06")
+    return start + file.read().rindex(_END_MAGIC)

@@ -114,7 +114,7 @@ class _Files:
         # Two files can differ in their extension only.
         key = name if stem in self.tree else stem
         self.tree[key] = pickled.tree
-        self.rebuilt += pickled.made
+        self.rebuilt += pickled.rebuilt
         self.stubs |= set(pickled.stubs)
         self.pickled_bytes += pickled.size
 

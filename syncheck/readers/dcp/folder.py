@@ -12,8 +12,7 @@ import io
 import os
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from syncheck.errors import CheckpointError, MalformedFile, UnreadableFile
 from syncheck.messages import Note, Refusal
@@ -29,9 +28,10 @@ from syncheck.snapshots import Shard, Snapshot, Tensor, contiguous_strides
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from syncheck.messages import Message
+    from syncheck.readers.pickles.unpickle import Pickled
 
 FORMAT = "dcp"
 CHUNKS = ".distcp"
@@ -44,25 +44,29 @@ _MAX_DEPTH = 200
 _AGAIN = "the save did not finish, or the copy is not complete: save or copy the folder again"
 
 
-def _with_extras(whole: Snapshot) -> Snapshot:
+def _with_extras(snapshot: Snapshot) -> Snapshot:
     """Add the content of the extra torch.save files. Raises CheckpointError for an unreadable file."""
-    paths = [path for name in EXTRAS if os.path.lexists(path := os.path.join(whole.path, name))]
+    possible_paths = [os.path.join(snapshot.path, name) for name in EXTRAS]
+    paths = [path for path in possible_paths if os.path.lexists(path)]
     if not paths:
-        return whole
-    assembly = Assembly(whole.path, whole.format)
-    for part in (whole, *map(read_file, paths)):
-        assembly.add(part)
+        return snapshot
+    assembly = Assembly(snapshot.path, snapshot.format)
+    assembly.add(snapshot)
+    for path in paths:
+        assembly.add(read_file(path))
     return assembly.snapshot()
 
 
-def _note_unlisted_files(folder: str, listed: Collection[str]) -> Iterator[Message]:
-    """Yield a note about chunk files without a tensor: torch does not read them, so they are not compared.
+def _note_unlisted_files(folder: str, listed_files: Collection[str]) -> list[Message]:
+    """Return a note about chunk files without a tensor: torch does not read them, so they are not compared.
 
-    listed: files of the chunks, by path below the folder.
+    listed_files: files of the chunks, by path below the folder.
     """
-    found = sorted(name for name in os.listdir(folder) if name.endswith(CHUNKS) and name not in listed)
-    if found:
-        yield Note.UNLISTED_FILES(count=len(found), names=tuple(found))
+    names = [name for name in os.listdir(folder) if name.endswith(CHUNKS)]
+    unlisted_names = sorted(set(names).difference(listed_files))
+    if not unlisted_names:
+        return []
+    return [Note.UNLISTED_FILES(count=len(unlisted_names), names=tuple(unlisted_names))]
 
 
 def matches_folder(folder: str) -> bool:
@@ -83,25 +87,55 @@ def read(folder: str) -> Snapshot:
     Raises MalformedFile for chunks that are missing, truncated, or do not cover their tensor, RefusedFile for a pickle
     that would execute code, UnsupportedFormat for chunks of other writers.
     """
-    entries, size = read_index(folder)
-    found = _Records(folder, entries)
-    chunks = [(chunk, name) for name, entry in entries.items() for chunk in entry.chunks]
-    chunks.sort(key=lambda item: (item[0].file, item[0].offset))
-    for file, records in groupby(chunks, key=lambda item: item[0].file):
-        found.read_file(file, list(records))
-    leaves = {name: found.make_leaf(name, entry) for name, entry in entries.items()}
-    tree = _rebuild([(entries[name].path, leaf) for name, leaf in leaves.items()], folder)
-    flat = flatten(tree, folder, size + found.pickled, found.made)
-    unread = Tensor("", "unknown", (), (), folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
-    tensors = {
-        name: replace(found.tensors.get(id(location), unread), name=name) for name, location in flat.tensors.items()
-    }
-    whole = Snapshot(
-        folder, FORMAT, size + sum(found.sizes.values()), tensors, flat.values, tuple(sorted(found.stubs)),
-        flat.metadata, (Note.ONE_COPY(), *found.list_notes(), *_note_unlisted_files(folder, found.sizes)),
+    entries, index_size = read_index(folder)
+    records = _Records(folder, entries)
+    for file, chunks in _group_chunks(entries).items():
+        records.read_file(file, chunks)
+
+    leaves = []
+    for name, entry in entries.items():
+        leaves.append((entry.path, records.make_leaf(name, entry)))
+    tree = _rebuild(leaves, folder)
+    flat = flatten(tree, folder, index_size + records.pickled, records.rebuilt)
+    tensors = {}
+    for name, location in flat.tensors.items():
+        tensors[name] = replace(records.find_tensor(location), name=name)
+
+    snapshot = Snapshot(
+        folder,
+        FORMAT,
+        index_size + sum(records.sizes.values()),
+        tensors,
+        flat.values,
+        tuple(sorted(records.stubs)),
+        flat.metadata,
+        (Note.ONE_COPY(), *records.list_notes(), *_note_unlisted_files(folder, records.sizes)),
         model_values=flat.model_values,
-    )  # fmt: skip
-    return _with_extras(whole)
+    )
+    return _with_extras(snapshot)
+
+
+class _NamedChunk(NamedTuple):
+    """A chunk with the name of its entry."""
+
+    chunk: Chunk
+    name: str
+
+
+def _group_chunks(entries: Mapping[str, Entry]) -> dict[str, list[_NamedChunk]]:
+    """Return the chunks of all entries by file, in the order of their records."""
+    chunks: list[_NamedChunk] = []
+    for name, entry in entries.items():
+        chunks += [_NamedChunk(chunk, name) for chunk in entry.chunks]
+    chunks.sort(key=_record_order)
+    chunks_by_file: dict[str, list[_NamedChunk]] = {}
+    for named_chunk in chunks:
+        chunks_by_file.setdefault(named_chunk.chunk.file, []).append(named_chunk)
+    return chunks_by_file
+
+
+def _record_order(named_chunk: _NamedChunk) -> tuple[str, int]:
+    return named_chunk.chunk.file, named_chunk.chunk.offset
 
 
 @dataclass
@@ -114,78 +148,99 @@ class _Records:
     """By the id of the tensor's TensorLocation in the tree."""
     shards: dict[str, list[Shard]] = field(default_factory=lambda: defaultdict(list))
     objects: dict[str, Any] = field(default_factory=dict)
-    made: list[TensorLocation] = field(default_factory=list)
+    rebuilt: list[TensorLocation] = field(default_factory=list)
     """All stored tensors; each needs a name."""
     unknown: list[str] = field(default_factory=list)
     stubs: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
     pickled: int = 0
 
-    def read_file(self, name: str, records: Sequence[tuple[Chunk, str]]) -> None:
-        """Read the records of a file. records: in their order, with the names of their entries.
+    def read_file(self, name: str, chunks: Sequence[_NamedChunk]) -> None:
+        """Read the records of a file. chunks: in the order of their records.
 
         Raises CheckpointError for the folder, with the record's location.
         """
-        try:
-            file = open_regular_file(os.path.join(self.folder, name))
-        except UnreadableFile as error:
-            raise self._malformed(*records[0], error.reason) from None
-        except (OSError, UnicodeEncodeError) as error:  # a name may contain a lone surrogate
-            found = getattr(error, "strerror", None) or "an invalid file name"
-            raise self._malformed(*records[0], found.lower(), f"the file listed in {METADATA}") from None
-        with file:
-            size = self.sizes[name] = os.fstat(file.fileno()).st_size
+        with self._open(name, chunks[0]) as file:
+            size = os.fstat(file.fileno()).st_size
+            self.sizes[name] = size
             read_to = 0
-            for chunk, entry in records:
-                if (end := chunk.offset + chunk.length) > size:
-                    raise self._malformed(chunk, entry, f"ends at byte {end}", f"at most {size}, the file's size")
+            for named_chunk in chunks:
+                start = named_chunk.chunk.offset
+                end = start + named_chunk.chunk.length
+                if end > size:
+                    raise self._malformed(named_chunk, f"ends at byte {end}", f"at most {size}, the file's size")
                 # Without this check, a million names could refer to one long record.
-                if chunk.offset < read_to:
-                    found = f"its record begins at byte {chunk.offset}"
-                    raise self._malformed(chunk, entry, found, f"at least {read_to}, the end of the previous record")
+                if start < read_to:
+                    problem = f"its record begins at byte {start}"
+                    raise self._malformed(named_chunk, problem, f"at least {read_to}, the end of the previous record")
                 read_to = end
                 try:
-                    self._read_record(file, chunk, entry)
+                    self._read_record(file, named_chunk)
                 except CheckpointError as error:
-                    raise type(error)(self.folder, place=self._place(chunk, entry), found=error.reason) from None
+                    raise type(error)(self.folder, place=self._locate(named_chunk), found=error.reason) from None
                 except (ValueError, OverflowError) as error:  # the zip's directory refers beyond the record
-                    raise self._malformed(chunk, entry, str(error)) from None
+                    raise self._malformed(named_chunk, str(error)) from None
 
-    def _read_record(self, file: BinaryIO, chunk: Chunk, name: str) -> None:
+    def _open(self, name: str, first_chunk: _NamedChunk) -> BinaryIO:
+        """Open a file. first_chunk: for errors."""
+        try:
+            return open_regular_file(os.path.join(self.folder, name))
+        except UnreadableFile as error:
+            raise self._malformed(first_chunk, error.reason) from None
+        except (OSError, UnicodeEncodeError) as error:  # a name may contain a lone surrogate
+            problem = getattr(error, "strerror", None) or "an invalid file name"
+            raise self._malformed(first_chunk, problem.lower(), f"the file listed in {METADATA}") from None
+
+    def _read_record(self, file: BinaryIO, named_chunk: _NamedChunk) -> None:
+        chunk, name = named_chunk
         entry = self.entries[name]
         if entry.shape is None and not _is_zip(file, chunk):
-            # An object of a custom planner: counted, so that it is reported as missing if another replica can be read.
-            self.unknown.append(name)
-            self.objects[name] = location = refused_tensor(Refusal.UNKNOWN_RECORD())
-            self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
+            self._add_unknown(name)
             return
         view = io.BufferedReader(FileRange(file, chunk.offset, chunk.length))
         path = os.path.join(self.folder, chunk.file)
         archive = Archive(Directory(view, path, chunk.offset))
         pickled = archive.unpickle()
         if entry.shape is None:
-            self.tensors |= {id(part): archive.tensor(name, part) for part in pickled.made}
-            self.made += pickled.made
-            self.objects[name] = pickled.tree
-            self.pickled += pickled.size
-            self.stubs |= set(pickled.stubs)
-            return
-        location = pickled.tree
-        if not isinstance(location, TensorLocation):
-            location = TensorLocation(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
-        tensor = archive.tensor(name, location)
-        dtype = entry.dtype.name if entry.dtype is not None else "unknown"
-        if not tensor.refused and (tensor.shape, tensor.dtype) != (chunk.shape, dtype):
-            found = f"the record contains {tensor.dtype} {list(tensor.shape)}"
-            needed = f"{dtype} {list(chunk.shape)}, as in {METADATA}"
-            raise MalformedFile(archive.path, found=found, needed=needed, next_step=_AGAIN)
-        self.shards[name].append(Shard(tensor, chunk.start))
+            self._add_object(name, archive, pickled)
+        else:
+            self.shards[name].append(_make_shard(named_chunk, entry, archive, pickled))
 
-    def _place(self, chunk: Chunk, name: str) -> str:
-        return f"{chunk.file}, '{name}'" + (f" at {list(chunk.start)}" if len(self.entries[name].chunks) > 1 else "")
+    def _add_unknown(self, name: str) -> None:
+        """Add an object of a custom planner.
 
-    def _malformed(self, chunk: Chunk, name: str, found: str, needed: str = "") -> MalformedFile:
-        return MalformedFile(self.folder, place=self._place(chunk, name), found=found, needed=needed, next_step=_AGAIN)
+        It is counted, so that it is reported as missing if another replica can be read.
+        """
+        self.unknown.append(name)
+        location = refused_tensor(Refusal.UNKNOWN_RECORD())
+        self.objects[name] = location
+        self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
+
+    def _add_object(self, name: str, archive: Archive, pickled: Pickled) -> None:
+        """Add a pickled object, and the tensors in it."""
+        for location in pickled.rebuilt:
+            self.tensors[id(location)] = archive.tensor(name, location)
+        self.rebuilt += pickled.rebuilt
+        self.objects[name] = pickled.tree
+        self.pickled += pickled.size
+        self.stubs |= set(pickled.stubs)
+
+    def _locate(self, named_chunk: _NamedChunk) -> str:
+        """Return the location of a chunk for errors: its file and name, and its start if the tensor has several."""
+        chunk, name = named_chunk
+        location = f"{chunk.file}, '{name}'"
+        if len(self.entries[name].chunks) > 1:
+            location += f" at {list(chunk.start)}"
+        return location
+
+    def _malformed(self, named_chunk: _NamedChunk, problem: str, needed: str = "") -> MalformedFile:
+        return MalformedFile(
+            self.folder,
+            place=self._locate(named_chunk),
+            found=problem,
+            needed=needed,
+            next_step=_AGAIN,
+        )
 
     def make_leaf(self, name: str, entry: Entry) -> Any:
         """Return an entry's leaf in the tree: the pickled object, or the location of a tensor."""
@@ -193,28 +248,70 @@ class _Records:
             return self.objects[name]
         location = TensorLocation(None, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
         self.tensors[id(location)] = self._combine_shards(name, entry)
-        self.made.append(location)  # keeps the object alive, so that its id stays unique
+        # Keeps the location alive, so that its id stays unique.
+        self.rebuilt.append(location)
         return location
 
-    def list_notes(self) -> Iterator[Message]:
-        """Yield a note about unreadable records."""
-        if self.unknown:
-            yield Note.UNKNOWN_RECORDS(count=len(self.unknown), names=tuple(sorted(self.unknown)))
+    def find_tensor(self, location: TensorLocation) -> Tensor:
+        """Return the tensor of a location in the tree."""
+        if id(location) in self.tensors:
+            return self.tensors[id(location)]
+        # A storage in an object became a tensor only when the tree was flattened.
+        return Tensor("", "unknown", (), (), self.folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
+
+    def list_notes(self) -> list[Message]:
+        """Return a note about unreadable records, if there are any."""
+        if not self.unknown:
+            return []
+        return [Note.UNKNOWN_RECORDS(count=len(self.unknown), names=tuple(sorted(self.unknown)))]
 
     def _combine_shards(self, name: str, entry: Entry) -> Tensor:
-        shape, shards = entry.shape or (), self.shards[name]
-        if len(shards) == 1 and not shards[0].tensor.refused:
+        shape = entry.shape or ()
+        shards = self.shards[name]
+        reasons = [shard.tensor.refused for shard in shards if shard.tensor.refused]
+        if len(shards) == 1 and not reasons:
             return shards[0].tensor
-        refused = next((shard.tensor.refused for shard in shards if shard.tensor.refused), None)
-        dtype = entry.dtype.name if entry.dtype is not None else "unknown"
-        if entry.dtype is None:
-            refused = refused or Refusal.UNKNOWN_DTYPE()
-        shards = [] if refused else sorted(shards, key=lambda shard: shard.start)
-        path = shards[0].tensor.path if shards else self.folder
-        data = None if shards else b""  # for a tensor without elements
-        return Tensor(
-            name, dtype, shape, contiguous_strides(shape), path, 0, refused=refused, data=data, shards=tuple(shards)
+
+        refused = None
+        if reasons:
+            refused = reasons[0]
+        elif entry.dtype is None:
+            refused = Refusal.UNKNOWN_DTYPE()
+        readable_shards: list[Shard] = []
+        if refused is None:
+            readable_shards = sorted(shards, key=_shard_start)
+        tensor = Tensor(name, _name_dtype(entry), shape, contiguous_strides(shape), self.folder, 0, refused=refused)
+        # A tensor without elements has no shards.
+        if not readable_shards:
+            return replace(tensor, data=b"")
+        return replace(tensor, path=readable_shards[0].tensor.path, shards=tuple(readable_shards))
+
+
+def _make_shard(named_chunk: _NamedChunk, entry: Entry, archive: Archive, pickled: Pickled) -> Shard:
+    """Return the tensor in a record as a shard. Raises MalformedFile if it is not the tensor of the index."""
+    chunk = named_chunk.chunk
+    location = pickled.tree
+    if not isinstance(location, TensorLocation):
+        location = TensorLocation(None, None, 0, chunk.shape, (), refused=Refusal.UNKNOWN_CLASS())
+    tensor = archive.tensor(named_chunk.name, location)
+    dtype_name = _name_dtype(entry)
+    is_expected = tensor.shape == chunk.shape and tensor.dtype == dtype_name
+    if not tensor.refused and not is_expected:
+        raise MalformedFile(
+            archive.path,
+            found=f"the record contains {tensor.dtype} {list(tensor.shape)}",
+            needed=f"{dtype_name} {list(chunk.shape)}, as in {METADATA}",
+            next_step=_AGAIN,
         )
+    return Shard(tensor, chunk.start)
+
+
+def _name_dtype(entry: Entry) -> str:
+    return "unknown" if entry.dtype is None else entry.dtype.name
+
+
+def _shard_start(shard: Shard) -> tuple[int, ...]:
+    return shard.start
 
 
 def _is_zip(file: BinaryIO, chunk: Chunk) -> bool:
@@ -237,15 +334,22 @@ def _rebuild(leaves: Iterable[tuple[tuple[str | int, ...], Any]], folder: str) -
     """
     root = _Branch()
     for path, leaf in leaves:
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, _Branch())
-            if not isinstance(node, _Branch):
-                break
-        if len(path) > _MAX_DEPTH or not isinstance(node, _Branch) or path[-1] in node:
+        branch = _enter_branch(root, path[:-1])
+        if branch is None or len(path) > _MAX_DEPTH or path[-1] in branch:
             raise MalformedFile(folder, place=METADATA, found=f"keys {brief(path)}", needed="unique keys")
-        node[path[-1]] = leaf
+        branch[path[-1]] = leaf
     return _convert(root)
+
+
+def _enter_branch(root: _Branch, keys: Iterable[str | int]) -> _Branch | None:
+    """Return the branch below a path of keys, and create it if necessary. None below a leaf."""
+    branch = root
+    for key in keys:
+        child = branch.setdefault(key, _Branch())
+        if not isinstance(child, _Branch):
+            return None
+        branch = child
+    return branch
 
 
 def _convert(node: Any) -> Any:
@@ -253,25 +357,50 @@ def _convert(node: Any) -> Any:
     if not isinstance(node, _Branch):
         return node
     parts = {key: _convert(part) for key, part in node.items()}
-    if parts and all(type(key) is int for key in parts) and sorted(parts) == list(range(len(parts))):
+    if _are_indexes(parts):
         return [parts[i] for i in range(len(parts))]
     if any(str(key).startswith(_GROUPS) for key in parts):
-        if all(isinstance(key, str) and key.startswith((_STATE, _GROUPS)) for key in parts):
+        if all(_is_flat_key(key) for key in parts):
             return _unflatten(parts)
-    elif isinstance(parts.get("param_groups"), list) and parts.keys() <= {"state", "param_groups"}:
+        return parts
+    has_groups = isinstance(parts.get("param_groups"), list)
+    if has_groups and parts.keys() <= {"state", "param_groups"}:
         return _restore_optimizer(parts)
     return parts
+
+
+def _are_indexes(keys: Collection[Any]) -> bool:
+    """Whether the keys of a branch are the indexes of a list."""
+    if not keys or not all(type(key) is int for key in keys):
+        return False
+    return sorted(keys) == list(range(len(keys)))
+
+
+def _is_flat_key(key: Any) -> bool:
+    """Whether a key may be one of a flattened optimizer state dict."""
+    return isinstance(key, str) and key.startswith((_STATE, _GROUPS))
 
 
 def _restore_optimizer(parts: dict[str, Any]) -> dict[str, Any]:
     """Undo changes of saving an optimizer's state dict: integer keys became strings, empty states were omitted."""
     state = parts.get("state", {})
-    groups = [group for group in parts["param_groups"] if isinstance(group, dict)]
-    listed = [group["params"] for group in groups if isinstance(group.get("params"), list)]
-    ids = {str(key): key for keys in listed for key in keys if type(key) is int}
     if isinstance(state, dict):
-        state = {ids.get(key, key) if isinstance(key, str) else key: entries for key, entries in state.items()}
+        ids = _list_integer_ids(parts["param_groups"])
+        state = {ids.get(key, key): entries for key, entries in state.items()}
     return {"state": state, "param_groups": parts["param_groups"]}
+
+
+def _list_integer_ids(groups: list[Any]) -> dict[Any, int]:
+    """Return the integer ids in parameter groups, by their text."""
+    ids: dict[Any, int] = {}
+    for group in groups:
+        members = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(members, list):
+            continue
+        for key in members:
+            if type(key) is int:
+                ids[str(key)] = key
+    return ids
 
 
 def _unflatten(parts: dict[str, Any]) -> dict[str, Any]:
@@ -282,19 +411,25 @@ def _unflatten(parts: dict[str, Any]) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, value in parts.items():
-        entries, start = (state, _STATE) if key.startswith(_STATE) else (settings, _GROUPS)
-        parameter, _, entry = key.removeprefix(start).rpartition(".")
+        entries, prefix = settings, _GROUPS
+        if key.startswith(_STATE):
+            entries, prefix = state, _STATE
+        parameter, _, entry = key.removeprefix(prefix).rpartition(".")
         entries.setdefault(parameter, {})[entry] = value
+
     groups: dict[Hashable, dict[str, Any]] = {}
-    for parameter, found in settings.items():
-        settings_key = tuple((name, _make_comparable(value, parameter)) for name, value in sorted(found.items()))
-        group = groups.setdefault(settings_key, {**found, "params": []})
+    for parameter, settings_of_parameter in settings.items():
+        items = sorted(settings_of_parameter.items())
+        group_key = tuple((name, _make_comparable(value, parameter)) for name, value in items)
+        group = groups.setdefault(group_key, {**settings_of_parameter, "params": []})
         group["params"].append(parameter)
     return {"state": state, "param_groups": list(groups.values())}
 
 
 def _make_comparable(value: Any, parameter: str) -> Hashable:
     """Return a key for comparing settings; a setting that is not a plain value belongs to this parameter only."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, (tuple, list)) and all(isinstance(part, (int, float, str)) for part in value):
         return tuple(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else (parameter, id(value))
+    return parameter, id(value)

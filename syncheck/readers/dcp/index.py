@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile, UnreadableFile, UnsupportedFormat
 from syncheck.layout.boxes import find_fault
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TypeGuard
 
+    from syncheck.layout.boxes import Span
+
 METADATA = ".metadata"
 # Limit in bytes. A chunk takes about 200 bytes, so this is five million chunks, or 10 GB when loaded.
 MAX_SIZE = 1_000_000_000
@@ -32,26 +34,40 @@ _AGAIN = "the folder is damaged or not written by torch.distributed.checkpoint: 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor. start, shape: in elements. file: path below the folder. offset, length: of its record."""
+    """A box of a tensor, and the location of its record."""
 
     start: tuple[int, ...]
+    """In elements, as the shape."""
     shape: tuple[int, ...]
     file: str
+    """The path below the folder."""
     offset: int
+    """In bytes, as the length."""
     length: int
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor (shape and chunks), or a pickled object (shape None, one chunk).
-
-    path: keys in the saved state dict. dtype: None if unknown.
-    """
+    """A tensor (shape and chunks), or a pickled object (shape None, one chunk)."""
 
     path: tuple[str | int, ...]
+    """The keys in the saved state dict."""
     chunks: tuple[Chunk, ...]
     shape: tuple[int, ...] | None = None
     dtype: DType | None = None
+    """None if unknown."""
+
+
+class _Location(NamedTuple):
+    """The location of a record: a file below the folder, and bytes in it."""
+
+    file: str
+    offset: int
+    length: int
+
+
+# By flat name, and start of the chunk or None for an object.
+_Locations = dict[tuple[str, Any], _Location]
 
 
 def read_index(folder: str) -> tuple[dict[str, Entry], int]:
@@ -62,25 +78,34 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     data = _read_bytes(folder)
     tree = unpickle(Stream(data, most=untrusted.MOST_INDEX_OBJECTS), folder, METADATA).tree
     fields = _get_fields(tree, "Metadata", folder, METADATA)
-    known, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
-    if not isinstance(known, dict) or not isinstance(stored, dict):
+    descriptions = fields.get("state_dict_metadata")
+    storage_data = fields.get("storage_data")
+    if not isinstance(descriptions, dict) or not isinstance(storage_data, dict):
         raise _malformed(folder, METADATA, "no state_dict_metadata or storage_data")
     paths = fields.get("planner_data")
-    paths = paths if isinstance(paths, dict) else {}
-    locations = _locate_chunks(stored, folder)
-    names = [name for name in paths if name in known] + [name for name in known if name not in paths]
+    if not isinstance(paths, dict):
+        paths = {}
+    locations = _locate_chunks(storage_data, folder)
+    # In the order of the state dict, if the planner saved it.
+    names = [name for name in paths if name in descriptions]
+    names += [name for name in descriptions if name not in paths]
     entries = {}
     for name in names:
-        if not isinstance(name, str):
-            raise _malformed(folder, METADATA, f"a name that is not a string: {brief(name)}")
-        path = paths.get(name, (name,))
-        if not _is_path(path):
-            raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}")
-        # torch builds names from keys, and looks entries up by name: torch/distributed/checkpoint/_nested_dict.py.
-        if ".".join(map(str, path)) != name:
-            raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}", "the segments of its name")
-        entries[name] = _check_entry(name, tuple(path), known[name], locations, folder)
+        path = _check_path(name, paths.get(name, (name,)), folder)
+        entries[name] = _check_entry(name, path, descriptions[name], locations, folder)
     return entries, len(data)
+
+
+def _check_path(name: Any, path: Any, folder: str) -> tuple[str | int, ...]:
+    """Return the keys of an entry in the state dict."""
+    if not isinstance(name, str):
+        raise _malformed(folder, METADATA, f"a name that is not a string: {brief(name)}")
+    if not _is_path(path):
+        raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}")
+    # torch builds names from keys, and looks entries up by name: torch/distributed/checkpoint/_nested_dict.py.
+    if ".".join(str(key) for key in path) != name:
+        raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}", "the segments of its name")
+    return tuple(path)
 
 
 def _read_bytes(folder: str) -> bytes:
@@ -90,97 +115,142 @@ def _read_bytes(folder: str) -> bytes:
         raise _malformed(folder, METADATA, error.reason) from None
     except FileNotFoundError:
         raise MalformedFile(
-            folder, found=f"no {METADATA}", needed="this file, which is written last",
+            folder,
+            found=f"no {METADATA}",
+            needed="this file, which is written last",
             next_step="the save did not finish, or hidden files were not copied: use another checkpoint or copy again",
-        ) from None  # fmt: skip
+        ) from None
 
 
-def _locate_chunks(stored: Mapping[Any, Any], folder: str) -> dict[tuple[str, Any], tuple[str, int, int]]:
-    """Map (flat name, start of the chunk or None) to (file, offset, length)."""
-    locations = {}
-    for key, value in stored.items():
-        index = _get_fields(key, "MetadataIndex", folder, METADATA)
+def _locate_chunks(storage_data: Mapping[Any, Any], folder: str) -> _Locations:
+    """Return the location of the record of each chunk and object."""
+    locations: _Locations = {}
+    for pickled_index, pickled_info in storage_data.items():
+        index = _get_fields(pickled_index, "MetadataIndex", folder, METADATA)
         name, start = index.get("fqn"), index.get("offset")
-        info = _get_fields(value, "_StorageInfo", folder, f"{METADATA}, '{brief(name)}'")
-        file, numbers = info.get("relative_path"), (info.get("offset"), info.get("length"))
-        if info.get("transform_descriptors"):
-            raise UnsupportedFormat(
-                folder, place=f"{METADATA}, '{brief(name)}'", needed="chunks as torch.save writes them",
-                found=f"chunks transformed by {brief(info['transform_descriptors'])}",
-            )  # fmt: skip
-        if not isinstance(name, str) or not (start is None or _are_sizes(start)):
+        label = f"{METADATA}, '{brief(name)}'"
+        info = _get_fields(pickled_info, "_StorageInfo", folder, label)
+        _refuse_transformed(info.get("transform_descriptors"), label, folder)
+        is_object = start is None
+        if not isinstance(name, str) or not (is_object or _are_sizes(start)):
             raise _malformed(folder, METADATA, f"a chunk of {brief(name)} at {brief(start)}")
-        if not isinstance(file, str) or not _are_sizes(numbers) or not _is_below(file):
-            found = f"a location {brief(file)}, offset and length {brief(numbers)}"
-            raise _malformed(folder, f"{METADATA}, '{name}'", found, "a file in the folder, and numbers of bytes")
-        locations[name, start] = file, numbers[0], numbers[1]
+        locations[name, start] = _check_location(name, info, folder)
     return locations
 
 
-def _check_entry(
-    name: str, path: tuple[str | int, ...], found: Any, locations: Mapping[Any, Any], folder: str
-) -> Entry:
+def _refuse_transformed(transforms: Any, label: str, folder: str) -> None:
+    """Raise UnsupportedFormat for a chunk that was compressed or encrypted."""
+    if not transforms:
+        return
+    raise UnsupportedFormat(
+        folder,
+        place=label,
+        found=f"chunks transformed by {brief(transforms)}",
+        needed="chunks as torch.save writes them",
+    )
+
+
+def _check_location(name: str, info: dict[str, Any], folder: str) -> _Location:
+    """Return the location of a record. name: of its entry. info: the fields of its `_StorageInfo`."""
+    file = info.get("relative_path")
+    numbers = (info.get("offset"), info.get("length"))
+    if not _is_below(file) or not _are_sizes(numbers):
+        problem = f"a location {brief(file)}, offset and length {brief(numbers)}"
+        raise _malformed(folder, f"{METADATA}, '{name}'", problem, "a file in the folder, and numbers of bytes")
+    return _Location(file, *numbers)
+
+
+def _check_entry(name: str, path: tuple[str | int, ...], description: Any, locations: _Locations, folder: str) -> Entry:
     """Check one entry: every chunk has a location, and the chunks cover the tensor exactly."""
-    kind = getattr(found, "name", type(found).__name__).rpartition(".")[2]
-    place = f"{METADATA}, '{name}'"
-    if kind == "BytesStorageMetadata":
+    class_name = getattr(description, "name", type(description).__name__).rpartition(".")[2]
+    label = f"{METADATA}, '{name}'"
+    if class_name == "BytesStorageMetadata":
         if (name, None) not in locations:
-            raise _malformed(folder, place, "its record is not listed")
+            raise _malformed(folder, label, "its record is not listed")
         return Entry(path, (Chunk((), (), *locations[name, None]),))
-    fields = _get_fields(found, "TensorStorageMetadata", folder, place)
-    shape, listed = fields.get("size"), fields.get("chunks")
-    if not _are_sizes(shape) or not isinstance(listed, list) or len(shape) > MOST_DIMENSIONS:
-        raise _malformed(folder, place, f"a tensor of size {brief(shape)} in chunks {brief(listed)}")
+
+    fields = _get_fields(description, "TensorStorageMetadata", folder, label)
+    shape = fields.get("size")
+    pickled_chunks = fields.get("chunks")
+    if not _is_shape(shape) or not isinstance(pickled_chunks, list):
+        raise _malformed(folder, label, f"a tensor of size {brief(shape)} in chunks {brief(pickled_chunks)}")
     chunks = []
-    for one in listed:
-        spans = _get_fields(one, "ChunkStorageMetadata", folder, place)
-        start, size = spans.get("offsets"), spans.get("sizes")
-        if not _are_sizes(start) or not _are_sizes(size) or not len(start) == len(size) == len(shape):
-            found_chunk = f"a chunk of size {brief(size)} at {brief(start)} of a tensor of size {list(shape)}"
-            raise _malformed(folder, place, found_chunk)
+    for pickled_chunk in pickled_chunks:
+        start, size = _check_box(pickled_chunk, shape, label, folder)
         if 0 in size:  # with more ranks than rows, some chunks are empty
             continue
         if (name, start) not in locations:
-            raise _malformed(folder, place, f"the record of its chunk at {list(start)} is not listed")
+            raise _malformed(folder, label, f"the record of its chunk at {list(start)} is not listed")
         chunks.append(Chunk(start, size, *locations[name, start]))
-    chunks.sort(key=lambda chunk: chunk.start)
-    wrong = find_fault(shape, [(chunk.start, chunk.shape) for chunk in chunks])
-    if wrong:
-        raise _malformed(folder, place, wrong, f"chunks that cover {list(shape)} without gap or overlap")
+    chunks.sort(key=_start_of)
+    fault = find_fault(shape, [(chunk.start, chunk.shape) for chunk in chunks])
+    if fault:
+        raise _malformed(folder, label, fault, f"chunks that cover {list(shape)} without gap or overlap")
     return Entry(path, tuple(chunks), shape, _read_dtype(fields.get("properties")))
+
+
+def _start_of(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.start
+
+
+def _check_box(pickled_chunk: Any, shape: tuple[int, ...], label: str, folder: str) -> Span:
+    """Return the box of a chunk, start and size in elements, with the dimensions of its tensor."""
+    fields = _get_fields(pickled_chunk, "ChunkStorageMetadata", folder, label)
+    start, size = fields.get("offsets"), fields.get("sizes")
+    if _are_sizes(start) and _are_sizes(size) and len(start) == len(size) == len(shape):
+        return start, size
+    problem = f"a chunk of size {brief(size)} at {brief(start)} of a tensor of size {list(shape)}"
+    raise _malformed(folder, label, problem)
 
 
 def _read_dtype(properties: Any) -> DType | None:
     """Return the saved dtype, or None if it is not supported."""
-    state = properties.given[-1] if isinstance(properties, Inert) and properties.given else ()
-    dtype = getattr(state[0], "dtype", None) if isinstance(state, tuple) and state else None
+    if not isinstance(properties, Inert) or not properties.arguments:
+        return None
+    state = properties.arguments[-1]
+    if not isinstance(state, tuple) or not state:
+        return None
+    dtype = getattr(state[0], "dtype", None)
     return dtype if isinstance(dtype, DType) else None
 
 
-def _get_fields(pickled: Any, kind: str, folder: str, place: str) -> dict[str, Any]:
+def _get_fields(pickled: Any, class_name: str, folder: str, label: str) -> dict[str, Any]:
     """Return the fields of a pickled dataclass."""
-    if isinstance(pickled, Inert) and pickled.name.rpartition(".")[2] == kind and pickled.given:
-        state = pickled.given[-1]
-        if isinstance(state, dict):
+    pickled_name = type(pickled).__name__
+    if isinstance(pickled, Inert):
+        pickled_name = pickled.name
+        state = pickled.arguments[-1] if pickled.arguments else None
+        if pickled_name.rpartition(".")[2] == class_name and isinstance(state, dict):
             return state
-    found = pickled.name if isinstance(pickled, Inert) else type(pickled).__name__
-    raise _malformed(folder, place, f"a {found:.80}", f"a {kind} of torch.distributed.checkpoint")
+    raise _malformed(folder, label, f"a {pickled_name:.80}", f"a {class_name} of torch.distributed.checkpoint")
 
 
 def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
     return isinstance(value, tuple) and are_naturals(value)
 
 
+def _is_shape(value: Any) -> TypeGuard[tuple[int, ...]]:
+    return _are_sizes(value) and len(value) <= MOST_DIMENSIONS
+
+
 def _is_path(value: Any) -> TypeGuard[tuple[str | int, ...]]:
     if not isinstance(value, tuple) or not value:
         return False
-    return all(type(key) is str or (type(key) is int and abs(key) <= MOST_ELEMENTS) for key in value)
+    return all(_is_key(key) for key in value)
 
 
-def _is_below(file: str) -> bool:
-    """Whether an untrusted path stays within the folder."""
-    return "\0" not in file and not {"", ".", ".."}.intersection(file.split("/"))
+def _is_key(key: Any) -> bool:
+    if type(key) is int:
+        return abs(key) <= MOST_ELEMENTS
+    return type(key) is str
 
 
-def _malformed(folder: str, place: str, found: str, needed: str = "") -> MalformedFile:
-    return MalformedFile(folder, place=place, found=found, needed=needed, next_step=_AGAIN)
+def _is_below(file: Any) -> TypeGuard[str]:
+    """Whether an untrusted value is a path that stays within the folder."""
+    if not isinstance(file, str) or "\0" in file:
+        return False
+    return {"", ".", ".."}.isdisjoint(file.split("/"))
+
+
+def _malformed(folder: str, label: str, problem: str, needed: str = "") -> MalformedFile:
+    return MalformedFile(folder, place=label, found=problem, needed=needed, next_step=_AGAIN)

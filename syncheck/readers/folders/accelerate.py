@@ -19,7 +19,8 @@ _RANDOM = re.compile(r"random_states_\d+\.pkl")
 def matches_folder(folder: str) -> bool:
     """Whether a folder contains weights, and RNG states under Accelerate's names."""
     names = os.listdir(folder)
-    return huggingface.has_weights(names) and any(_RANDOM.fullmatch(name) for name in names)
+    has_rng_states = any(_RANDOM.fullmatch(name) for name in names)
+    return has_rng_states and huggingface.has_weights(names)
 
 
 def read(folder: str) -> Snapshot:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import UnsupportedFormat
 from syncheck.messages import Note
-from syncheck.readers.assembly import choose_label, match_in_order, note_missing_parts, read_parts
+from syncheck.readers.assembly import Part, choose_label, list_numbers, match_in_order, note_missing_parts, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -36,7 +36,9 @@ _ZERO_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 def matches_folder(folder: str) -> bool:
     """Whether a folder contains files that DeepSpeed writes for a tag."""
     names = os.listdir(folder)
-    return any(map(_MODEL.fullmatch, names)) or (_UNIVERSAL in names and _is_universal(folder))
+    if any(_MODEL.fullmatch(name) for name in names):
+        return True
+    return _UNIVERSAL in names and _is_universal(folder)
 
 
 def holds(relative: str) -> bool:
@@ -62,26 +64,37 @@ def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for an unreadable file."""
     if _is_universal(folder):
         raise UnsupportedFormat(
-            folder, found="a universal checkpoint of DeepSpeed", needed="a checkpoint as DeepSpeed saves it",
+            folder,
+            found="a universal checkpoint of DeepSpeed",
+            needed="a checkpoint as DeepSpeed saves it",
             next_step="pass the folder that it was converted from, such as global_step500/",
-        )  # fmt: skip
-    names = os.listdir(folder)
-    models, optimizers = match_in_order(_MODEL, names), match_in_order(_OPTIMIZER, names)
-    parts = [
-        # A single file keeps its label, because other nodes may have more files.
-        (
-            os.path.join(folder, match.string),
-            match["label"] if _is_zero_partition(match) else choose_label(match, found),
-            is_optimizer,
         )
-        for found, is_optimizer in ((models, False), (optimizers, True))
-        for match in found
-    ]
-    whole = read_parts(folder, FORMAT, parts)
-    for found, pattern, what in ((models, _MODEL_PART, "model-parallel parts"), (optimizers, _ZERO_PART, "ZeRO parts")):
-        numbers = (tuple(map(int, one.groups())) for match in found if (one := pattern.fullmatch(match["label"])))
-        whole.notes += note_missing_parts(numbers, what)
-    if sum(match.string.startswith("zero_pp_rank_") for match in models) > 1:
-        whole.notes.append(Note.RANKS_IN_FOLDER())
+    names = os.listdir(folder)
+    models = match_in_order(_MODEL, names)
+    optimizers = match_in_order(_OPTIMIZER, names)
+    parts = _list_parts(folder, models, is_optimizer=False) + _list_parts(folder, optimizers, is_optimizer=True)
+    assembly = read_parts(folder, FORMAT, parts)
+
+    assembly.notes += note_missing_parts(_list_part_numbers(models, _MODEL_PART), "model-parallel parts")
+    assembly.notes += note_missing_parts(_list_part_numbers(optimizers, _ZERO_PART), "ZeRO parts")
+    rank_files = [match for match in models if match.string.startswith("zero_pp_rank_")]
+    if len(rank_files) > 1:
+        assembly.notes.append(Note.RANKS_IN_FOLDER())
     shards = frozenset(match["label"] for match in (*models, *optimizers) if _is_zero_partition(match))
-    return replace(whole.snapshot(), shard_labels=shards)
+    return replace(assembly.snapshot(), shard_labels=shards)
+
+
+def _list_parts(folder: str, matches: list[re.Match[str]], *, is_optimizer: bool) -> list[Part]:
+    """Return the files of one kind as parts of the checkpoint."""
+    parts = []
+    for match in matches:
+        # Other nodes may have more ZeRO partitions.
+        label = match["label"] if _is_zero_partition(match) else choose_label(match, matches)
+        parts.append(Part(os.path.join(folder, match.string), label, is_optimizer))
+    return parts
+
+
+def _list_part_numbers(matches: list[re.Match[str]], pattern: re.Pattern[str]) -> list[tuple[int, ...]]:
+    """Return the numbers in the labels that match a pattern."""
+    labels = [match["label"] for match in matches]
+    return [list_numbers(label) for label in labels if pattern.fullmatch(label)]

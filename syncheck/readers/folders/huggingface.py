@@ -17,11 +17,11 @@ from syncheck.messages import Note
 from syncheck.readers.assembly import Assembly, match_in_order
 from syncheck.readers.formats import read_file
 from syncheck.readers.pickles.optimizer_names import match_by_order
-from syncheck.readers.untrusted import parse_json_object, read_whole
+from syncheck.readers.untrusted import are_strings, parse_json_object, read_whole
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from syncheck.snapshots import Snapshot
 
@@ -59,29 +59,41 @@ def _read_index(path: str) -> Snapshot:
     other tensors than the index assigns to it.
     """
     folder = os.path.dirname(path)
-    weight_map = _weight_map(path)
-    whole = Assembly(folder, "")
-    tensors_in: dict[str, dict[str, None]] = {}  # in the order of the index
-    for tensor, name in weight_map.items():
-        tensors_in.setdefault(name, {})[tensor] = None
-    for name, listed in sorted(tensors_in.items()):
-        file = os.path.join(folder, name)
-        if not os.path.lexists(file):
-            first = next(iter(listed))
-            raise UnreadableFile(path, place=f"tensor '{first}'", found=f"the file {name} is missing", next_step=_AGAIN)
-        part = read_file(file)
-        for tensor in part.tensors:
-            if weight_map.get(tensor) != name:
-                other = weight_map.get(tensor)
-                assignment = f"the index assigns it to {other}" if other else "the index does not list it"
-                raise _malformed(path, tensor, f"it is in {name}, but {assignment}", "one file for each tensor")
-        for tensor in sorted(listed.keys() - part.tensors.keys()):
-            raise _malformed(path, tensor, f"it is not in {name}", f"{len(listed)} tensors in that file")
-        whole.add(part)
-    whole.bytes += os.stat(path).st_size
+    weight_map = _read_weight_map(path)
+    tensors_by_file: dict[str, list[str]] = {}
+    for tensor, file in weight_map.items():
+        tensors_by_file.setdefault(file, []).append(tensor)
+    assembly = Assembly(folder, "")
+    for file, tensors in sorted(tensors_by_file.items()):
+        file_path = os.path.join(folder, file)
+        if not os.path.lexists(file_path):
+            raise UnreadableFile(
+                path,
+                place=f"tensor '{tensors[0]}'",
+                found=f"the file {file} is missing",
+                next_step=_AGAIN,
+            )
+        part = read_file(file_path)
+        _check_assignment(path, file, part, weight_map)
+        for tensor in sorted(set(tensors).difference(part.tensors)):
+            raise _malformed(path, tensor, f"it is not in {file}", f"{len(tensors)} tensors in that file")
+        assembly.add(part)
+    assembly.bytes += os.stat(path).st_size
     # In the order of the index, which is the model's if the writer did not sort it.
-    whole.tensors = {tensor: whole.tensors[tensor] for tensor in weight_map}
-    return whole.snapshot()
+    assembly.tensors = {tensor: assembly.tensors[tensor] for tensor in weight_map}
+    return assembly.snapshot()
+
+
+def _check_assignment(path: str, file: str, part: Snapshot, weight_map: Mapping[str, str]) -> None:
+    """Raise MalformedFile if a file contains a tensor that the index does not assign to it. path: of the index."""
+    for tensor in part.tensors:
+        assigned_file = weight_map.get(tensor)
+        if assigned_file == file:
+            continue
+        assignment = "the index does not list it"
+        if assigned_file:
+            assignment = f"the index assigns it to {assigned_file}"
+        raise _malformed(path, tensor, f"it is in {file}, but {assignment}", "one file for each tensor")
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -92,26 +104,37 @@ def _read_json(path: str) -> dict[str, Any]:
         raise UnreadableFile.because(path, error) from None
 
 
-def _weight_map(path: str) -> dict[str, str]:
+def _read_weight_map(path: str) -> dict[str, str]:
     """Return the file of each tensor, after checking that all files are in the folder."""
     weight_map: Any = _read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not are_strings(list(weight_map.values())):
         raise MalformedFile(
-            path, place="weight_map", found=brief(weight_map), needed="a file name for each tensor", next_step=_AGAIN
+            path,
+            place="weight_map",
+            found=brief(weight_map),
+            needed="a file name for each tensor",
+            next_step=_AGAIN,
         )
-    for tensor, name in weight_map.items():
-        if not name or "\0" in name or os.path.isabs(name) or ".." in re.split(r"[/\\]", name):
-            raise _malformed(path, tensor, f"the file {brief(name)}", "a file in the folder of the index")
+    for tensor, file in weight_map.items():
+        if not _is_below(file):
+            raise _malformed(path, tensor, f"the file {brief(file)}", "a file in the folder of the index")
     return weight_map
 
 
-def _malformed(path: str, tensor: str, found: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=f"tensor '{tensor}'", found=found, needed=needed, next_step=_AGAIN)
+def _is_below(file: str) -> bool:
+    """Whether an untrusted path stays within the folder."""
+    if not file or "\0" in file or os.path.isabs(file):
+        return False
+    return ".." not in re.split(r"[/\\]", file)
+
+
+def _malformed(path: str, tensor: str, problem: str, needed: str) -> MalformedFile:
+    return MalformedFile(path, place=f"tensor '{tensor}'", found=problem, needed=needed, next_step=_AGAIN)
 
 
 def has_weights(names: Iterable[str]) -> bool:
     """Whether a folder's files include weights, as one file with a known name or with an index."""
-    return any(_WEIGHTS.fullmatch(name) or _INDEX.fullmatch(name) for name in names)
+    return any(_matches_any((_WEIGHTS, _INDEX), name) for name in names)
 
 
 def matches_folder(folder: str) -> bool:
@@ -122,16 +145,20 @@ def matches_folder(folder: str) -> bool:
     names = os.listdir(folder)
     if any(_INDEX.fullmatch(name) for name in names):
         return True
-    beside = any(pattern.fullmatch(name) for pattern in _BESIDE for name in names)
-    if _PROGRESS in names and beside:
+    has_other_states = any(_matches_any(_BESIDE, name) for name in names)
+    if has_other_states and _PROGRESS in names:
         return True
-    return has_weights(names) and (beside or not _COMPANIONS.isdisjoint(names))
+    has_companion = has_other_states or not _COMPANIONS.isdisjoint(names)
+    return has_companion and has_weights(names)
+
+
+def _matches_any(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def holds(relative: str) -> bool:
     """Whether a file belongs to this format. relative: its path below the folder."""
-    patterns = (_WEIGHTS, _SHARD, _INDEX, *_BESIDE)
-    return relative == _PROGRESS or any(pattern.fullmatch(relative) for pattern in patterns)
+    return relative == _PROGRESS or _matches_any((_WEIGHTS, _SHARD, _INDEX, *_BESIDE), relative)
 
 
 def read(folder: str, format_name: str = FORMAT) -> Snapshot:
@@ -140,103 +167,170 @@ def read(folder: str, format_name: str = FORMAT) -> Snapshot:
     Raises CheckpointError for an unreadable file.
     """
     names = sorted(os.listdir(folder))
-    whole = Assembly(folder, format_name)
-    in_model_order = _add_weights(whole, names)
-    for pattern, top in _BESIDE.items():
-        found = match_in_order(pattern, names)
-        for match in found:
-            # A single file of its kind gets no label, unless its number shows that files are missing: optimizer_1.bin
-            # is the second optimizer's, but a single file of RNG states may belong to any rank.
-            alone = len(found) == 1 and top not in _NUMBERED and (top in _OF_RANKS or not int(match[1] or 0))
-            # Among several files, the one without a number is the first, except rng_state.pth of a single process.
-            label = "" if alone else (match[1] or ("" if top == "rng_state" else "0"))
-            whole.add(read_file(os.path.join(folder, match.string)), _add_prefix(top, label))
+    assembly = Assembly(folder, format_name)
+    in_model_order = _add_weights(assembly, names)
+    for pattern, prefix in _BESIDE.items():
+        matches = match_in_order(pattern, names)
+        for match in matches:
+            label = _choose_label(prefix, match[1] or "", is_single=len(matches) == 1)
+            part = read_file(os.path.join(folder, match.string))
+            assembly.add(part, _make_rename(prefix, label))
     if in_model_order:
-        _name_parameters(whole)
+        _name_parameters(assembly)
     if _PROGRESS in names:
         state = _read_json(os.path.join(folder, _PROGRESS))
-        progress = {key: state.get(key) for key in ("global_step", "epoch")}
-        whole.values |= {key: value for key, value in progress.items() if isinstance(value, (int, float))}
-    return whole.snapshot()
+        for key in ("global_step", "epoch"):
+            if isinstance(state.get(key), (int, float)):
+                assembly.values[key] = state[key]
+    return assembly.snapshot()
 
 
-def _add_prefix(top: str, label: str) -> Callable[[str], str]:
+def _choose_label(prefix: str, number: str, *, is_single: bool) -> str:
+    """Return the label that distinguishes a file from others of its kind, or an empty text.
+
+    prefix: of the names of its kind.
+    number: in the name of the file, or empty.
+    """
+    if is_single and prefix not in _NUMBERED:
+        # A number shows that files are missing: optimizer_1.bin is the second optimizer's. But a single file of RNG
+        # states may belong to any rank.
+        is_first = not int(number or 0)
+        if is_first or prefix in _OF_RANKS:
+            return ""
+    if number or prefix == "rng_state":
+        return number  # empty for rng_state.pth, which belongs to a single process
+    # Among several files, the one without a number is the first.
+    return "0"
+
+
+def _make_rename(prefix: str, label: str = "") -> Callable[[str], str]:
     """Return a function that prefixes the names of a file.
 
-    top: the prefix, which names may already have. label: distinguishes the file from others of its kind, or is empty.
+    prefix: which names may already have.
+    label: distinguishes the file from others of its kind, or is empty.
     """
-    start = f"{top}.{label}" if label else top
+    start = prefix
+    if label:
+        start = f"{prefix}.{label}"
 
     def rename(name: str) -> str:
-        inner = name.removeprefix(f"{top}.")
-        return f"{start}.{inner}" if inner else start
+        inner = name.removeprefix(f"{prefix}.")
+        if not inner:
+            return start
+        return f"{start}.{inner}"
 
     return rename
 
 
-def _add_weights(whole: Assembly, names: list[str]) -> bool:
+def _add_weights(assembly: Assembly, names: list[str]) -> bool:
     """Add the weights of each model, and other files of weights below their file name.
 
     Returns whether the tensors are in the model's order; safetensors and indexes are sorted by name.
     """
-    slots = _choose_weights(names)
-    for slot, name in slots.items():
-        path = os.path.join(whole.folder, name)
-        part = _read_index(path) if _INDEX.fullmatch(name) else read_file(path)
-        # Accelerate numbers additional models: model.safetensors, model_1.safetensors. A numbered model is not the
-        # first, even if the first is missing.
-        first = slot == next(iter(slots)) and not ((one := _WEIGHTS.fullmatch(name)) and one["number"])
-        whole.add(part, str if first else _add_prefix(slot, ""))
-    used = {os.path.relpath(path, whole.folder) for path in {tensor.path for tensor in whole.tensors.values()}}
-    weights = {name for name in names if _WEIGHTS.fullmatch(name) or _SHARD.fullmatch(name)}
-    copies = _list_second_copies(whole.folder, names, slots)
-    for name in sorted(weights - used - set(slots.values())):
-        # Another copy of the weights, or a shard that is not in the index: libraries may load it instead.
-        whole.add(read_file(os.path.join(whole.folder, name)), _add_prefix(name, ""))
+    chosen_files = _choose_weights(names)
+    for model, name in chosen_files.items():
+        part = _read_weights(os.path.join(assembly.folder, name))
+        if model == next(iter(chosen_files)) and not _is_numbered(name):
+            assembly.add(part)
+        else:
+            assembly.add(part, _make_rename(model))
+    _add_further_weights(assembly, names, chosen_files)
+    if len(chosen_files) != 1:
+        return False
+    (name,) = chosen_files.values()
+    return _WEIGHTS.fullmatch(name) is not None and name.endswith(".bin")
+
+
+def _read_weights(path: str) -> Snapshot:
+    """Open a file of weights or an index."""
+    if _INDEX.fullmatch(os.path.basename(path)):
+        return _read_index(path)
+    return read_file(path)
+
+
+def _is_numbered(name: str) -> bool:
+    """Whether a file of weights has a number.
+
+    Accelerate numbers additional models: model.safetensors, model_1.safetensors. A numbered model is not the first,
+    even if the first is missing.
+    """
+    match = _WEIGHTS.fullmatch(name)
+    return match is not None and match["number"] is not None
+
+
+def _add_further_weights(assembly: Assembly, names: list[str], chosen_files: dict[str, str]) -> None:
+    """Add further copies of the weights, and shards that are not in the index: libraries may load them instead."""
+    paths = {tensor.path for tensor in assembly.tensors.values()}
+    read_names = {os.path.relpath(path, assembly.folder) for path in paths}
+    read_names.update(chosen_files.values())
+    weights = [name for name in sorted(names) if _matches_any((_WEIGHTS, _SHARD), name)]
+    copies = _list_second_copies(assembly.folder, names, chosen_files)
+    for name in weights:
+        if name in read_names:
+            continue
+        assembly.add(read_file(os.path.join(assembly.folder, name)), _make_rename(name))
         sentence = Note.SECOND_WEIGHTS if name in copies else Note.OTHER_WEIGHTS
-        whole.notes.append(sentence(file=name, others=", ".join(slots.values())))
-    return [bool(_WEIGHTS.fullmatch(name)) and name.endswith(".bin") for name in slots.values()] == [True]
+        assembly.notes.append(sentence(file=name, others=", ".join(chosen_files.values())))
 
 
-def _list_second_copies(folder: str, names: list[str], slots: dict[str, str]) -> set[str]:
+def _list_second_copies(folder: str, names: list[str], chosen_files: dict[str, str]) -> set[str]:
     """Return the files of weights in another format, or of another variant, of a model that is read."""
     copies: set[str] = set()
     for name in names:
-        slot = _find_slot(name)
-        if slot in slots and slots[slot] != name:
-            copies |= set(_weight_map(os.path.join(folder, name)).values()) if _INDEX.fullmatch(name) else {name}
+        model = _find_model(name)
+        if model not in chosen_files or chosen_files[model] == name:
+            continue
+        if _INDEX.fullmatch(name):
+            copies.update(_read_weight_map(os.path.join(folder, name)).values())
+        else:
+            copies.add(name)
     return copies
 
 
-def _find_slot(name: str) -> str | None:
+def _find_model(name: str) -> str | None:
     """Return the model of a file of weights or of an index; None for another file."""
-    if match := _INDEX.fullmatch(name):
-        return match["stem"].removeprefix("pytorch_")
-    if match := _WEIGHTS.fullmatch(name):
-        return match["stem"].removeprefix("pytorch_") + (match["number"] or "")
+    index = _INDEX.fullmatch(name)
+    if index is not None:
+        return index["stem"].removeprefix("pytorch_")
+    weights = _WEIGHTS.fullmatch(name)
+    if weights is not None:
+        return weights["stem"].removeprefix("pytorch_") + (weights["number"] or "")
     return None
 
 
-def _name_parameters(whole: Assembly) -> None:
+def _name_parameters(assembly: Assembly) -> None:
     """Use parameter names for the optimizer's states, if their order determines the names."""
-    groups = {name.split(".")[2] for name in whole.values if name.startswith("optimizer.param_groups.")}
-    found = match_by_order({name: tensor.shape for name, tensor in whole.tensors.items()}, len(groups))
-    full = {name: found.get(name, name) for name in whole.tensors}
-    whole.tensors = {full[name]: replace(tensor, name=full[name]) for name, tensor in whole.tensors.items()}
+    groups = {name.split(".")[2] for name in assembly.values if name.startswith("optimizer.param_groups.")}
+    shapes = {name: tensor.shape for name, tensor in assembly.tensors.items()}
+    new_names = match_by_order(shapes, len(groups))
+    tensors = {}
+    for name, tensor in assembly.tensors.items():
+        new_name = new_names.get(name, name)
+        tensors[new_name] = replace(tensor, name=new_name)
+    assembly.tensors = tensors
 
 
 def _choose_weights(names: list[str]) -> dict[str, str]:
     """Choose the file or index of each model. If both formats are present, choose safetensors, as transformers does."""
-    found: dict[str, tuple[int, int, str]] = {}
+    candidates: dict[str, list[str]] = {}
     for name in names:
-        slot = _find_slot(name)
-        if slot is None:
-            continue
-        index = _INDEX.fullmatch(name)
-        is_bin = name.endswith(".bin") or (index is not None and index["ending"] == "bin")
-        # A file precedes an index, as in transformers.PreTrainedModel.from_pretrained.
-        rank = 2 * is_bin + (index is not None)
-        # An index without a variant in its name precedes an index with a variant.
-        chosen = rank, len(name), name
-        found[slot] = min(found.get(slot, chosen), chosen)
-    return {slot: name for slot, (_, _, name) in sorted(found.items(), key=lambda item: (item[0] != "model", item[0]))}
+        model = _find_model(name)
+        if model is not None:
+            candidates.setdefault(model, []).append(name)
+    return {model: min(candidates[model], key=_preference) for model in sorted(candidates, key=_model_order)}
+
+
+def _preference(name: str) -> tuple[bool, bool, int, str]:
+    """Return the sort key of a file of weights or an index among those of the same model."""
+    index = _INDEX.fullmatch(name)
+    is_index = index is not None
+    is_bin = name.endswith(".bin")
+    if index is not None:
+        is_bin = index["ending"] == "bin"
+    # A file precedes an index, as in transformers.PreTrainedModel.from_pretrained. An index without a variant in its
+    # name precedes an index with a variant.
+    return is_bin, is_index, len(name), name
+
+
+def _model_order(model: str) -> tuple[bool, str]:
+    return model != "model", model

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from syncheck.errors import MalformedFile, UnreadableFile
-from syncheck.readers.assembly import choose_label, match_in_order, note_missing_parts, read_parts
+from syncheck.readers.assembly import Part, choose_label, list_numbers, match_in_order, note_missing_parts, read_parts
 
 if TYPE_CHECKING:
     from syncheck.snapshots import Snapshot
@@ -24,8 +24,11 @@ _FILES = {"model_optim_rng.pt": False, "model_rng.pt": False, "optim.pt": True, 
 
 def matches_folder(folder: str) -> bool:
     """Whether a folder contains a model-parallel rank's folder with Megatron's files."""
-    ranks = match_in_order(_FOLDER, os.listdir(folder))
-    return any(os.path.lexists(os.path.join(folder, rank.string, name)) for rank in ranks for name in _FILES)
+    for rank in match_in_order(_FOLDER, os.listdir(folder)):
+        for name in _FILES:
+            if os.path.lexists(os.path.join(folder, rank.string, name)):
+                return True
+    return False
 
 
 def holds(relative: str) -> bool:
@@ -37,26 +40,31 @@ def holds(relative: str) -> bool:
 def read(folder: str) -> Snapshot:
     """Open the folder as one checkpoint. Raises CheckpointError for an unreadable file, or a rank without files."""
     ranks = match_in_order(_FOLDER, os.listdir(folder))
-    parts = [
-        (os.path.join(folder, rank.string, name), choose_label(rank, ranks), _FILES[name])
-        for rank in ranks
-        for name in _list_files(os.path.join(folder, rank.string))
-    ]
-    whole = read_parts(folder, FORMAT, parts)
-    whole.notes += note_missing_parts(
-        (tuple(map(int, rank["numbers"].split("_"))) for rank in ranks), "model-parallel parts"
-    )
-    return whole.snapshot()
+    parts: list[Part] = []
+    numbers: list[tuple[int, ...]] = []
+    for rank in ranks:
+        label = choose_label(rank, ranks)
+        rank_folder = os.path.join(folder, rank.string)
+        for name in _list_files(rank_folder):
+            parts.append(Part(os.path.join(rank_folder, name), label, _FILES[name]))
+        numbers.append(list_numbers(rank["numbers"]))
+    assembly = read_parts(folder, FORMAT, parts)
+    assembly.notes += note_missing_parts(numbers, "model-parallel parts")
+    return assembly.snapshot()
 
 
-def _list_files(rank: str) -> list[str]:
+def _list_files(rank_folder: str) -> list[str]:
     """Return Megatron's files in the folder of a rank. Raises MalformedFile if it has no such file."""
     try:
-        names = set(os.listdir(rank))
+        present_names = set(os.listdir(rank_folder))
     except OSError as error:
-        raise UnreadableFile.because(rank, error) from None
-    found = [name for name in _FILES if name in names]
-    if not found:
-        again = "the save did not finish, or the copy is not complete: save or copy the whole folder again"
-        raise MalformedFile(rank, found="no file of this rank", needed=f"one of {', '.join(_FILES)}", next_step=again)
-    return found
+        raise UnreadableFile.because(rank_folder, error) from None
+    names = [name for name in _FILES if name in present_names]
+    if not names:
+        raise MalformedFile(
+            rank_folder,
+            found="no file of this rank",
+            needed=f"one of {', '.join(_FILES)}",
+            next_step="the save did not finish, or the copy is not complete: save or copy the whole folder again",
+        )
+    return names

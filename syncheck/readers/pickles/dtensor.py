@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from syncheck.messages import Refusal
+from syncheck.readers import untrusted
 from syncheck.readers.pickles.stand_ins import (
     Compound,
     DTypeName,
@@ -29,43 +30,91 @@ from syncheck.readers.pickles.stand_ins import (
 from syncheck.snapshots import Sharding, are_naturals, contiguous_strides
 from syncheck.text import brief
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 # Limit of ranks in a mesh. The largest published runs have up to a hundred thousand.
 _MAX_RANKS = 1 << 17
 # Limit of process groups in a file. FSDP1 has a single group, or one for each wrapped module.
 _MAX_GROUPS = 64
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
-# Sizes, ranks, coordinate, names, and this rank's coordinates in the other dimensions of the root mesh.
-Mesh = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[str, ...], tuple[tuple[str, int], ...]]
+
+class _Mesh(NamedTuple):
+    """A DeviceMesh, and the position of this rank in it."""
+
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """In C order."""
+    coordinate: tuple[int, ...]
+    names: tuple[str, ...]
+    """Empty for unnamed dimensions."""
+    root_coordinate: tuple[tuple[str, int], ...]
+    """Names and coordinates of the dimensions of the root mesh that are not part of this mesh."""
+
+
+class _Dim(NamedTuple):
+    """A mesh dimension as a nested layout: sizes, and strides through the list of ranks."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Position(NamedTuple):
+    """The position of a rank in a process group, and the number of ranks in the group."""
+
+    group_rank: int
+    rank: int
+    group_size: int
+
+
+class _Box(NamedTuple):
+    """The position of a shard in its tensor, in elements."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 class _Unknown(Exception):
     """The pickle describes a DTensor in an unknown way, so its tensor is counted but not compared."""
 
 
+def _require(condition: bool) -> None:
+    """Raise _Unknown unless a condition holds."""
+    if not condition:
+        raise _Unknown
+
+
 def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> Any:
     """Rebuild a tensor subclass: the local tensor of a DTensor, or the single tensor within another subclass."""
-    attributes = attributes_of(state)
-    if isinstance(kind, type) and getattr(kind, "name", "").endswith(".DTensor"):
-        own = {name: attributes.pop(name) for name in ("_local_tensor", "_spec") if name in attributes}
-        try:
-            tensor = _read_local_tensor(args, own)
-        except _Unknown:
-            tensor = refused_tensor(Refusal.SHARDED_DTENSOR())
-        return Compound.wrap(tensor, attributes, *own.values())
-    if isinstance(kind, type) and getattr(kind, "name", "") == SHARDED_TENSOR:
-        try:
-            tensor = _read_chunk(kind, args, state)
-        except _Unknown:
-            tensor = refused_tensor(Refusal.SHARDED_TENSOR())
-        return Compound.wrap(tensor, None, state)
+    kind_name = getattr(kind, "name", "")
+    if isinstance(kind, type) and kind_name.endswith(".DTensor"):
+        return _rebuild_dtensor(args, attributes_of(state))
+    if isinstance(kind, type) and kind_name == SHARDED_TENSOR:
+        return _rebuild_sharded_tensor(kind, args, state)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         return _add_state(call(*args), state)
     reason = Refusal.SUBCLASS(name=brief(getattr(kind, "name", kind), 80))
     return tensor_in_parts(reason, {"class": kind, "given": args, "state": state})
+
+
+def _rebuild_dtensor(args: Any, attributes: dict[Any, Any]) -> Compound:
+    """Return the local tensor of a DTensor with the further attributes of the DTensor."""
+    replaced = {}
+    for name in ("_local_tensor", "_spec"):
+        if name in attributes:
+            replaced[name] = attributes.pop(name)
+    try:
+        tensor = _read_local_tensor(args, replaced.get("_local_tensor"), replaced.get("_spec"))
+    except _Unknown:
+        tensor = refused_tensor(Refusal.SHARDED_DTENSOR())
+    return Compound.wrap(tensor, attributes, *replaced.values())
+
+
+def _rebuild_sharded_tensor(kind: Any, args: Any, state: Any) -> Compound:
+    """Return the local shard of a ShardedTensor."""
+    try:
+        tensor = _read_local_shard(kind, args, state)
+    except _Unknown:
+        tensor = refused_tensor(Refusal.SHARDED_TENSOR())
+    return Compound.wrap(tensor, None, state)
 
 
 def _add_state(tensor: Any, state: Any) -> Any:
@@ -73,24 +122,43 @@ def _add_state(tensor: Any, state: Any) -> Any:
     if not state or not isinstance(tensor, TensorLocation):
         return tensor
     compound = Compound.wrap(tensor, state)
-    return compound.in_parts() if tensor.refused == Refusal.WRAPPER() else compound
+    if tensor.refused == Refusal.WRAPPER():
+        return compound.in_parts()
+    return compound
 
 
-def _read_local_tensor(args: Any, parts: Mapping[str, Any]) -> TensorLocation:
-    """Return the local tensor with its sharding. args: class, dtype, full shape, ..."""
-    local, spec = parts.get("_local_tensor"), parts.get("_spec")
-    if not isinstance(local, TensorLocation) or local.refused or not isinstance(args, tuple) or len(args) < 3:
-        raise _Unknown
-    mesh, placed = _get_field(spec, "mesh"), _get_field(spec, "placements")
-    if not isinstance(mesh, Inert) or not isinstance(placed, (tuple, list)):
-        raise _Unknown
-    if mesh.known is None:  # all tensors of a file share their mesh
-        mesh.known = _read_mesh(mesh)
-    sizes, ranks, coordinate, names, beside = mesh.known
-    placements = _apply_order(tuple(map(_format_placement, placed)), sizes, _get_field(spec, "shard_order"))
-    if len(placements) != len(sizes):
-        raise _Unknown
-    return local.as_shard(Sharding(sizes, ranks, placements, _check_numbers(args[2]), names, coordinate, beside))
+def _read_local_tensor(args: Any, local: Any, spec: Any) -> TensorLocation:
+    """Return the local tensor with its sharding.
+
+    args: class, dtype, full shape, ...
+    local: the local tensor.
+    spec: the DTensorSpec.
+    """
+    _require(isinstance(local, TensorLocation) and not local.refused)
+    _require(isinstance(args, tuple) and len(args) >= 3)
+    pickled_mesh = _get_field(spec, "mesh")
+    pickled_placements = _get_field(spec, "placements")
+    _require(isinstance(pickled_mesh, Inert))
+    _require(isinstance(pickled_placements, (tuple, list)))
+    # All tensors of a file share their mesh.
+    if pickled_mesh.interpretation is None:
+        pickled_mesh.interpretation = _read_mesh(pickled_mesh)
+    mesh: _Mesh = pickled_mesh.interpretation
+    placements = tuple(_format_placement(placement) for placement in pickled_placements)
+    placements = _apply_order(placements, mesh.sizes, _get_field(spec, "shard_order"))
+    _require(len(placements) == len(mesh.sizes))
+    full_shape = _check_numbers(args[2])
+    sharding = Sharding(
+        mesh.sizes,
+        mesh.ranks,
+        placements,
+        full_shape,
+        names=mesh.names,
+        coordinate=mesh.coordinate,
+        beside=mesh.root_coordinate,
+    )
+    tensor: TensorLocation = local.as_shard(sharding)
+    return tensor
 
 
 def _format_placement(placement: Any) -> str:
@@ -100,56 +168,82 @@ def _format_placement(placement: Any) -> str:
         return "R"
     if name.endswith("Partial"):
         operation = _get_field(placement, "reduce_op")
-        return f"P({operation})" if isinstance(operation, str) else "P"
+        if isinstance(operation, str):
+            return f"P({operation})"
+        return "P"
     dim = _get_field(placement, "dim")
-    if type(dim) is not int or name not in ("Shard", "_StridedShard"):
-        raise _Unknown
-    return f"S({dim})" if name == "Shard" else f"_S({dim}, {brief(_get_field(placement, 'split_factor'))})"
+    _require(type(dim) is int)
+    _require(name in ("Shard", "_StridedShard"))
+    if name == "Shard":
+        return f"S({dim})"
+    split_factor = brief(_get_field(placement, "split_factor"))
+    return f"_S({dim}, {split_factor})"
 
 
 def _apply_order(placements: tuple[str, ...], sizes: tuple[int, ...], order: Any) -> tuple[str, ...]:
     """Write an explicit order of splits, which torch 2.10 and newer store, as strided shards.
 
-    The split factor is the number of ranks of mesh dimensions to the right that are split earlier. order: pairs of a
-    tensor dimension and its mesh dimensions in order; None for strided shards, and in older files.
+    order: pairs of a tensor dimension and its mesh dimensions in order; None for strided shards, and in older files.
     """
-    changed = list(placements)
-    for entry in order if isinstance(order, tuple) else ():
-        given = entry.given if isinstance(entry, Inert) else ()
-        if len(given) != 2 or type(given[0]) is not int:
-            raise _Unknown
-        mesh_dims = _check_numbers(given[1])
+    if not isinstance(order, tuple):
+        return placements
+    strided = list(placements)
+    for pickled_pair in order:
+        _require(isinstance(pickled_pair, Inert))
+        _require(len(pickled_pair.arguments) == 2)
+        tensor_dim, pickled_dims = pickled_pair.arguments
+        _require(type(tensor_dim) is int)
+        mesh_dims = _check_numbers(pickled_dims)
         for i, mesh_dim in enumerate(mesh_dims):
-            factor = math.prod(sizes[earlier] for earlier in mesh_dims[:i] if mesh_dim < earlier < len(sizes))
-            if mesh_dim >= len(changed) or changed[mesh_dim] != f"S({given[0]})":
-                raise _Unknown
-            if factor > 1:
-                changed[mesh_dim] = f"_S({given[0]}, {factor})"
-    return tuple(changed)
+            _require(mesh_dim < len(strided))
+            _require(strided[mesh_dim] == f"S({tensor_dim})")
+            split_factor = _compute_split_factor(mesh_dim, mesh_dims[:i], sizes)
+            if split_factor > 1:
+                strided[mesh_dim] = f"_S({tensor_dim}, {split_factor})"
+    return tuple(strided)
 
 
-def _read_mesh(mesh: Inert) -> Mesh:
+def _compute_split_factor(mesh_dim: int, earlier_dims: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Return the number of ranks of the mesh dimensions to the right of a dimension that are split before it."""
+    split_factor = 1
+    for earlier_dim in earlier_dims:
+        if mesh_dim < earlier_dim < len(sizes):
+            split_factor *= sizes[earlier_dim]
+    return split_factor
+
+
+def _read_mesh(mesh: Inert) -> _Mesh:
     """Return the layout of a DeviceMesh, and this rank's coordinates in its root mesh."""
     tensor = _get_field(mesh, "mesh")
     if isinstance(tensor, TensorLocation):
-        sizes, ranks = tensor.shape, _check_numbers(_get_field(mesh, "_flatten_mesh_list"))
+        sizes = tensor.shape
+        ranks = _check_numbers(_get_field(mesh, "_flatten_mesh_list"))
     else:
         sizes, ranks = _read_layout(mesh)
     coordinate = _read_coordinate(mesh, sizes)
     names = _read_names(mesh)
-    if math.prod(sizes) != len(ranks) or len(set(ranks)) < len(ranks) or len(names) not in (0, len(sizes)):
-        raise _Unknown
-    beside: tuple[tuple[str, int], ...] = ()
-    if isinstance(root := _get_field(mesh, "_root_mesh"), Inert):
-        at = _check_numbers(_get_field(root, "_coordinate_on_dim"))
-        beside = tuple(one for one in zip(_read_names(root), at, strict=False) if one[0] not in names)
-    return tuple(sizes), ranks, coordinate, names, beside
+    _require(math.prod(sizes) == len(ranks))
+    _require(len(set(ranks)) == len(ranks))
+    _require(len(names) in (0, len(sizes)))
+    return _Mesh(tuple(sizes), ranks, coordinate, names, _read_root_coordinate(mesh, names))
+
+
+def _read_root_coordinate(mesh: Inert, names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    """Return this rank's coordinates in the dimensions of the root mesh that are not dimensions of the mesh.
+
+    names: of the dimensions of the mesh.
+    """
+    root = _get_field(mesh, "_root_mesh")
+    if not isinstance(root, Inert):
+        return ()
+    coordinate = _check_numbers(_get_field(root, "_coordinate_on_dim"))
+    named_coordinate = zip(_read_names(root), coordinate, strict=False)
+    return tuple((name, index) for name, index in named_coordinate if name not in names)
 
 
 def _read_names(mesh: Inert) -> tuple[str, ...]:
     names = _get_field(mesh, "mesh_dim_names", "_mesh_dim_names") or ()
-    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise _Unknown
+    _require(untrusted.are_strings(names))
     return tuple(names)
 
 
@@ -158,117 +252,195 @@ def _read_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
     all_ranks = _check_numbers(_get_field(mesh, "_flatten_rank_map"))
     axes = _list_axes(mesh)
     sizes = tuple(len(axis) for axis in axes)
-    start, root = 0, _get_field(mesh, "_root_mesh")
+    start = 0
+    root = _get_field(mesh, "_root_mesh")
     if isinstance(root, Inert):
         # The root mesh is divided into equal submeshes. This rank's submesh starts at the rank's position in the root
         # mesh minus its position in the submesh.
         start = _find_position(root, _list_axes(root)) - _find_position(mesh, axes)
-    elif math.prod(sizes) != len(all_ranks):
-        raise _Unknown
-    at = [start + sum(steps) for steps in product(*axes)]
-    if min(at) < 0 or max(at) >= len(all_ranks):
-        raise _Unknown
-    return sizes, tuple(all_ranks[position] for position in at)
+    else:
+        _require(math.prod(sizes) == len(all_ranks))
+    positions = [start + sum(steps) for steps in product(*axes)]
+    _require(min(positions) >= 0)
+    _require(max(positions) < len(all_ranks))
+    return sizes, tuple(all_ranks[position] for position in positions)
 
 
 def _find_position(mesh: Inert, axes: list[list[int]]) -> int:
-    return sum(axis[i] for axis, i in zip(axes, _read_coordinate(mesh, tuple(map(len, axes))), strict=True))
+    """Return the position of this rank in the list of ranks, relative to the start of the mesh."""
+    sizes = tuple(len(axis) for axis in axes)
+    position = 0
+    for axis, index in zip(axes, _read_coordinate(mesh, sizes), strict=True):
+        position += axis[index]
+    return position
 
 
 def _list_axes(mesh: Inert) -> list[list[int]]:
     """List the steps of each mesh dimension through the list of ranks."""
-    layout = _get_field(mesh, "_layout")
-    flat = _get_field(layout, "axes")
-    if flat is not None:
-        pairs = [(_get_field(axis, "shape"), _get_field(axis, "stride")) for axis in _as_list(flat)]
-    else:  # until torch 2.12, one layout for all dimensions, each of which can be nested
-        shape, stride = (_as_list(_get_field(layout, name)) for name in ("shape", "stride"))
-        if len(shape) != len(stride):
-            raise _Unknown
-        pairs = list(zip(shape, stride, strict=True))
-    dims = [(_check_numbers(_as_list(shape)), _check_numbers(_as_list(stride))) for shape, stride in pairs]
-    if any(len(shape) != len(stride) for shape, stride in dims):
-        raise _Unknown
-    if not 0 < math.prod(size for shape, _ in dims for size in shape) <= _MAX_RANKS:
-        raise _Unknown
-    within = [[[i * step for i in range(n)] for n, step in zip(*dim, strict=True)] for dim in dims]
-    return [[sum(steps) for steps in product(*steps_of_dim)] for steps_of_dim in within]
+    dims = _read_dims(_get_field(mesh, "_layout"))
+    for dim in dims:
+        _require(len(dim.sizes) == len(dim.strides))
+    # A file of a few bytes could otherwise claim any number of steps.
+    size = math.prod(math.prod(dim.sizes) for dim in dims)
+    _require(0 < size <= _MAX_RANKS)
+    return [_list_steps(dim) for dim in dims]
+
+
+def _read_dims(layout: Any) -> list[_Dim]:
+    """Return the dimensions of a mesh layout, whose sizes and strides are not compared yet."""
+    axes = _get_field(layout, "axes")
+    if axes is not None:
+        return [_make_dim(_get_field(axis, "shape"), _get_field(axis, "stride")) for axis in _as_list(axes)]
+    # Until torch 2.12, one layout had the shapes and strides of all dimensions.
+    shapes = _as_list(_get_field(layout, "shape"))
+    strides = _as_list(_get_field(layout, "stride"))
+    _require(len(shapes) == len(strides))
+    return [_make_dim(shape, stride) for shape, stride in zip(shapes, strides, strict=True)]
+
+
+def _make_dim(shape: Any, stride: Any) -> _Dim:
+    """Return a dimension. shape, stride: a number each, or several numbers if the layout is nested."""
+    return _Dim(_check_numbers(_as_list(shape)), _check_numbers(_as_list(stride)))
+
+
+def _list_steps(dim: _Dim) -> list[int]:
+    """List the steps from the start of a dimension to each of its indices, in C order of a nested layout."""
+    steps = [0]
+    for size, stride in zip(dim.sizes, dim.strides, strict=True):
+        longer_steps: list[int] = []
+        for step in steps:
+            longer_steps += [step + i * stride for i in range(size)]
+        steps = longer_steps
+    return steps
 
 
 def _read_coordinate(mesh: Inert, sizes: tuple[int, ...]) -> tuple[int, ...]:
     coordinate = _check_numbers(_get_field(mesh, "_coordinate_on_dim"))
-    if len(coordinate) != len(sizes) or any(at >= size for at, size in zip(coordinate, sizes, strict=True)):
-        raise _Unknown
+    _require(len(coordinate) == len(sizes))
+    for index, size in zip(coordinate, sizes, strict=True):
+        _require(index < size)
     return coordinate
 
 
-def _read_chunk(kind: Any, args: Any, state: Any) -> TensorLocation:
+def _read_local_shard(kind: Any, args: Any, state: Any) -> TensorLocation:
     """Return this rank's shard of a ShardedTensor, with the sharding of a DTensor on a mesh of one dimension.
 
     FSDP1 splits dimension 0 like `torch.chunk`, and ranks beyond the last chunk have no local shard
     (torch/distributed/fsdp/_shard_utils.py). Other layouts are unknown.
-    args: class, dtype, full shape, ... state: local shards, metadata, process group, ...
+    kind: the class in this file.
+    args: class, dtype, full shape, ...
+    state: local shards, metadata, process group, ...
     """
-    if not isinstance(args, tuple) or len(args) < 3 or not isinstance(state, tuple) or len(state) < 3:
-        raise _Unknown
-    shape, (local, metadata, group) = check_sizes(args[2]), state[:3]
-    listed = _get_field(metadata, "shards_metadata")
+    _require(isinstance(args, tuple) and len(args) >= 3)
+    _require(isinstance(state, tuple) and len(state) >= 3)
+    shape = check_sizes(args[2])
+    local_shards, metadata, process_group = state[:3]
+    all_shards = _get_field(metadata, "shards_metadata")
+    position = _read_position(process_group)
+    _require(len(shape) > 0 and shape[0] > 0)
+    _require(position.group_rank < position.group_size)
+    _require(isinstance(local_shards, list))
+    _require(isinstance(all_shards, list))
+
+    rows_per_shard = _divide_up(shape[0], position.group_size)
+    shard_count = _divide_up(shape[0], rows_per_shard)
+    has_shard = position.group_rank < shard_count
+    _require(len(all_shards) == shard_count)
+    _require(len(local_shards) == has_shard)
+
+    first_rank, last_rank = _check_numbers([_read_rank(all_shards[0]), _read_rank(all_shards[-1])])
+    known_positions = ((0, first_rank), (shard_count - 1, last_rank), (position.group_rank, position.rank))
+    ranks = _list_group(kind, position.group_size, known_positions)
+
+    start = position.group_rank * rows_per_shard
+    rows = min(max(shape[0] - start, 0), rows_per_shard)
+    box = _Box((start, *[0] * len(shape[1:])), (rows, *shape[1:]))
+    tensor = _make_empty_tensor(args[1], box.shape)
+    if has_shard:
+        tensor = _read_shard_tensor(local_shards[0], box)
+    sharding = Sharding((position.group_size,), ranks, ("S(0)",), shape, coordinate=(position.group_rank,))
+    return tensor.as_shard(sharding)
+
+
+def _read_position(process_group: Any) -> _Position:
+    """Return this rank's position in a process group."""
     fields = ("local_rank", "global_rank", "local_world_size")
-    at, rank, world = _check_numbers([_get_field(group, field) for field in fields])
-    if not shape or not shape[0] or at >= world or not isinstance(local, list) or not isinstance(listed, list):
-        raise _Unknown
-    rows = -(-shape[0] // world)
-    count = -(-shape[0] // rows)
-    start, size = at * rows, (min(max(shape[0] - at * rows, 0), rows), *shape[1:])
-    if len(listed) != count or len(local) != (at < count):
-        raise _Unknown
-    ends = _check_numbers([_get_field(_get_field(one, "placement"), "_rank") for one in (listed[0], listed[-1])])
-    ranks = _list_group(kind, world, ((0, ends[0]), (count - 1, ends[1]), (at, rank)))
-    if local:
-        tensor, own = (_get_field(local[0], field) for field in ("tensor", "metadata"))
-        place = [_check_numbers(_get_field(own, f"shard_{field}")) for field in ("offsets", "sizes")]
-        if place != [(start, *[0] * len(shape[1:])), size]:
-            raise _Unknown
-    else:
-        dtype = args[1].dtype if isinstance(args[1], DTypeName) else None
-        tensor = TensorLocation(None, dtype, 0, size, contiguous_strides(size), data=b"")
-    if not isinstance(tensor, TensorLocation) or tensor.refused or tensor.sharding or tensor.shape != size:
-        raise _Unknown
-    return tensor.as_shard(Sharding((world,), ranks, ("S(0)",), shape, (), (at,)))
+    return _Position(*_check_numbers([_get_field(process_group, field) for field in fields]))
 
 
-def _list_group(kind: Any, world: int, known: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+def _read_rank(shard_metadata: Any) -> Any:
+    """Return the rank that a shard belongs to, which is not checked yet."""
+    return _get_field(_get_field(shard_metadata, "placement"), "_rank")
+
+
+def _read_shard_tensor(shard: Any, box: _Box) -> TensorLocation:
+    """Return the tensor of a local shard, if it is the expected box of the full tensor."""
+    tensor = _get_field(shard, "tensor")
+    metadata = _get_field(shard, "metadata")
+    start = _check_numbers(_get_field(metadata, "shard_offsets"))
+    shape = _check_numbers(_get_field(metadata, "shard_sizes"))
+    _require(box == (start, shape))
+    _require(isinstance(tensor, TensorLocation))
+    _require(not tensor.refused)
+    _require(tensor.sharding is None)
+    _require(tensor.shape == box.shape)
+    location: TensorLocation = tensor
+    return location
+
+
+def _make_empty_tensor(dtype_name: Any, shape: tuple[int, ...]) -> TensorLocation:
+    """Return the tensor of a rank that has no shard. shape: with 0 rows."""
+    dtype = None
+    if isinstance(dtype_name, DTypeName):
+        dtype = dtype_name.dtype
+    return TensorLocation(None, dtype, 0, shape, contiguous_strides(shape), data=b"")
+
+
+def _divide_up(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def _list_group(kind: Any, group_size: int, known_positions: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     """List the ranks of a process group, which have equal distances.
 
-    kind: the class in this file, which keeps the lists of all groups. known: positions in the group and their ranks.
+    kind: the class in this file, which keeps the lists of all groups.
+    known_positions: positions in the group and their ranks; the first is position 0.
     """
-    first, (at, last) = known[0][1], max(known)
-    step = max((last - first) // max(at, 1), 1)
-    if world > _MAX_RANKS or any(rank != first + at * step for at, rank in known):
-        raise _Unknown
-    kind.known = kind.known or {}
-    if (first, step, world) not in kind.known:
-        if len(kind.known) == _MAX_GROUPS:
-            raise _Unknown
-        kind.known[first, step, world] = tuple(range(first, first + world * step, step))
-    ranks: tuple[int, ...] = kind.known[first, step, world]
-    return ranks
+    first_rank = known_positions[0][1]
+    last_index, last_rank = max(known_positions)
+    distance = max((last_rank - first_rank) // max(last_index, 1), 1)
+    _require(group_size <= _MAX_RANKS)
+    for index, rank in known_positions:
+        _require(rank == first_rank + index * distance)
+    if kind.interpretation is None:
+        kind.interpretation = {}
+    groups: dict[tuple[int, int, int], tuple[int, ...]] = kind.interpretation
+    key = (first_rank, distance, group_size)
+    if key not in groups:
+        _require(len(groups) < _MAX_GROUPS)
+        groups[key] = tuple(range(first_rank, first_rank + group_size * distance, distance))
+    return groups[key]
 
 
 def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    return [value]
 
 
 def _check_numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (tuple, list)) or len(value) > _MAX_RANKS or not are_naturals(value):
-        raise _Unknown
+    _require(isinstance(value, (tuple, list)))
+    _require(len(value) <= _MAX_RANKS)
+    _require(are_naturals(value))
     return tuple(value)
 
 
 def _get_field(pickled: Any, *names: str) -> Any:
     """Return the first of the named attributes that an inert object has, or None."""
-    for given in pickled.given if isinstance(pickled, Inert) else ():
-        attributes = attributes_of(given)
+    if not isinstance(pickled, Inert):
+        return None
+    for argument in pickled.arguments:
+        attributes = attributes_of(argument)
         for name in names:
             if name in attributes:
                 return attributes[name]

@@ -30,7 +30,9 @@ def to_plain(value: Any) -> Any:
     """Return a value for comparing and printing: integers beyond the range of floats become hexadecimal text."""
     if isinstance(value, complex):
         return complex(value)  # without the stand-in's hash
-    return Huge(hex(value)) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return Huge(hex(value))
+    return value
 
 
 def to_text(key: Any) -> str:
@@ -38,14 +40,17 @@ def to_text(key: Any) -> str:
 
     Sets are sorted, and other objects are printed as their type, because addresses differ between ranks.
     """
-    return key if isinstance(key, str) else _write(key, [_MOST_PARTS], 0)
+    if isinstance(key, str):
+        return key
+    return _Writer().write(key)
 
 
 def sort_key(part: Any) -> str:
     """Return a sort key for an element of a set that is equal on all ranks."""
     if isinstance(part, TensorLocation):
-        return f"<{part.dtype and part.dtype.name} {part.shape}>"
-    return _write(part, [_MOST_PARTS], 0)
+        dtype_name = part.dtype and part.dtype.name
+        return f"<{dtype_name} {part.shape}>"
+    return _Writer().write(part)
 
 
 def _list_arguments(key: Inert) -> list[Any]:
@@ -54,37 +59,65 @@ def _list_arguments(key: Inert) -> list[Any]:
     Returns nothing if this is not a few plain values: an object such as a module may have parts without end.
     """
     arguments: list[Any] = []
-    for argument in key.given:
-        # The state of an object is a dictionary of its attributes.
-        arguments += argument.items() if isinstance(argument, dict) else [argument]
+    for argument in key.arguments:
+        if isinstance(argument, dict):
+            # The state of an object is a dictionary of its attributes.
+            arguments += argument.items()
+        else:
+            arguments.append(argument)
     if key.items or len(arguments) > _MOST_ARGUMENTS:
         return []
 
-    for argument in arguments:
-        parts = argument if isinstance(argument, tuple) else (argument,)
-        if not all(isinstance(part, _PLAIN) for part in parts):
-            return []
-    return arguments
+    are_plain = all(_is_plain(argument) for argument in arguments)
+    return arguments if are_plain else []
 
 
-def _write(value: Any, left: list[int], depth: int) -> str:
-    left[0] -= 1
-    if left[0] < 0 or depth > _MOST_DEEP:
-        raise UnboundedKey
-    if isinstance(value, (tuple, list, set, frozenset)):
-        parts = [_write(part, left, depth + 1) for part in value]
-        if isinstance(value, tuple):
-            return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
-        if isinstance(value, list):
-            return f"[{', '.join(parts)}]"
-        inside = f"{{{', '.join(sorted(parts))}}}" if parts else ""
-        return f"frozenset({inside})" if isinstance(value, frozenset) else inside or "set()"
-    if isinstance(value, Inert):
-        arguments = _list_arguments(value)
-        inside = ", ".join(_write(argument, left, depth + 1) for argument in arguments)
-        return f"<{value.name}({inside})>" if arguments else f"<{value.name}>"
-    if isinstance(value, int):
-        return str(to_plain(value))
-    if isinstance(value, (str, bytes, bytearray, float, complex, type(None))):
-        return repr(value)
-    return f"<{getattr(value, 'name', '') or type(value).__name__}>"
+def _is_plain(argument: Any) -> bool:
+    """Whether an argument is a plain value, or a tuple of plain values."""
+    if isinstance(argument, tuple):
+        return all(isinstance(part, _PLAIN) for part in argument)
+    return isinstance(argument, _PLAIN)
+
+
+class _Writer:
+    """Writes one key as text. Raises UnboundedKey for a key with too many parts."""
+
+    def __init__(self) -> None:
+        self._remaining_parts = _MOST_PARTS
+
+    def write(self, value: Any, depth: int = 0) -> str:
+        """Return a part of the key as text. depth: the number of containers around it."""
+        self._remaining_parts -= 1
+        if self._remaining_parts < 0 or depth > _MOST_DEEP:
+            raise UnboundedKey
+        if isinstance(value, (tuple, list, set, frozenset)):
+            return _write_container(value, [self.write(part, depth + 1) for part in value])
+        if isinstance(value, Inert):
+            arguments = [self.write(argument, depth + 1) for argument in _list_arguments(value)]
+            return _write_object(value, arguments)
+        if isinstance(value, int):
+            return str(to_plain(value))
+        if isinstance(value, (str, bytes, bytearray, float, complex, type(None))):
+            return repr(value)
+        type_name = getattr(value, "name", "") or type(value).__name__
+        return f"<{type_name}>"
+
+
+def _write_container(container: Any, parts: list[str]) -> str:
+    """Return a container as `repr` does, with the elements of a set in order. parts: the texts of the elements."""
+    if isinstance(container, tuple):
+        # A tuple of one element ends with a comma.
+        end = ",)" if len(parts) == 1 else ")"
+        return f"({', '.join(parts)}{end}"
+    if isinstance(container, list):
+        return f"[{', '.join(parts)}]"
+    elements = ", ".join(sorted(parts))
+    if isinstance(container, frozenset):
+        return f"frozenset({{{elements}}})" if parts else "frozenset()"
+    return f"{{{elements}}}" if parts else "set()"
+
+
+def _write_object(value: Inert, arguments: list[str]) -> str:
+    if not arguments:
+        return f"<{value.name}>"
+    return f"<{value.name}({', '.join(arguments)})>"

@@ -11,12 +11,12 @@ Opcodes: pickletools.py of Python 3.11 to 3.14, protocols 0 to 5.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.readers import untrusted
+from syncheck.readers.pickles.checks import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,6 +47,12 @@ _RUN = re.compile(
 _COUNTED = dict.fromkeys(b"UC\x8a\x8c", 1) | dict.fromkeys(b"TXB\x8b", 4) | dict.fromkeys(b"\x8d\x8e\x96", 8)
 # Integers: different integers of more than 64 bits can have the same hash.
 _LONG = b"\x8a\x8bIL"
+_BYTES = b"B\x8e\x96"
+# Opcodes that create keys that may take long to hash: tuples, frozensets, and integers in decimal digits.
+_SLOW = b"t\x85\x86\x87\x91IL"
+# Opcodes that store an object under a memo index: in 4 bytes, or in decimal digits.
+_PUT = b"rp"
+_PUT_INDEX = 4
 # One opcode of a run. The first byte is kept to count objects.
 _OPCODE = re.compile(
     rb"(.)(?:(?<=[Khq\x80\x82]).|(?<=[M\x83])..|(?<=[Jjr\x84]).{4}|(?<=[G\x95]).{8}|(?<=[FSVPgpIL])[^\n]*\n"
@@ -64,14 +70,14 @@ _FEW_OPCODES = 1 << 22
 
 
 class Scan(NamedTuple):
-    """The result of a scan. fault: the reason to refuse the pickle, or empty. slow: whether keys must be checked.
-
-    size: bytes from the start of the pickle to the end of the data.
-    """
+    """The result of a scan."""
 
     fault: str = ""
+    """The reason to refuse the pickle, or empty."""
     slow: bool = False
+    """Whether keys must be checked."""
     size: int = 0
+    """Bytes from the start of the pickle to the end of the data."""
 
 
 def _count_objects(run: bytes) -> int:
@@ -83,62 +89,89 @@ def _count_objects(run: bytes) -> int:
 def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
     """Check the opcodes of the pickle at `start` without loading it.
 
-    most: limit of objects in place of `MOST_OBJECTS`. The scan stops at an invalid opcode or the end of the data; the
-    unpickler refuses both.
+    The scan stops at an invalid opcode or the end of the data; the unpickler refuses both.
+    most: limit of objects in place of `MOST_OBJECTS`.
     """
-    most = untrusted.MOST_OBJECTS if most is None else most
-    at, end, slow, passed, objects = start, len(data), False, 0, 0
-    while at < end and objects <= most:
-        run = _RUN.match(data, at)
-        length = run.end() - at if run else 0
-        passed += length
-        if passed > _FEW_OPCODES:
-            objects += _count_objects(data[at : at + length])
-        at += length
-        code = data[at] if at < end else 0
-        if width := _COUNTED.get(code):
-            size = int.from_bytes(data[at + 1 : at + 1 + width], "little")
-            at += 1 + width + size
+    if most is None:
+        most = untrusted.MOST_OBJECTS
+    position, end = start, len(data)
+    slow = False
+    bytes_in_runs = objects = 0
+    while position < end and objects <= most:
+        run_start = position
+        run = _RUN.match(data, run_start)
+        assert run is not None  # because a run may be empty
+        position = run.end()
+        bytes_in_runs += position - run_start
+        if bytes_in_runs > _FEW_OPCODES:
+            objects += _count_objects(data[run_start:position])
+        if position == end:
+            break
+        code = data[position]
+        if code in _COUNTED:
+            width = _COUNTED[code]
+            size = int.from_bytes(data[position + 1 : position + 1 + width], "little")
+            position += 1 + width + size
             objects += _HEAVY
-            slow = slow or (size > 8 and code in _LONG)
-            if at > end and size > _FEW and code in b"B\x8e\x96":  # Python allocates bytes before it reads them
+            if size > 8 and code in _LONG:
+                slow = True
+            # Python allocates bytes before it reads them.
+            if position > end and size > _FEW and code in _BYTES:
                 return Scan(f"it asks for {size} bytes, more than it has")
-        elif length:  # a run may have ended at its maximum length
+        elif position > run_start:  # a run may have ended at its maximum length
             continue
-        elif code in _LONG or code in b"t\x85\x86\x87\x91":
-            slow, objects = True, objects + 1
-            at = (data.find(b"\n", at) + 1 or end) if code in _LONG else at + 1
-        elif code == ord("r"):
-            number = int.from_bytes(data[at + 1 : at + 5], "little")
-            if number > max(_FEW, at - start):
-                return Scan(f"it stores object {number} after {at - start} bytes")
-            at += 5
-        elif code == ord("p"):
-            return Scan(f"it stores object {bytes(data[at + 1 : at + 20])!r}, beyond six digits")
+        elif code in _SLOW:
+            slow = True
+            objects += 1
+            position = _skip_slow(data, position)
+        elif code in _PUT:
+            fault = _find_memo_fault(data, position, start)
+            if fault:
+                return Scan(fault)
+            position += 1 + _PUT_INDEX
         else:  # STOP, or no opcode
             break
-    return Scan(f"it has more than {most} objects" if objects > most else "", slow, end - start)
+    fault = f"it has more than {most} objects" if objects > most else ""
+    return Scan(fault, slow, end - start)
 
 
-def check_nesting(*given: Any) -> None:
+def _skip_slow(data: bytes | mmap, position: int) -> int:
+    """Return the end of an opcode of _SLOW: of its line, if it is an integer in decimal digits."""
+    if data[position] in _LONG:
+        return data.find(b"\n", position) + 1 or len(data)
+    return position + 1
+
+
+def _find_memo_fault(data: bytes | mmap, position: int, start: int) -> str:
+    """Return why a memo index is refused, or an empty text. position: of the opcode that stores an object."""
+    if data[position] == ord("p"):
+        line = bytes(data[position + 1 : position + 20])
+        return f"it stores object {line!r}, beyond six digits"
+    index = int.from_bytes(data[position + 1 : position + 1 + _PUT_INDEX], "little")
+    if index > max(_FEW, position - start):
+        return f"it stores object {index} after {position - start} bytes"
+    return ""
+
+
+def check_nesting(*arguments: Any) -> None:
     """Check the arguments of a call. Raises UnpicklingError for tuples with more than MOST_PARTS nested parts."""
-    for part in given:
-        if isinstance(part, (tuple, frozenset)):
-            for inner in part:  # usually a few numbers
-                if isinstance(inner, (tuple, frozenset)):
-                    _count_parts(part)
+    for argument in arguments:
+        if isinstance(argument, (tuple, frozenset)):
+            for part in argument:  # usually a few numbers
+                if isinstance(part, (tuple, frozenset)):
+                    _count_parts(argument)
                     break
 
 
 def _count_parts(key: tuple[Any, ...] | frozenset[Any]) -> int:
     """Count the parts that Python hashes for a key. Raises UnpicklingError above the limit."""
-    count, stack = 1, [key]
-    while stack:
-        inside = stack.pop()
-        count += len(inside)
-        if count > MOST_PARTS:
-            raise pickle.UnpicklingError(f"keys unfold to more than {MOST_PARTS} parts")
-        stack += [part for part in inside if isinstance(part, (tuple, frozenset))]
+    count = 1
+    waiting = [key]
+    while waiting:
+        parts = waiting.pop()
+        count += len(parts)
+        require(count <= MOST_PARTS, f"keys unfold to more than {MOST_PARTS} parts")
+        waiting += [part for part in parts if isinstance(part, (tuple, frozenset))]
     return count
 
 
@@ -146,21 +179,20 @@ class Keys:
     """Checks the keys of a pickle before Python hashes them. size: bytes of the pickle."""
 
     def __init__(self, size: int) -> None:
-        self.left = _MOST_ALL + 4 * size
-        self.known: set[Any] = set()
-        self.hashes: Counter[int] = Counter()
+        self._remaining_parts = _MOST_ALL + 4 * size
+        self._checked: set[Any] = set()
+        self._hashes: Counter[int] = Counter()
 
     def check(self, keys: Iterable[Any]) -> None:
         """Raise UnpicklingError for keys that take too long to hash, or too many keys with the same hash."""
         for key in keys:
             if isinstance(key, (tuple, frozenset)):
-                self.left -= _count_parts(key)
+                self._remaining_parts -= _count_parts(key)
             elif type(key) is not int or key.bit_length() <= 64:
                 continue
-            if self.left < 0:
-                raise pickle.UnpicklingError("its keys unfold to too many parts")
-            if key not in self.known:
-                self.known.add(key)
-                self.hashes[hash(key)] += 1
-                if self.hashes[hash(key)] > _MOST_OF_ONE_HASH:
-                    raise pickle.UnpicklingError(f"more than {_MOST_OF_ONE_HASH} keys with equal hashes")
+            require(self._remaining_parts >= 0, "its keys unfold to too many parts")
+            if key not in self._checked:
+                self._checked.add(key)
+                self._hashes[hash(key)] += 1
+                most = _MOST_OF_ONE_HASH
+                require(self._hashes[hash(key)] <= most, f"more than {most} keys with equal hashes")

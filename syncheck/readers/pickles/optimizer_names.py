@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.readers.pickles import keys
 from syncheck.readers.pickles.stand_ins import TensorLocation
+from syncheck.readers.untrusted import are_strings
 from syncheck.tensors.averages import is_average_key
 from syncheck.tensors.kinds import classify_tensors
 from syncheck.tensors.names import normalize
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 # Lightning's keys for callbacks and user data, whose tensors are not parameters.
 _NOT_MODEL = ("callbacks.", "hyper_parameters.", "datamodule_hyper_parameters.", "custom_checkpoint.")
-_STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
+_STATE = re.compile(r"optimizer\.(?P<id>\d+)\.(?P<entry>[^.]+)")
 
 
 def match_parameters(
@@ -31,20 +32,28 @@ def match_parameters(
 ) -> dict[Any, str]:
     """Map the ids of an optimizer's state dict to parameter names by the order of the parameters (see `_align`).
 
-    models: shapes of the checkpoint's other tensors by name. ordered: the parameters among them, by `list_parameters`.
+    models: shapes of the checkpoint's other tensors by name.
+    ordered: the parameters among them, by `list_parameters`.
     Returns {} if ids and parameters do not match.
     """
     ids = list_ids(state)
-    if not ids or not all(isinstance(key, (int, str)) for key in ids):
+    if not ids or not _are_ids(ids):
         return {}
     groups = [_as_list(group, "params") for group in state["param_groups"]]
     # If the ids match the tensors outside of `ema` and similar keys, the tensors below these keys are averages.
-    plain = [name for name in ordered if not is_average_key(name.partition(".")[0])]
-    ordered = plain if len(plain) == len(ids) else ordered
-    shapes = {key: _state_shapes(state["state"].get(key)) for key in ids}
+    without_averages = [name for name in ordered if not is_average_key(name.partition(".")[0])]
+    if len(without_averages) == len(ids):
+        ordered = without_averages
+
     # Parameters within a group are in model order, but the order of the groups is the user's.
-    for parts in ([ids], groups) if len(ids) == len(ordered) or len(groups) == 1 else (groups,):
-        names = [name for part in parts for name in _align([shapes[key] for key in part], ordered, models)]
+    divisions = [groups]
+    if len(ids) == len(ordered) or len(groups) == 1:
+        divisions = [[ids], groups]
+    for division in divisions:
+        names: list[str] = []
+        for part in division:
+            state_shapes = [_list_state_shapes(state["state"].get(key)) for key in part]
+            names += _align(state_shapes, ordered, models)
         if len(set(names)) == len(ids):
             return dict(zip(ids, names, strict=True))
     return {}
@@ -52,111 +61,166 @@ def match_parameters(
 
 def list_ids(state: Mapping[str, Any]) -> list[Any]:
     """List the parameter ids of an optimizer's state dict, group by group."""
-    return [key for group in state["param_groups"] for key in _as_list(group, "params")]
+    return _join_groups(state, "params")
 
 
-def stored_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any, str]:
+def _join_groups(state: Mapping[str, Any], key: str) -> list[Any]:
+    """Join the lists under a key of all parameter groups."""
+    elements: list[Any] = []
+    for group in state["param_groups"]:
+        elements += _as_list(group, key)
+    return elements
+
+
+def _are_ids(ids: Sequence[Any]) -> bool:
+    return all(isinstance(key, (int, str)) for key in ids)
+
+
+def find_stored_names(state: Mapping[str, Any], metadata: Metadata | None) -> dict[Any, str]:
     """Map the ids of an optimizer's state dict to names stored in the file; {} without names.
 
     Sources, best first: keys that are names, `param_names` of recent torch versions, and the metadata block.
     """
     ids = list_ids(state)
-    if all(isinstance(key, str) for key in ids):
+    if are_strings(ids):
         return {key: key for key in ids}
-    if not all(isinstance(key, (int, str)) for key in ids):
+    if not _are_ids(ids):
         return {}
-    stored = [name for group in state["param_groups"] for name in _as_list(group, "param_names")]
-    described = () if metadata is None else metadata.optimizer_parameters
-    for names in (stored, described):
-        if len(names) == len(ids) and all(isinstance(name, str) and name for name in names):
+    sources = [_join_groups(state, "param_names")]
+    if metadata is not None:
+        sources.append(list(metadata.optimizer_parameters))
+    for names in sources:
+        is_complete = are_strings(names) and "" not in names
+        if is_complete and len(names) == len(ids):
             return dict(zip(ids, names, strict=True))
     return {}
 
 
-def list_members(ids: Sequence[Any], known: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:
+def list_members(ids: Sequence[Any], names: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:
     """Return the members of a parameter group under `params`, or without stored names, their ids under `(positions)`.
 
-    known: from `stored_names`. ordered: whether the order of ids matters, because torch loads states by position.
+    names: from `find_stored_names`.
+    ordered: whether the order of ids matters, because torch loads states by position.
     """
-    if known:
-        short = normalize(known.values())
-        return "params", sorted(short[known[key]] for key in ids)
-    texts = [keys.to_text(key) for key in ids]
-    # By number, so that a rank whose ids are matched to names has the same list as a rank whose ids are not.
-    return "(positions)", texts if ordered else sorted(texts, key=lambda text: (len(text), text))
+    if names:
+        short_names = normalize(names.values())
+        return "params", sorted(short_names[names[key]] for key in ids)
+    positions = [keys.to_text(key) for key in ids]
+    if not ordered:
+        # By number, so that a rank whose ids are matched to names has the same list as a rank whose ids are not.
+        positions.sort(key=_numeric_order)
+    return "(positions)", positions
+
+
+def _numeric_order(text: str) -> tuple[int, str]:
+    return len(text), text
 
 
 def list_parameters(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:
     """List a model's parameters. models: shapes of all tensors by name, in state-dict order."""
-    kinds = classify_tensors(models, metadata).by_name
-    return [name for name, kind in kinds.items() if kind == "parameter" and not name.startswith(_NOT_MODEL)]
+    parameters = []
+    for name, kind in classify_tensors(models, metadata).by_name.items():
+        if kind == "parameter" and not name.startswith(_NOT_MODEL):
+            parameters.append(name)
+    return parameters
 
 
 def match_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[str, str]:
     """Map `optimizer.<id>.<state>` to the parameter's name, if the optimizer has its own file.
 
-    shapes: of all tensors by name, with the model's in state-dict order. groups: number of parameter groups; with
-    several, ids are not in model order. Returns {} if ids and parameters do not match.
+    shapes: of all tensors by name, with the model's in state-dict order.
+    groups: number of parameter groups; with several, ids are not in model order.
+    Returns {} if ids and parameters do not match.
     """
-    states = {name: match for name in shapes if (match := _STATE.fullmatch(name))}
-    ordered = list_parameters({name: shape for name, shape in shapes.items() if name not in states}, None)
-    by_id: dict[int, set[tuple[int, ...]]] = {}
-    for name, match in states.items():
-        by_id.setdefault(int(match[1]), set()).add(shapes[name])
-    if groups != 1 or by_id.keys() != set(range(len(by_id))):
+    states: dict[str, re.Match[str]] = {}
+    models: dict[str, _Shape] = {}
+    shapes_by_id: dict[int, set[_Shape]] = {}
+    for name, shape in shapes.items():
+        match = _STATE.fullmatch(name)
+        if match is None:
+            models[name] = shape
+            continue
+        states[name] = match
+        shapes_by_id.setdefault(int(match["id"]), set()).add(shape)
+
+    ids = range(len(shapes_by_id))
+    if groups != 1 or shapes_by_id.keys() != set(ids):
         return {}
-    names = _align([by_id[key] for key in range(len(by_id))], ordered, shapes)
-    return {name: f"optimizer.{names[int(match[1])]}.{match[2]}" for name, match in states.items() if names}
+    parameters = _align([shapes_by_id[key] for key in ids], list_parameters(models, None), shapes)
+    if not parameters:
+        return {}
+    return {name: f"optimizer.{parameters[int(match['id'])]}.{match['entry']}" for name, match in states.items()}
 
 
 def _as_list(group: Any, key: str) -> list[Any]:
-    value = group.get(key) if isinstance(group, dict) else None
-    return list(value) if isinstance(value, (list, tuple)) else []
+    """Return the list under a key of a parameter group; [] if there is none."""
+    if not isinstance(group, dict):
+        return []
+    elements = group.get(key)
+    if not isinstance(elements, (list, tuple)):
+        return []
+    return list(elements)
 
 
-def _state_shapes(entries: Any) -> set[tuple[int, ...]]:
+def _list_state_shapes(entries: Any) -> set[tuple[int, ...]]:
     """Return the shapes of the tensors in one parameter's state."""
-    values = entries.values() if isinstance(entries, dict) else ()
-    return {value.full_shape for value in values if isinstance(value, TensorLocation)}
+    if not isinstance(entries, dict):
+        return set()
+    return {value.full_shape for value in entries.values() if isinstance(value, TensorLocation)}
 
 
 def _align(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[str, _Shape]) -> list[str]:
     """Name the parameter of each state by shapes and order; [] if no assignment fits, or several do.
 
-    states: shapes of the tensors in each parameter's state; 0-d counters fit any parameter. ordered: names of candidate
-    parameters. Names without a state are buffers or frozen parameters. A module's state dict lists parameters before
-    buffers, so if several assignments fit, a module's names with a state are its first ones.
+    Names without a state are buffers or frozen parameters. A module's state dict lists parameters before buffers, so
+    if several assignments fit, a module's names with a state are its first ones.
+    states: shapes of the tensors in each parameter's state; 0-d counters fit any parameter.
+    ordered: names of candidate parameters.
     """
     if len(states) == len(ordered):
-        return list(ordered) if all(map(_fits, states, (models[name] for name in ordered))) else []
-    modules = [list(names) for _, names in groupby(ordered, lambda name: name.rpartition(".")[0])]
-    for runs in ([[name] for name in ordered], modules):
-        both = (_choose_first(states, runs, models), _choose_last(states, runs, models))
-        found = [names for names in both if len(names) == len(states)]
-        if found and found[0] == found[-1]:
-            return found[0]
+        return list(ordered) if _all_fit(states, ordered, models) else []
+    single_names = [[name] for name in ordered]
+    modules = [list(names) for _, names in groupby(ordered, _name_module)]
+    for runs in (single_names, modules):
+        first = _choose_first(states, runs, models)
+        last = _choose_last(states, runs, models)
+        complete = [names for names in (first, last) if len(names) == len(states)]
+        if complete and complete[0] == complete[-1]:
+            return complete[0]
     return []
+
+
+def _name_module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _choose_first(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
     """Assign states to names in order, as many of the first names of each run as fit."""
     names: list[str] = []
     for run in runs:
-        fits = [_fits(of, models[name]) for of, name in zip(states[len(names) :], run, strict=False)]
-        names += run[: [*fits, False].index(False)]
+        remaining_states = states[len(names) :]
+        for state, name in zip(remaining_states, run, strict=False):
+            if not _fits(state, models[name]):
+                break
+            names.append(name)
     return names
 
 
 def _choose_last(states: Sequence[_Shapes], runs: Sequence[list[str]], models: Mapping[str, _Shape]) -> list[str]:
-    """Assign states to names from the end."""
+    """Assign states to names from the end: of each run, the largest number of first names that fit the last states."""
     names: list[str] = []
     for run in reversed(runs):
-        left = len(states) - len(names)
-        for start in range(max(0, left - len(run)), left):
-            if all(_fits(of, models[name]) for of, name in zip(states[start:left], run, strict=False)):
-                names += reversed(run[: left - start])
+        remaining = len(states) - len(names)
+        for start in range(max(0, remaining - len(run)), remaining):
+            first_names = run[: remaining - start]
+            if _all_fit(states[start:remaining], first_names, models):
+                names += reversed(first_names)
                 break
     return names[::-1]
+
+
+def _all_fit(states: Sequence[_Shapes], names: Sequence[str], models: Mapping[str, _Shape]) -> bool:
+    return all(_fits(state, models[name]) for state, name in zip(states, names, strict=True))
 
 
 def _fits(shapes: _Shapes, parameter: _Shape) -> bool:

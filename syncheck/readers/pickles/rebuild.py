@@ -15,6 +15,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Refusal
+from syncheck.readers.pickles.checks import is_count, require
 from syncheck.readers.pickles.limits import check_nesting
 from syncheck.readers.pickles.stand_ins import (
     Complex,
@@ -33,7 +34,7 @@ from syncheck.readers.pickles.stand_ins import (
     refused_tensor,
     tensor_in_parts,
 )
-from syncheck.snapshots import MOST_ELEMENTS
+from syncheck.snapshots import contiguous_strides
 from syncheck.tensors.dtypes import BY_STORAGE, DTYPES, NOT_READ, RAW_DTYPES, DType
 from syncheck.text import brief
 
@@ -62,7 +63,7 @@ QUANTIZED_STORAGES = {
 }
 SCHEMES = ("tensor_affine", "channel_affine", "channel_affine_float_qparams", "tensor_symmetric", "channel_symmetric")
 
-
+_NO_STORAGE = "a tensor without a storage, or with an offset out of range"
 # Names of the encodings in which pickles of protocol 2 write bytes.
 _ENCODINGS = ("latin1", "latin-1", "latin_1", "iso-8859-1", "utf-8", "utf8", "ascii")
 
@@ -70,22 +71,36 @@ _ENCODINGS = ("latin1", "latin-1", "latin_1", "iso-8859-1", "utf-8", "utf8", "as
 def _tensor_in_storage(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None, bits: Any
 ) -> TensorLocation:
-    if not isinstance(storage, Storage) or type(offset) is not int or not 0 <= offset <= MOST_ELEMENTS:
-        raise pickle.UnpicklingError("a tensor without a storage, or with an offset out of range")
+    require(isinstance(storage, Storage), _NO_STORAGE)
+    require(is_count(offset), _NO_STORAGE)
     shape, strides = check_sizes(shape), check_sizes(strides)
-    if len(shape) != len(strides):
-        raise pickle.UnpicklingError(f"{len(shape)} sizes but {len(strides)} strides")
+    require(len(shape) == len(strides), "{} sizes but {} strides", len(shape), len(strides))
     if storage.size != storage.numel:
-        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if dtype is not storage.dtype or (0 not in shape and offset + last >= storage.size):
-            raise pickle.UnpicklingError(f"a tensor beyond the {storage.size} elements of its view of a storage")
+        _check_view(storage, offset, shape, strides, dtype)
         offset += storage.start
     return TensorLocation(storage, dtype, offset, shape, strides, ",".join(_list_pending(bits)))
 
 
+def _check_view(
+    view: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType | None
+) -> None:
+    """Check that a tensor is within a view of a storage."""
+    problem = "a tensor beyond the {} elements of its view of a storage"
+    # A view counts elements of its own dtype.
+    require(dtype is view.dtype, problem, view.size)
+    if 0 in shape:
+        return
+    last = offset
+    for size, stride in zip(shape, strides, strict=True):
+        last += (size - 1) * stride
+    require(last < view.size, problem, view.size)
+
+
 def _list_pending(bits: Any) -> list[str]:
     """Return the operations that torch applies when the tensor is read. bits: by name."""
-    return [name for name in ("conj", "neg") if isinstance(bits, dict) and bits.get(name)]
+    if not isinstance(bits, dict):
+        return []
+    return [name for name in ("conj", "neg") if bits.get(name)]
 
 
 def _rebuild_tensor_v2(
@@ -107,13 +122,14 @@ def _rebuild_tensor_v3(
         return refused_tensor(Refusal.UNKNOWN_DTYPE(), shape)
     if dtype.dtype is not None:
         return _tensor_in_storage(storage, offset, shape, strides, dtype.dtype, bits)
-    reason, raw_dtype = Refusal.DTYPE(name=dtype.name), DTYPES.get(RAW_DTYPES.get(dtype.name, ""))
+    reason = Refusal.DTYPE(name=dtype.name)
+    raw_dtype = DTYPES.get(RAW_DTYPES.get(dtype.name, ""))
     if raw_dtype is None:
         return refused_tensor(reason, shape)
     # The numbers of other dtypes are unknown here, but equal bytes are equal numbers.
     raw = _tensor_in_storage(storage, offset, shape, strides, raw_dtype, None)
-    lazy = ",".join(_list_pending(bits))
-    return tensor_in_parts(reason, {"bytes": raw, "dtype": dtype, "pending": lazy}, shape)
+    pending = ",".join(_list_pending(bits))
+    return tensor_in_parts(reason, {"bytes": raw, "dtype": dtype, "pending": pending}, shape)
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:
@@ -122,7 +138,9 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
 
 def _rebuild_on_device(data: Any, dtype: Any = None, *_: Any) -> Any:
     """Stand in for a tensor on another device, saved as a CPU tensor or a numpy array, and its dtype on the device."""
-    if not isinstance(data, TensorLocation) or not isinstance(dtype, DTypeName) or data.dtype is dtype.dtype:
+    if not isinstance(data, TensorLocation) or not isinstance(dtype, DTypeName):
+        return data
+    if data.dtype is dtype.dtype:
         return data
     return tensor_in_parts(Refusal.AS_NUMPY(), {"data": data, "dtype": dtype}, data.shape, dtype.dtype)
 
@@ -130,7 +148,9 @@ def _rebuild_on_device(data: Any, dtype: Any = None, *_: Any) -> Any:
 def _rebuild_with_state(data: Any, _grad: Any = None, _hooks: Any = None, state: Any = None) -> Any:
     if not state:
         return data
-    return Compound.wrap(data, state) if isinstance(data, TensorLocation) else [data, state]
+    if isinstance(data, TensorLocation):
+        return Compound.wrap(data, state)
+    return [data, state]
 
 
 def _make_ordered(_factory: Any = None, *items: Any) -> Ordered:
@@ -140,16 +160,18 @@ def _make_ordered(_factory: Any = None, *items: Any) -> Ordered:
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """Stand in for _codecs.encode, with which protocol 2 writes bytes."""
+    problem = "bytes in an unknown encoding"
+    require(isinstance(text, str), problem)
+    require(isinstance(encoding, str), problem)
     # Other encodings, like zlib, could expand a few bytes without bound.
-    if not isinstance(text, str) or not isinstance(encoding, str) or encoding.lower() not in _ENCODINGS:
-        raise pickle.UnpicklingError("bytes in an unknown encoding")
-    return text.encode(encoding)
+    require(encoding.lower() in _ENCODINGS, problem)
+    encoded: bytes = text.encode(encoding)
+    return encoded
 
 
-def _make_bytes(*given: Any) -> bytes:
+def _make_bytes(*arguments: Any) -> bytes:
     """Stand in for bytes(), with which protocol 2 writes empty bytes; bytes(10**12) would allocate 1 TB."""
-    if given:
-        raise pickle.UnpicklingError("bytes() with arguments")
+    require(not arguments, "bytes() with arguments")
     return b""
 
 
@@ -162,42 +184,67 @@ def _reconstructor(kind: Any, _base: Any = None, state: Any = None) -> Any:
         return state
     if issubclass(kind, Inert):
         return kind(state)
-    return kind(state) if issubclass(kind, Ordered) and isinstance(state, dict) else state
+    if issubclass(kind, Ordered) and isinstance(state, dict):
+        return kind(state)
+    return state
 
 
 def _rebuild_wrapper(kind: Any, dtype: Any = None, shape: Any = (), *_: Any) -> TensorLocation:
     """Stand in for a wrapper subclass, whose tensors are in the state of `_rebuild_from_type_v2`."""
-    known = dtype.dtype if isinstance(dtype, DTypeName) else None
-    return refused_tensor(Refusal.WRAPPER(), shape, known, {"class": kind})
+    return refused_tensor(Refusal.WRAPPER(), shape, _find_dtype(dtype), {"class": kind})
+
+
+def _find_dtype(dtype_name: Any) -> DType | None:
+    """Return the dtype of a pickled argument, or None if it is unknown."""
+    if isinstance(dtype_name, DTypeName):
+        return dtype_name.dtype
+    return None
 
 
 def _rebuild_sparse(layout: Any, parts: Any, *_: Any) -> TensorLocation:
     """Stand in for a sparse tensor of indices, values and size; compressed layouts have two index tensors."""
-    listed = list(parts) if isinstance(parts, (tuple, list)) else []
-    at = next((i for i, part in enumerate(listed) if not isinstance(part, TensorLocation)), 0)
-    if not 2 <= at <= 3:
-        raise pickle.UnpicklingError(f"a sparse tensor of {at} tensors")
-    names = ("indices", "values") if at == 2 else ("compressed_indices", "plain_indices", "values")
-    inner: dict[str, Any] = dict(zip(names, listed[:at], strict=True))
-    inner["layout"] = layout
-    if at == 2:  # files of torch 2.0 and older lack the flag, and torch.load sets it to False
-        inner["is_coalesced"] = listed[3] if len(listed) > 3 else False
-    return tensor_in_parts(Refusal.SPARSE(), inner, listed[at], listed[at - 1].dtype)
+    components = []
+    if isinstance(parts, (tuple, list)):
+        components = list(parts)
+    tensor_count = _count_first_tensors(components)
+    require(2 <= tensor_count <= 3, "a sparse tensor of {} tensors", tensor_count)
+    tensors = components[:tensor_count]
+    shape, *flags = components[tensor_count:]
+    if tensor_count == 3:
+        inner = dict(zip(("compressed_indices", "plain_indices", "values"), tensors, strict=True))
+        inner["layout"] = layout
+    else:
+        inner = dict(zip(("indices", "values"), tensors, strict=True))
+        inner["layout"] = layout
+        # Files of torch 2.0 and older lack the flag, and torch.load sets it to False.
+        inner["is_coalesced"] = flags[0] if flags else False
+    return tensor_in_parts(Refusal.SPARSE(), inner, shape, tensors[-1].dtype)
+
+
+def _count_first_tensors(components: list[Any]) -> int:
+    """Return the number of tensors before the first other component; 0 if there is no other component."""
+    for count, component in enumerate(components):
+        if not isinstance(component, TensorLocation):
+            return count
+    return 0
 
 
 def _rebuild_quantized(
     storage: Any, offset: Any, shape: Any, strides: Any = None, scheme: Any = None, *_: Any
 ) -> TensorLocation:
     """Stand in for a quantized tensor: its integers, and scales, zero points and axis in the scheme."""
-    name = storage.quantized if isinstance(storage, Storage) else ""
-    row = DTYPES.get(RAW_DTYPES.get(name, ""))
-    if row is None:  # several numbers in a byte: the strides do not count bytes
+    dtype_name = ""
+    if isinstance(storage, Storage):
+        dtype_name = storage.quantized
+    raw_dtype = DTYPES.get(RAW_DTYPES.get(dtype_name, ""))
+    if raw_dtype is None:
+        # There are several numbers in a byte: the strides do not count bytes.
         parts = {"storage": storage, "offset": offset, "strides": strides}
     else:
-        parts = {"int_repr": _tensor_in_storage(storage, offset, shape, strides, row, None)}
+        parts = {"int_repr": _tensor_in_storage(storage, offset, shape, strides, raw_dtype, None)}
     if isinstance(scheme, tuple):
         scheme = dict(zip(("scheme", "scale", "zero_point", "axis"), scheme, strict=False))
-    return tensor_in_parts(Refusal.QUANTIZED(), {**parts, "quantizer": scheme, "dtype": name}, shape)
+    return tensor_in_parts(Refusal.QUANTIZED(), {**parts, "quantizer": scheme, "dtype": dtype_name}, shape)
 
 
 def _rebuild_nested(*parts: Any) -> TensorLocation:
@@ -207,15 +254,16 @@ def _rebuild_nested(*parts: Any) -> TensorLocation:
 
 
 def _refuse_meta(dtype: Any, shape: Any, *_: Any) -> TensorLocation:
-    known = dtype.dtype if isinstance(dtype, DTypeName) else None
-    return refused_tensor(Refusal.META(), shape, known)
+    return refused_tensor(Refusal.META(), shape, _find_dtype(dtype))
 
 
 def _describe(*parts: Any) -> str:
     """Return a description as torch prints it: torch.device('cuda', 1) is cuda:1."""
-    if not all(isinstance(part, (str, int)) for part in parts):
-        raise pickle.UnpicklingError(f"a device or layout of {brief(parts)}")
-    return ":".join(brief(part) if isinstance(part, int) else part for part in parts)
+    texts = []
+    for part in parts:
+        require(isinstance(part, (str, int)), "a device or layout of {}", parts)
+        texts.append(brief(part) if isinstance(part, int) else part)
+    return ":".join(texts)
 
 
 REBUILT: dict[str, Any] = {
@@ -255,7 +303,9 @@ REBUILT: dict[str, Any] = {
 
 def restore_bytes(data: Any) -> Any:
     """Return the bytes of a byte string of Python 2, which the unpickler reads as text; other data as it is."""
-    return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+    if isinstance(data, str):
+        return data.encode("utf-8", "surrogateescape")
+    return data
 
 
 class NumpyDType:
@@ -270,16 +320,21 @@ class NumpyDType:
 
     def __init__(self, code: Any, *_: Any) -> None:
         code = getattr(code, "name", code)
-        # `brief` limits the time for nested objects that contain each other many times.
-        self.code, self.big_endian = code if isinstance(code, str) else brief(code), False
+        if not isinstance(code, str):
+            # `brief` limits the time for nested objects that contain each other many times.
+            code = brief(code)
+        self.code = code
+        self.big_endian = False
         self.details = {}
 
     def __repr__(self) -> str:
         return f"<numpy.dtype {self.code:.40}>"
 
     def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|"):
-            raise pickle.UnpicklingError("invalid byte order of a numpy dtype")
+        problem = "invalid byte order of a numpy dtype"
+        require(isinstance(state, tuple), problem)
+        require(len(state) >= 2, problem)
+        require(state[1] in ("<", ">", "|"), problem)
         check_nesting(state)
         self.big_endian = state[1] == ">"
         self.details = {}
@@ -312,33 +367,46 @@ class _NumpyArray(Compound):
         super().__init__(None, None, 0, (), (), refused=Refusal.EMPTY_NUMPY())
 
     def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, tuple) or len(state) != 5:
-            raise pickle.UnpicklingError("invalid state of a numpy array")
-        _, shape, kind, fortran, stored = state
-        data = restore_bytes(stored)
-        shape = check_sizes(shape)
-        dtype = kind.dtype if isinstance(kind, NumpyDType) else None
+        require(isinstance(state, tuple), "invalid state of a numpy array")
+        require(len(state) == 5, "invalid state of a numpy array")
+        _, pickled_shape, kind, is_fortran, pickled_data = state
+        data = restore_bytes(pickled_data)
+        shape = check_sizes(pickled_shape)
+        dtype = None
+        if isinstance(kind, NumpyDType):
+            dtype = kind.dtype
         if dtype is None or not isinstance(data, bytes):
-            code = kind.code if isinstance(kind, NumpyDType) else "?"
-            refusal = Refusal.NUMPY_DTYPE(name=f"{code:.40}")
-            parts: dict[str, Any] = {"elements": data}  # objects, which may contain tensors
-            if isinstance(data, bytes):  # texts, records and times are compared as bytes
-                parts = {"bytes": TensorLocation(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)}
-            if isinstance(kind, NumpyDType):  # equal bytes are another time in another unit
-                parts["dtype"] = kind
-            self._fill(shape=shape, refused=Refusal.IN_PARTS(refusal=refusal), inner=parts)
+            self._fill_parts(shape, kind, data)
             return
+
         if len(data) != math.prod(shape) * dtype.size:
             raise pickle.UnpicklingError(f"a numpy array of {len(data)} bytes for {dtype.name} {list(shape)}")
-        dims = range(len(shape))
-        strides = tuple(math.prod(shape[:i] if fortran else shape[i + 1 :]) for i in dims)
+        strides = contiguous_strides(shape)
+        if is_fortran:
+            strides = tuple(math.prod(shape[:i]) for i in range(len(shape)))
         self._fill(shape=shape, strides=strides, dtype=dtype, data=data, big_endian=kind.big_endian, refused=None)
+
+    def _fill_parts(self, shape: tuple[int, ...], kind: Any, data: Any) -> None:
+        """Set the content of an array without a dtype of torch, which is compared in parts."""
+        # Objects, which may contain tensors.
+        parts: dict[str, Any] = {"elements": data}
+        if isinstance(data, bytes):
+            # Texts, records and times are compared as bytes.
+            parts = {"bytes": TensorLocation(None, DTYPES["uint8"], 0, (len(data),), (1,), data=data)}
+        code = "?"
+        if isinstance(kind, NumpyDType):
+            code = kind.code
+            # Equal bytes are another time in another unit.
+            parts["dtype"] = kind
+        refusal = Refusal.NUMPY_DTYPE(name=f"{code:.40}")
+        self._fill(shape=shape, refused=Refusal.IN_PARTS(refusal=refusal), inner=parts)
 
 
 def _from_buffer(buffer: Any, kind: Any, shape: Any, order: Any = "C", *_: Any) -> _NumpyArray:
     """Stand in for numpy's _frombuffer, which protocol 5 uses."""
-    if not isinstance(buffer, (bytes, bytearray)) or order not in ("C", "F"):
-        raise pickle.UnpicklingError(f"a numpy array in the order {brief(order)}")
+    problem = "a numpy array in the order {}"
+    require(isinstance(buffer, (bytes, bytearray)), problem, order)
+    require(order in ("C", "F"), problem, order)
     array = _NumpyArray()
     array.__setstate__((1, shape, kind, order == "F", bytes(buffer)))
     return array
@@ -353,10 +421,13 @@ def _read_scalar(kind: Any, data: Any = None) -> Any:
     if not isinstance(kind, NumpyDType) or not isinstance(data, bytes):
         return None
     dtype = kind.dtype
-    if dtype is None or not dtype.struct or len(data) != dtype.size:
-        has_own_dtype = "metadata" in kind.details or "fields" in kind.details
-        return {"bytes": data, "dtype": kind} if has_own_dtype else data
-    return struct.unpack((">" if kind.big_endian else "<") + dtype.struct, data)[0]
+    if dtype is not None and dtype.struct and len(data) == dtype.size:
+        byte_order = ">" if kind.big_endian else "<"
+        (number,) = struct.unpack(byte_order + dtype.struct, data)
+        return number
+    if "metadata" in kind.details or "fields" in kind.details:
+        return {"bytes": data, "dtype": kind}
+    return data
 
 
 NUMPY: dict[str, Any] = {

@@ -6,29 +6,22 @@ one file set on a function would affect the next file.
 
 from __future__ import annotations
 
-import math
 import pickle
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from syncheck.errors import MalformedFile
 from syncheck.messages import Refusal
+from syncheck.readers.pickles.checks import require
 from syncheck.readers.pickles.limits import check_nesting
-from syncheck.snapshots import MOST_DIMENSIONS, MOST_ELEMENTS, Tensor, are_naturals, contiguous_strides
+from syncheck.snapshots import MOST_DIMENSIONS, are_naturals
 from syncheck.tensors.dtypes import DTYPES, DType
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from syncheck.messages import Message
     from syncheck.snapshots import Sharding
-
-_AGAIN = "the file is cut short or damaged: save or copy the file again"
-# Limit for the bytes of an expanded or overlapping view beyond its stored bytes, minutes of reading: a 1 kB file can
-# claim any number.
-_MOST_SHOWN = 1 << 36
 
 
 class _Immutable:
@@ -50,51 +43,60 @@ class _Immutable:
 
 @dataclass(frozen=True, repr=False)
 class Storage(_Immutable):
-    """A storage: the key of its record, dtype (None if untyped), and number of elements in the record.
-
-    itemsize: bytes per element, None for an unknown storage class. start, size: the elements of this storage if it is a
-    view of the record. quantized: the dtype of quantized numbers, such as qint8.
-    """
+    """A storage, which may be a view of its record."""
 
     dtype: DType | None
+    """None if untyped."""
     key: str
+    """The key of its record."""
     numel: int
+    """Number of elements in the record."""
     itemsize: int | None
+    """Bytes per element, None for an unknown storage class."""
     start: int
+    """The first element of a view of the record."""
     size: int
+    """Number of elements in the view."""
     quantized: str = ""
+    """The dtype of quantized numbers, such as qint8."""
 
     def as_tensor(self) -> TensorLocation:
         """Return a tensor of all elements, or of all bytes for an untyped storage."""
         if self.itemsize is None:
             return refused_tensor(Refusal.UNKNOWN_STORAGE())
-        unit = 1 if self.dtype else self.itemsize
-        return TensorLocation(self, self.dtype or DTYPES["uint8"], self.start * unit, (self.size * unit,), (1,))
+        if self.dtype is not None:
+            return TensorLocation(self, self.dtype, self.start, (self.size,), (1,))
+        start = self.start * self.itemsize
+        size = self.size * self.itemsize
+        return TensorLocation(self, DTYPES["uint8"], start, (size,), (1,))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TensorLocation(_Immutable):
-    """The location of a tensor's bytes: `offset` and `strides` in elements of `dtype` within `storage`.
-
-    refused: why the tensor cannot be compared; then only dtype and shape are valid. data, big_endian: for a numpy
-    array, whose bytes are in the pickle. sharding: for the local tensor of a DTensor.
-    """
+    """The location of a tensor's bytes within a storage."""
 
     storage: Storage | None
     dtype: DType | None
     offset: int
+    """In elements of `dtype`, as the strides."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     lazy: str = ""
     refused: Message | None = None
+    """Why the tensor cannot be compared; then only dtype and shape are valid."""
     data: bytes | None = None
+    """The bytes of a numpy array, which are in the pickle."""
     big_endian: bool = False
+    """For a numpy array."""
     sharding: Sharding | None = None
+    """For the local tensor of a DTensor."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor, if this is the local tensor of a DTensor."""
-        return self.shape if self.sharding is None else self.sharding.shape
+        if self.sharding is None:
+            return self.shape
+        return self.sharding.shape
 
     def as_shard(self, sharding: Sharding) -> TensorLocation:
         """Return the same location as a rank's shard of a DTensor."""
@@ -111,20 +113,22 @@ def _fields(location: TensorLocation) -> dict[str, Any]:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Compound(TensorLocation):
-    """A tensor that contains more than its bytes.
-
-    inner: further content that torch.load restores, like attributes, or the components of a tensor that syncheck
-    does not read. hidden: objects that this tensor replaces and that are not compared separately.
-    """
+    """A tensor that contains more than its bytes."""
 
     inner: dict[Any, Any] = field(default_factory=dict)
+    """Further content that torch.load restores, like attributes, or the components of a tensor that syncheck does not
+    read."""
     hidden: tuple[Any, ...] = ()
+    """Objects that this tensor replaces and that are not compared separately."""
 
     @classmethod
     def wrap(cls, location: TensorLocation, inner: Any, *hidden: Any) -> Compound:
         """Return a tensor with additional content. inner: the state of an object, or components by name."""
-        before = location.inner if isinstance(location, Compound) else {}
-        return cls(**_fields(location), inner={**before, **attributes_of(inner)}, hidden=(location, *hidden))
+        all_inner: dict[Any, Any] = {}
+        if isinstance(location, Compound):
+            all_inner |= location.inner
+        all_inner |= attributes_of(inner)
+        return cls(**_fields(location), inner=all_inner, hidden=(location, *hidden))
 
     def in_parts(self) -> Compound:
         """Return the tensor as one whose parts contain everything that determines its values."""
@@ -136,9 +140,20 @@ def attributes_of(state: Any) -> dict[Any, Any]:
     """Return the attributes in an object's state: a dictionary, or a pair with the dictionary of its slots."""
     if isinstance(state, dict):
         return dict(state)
-    if isinstance(state, tuple) and len(state) == 2 and all(isinstance(part, (dict, type(None))) for part in state):
-        return {name: value for part in state if part for name, value in part.items()}
-    return {"state": state} if state else {}
+    if not _is_state_with_slots(state):
+        return {"state": state} if state else {}
+    attributes: dict[Any, Any] = {}
+    for part in state:
+        if part is not None:
+            attributes |= part
+    return attributes
+
+
+def _is_state_with_slots(state: Any) -> bool:
+    """Whether the state of an object is a pair of dictionaries, each of which may be None."""
+    if not isinstance(state, tuple) or len(state) != 2:
+        return False
+    return all(isinstance(part, (dict, type(None))) for part in state)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -146,7 +161,7 @@ class StandIn(_Immutable):
     """A callable for a name in a pickle."""
 
     call: Callable[..., Any]
-    made: list[TensorLocation] | None = None
+    rebuilt: list[TensorLocation] | None = None
     """Collects all rebuilt tensors, so that none is lost."""
     name: str = ""
     """The name in the pickle."""
@@ -154,22 +169,22 @@ class StandIn(_Immutable):
     def __call__(self, *args: Any) -> Any:
         """Rebuild what the pickle asks for."""
         check_nesting(*args)
-        made = self.call(*args)
-        if self.made is not None and isinstance(made, TensorLocation):
-            self.made.append(made)
-        return made
+        result = self.call(*args)
+        if self.rebuilt is not None and isinstance(result, TensorLocation):
+            self.rebuilt.append(result)
+        return result
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class StorageType(_Immutable):
-    """A storage class like torch.FloatStorage, as named by the persistent id of a storage.
-
-    dtype: None for bytes and quantized elements. itemsize: bytes per element. quantized: dtype of quantized numbers.
-    """
+    """A storage class like torch.FloatStorage, as named by the persistent id of a storage."""
 
     dtype: DType | None
+    """None for bytes and quantized elements."""
     itemsize: int = 1
+    """Bytes per element."""
     quantized: str = ""
+    """The dtype of quantized numbers."""
 
     @property
     def name(self) -> str:
@@ -211,12 +226,15 @@ def check_sizes(value: Any) -> tuple[int, ...]:
 def refused_tensor(reason: Message, shape: Any = (), dtype: Any = None, inner: Any = None) -> TensorLocation:
     """Return a tensor that is counted but not read.
 
-    shape, dtype: if known. inner: its components; tensors among them are compared.
+    shape, dtype: if known.
+    inner: its components; tensors among them are compared.
     """
-    location = TensorLocation(
-        None, dtype if isinstance(dtype, DType) else None, 0, check_sizes(shape), (), refused=reason
-    )
-    return Compound.wrap(location, inner) if inner else location
+    if not isinstance(dtype, DType):
+        dtype = None
+    location = TensorLocation(None, dtype, 0, check_sizes(shape), (), refused=reason)
+    if not inner:
+        return location
+    return Compound.wrap(location, inner)
 
 
 def tensor_in_parts(reason: Message, parts: dict[str, Any], shape: Any = (), dtype: Any = None) -> TensorLocation:
@@ -236,13 +254,13 @@ class Inert:
         """Keep the arguments."""
         check_nesting(*args, *kwargs.values())
         self = super().__new__(cls)
-        self.given = [*args, *kwargs.values()]
+        self.arguments = [*args, *kwargs.values()]
         self.items = {}
         return self
 
-    given: list[Any]
+    arguments: list[Any]
     items: dict[Any, Any]
-    known: Any = None
+    interpretation: Any = None
     """A cache for a reader's interpretation of the object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -250,19 +268,19 @@ class Inert:
 
     def __setstate__(self, state: Any) -> None:
         check_nesting(state)
-        self.given.append(state)
+        self.arguments.append(state)
 
     def append(self, item: Any) -> None:
         """Stand in for list.append (opcode APPEND)."""
-        self.given.append(item)
+        self.arguments.append(item)
 
     def extend(self, items: Any) -> None:
         """Stand in for list.extend (opcode APPENDS)."""
-        self.given.extend(items)
+        self.arguments.extend(items)
 
     def add(self, item: Any) -> None:
         """Stand in for set.add (opcode ADDITEMS)."""
-        self.given.append(item)
+        self.arguments.append(item)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.items[key] = value
@@ -270,7 +288,7 @@ class Inert:
     def __call__(self, *args: Any) -> Inert:
         """Stand in for a call that rebuilds another object."""
         check_nesting(*args)
-        self.given.extend(args)
+        self.arguments.extend(args)
         return self
 
     def __repr__(self) -> str:
@@ -282,8 +300,10 @@ def name_class(value: Any) -> str:
     if isinstance(value, TensorLocation):
         return "torch.Tensor"
     kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, Inert):
+        return str(getattr(kind, "name", ""))
     # Other stand-ins and plain values have no name of their own.
-    return str(getattr(kind, "name", "")) if issubclass(kind, Inert) else kind.__name__
+    return kind.__name__
 
 
 class Ordered(dict[Any, Any]):
@@ -297,7 +317,7 @@ class Ordered(dict[Any, Any]):
 
     def __init__(self, *pairs: Any) -> None:
         if pairs:  # torch passes none
-            super().__init__(_check_elements(pairs[0], 1))
+            super().__init__(_check_pairs(pairs[0]))
 
     def __setstate__(self, state: Any) -> None:
         """Keep attributes separate from the items."""
@@ -305,17 +325,31 @@ class Ordered(dict[Any, Any]):
         self.attributes = [*getattr(self, "attributes", ()), state]
 
 
-def _check_elements(given: Any, deep: int = 0) -> Any:
-    """Return the elements for a container after checking their nesting. deep: 1 for pairs of key and value."""
-    if not isinstance(given, (list, tuple, dict, set, frozenset)):
-        raise pickle.UnpicklingError("a container with invalid content")
-    check_nesting(*[pair[0] if deep and isinstance(pair, (list, tuple)) and pair else pair for pair in given])
-    return given
+def _check_elements(elements: Any) -> Any:
+    """Return the elements for a set after checking their nesting."""
+    _require_container(elements)
+    check_nesting(*elements)
+    return elements
 
 
-def make_set(given: Any = ()) -> set[Any]:
+def _check_pairs(pairs: Any) -> Any:
+    """Return the pairs of keys and values for a dictionary after checking the nesting of the keys."""
+    _require_container(pairs)
+    for pair in pairs:
+        key = pair
+        if isinstance(pair, (list, tuple)) and pair:
+            key = pair[0]
+        check_nesting(key)
+    return pairs
+
+
+def _require_container(value: Any) -> None:
+    require(isinstance(value, (list, tuple, dict, set, frozenset)), "a container with invalid content")
+
+
+def make_set(elements: Any = ()) -> set[Any]:
     """Stand in for set."""
-    return set(_check_elements(given))
+    return set(_check_elements(elements))
 
 
 class Frozen(frozenset[Any]):
@@ -324,12 +358,13 @@ class Frozen(frozenset[Any]):
     __slots__ = ()
 
     def __hash__(self) -> int:
+        # Hashes of strings are randomized, those of numbers are not.
         return hash(frozenset(repr(part) if isinstance(part, (int, float)) else part for part in self))
 
 
-def make_frozenset(given: Any = ()) -> frozenset[Any]:
+def make_frozenset(elements: Any = ()) -> frozenset[Any]:
     """Stand in for frozenset."""
-    return Frozen(_check_elements(given))
+    return Frozen(_check_elements(elements))
 
 
 class Complex(complex):
@@ -339,77 +374,3 @@ class Complex(complex):
 
     def __hash__(self) -> int:
         return hash(repr(self + 0))  # hashes of strings are randomized; + 0 makes -0.0 equal to 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """The bytes of a storage in a file.
-
-    label: for errors. crc32: 0 if unknown. data: the bytes, if the file contains them in another encoding.
-    """
-
-    label: str
-    start: int
-    size: int
-    crc32: int = 0
-    data: bytes | None = None
-
-
-def locate_tensor(
-    name: str,
-    location: TensorLocation,
-    path: str,
-    record_of: Callable[[Storage], Record],
-    opened: os.stat_result,
-    *,
-    big_endian: bool = False,
-) -> Tensor:
-    """Check that a tensor is within the record of its storage, and return it with its offset in the file."""
-    dtype, shape = location.dtype, location.shape
-    if location.refused or dtype is None or (location.storage is None and location.data is None):
-        refused = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
-        # Every tensor has one stride per dimension, also without readable elements.
-        strides = contiguous_strides(shape)
-        return Tensor(name, dtype.name if dtype else "unknown", shape, strides, path, 0, refused=refused)
-    if location.storage is None:
-        return Tensor(
-            name, dtype.name, shape, location.strides, path, 0, location.big_endian, data=location.data,
-            sharding=location.sharding,
-        )  # fmt: skip
-    record = record_of(location.storage)
-    if len(shape) == 1:  # a shortcut for the most frequent shape
-        elements, last = shape[0], (shape[0] - 1) * location.strides[0]
-    else:
-        elements = math.prod(shape)
-        last = sum((n - 1) * stride for n, stride in zip(shape, location.strides, strict=True))
-    whole = not location.offset and last + 1 == elements == record.size / dtype.size
-    end = 0 if 0 in shape else (location.offset + last + 1) * dtype.size
-    if end > record.size:
-        found = f"tensor '{name}' ends at byte {end} of a record of {record.size}"
-        needed = f"{end} bytes for {dtype.name} {list(shape)}"
-        raise MalformedFile(path, place=record.label, found=found, needed=needed, next_step=_AGAIN)
-    itemsize = location.storage.itemsize or dtype.size
-    stored = location.storage.numel * itemsize
-    # Storages that are shared between dtypes may have a remainder.
-    if not 0 <= record.size - stored < itemsize:
-        found = f"a storage of {location.storage.numel} elements, {stored} bytes, in a record of {record.size}"
-        needed = "equal sizes, up to a partial element"
-        raise MalformedFile(path, place=record.label, found=found, needed=needed, next_step=_AGAIN)
-    if (shown := elements * dtype.size) > MOST_ELEMENTS:
-        raise MalformedFile(
-            path, place=record.label, found=f"tensor '{name}' of sizes {brief(shape)} has more than 2**63 bytes",
-            needed="fewer", next_step="no library writes this; check the origin of the file",
-        )  # fmt: skip
-    if shown > max(record.size, _MOST_SHOWN):
-        refused = Refusal.HUGE_VIEW(stored=record.size, shown=shown)
-        return Tensor(name, dtype.name, shape, location.strides, path, 0, refused=refused)
-    if record.data is not None:
-        return Tensor(
-            name, dtype.name, shape, location.strides, path, location.offset * dtype.size, big_endian, location.lazy,
-            data=record.data,
-        )  # fmt: skip
-    return Tensor(
-        name, dtype.name, shape, location.strides, path, record.start + location.offset * dtype.size,
-        big_endian, location.lazy, opened=opened, crc32=(record.crc32 if whole else 0) or None,
-        record=(record.crc32, record.start, record.size) if record.crc32 else None, sharding=location.sharding,
-    )  # fmt: skip

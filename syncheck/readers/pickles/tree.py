@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,21 +21,20 @@ from syncheck.readers.pickles.membership import (
     name_of_object,
 )
 from syncheck.readers.pickles.optimizer_names import (
+    find_stored_names,
     list_ids,
     list_members,
     list_parameters,
     match_parameters,
-    stored_names,
 )
-from syncheck.readers.pickles.rebuild import NumpyDType
-from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation, attributes_of, refused_tensor
+from syncheck.readers.pickles.parts import CONTAINERS, children, has_parts
+from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorLocation
 from syncheck.snapshots import Membership
 from syncheck.tensors.names import MODEL_CONTAINERS
 from syncheck.tensors.value_kinds import MODULES, is_aside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from collections.abc import Set as AbstractSet
 
     from syncheck.snapshots import Metadata
 
@@ -51,7 +49,6 @@ MAX_DEPTH = 1_000
 LOST = "unnamed tensor"
 # Tables of shapes in DeepSpeed's files: an empty shape is a parameter, too.
 _SHAPES = ("param_shapes.", "frozen_param_shapes.")
-_CONTAINERS = (dict, list, tuple, set, frozenset)
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
@@ -83,93 +80,108 @@ class Flat:
         """Count parts below a name before naming them. Raises MalformedFile above the limit."""
         self.nodes += parts
         self.letters += parts * len(name)
-        if self.nodes > self.most or self.letters > MAX_LETTERS:
-            # At the absolute limit, the file may really contain this many parts.
-            many = self.most == untrusted.MOST_ENTRIES and self.letters <= MAX_LETTERS
-            found = f"more than {self.most} parts" if many else "containers unfold without end"
-            raise _endless_error(path, name, found, f"at most {self.most} parts")
+        has_long_names = self.letters > MAX_LETTERS
+        if self.nodes <= self.most and not has_long_names:
+            return
+        problem = "containers unfold without end"
+        # At the absolute limit, the file may really contain this many parts.
+        if self.most == untrusted.MOST_ENTRIES and not has_long_names:
+            problem = f"more than {self.most} parts"
+        raise _endless_error(path, name, problem, f"at most {self.most} parts")
+
+    def add_tensor(self, name: str, tensor: TensorLocation) -> None:
+        """Add a tensor under a name of its own."""
+        self.tensors[self.unique_name(name, self.tensors)] = tensor
 
     def add_value(self, name: str, value: Any, membership: Membership) -> None:
         """Add a plain value, and note whether it belongs to the model."""
         unique_name = self.unique_name(name, self.values)
         self.values[unique_name] = value
-        described = membership is Membership.BESIDE and not is_aside(name)
-        if membership in CERTAIN or described:
+        describes_tensors = membership is Membership.BESIDE and not is_aside(name)
+        if membership in CERTAIN or describes_tensors:
             self.model_values[unique_name] = membership
 
-    def unique_name(self, name: str, taken: Mapping[str, Any]) -> str:
-        """Return the name, or `name#2` if it is taken: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
+    def unique_name(self, name: str, used_names: Mapping[str, Any]) -> str:
+        """Return the name, or `name#2` if it is used: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
         name = name or "tensor"
-        unique_name, i = name, self.repeated.get(name, 1)
-        while unique_name in taken:
-            i += 1
-            unique_name = f"{name}#{i}"
-        if i > 1:
-            self.repeated[name] = i
+        unique_name = name
+        number = self.repeated.get(name, 1)
+        while unique_name in used_names:
+            number += 1
+            unique_name = f"{name}#{number}"
+        if number > 1:
+            self.repeated[name] = number
         return unique_name
 
 
-def flatten(tree: Any, path: str, size: int = MAX_NODES, made: Sequence[TensorLocation] = ()) -> Flat:
+def flatten(tree: Any, path: str, size: int = MAX_NODES, rebuilt: Sequence[TensorLocation] = ()) -> Flat:
     """Flatten a checkpoint's object tree.
 
     The metadata block is removed. The key of a model's state dict is omitted from names, unless there are two models
     or two tensors would get the same name; so names do not depend on the order of keys. An optimizer's state dict
-    (`state` and `param_groups`) becomes `optimizer.<parameter>.<state>`, and its other keys `optimizer.<key>`. size:
-    bytes of the pickle. made: all tensors that the pickle rebuilt; each gets a name.
+    (`state` and `param_groups`) becomes `optimizer.<parameter>.<state>`, and its other keys `optimizer.<key>`.
+    size: bytes of the pickle.
+    rebuilt: all tensors that the pickle rebuilt; each gets a name.
     Raises MalformedFile for endless trees.
     """
     flat = Flat(most=min(MAX_NODES + NODES_PER_BYTE * size, untrusted.MOST_ENTRIES))
     try:
         try:
-            return _flatten_with_lost(tree, path, flat, made)
+            return _flatten_all(tree, path, flat, rebuilt)
         except ContainsItself:
-            flat = Flat(most=flat.most, owners=_find_owners(tree, path, flat.most, made))
-            return _flatten_with_lost(tree, path, flat, made)
+            flat = Flat(most=flat.most, owners=_find_owners(tree, path, flat.most, rebuilt))
+            return _flatten_all(tree, path, flat, rebuilt)
     except keys.UnboundedKey:
         raise _endless_error(path, "a key", "it has parts without end", "a string or a number") from None
 
 
-def _flatten_with_lost(tree: Any, path: str, flat: Flat, made: Sequence[TensorLocation]) -> Flat:
+def _flatten_all(tree: Any, path: str, flat: Flat, rebuilt: Sequence[TensorLocation]) -> Flat:
+    """Flatten the tree, and the rebuilt tensors outside of it."""
     _flatten(tree, path, flat)
     if not flat.repeated.keys().isdisjoint(flat.tensors):
         flat = Flat(most=flat.most, whole_names=True, owners=flat.owners)
         _flatten(tree, path, flat)
-    _add_lost(made, flat, path)
+    _add_lost(rebuilt, flat, path)
     return flat
 
 
-def _find_owners(tree: Any, path: str, most: int, made: Sequence[TensorLocation]) -> Owners:
+def _find_owners(tree: Any, path: str, most: int, rebuilt: Sequence[TensorLocation]) -> Owners:
     """Find the containers that contain themselves. Raises MalformedFile for more than `most` parts."""
     counter = Flat(most=most)
 
     def list_containers(node: Any) -> list[tuple[int, Any]]:
         parts = children(node) or []
         counter.count(path, "", len(parts))
-        return [(position, part) for position, (_, part) in enumerate(parts) if _has_parts(part)]
+        containers = []
+        for position, (_, part) in enumerate(parts):
+            if has_parts(part):
+                containers.append((position, part))
+        return containers
 
-    roots = [tree, *[location for location in made if _has_parts(location)]]
+    roots = [tree]
+    roots += [location for location in rebuilt if has_parts(location)]
     return find_owners(roots, list_containers)
 
 
-def _has_parts(node: Any) -> bool:
-    if isinstance(node, Compound):
-        return bool(node.inner)
-    return isinstance(node, (*_CONTAINERS, Inert, NumpyDType))
-
-
-def _endless_error(path: str, place: str, found: str, needed: str) -> MalformedFile:
+def _endless_error(path: str, name: str, problem: str, needed: str) -> MalformedFile:
     return MalformedFile(
-        path, place=place or "top level", found=found, needed=needed,
+        path,
+        place=name or "top level",
+        found=problem,
+        needed=needed,
         next_step="no library writes this; check the origin of the file",
-    )  # fmt: skip
+    )
 
 
 def _flat_parameter_error(path: str, name: str) -> UnsupportedFormat:
-    """Return the error for a local state dict of FSDP1: its pieces of parameters have no original shape or offset."""
+    """Return the error for a local state dict of FSDP1: its slices of parameters have no original shape or offset."""
     return UnsupportedFormat(
-        path, place=name, found="a flat parameter of FSDP1 (LOCAL_STATE_DICT), without the shapes of its parameters",
-        needed="parameters with names and shapes", next_step="save with StateDictType.SHARDED_STATE_DICT",
-    )  # fmt: skip
+        path,
+        place=name,
+        found="a flat parameter of FSDP1 (LOCAL_STATE_DICT), without the shapes of its parameters",
+        needed="parameters with names and shapes",
+        next_step="save with StateDictType.SHARDED_STATE_DICT",
+    )
 
 
 def _flatten(tree: Any, path: str, flat: Flat) -> None:
@@ -178,34 +190,42 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
         flat.metadata = parse_metadata(flat.block, path)
     optimizers: list[Any] = []
     _walk([("", tree)], flat, path, optimizers)
+    if not optimizers:
+        return
     models = {name: location.full_shape for name, location in flat.tensors.items()}
-    ordered = list_parameters(models, flat.metadata) if optimizers else []
-    for i, state in enumerate(optimizers):
-        prefix = "optimizer" if len(optimizers) == 1 else f"optimizer.{i}"
-        known = stored_names(state, flat.metadata)
-        names = known or match_parameters(state, models, ordered)
-        if len(optimizers) == 1 and not known and (not names or len(names) < len(ordered)):
-            flat.numbered = tuple(names.get(key) or keys.to_text(key) for key in list_ids(state) if type(key) is int)
-        parts = _name_optimizer_parts(state, prefix, names, known)
+    ordered = list_parameters(models, flat.metadata)
+    is_only = len(optimizers) == 1
+    for number, state in enumerate(optimizers):
+        prefix = f"optimizer.{number}"
+        if is_only:
+            prefix = "optimizer"
+        stored_names = find_stored_names(state, flat.metadata)
+        names = stored_names or match_parameters(state, models, ordered)
+        # Also if neither the model nor the optimizer has a parameter with a name.
+        if is_only and not stored_names and len(names) < max(len(ordered), 1):
+            flat.numbered = _name_ids(state, names)
+        parts = _name_optimizer_parts(state, prefix, names, stored_names)
         flat.letters += sum(len(value) for _, value in parts if isinstance(value, str))
         flat.count(path, prefix, len(parts))
         _walk(parts, flat, path)
 
 
-def _add_lost(made: Sequence[TensorLocation], flat: Flat, path: str) -> None:
+def _name_ids(state: Any, names: Mapping[Any, str]) -> tuple[str, ...]:
+    """Return the names of an optimizer's integer ids, or the ids without a name as text."""
+    numbered = []
+    for key in list_ids(state):
+        if type(key) is int:
+            numbered.append(names.get(key) or keys.to_text(key))
+    return tuple(numbered)
+
+
+def _add_lost(rebuilt: Sequence[TensorLocation], flat: Flat, path: str) -> None:
     """Name the tensors outside the tree: keys of dictionaries, and tensors without a reference."""
-    reached = set(map(id, flat.tensors.values()))
-    lost = [location for location in made if id(location) not in reached]
+    reached = {id(location) for location in flat.tensors.values()}
+    lost = [location for location in rebuilt if id(location) not in reached]
     if not lost:
         return
-    compounds = [location for location in (*flat.tensors.values(), *made) if isinstance(location, Compound)]
-    waiting = [part for location in compounds for part in location.hidden]
-    while waiting:
-        node = waiting.pop()
-        if id(node) not in reached:
-            reached.add(id(node))
-            nested = [*node.hidden, node.inner] if isinstance(node, Compound) else None
-            waiting += nested or [part for _, part in children(node) or []]
+    _reach_hidden([*flat.tensors.values(), *rebuilt], reached)
     for location in lost:
         if id(location) not in reached:
             reached.add(id(location))
@@ -213,46 +233,28 @@ def _add_lost(made: Sequence[TensorLocation], flat: Flat, path: str) -> None:
             _walk([(LOST, location)], flat, path)
 
 
+def _reach_hidden(tensors: Sequence[TensorLocation], reached: set[int]) -> None:
+    """Add the ids of all objects that the tensors hide, and of the parts of these objects."""
+    waiting: list[Any] = []
+    for tensor in tensors:
+        if isinstance(tensor, Compound):
+            waiting += tensor.hidden
+    while waiting:
+        node = waiting.pop()
+        if id(node) in reached:
+            continue
+        reached.add(id(node))
+        if isinstance(node, Compound):
+            waiting += [*node.hidden, node.inner]
+        else:
+            waiting += [part for _, part in children(node) or []]
+
+
 def is_optimizer(value: Any) -> bool:
     """Whether a value has the form of Optimizer.state_dict()."""
     return (
         isinstance(value, dict) and isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
     )
-
-
-def children(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the named parts of a container, or None for a leaf."""
-    if isinstance(node, Compound):
-        return children(node.inner) if node.inner else None
-    if isinstance(node, dict):
-        parts = [(keys.to_text(key), value) for key, value in node.items()]
-        for state in getattr(node, "attributes", ()):
-            # torch stores module versions here, which are not part of the model.
-            parts += [(key, value) for key, value in children(attributes_of(state)) or [] if key != "_metadata"]
-        return parts
-    if isinstance(node, (list, tuple)):
-        return [(str(i), value) for i, value in enumerate(node)]
-    if isinstance(node, (set, frozenset)):
-        return [(str(i), value) for i, value in enumerate(_sort_set(node))]
-    if isinstance(node, NumpyDType):
-        return list(node.list_parts().items())
-    if isinstance(node, Inert):
-        parts = [(keys.to_text(key), value) for key, value in node.items.items()]
-        for i, given in enumerate(node.given):
-            parts += (children(given) or []) if isinstance(given, dict) else [(str(i), given)]
-        return parts
-    return None
-
-
-def _sort_set(parts: AbstractSet[Any]) -> list[Any]:
-    """Sort a set. Tensors of equal dtype and shape cannot be matched between ranks, and are refused."""
-    found = sorted(parts, key=keys.sort_key)
-    counts = Counter(keys.sort_key(part) for part in found if isinstance(part, TensorLocation))
-    for i, part in enumerate(found):
-        if counts[keys.sort_key(part)] > 1:
-            location = refused_tensor(Refusal.SET_MEMBER(), part.shape, part.dtype)
-            found[i] = Compound.wrap(location, None, part)
-    return found
 
 
 def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: list[Any] | None = None) -> None:
@@ -266,103 +268,195 @@ def _walk(trees: Sequence[tuple[str, Any]], flat: Flat, path: str, optimizers: l
     stack = [_Node(name, tree, (), Membership.NONE) for name, tree in reversed(trees)]
     while stack:
         node = stack.pop()
-        name, content = node.name, node.content
-        if id(content) in node.above:
+        if id(node.content) in node.above:
             raise ContainsItself
         if len(node.above) > MAX_DEPTH:
-            raise _endless_error(path, name, "containers are nested without end", f"at most {MAX_DEPTH} levels")
-        if isinstance(content, Storage):
-            flat.tensors[flat.unique_name(name, flat.tensors)] = content.as_tensor()
-        elif optimizers is not None and is_optimizer(content):
-            optimizers.append(content)
-        elif isinstance(content, _PLAIN):
-            flat.add_value(name, keys.to_plain(content), node.membership)
-        elif (text := name_of_object(content)) is not None:
-            flat.add_value(name, text, node.membership)
-        else:
-            if isinstance(content, TensorLocation):
-                _add_tensor(content, name, flat, path)
+            problem = "containers are nested without end"
+            raise _endless_error(path, node.name, problem, f"at most {MAX_DEPTH} levels")
+        if optimizers is not None and is_optimizer(node.content):
+            optimizers.append(node.content)
+        elif not _add_leaf(node, flat):
+            if isinstance(node.content, TensorLocation):
+                _add_tensor(node.content, node.name, flat, path)
             stack += reversed(_list_named_parts(node, flat, path))
 
 
+def _add_leaf(node: _Node, flat: Flat) -> bool:
+    """Add a storage or a plain value, and return True. Returns False for other content, which may have parts."""
+    if isinstance(node.content, Storage):
+        flat.add_tensor(node.name, node.content.as_tensor())
+        return True
+    if isinstance(node.content, _PLAIN):
+        flat.add_value(node.name, keys.to_plain(node.content), node.membership)
+        return True
+    object_name = name_of_object(node.content)
+    if object_name is not None:
+        flat.add_value(node.name, object_name, node.membership)
+        return True
+    return False
+
+
 class _Node(NamedTuple):
-    """A part of the tree that is not named yet. above: the ids of the containers around it."""
+    """A part of the tree that is not named yet."""
 
     name: str
     content: Any
     above: tuple[int, ...]
+    """The ids of the containers around it."""
     membership: Membership
 
 
 def _add_tensor(tensor: TensorLocation, name: str, flat: Flat, path: str) -> None:
     if name.endswith("_flat_param") and (tensor.sharding or tensor.refused):
         raise _flat_parameter_error(path, name)
-    flat.tensors[flat.unique_name(name, flat.tensors)] = tensor
+    flat.add_tensor(name, tensor)
 
 
 def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
     """Return the parts of a container or tensor to enter, with their full names."""
-    name, content = node.name, node.content
-    if isinstance(content, _CONTAINERS) and flat.nodes + len(content) > flat.most:
-        flat.count(path, name, len(content))  # and end, before they have names
-    parts = children(content)
-    if parts is None:  # a tensor, or a rebuild function that nothing used
+    # A shortcut for most tensors, which have no further content.
+    if type(node.content) is TensorLocation:
         return []
-    if content == () and name.startswith(_SHAPES):  # of a scalar
-        flat.values[flat.unique_name(name, flat.values)] = "()"
-    flat.count(path, name, len(parts))
-    if isinstance(content, TensorLocation):
-        start, omitted = f"{name or 'tensor'}.", None
-        # The parts of a tensor determine its values, wherever it is; libraries also set attributes for their own use.
-        in_parts = content.refused is not None and content.refused.code is Refusal.IN_PARTS
-        own = Membership.MODEL if in_parts else Membership.MODULE
+    parts = _list_counted_parts(node, flat, path)
+    if isinstance(node.content, TensorLocation):
+        prefix = f"{node.name or 'tensor'}."
+        omitted_key = None
+        membership = _find_membership_in_tensor(node.content)
     else:
-        start, omitted = f"{name}." if name else "", _find_model_key(parts, flat)
-        own = find_membership(content, dict(parts), node.membership)
-    if isinstance(content, Inert) and own in CERTAIN:
-        # The class of an object in the model determines what its attributes mean.
-        flat.add_value(f"{start}(class)", name_of_class(content), own)
-        submodules = list_submodules(content, dict(parts))
-        if submodules is not None:
-            flat.add_value(start + MODULES, ", ".join(submodules), own)
-    above = (*node.above, id(content))
-    named = []
+        prefix = _make_prefix(node.name)
+        omitted_key = _find_model_key(parts, flat)
+        membership = find_membership(node.content, dict(parts), node.membership)
+    if isinstance(node.content, Inert) and membership in CERTAIN:
+        _add_class(node.content, dict(parts), prefix, membership, flat)
+
+    above = (*node.above, id(node.content))
+    named_parts = []
     for position, (key, part) in enumerate(parts):
-        if flat.block is not None and part is flat.block and not name:
+        entered_part = _enter(node, position, part, flat)
+        if entered_part is None:
             continue
-        membership = find_membership_of_part(key, part, own)
-        if not flat.owners.allows(content, position, part):
-            if not isinstance(part, TensorLocation):  # a reference back to an object that has a name
-                continue
-            # Its attributes have names, and the tensor itself gets a further one.
-            part = part.without_attributes()
-        named.append(_Node(name if key == omitted else start + key, part, above, membership))
-    return named
+        name = prefix + key
+        if key == omitted_key:
+            name = node.name
+        part_membership = find_membership_of_part(key, part, membership)
+        named_parts.append(_Node(name, entered_part.content, above, part_membership))
+    return named_parts
+
+
+def _list_counted_parts(node: _Node, flat: Flat, path: str) -> list[tuple[str, Any]]:
+    """Return the parts of a container or tensor by key, after counting them."""
+    if isinstance(node.content, CONTAINERS) and flat.nodes + len(node.content) > flat.most:
+        # Raises the error before the keys are converted to text, which takes time.
+        flat.count(path, node.name, len(node.content))
+    parts = children(node.content)
+    # A tensor without further content, or a rebuild function that nothing used.
+    if parts is None:
+        return []
+    # An empty tuple is the shape of a scalar.
+    if node.content == () and node.name.startswith(_SHAPES):
+        flat.values[flat.unique_name(node.name, flat.values)] = "()"
+    flat.count(path, node.name, len(parts))
+    return parts
+
+
+def _find_membership_in_tensor(tensor: TensorLocation) -> Membership:
+    """Return the membership of the values of a tensor.
+
+    The parts of a tensor determine its values, wherever it is; libraries also set attributes for their own use.
+    """
+    if tensor.refused is not None and tensor.refused.code is Refusal.IN_PARTS:
+        return Membership.MODEL
+    return Membership.MODULE
+
+
+def _make_prefix(name: str) -> str:
+    """Return the start of the names of a container's parts."""
+    return f"{name}." if name else ""
+
+
+def _add_class(content: Inert, parts: Mapping[str, Any], prefix: str, membership: Membership, flat: Flat) -> None:
+    """Add the class of an object in the model, which determines what its attributes mean, and its submodules."""
+    flat.add_value(f"{prefix}(class)", name_of_class(content), membership)
+    submodules = list_submodules(content, parts)
+    if submodules is not None:
+        flat.add_value(prefix + MODULES, ", ".join(submodules), membership)
+
+
+class _Entered(NamedTuple):
+    """The content of a part to enter, which may be None."""
+
+    content: Any
+
+
+def _enter(node: _Node, position: int, part: Any, flat: Flat) -> _Entered | None:
+    """Return what to enter of a part of a container; None for the metadata block and for references back."""
+    is_block = flat.block is not None and part is flat.block
+    if is_block and not node.name:
+        return None
+    if flat.owners.allows(node.content, position, part):
+        return _Entered(part)
+    if isinstance(part, TensorLocation):
+        # Its attributes have names already, and the tensor itself gets a further one.
+        return _Entered(part.without_attributes())
+    # A reference back to an object that has a name.
+    return None
 
 
 def _find_model_key(parts: Sequence[tuple[str, Any]], flat: Flat) -> str | None:
     """Return the key of the only state dict among parts, which names do not include."""
+    if flat.whole_names:
+        return None
     models = [key for key, value in parts if key in MODEL_CONTAINERS and holds_tensors(value)]
-    return models[0] if len(models) == 1 and not flat.whole_names else None
+    if len(models) == 1:
+        return models[0]
+    return None
 
 
 def _name_optimizer_parts(
-    state: Any, prefix: str, names: Mapping[Any, str], known: Mapping[Any, str]
+    state: Any, prefix: str, names: Mapping[Any, str], stored_names: Mapping[Any, str]
 ) -> list[tuple[str, Any]]:
-    """Name the parts of an optimizer's state dict. names: of parameters by id. known: names stored in the file."""
-    parts = [(f"{prefix}.{names.get(key) or keys.to_text(key)}", entries) for key, entries in state["state"].items()]
-    for i, group in enumerate(state["param_groups"]):
-        start = f"{prefix}.param_groups.{i}"
-        inside = children(group)
-        if inside is None:
-            parts.append((start, group))
-        for entry, value in inside or []:
-            listed = isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value)
-            if entry == "params" and listed:
-                key, members = list_members(value, known, ordered=not names)
-                parts.append((f"{start}.{key}", ", ".join(members)))
-            elif entry != "param_names" or not listed:  # lr may be a tensor, betas are a tuple
-                parts.append((f"{start}.{entry}", keys.to_text(value) if listed else value))
+    """Name the parts of an optimizer's state dict.
+
+    names: of parameters by id.
+    stored_names: the names that the file contains; {} without any.
+    """
+    parts: list[tuple[str, Any]] = []
+    for key, entries in state["state"].items():
+        parameter = names.get(key) or keys.to_text(key)
+        parts.append((f"{prefix}.{parameter}", entries))
+    for number, group in enumerate(state["param_groups"]):
+        group_prefix = f"{prefix}.param_groups.{number}"
+        settings = children(group)
+        if settings is None:
+            parts.append((group_prefix, group))
+            continue
+        for setting, value in settings:
+            parts += _name_setting(setting, value, group_prefix, stored_names, ordered=not names)
     # Optimizers that wrap another one store more, like the slow weights of Lookahead.
-    rest = (item for item in state.items() if item[0] not in ("state", "param_groups"))
-    return parts + [(f"{prefix}.{keys.to_text(key)}", value) for key, value in rest]
+    for key, value in state.items():
+        if key not in ("state", "param_groups"):
+            parts.append((f"{prefix}.{keys.to_text(key)}", value))
+    return parts
+
+
+def _name_setting(
+    setting: str, value: Any, group_prefix: str, stored_names: Mapping[Any, str], *, ordered: bool
+) -> list[tuple[str, Any]]:
+    """Name a setting of a parameter group.
+
+    ordered: whether the order of the group's members matters.
+    """
+    # The learning rate may be a tensor.
+    if not _is_plain_list(value):
+        return [(f"{group_prefix}.{setting}", value)]
+    if setting == "params":
+        key, members = list_members(value, stored_names, ordered=ordered)
+        return [(f"{group_prefix}.{key}", ", ".join(members))]
+    # The names of the members are part of the members.
+    if setting == "param_names":
+        return []
+    return [(f"{group_prefix}.{setting}", keys.to_text(value))]
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value)
