@@ -21,7 +21,7 @@ from train.launch import RankContext
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from train.job import Job
+    from train.engine import Job
     from train.schedule import Position
 
 

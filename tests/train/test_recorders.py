@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.testing import Rank
+    from train.result import Result
     from train.settings import Settings
     from train.task import Task
-    from train.upkeep import Result
 
 # 6 steps an epoch.
 ALONE = replace(SMALL, method="single", max_steps=None, epochs=2, limit_train=200, save_per_rank=False, log_interval=4)

@@ -14,14 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from train.engine import train_epoch
+from train.engine import prepare, train_epoch
 from train.errors import UserError
-from train.job import build_optimizer, load, make_model, prepare
 from train.launch import spawn
 from train.launch.process_group import process_group
 from train.launch.signals import ExitStatus
 from train.methods import METHODS
 from train.options import build_parser
+from train.parts import build_optimizer, load, make_model
 from train.run import settings_and_rank
 from train.schedule import Position
 from train.settings import DEFAULT
@@ -188,7 +188,7 @@ def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> str:
 
     def run_trainer() -> None:
         train_epoch(job, position)
-        job.upkeep.logbook.read_clock()
+        job.metrics_logger.read_clock()
         position.next_epoch()
 
     def run_bare() -> None:

@@ -1,4 +1,4 @@
-"""Save and restore the states of a run: the engine calls `Keeper` after every step.
+"""Save and restore the states of a run: the engine calls `StateSaver` after every step.
 
 A changed option of the training is refused, and a change that only affects rounding is reported.
 """
@@ -12,7 +12,7 @@ import torch
 
 from train.errors import UserError
 from train.launch.signals import print_once
-from train.metrics import Meter
+from train.metrics import MetricSums
 from train.resume.state import (
     check_shapes,
     collect_state,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from train.metrics import Best
     from train.schedule import Plan
     from train.settings import Settings
-    from train.step import Step
+    from train.trainer import Trainer
 
 COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
 LENGTH = ("epochs", "max_steps")  # may change, like the number of ranks; the changes are reported
@@ -52,7 +52,7 @@ MESH = ("parallel_degree", "replicas")  # may change if the mesh stays equal; dp
 OPTIONS = {"buffer_sync": "--no-buffer-sync", "shuffle": "--no-shuffle"}  # with other names than their fields
 
 
-class Keeper:
+class StateSaver:
     """Saves states for --checkpoint-every, and restores the newest state for --resume.
 
     With either option, the constructor is a collective. position: the start of the run. resumed: whether a state was
@@ -60,7 +60,7 @@ class Keeper:
     if the folder is not readable or writable, or if the state is unusable or belongs to another run.
     """
 
-    def __init__(self, trainer: Step, plan: Plan, saver: Saver, samples: Images, best: Best) -> None:
+    def __init__(self, trainer: Trainer, plan: Plan, saver: Saver, samples: Images, best: Best) -> None:
         self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
         self.trainer, self.plan, self.saver, self.best = trainer, plan, saver, best
         self.folder = states_folder(settings.out, settings.run)
@@ -163,7 +163,7 @@ class Keeper:
             self.saver.finish(found.step)
 
 
-def warm_up_buckets(trainer: Step, x: Tensor, y: Tensor) -> None:
+def warm_up_buckets(trainer: Trainer, x: Tensor, y: Tensor) -> None:
     """Run forward and backward once without a step, before a state is restored; a collective.
 
     DDP first fills its buckets in the order of the parameters. After the first backward it rebuilds them in the
@@ -173,12 +173,12 @@ def warm_up_buckets(trainer: Step, x: Tensor, y: Tensor) -> None:
 
     x, y: a batch. The caller restores everything that this changes: buffers, RNG states and counters.
     """
-    meter = Meter(trainer.ctx.device, trainer.task)
-    trainer.accumulate(x.to(trainer.ctx.device), y.to(trainer.ctx.device), len(x), meter)
+    metric_sums = MetricSums(trainer.ctx.device, trainer.task)
+    trainer.accumulate(x.to(trainer.ctx.device), y.to(trainer.ctx.device), len(x), metric_sums)
     trainer.optimizer.zero_grad()
 
 
-def check_same_run(state: Mapping[str, Any], trainer: Step, plan: Plan, where: str) -> None:
+def check_same_run(state: Mapping[str, Any], trainer: Trainer, plan: Plan, where: str) -> None:
     """Raise UserError if the data or any option that affects training has changed.
 
     where: the state as named in the message.
@@ -209,7 +209,7 @@ def check_same_run(state: Mapping[str, Any], trainer: Step, plan: Plan, where: s
         )
 
 
-def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankContext, trainer: Step) -> list[str]:
+def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankContext, trainer: Trainer) -> list[str]:
     """List the changes that prevent a bitwise identical continuation."""
     changes = []
     old, new = state["world_size"], ctx.world_size
@@ -236,7 +236,7 @@ def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankCont
     return changes
 
 
-def _other_ranks(trainer: Step, old: int, new: int) -> str:
+def _other_ranks(trainer: Trainer, old: int, new: int) -> str:
     """Describe the effects of another number of ranks."""
     exact = "parameters, optimizer state and the order of samples continue exactly"
     changes = ["gradients are summed in another order"]
