@@ -2,7 +2,7 @@
 
 Read from the top: run.py is the command line. engine.py builds the objects of a run and loops over epochs and batches.
 trainer.py makes one optimizer step, and calls a method in methods/; start with single.py. checkpoints/saver.py writes
-the files. parts.py builds the data, the model and the optimizer, settings.py and options.py define the options.
+the files. parts.py builds the data, the model and the optimizer, settings.py declares the options.
 
     launch/                start, rendezvous and end of processes, signals: torchrun, --spawn, by hand, SLURM
     models/ data/          networks; data sets, and training batches, optionally loaded by worker processes

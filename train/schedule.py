@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from train.errors import UserError
 from train.metrics import MetricSums
-from train.settings import LARGEST
+from train.option import LARGEST
 from train.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:

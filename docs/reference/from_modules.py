@@ -33,7 +33,7 @@ TRAIN = {
     ),
     "Faults, errors and signals": "faults errors sync_checks result",
     "Measurements and output": "metrics recorders plot evaluate bench",
-    "Options": "options settings optional",
+    "Options": "options option settings optional",
 }
 
 

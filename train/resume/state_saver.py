@@ -13,6 +13,7 @@ import torch
 from train.errors import UserError
 from train.launch.signals import print_once
 from train.metrics import MetricSums
+from train.option import spell
 from train.resume.state import (
     check_shapes,
     collect_state,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
 LENGTH = ("epochs", "max_steps")  # may change, like the number of ranks; the changes are reported
 MESH = ("parallel_degree", "replicas")  # may change if the mesh stays equal; dp has none
-OPTIONS = {"buffer_sync": "--no-buffer-sync", "shuffle": "--no-shuffle"}  # with other names than their fields
 
 
 class StateSaver:
@@ -187,14 +187,14 @@ def check_same_run(state: Mapping[str, Any], trainer: Trainer, plan: Plan, where
     now, then, mesh = settings.config(ranks), state["config"], MESH if state["world_size"] == ranks else ()
     # A field added after the state was saved had its default value then.
     defaults = {field.name: field.default for field in fields(settings)}
+    spellings = {field.name: spell(field) for field in fields(settings)}
     for name, value in now.items():
         before = then.get(name, defaults.get(name))
         allowed = before == value or name in (*LENGTH, "world_size")
         if allowed or (name in mesh and shape(replace(settings, **{name: before}), ranks) == shape(settings, ranks)):
             continue
-        option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
         raise UserError(
-            f"--resume: {option}: {before} when {where} was saved, {value} now; use the original options, or "
+            f"--resume: {spellings[name]}: {before} when {where} was saved, {value} now; use the original options, or "
             "another --out"
         )
     if state["steps_per_epoch"] != plan.steps_per_epoch:
