@@ -27,6 +27,8 @@ from train.resume.state_files import (
     FoundState,
     find_newest_state,
     list_visible_ranks,
+    read_newest_step,
+    record_newest_step,
     remove_states,
     state_path,
     states_folder,
@@ -71,7 +73,7 @@ class StateSaver:
         self.cleared = False  # whether the states of an earlier run have been removed
         if settings.resume:
             with ctx.together():
-                step = saver.lock.read_owner().get("state")
+                step = read_newest_step(settings.out, settings.run)
                 if step is not None and not list_visible_ranks(self.folder):
                     raise UserError(
                         f"--resume: {self.folder} contains no state, but a state of step {step} was saved there; "
@@ -106,7 +108,7 @@ class StateSaver:
         if not self.cleared:
             # Remove states of an earlier run, or of steps after the resumed step, before any rank writes: a mixture of
             # both must not look complete.
-            self.saver.lock.record_state(max(self.complete, default=None))
+            self._record_newest(max(self.complete, default=None))
             self._remove()
             self.cleared = True
         try:
@@ -118,8 +120,12 @@ class StateSaver:
             raise
         self.saved_at = position.step
         self.complete = [*sorted(self.complete), position.step][-COMPLETE:]
-        self.saver.lock.record_state(position.step)
+        self._record_newest(position.step)
         self._remove()
+
+    def _record_newest(self, step: int | None) -> None:
+        if self.saver.lock.created:  # once per folder
+            record_newest_step(self.settings.out, self.settings.run, step)
 
     def _remove(self) -> None:
         with self.ctx.together():
