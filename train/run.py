@@ -31,8 +31,8 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports, which take seconds, needs no traceback of theirs.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    # torch logs pages of C++ stack traces when another rank is lost.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # torch logs pages of C++ stack traces when another rank is missing or lost, and raises the same errors.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from train.engine import train
 from train.errors import RankError, Stopped, UserError
