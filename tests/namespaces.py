@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from required import unavailable
 
-from train.bench.nodes import Node, ip, two_nodes
+from benchmarks.nodes import Node, ip, two_nodes
 from train.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,23 +1,67 @@
-"""The training loop, equal for all methods."""
+"""The training loop, equal for all methods: build the objects of a run, train its epochs, and save what is due."""
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import torch
+
+from train import parts
 from train.checkpoints.lock import RunLock
-from train.job import Job, prepare
-from train.schedule import set_learning_rate
+from train.checkpoints.saver import Saver
+from train.data.loading import Loaders
+from train.errors import Stopped, UserError
+from train.faults import make_fault
+from train.faults.faulty_trainer import FaultyTrainer
+from train.launch.signals import SignalAgreement
+from train.methods import METHODS, check_modifiers
+from train.metrics import Best, evaluate
+from train.recorders.base import Recorder
+from train.recorders.metrics_logger import MetricsLogger
+from train.result import Result
+from train.resume import StateSaver
+from train.schedule import LearningRate, set_learning_rate
+from train.seeds import seed_rank
+from train.sync_checks import SyncChecks
+from train.trainer import Trainer
 
 if TYPE_CHECKING:
     from train.launch import RankContext
     from train.launch.signals import Signals
-    from train.recorders.base import Recorder
-    from train.schedule import Position
+    from train.methods.single import Method
+    from train.metrics import Score
+    from train.schedule import Plan, Position
     from train.settings import Settings
-    from train.upkeep import Result
+
+
+@dataclass(frozen=True)
+class Job:
+    """The objects of one run. best: the epoch with the best test score so far."""
+
+    settings: Settings
+    ctx: RankContext
+    plan: Plan
+    loaders: Loaders
+    trainer: Trainer
+    rate: LearningRate
+    recorder: Recorder
+    metrics_logger: MetricsLogger
+    sync_checks: SyncChecks
+    saver: Saver
+    state_saver: StateSaver
+    signals: SignalAgreement
+    best: Best
+
+    @property
+    def method(self) -> Method:
+        """The parallel method, which has the model."""
+        return self.trainer.method
 
 
 def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: Signals | None = None) -> Result:
@@ -31,19 +75,102 @@ def train(settings: Settings, ctx: RankContext, recorder: Recorder, signals: Sig
         return run_job(prepare(settings, ctx, recorder, signals, lock))
 
 
+def prepare(
+    settings: Settings,
+    ctx: RankContext,
+    recorder: Recorder | None = None,
+    signals: Signals | None = None,
+    lock: RunLock | None = None,
+) -> Job:
+    """Load the data, build the model, and check the settings; with --resume, restore a state. A collective.
+
+    recorder: by default one that records nothing. signals: of this process. lock: the lock to acquire on --out, if any.
+    Raises UserError.
+    """
+    parts.check_agreement(settings, ctx)
+    check_modifiers(settings)
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
+    data = parts.load(settings, ctx)
+    ctx = METHODS[settings.method].place(settings, ctx)
+    method = METHODS[settings.method](settings, ctx)
+    sampler = parts.make_sampler(settings, ctx, len(data.train), method.replicas)
+    plan = parts.make_plan(settings, len(data.train), sampler.longest)
+    fault = make_fault(settings, ctx, plan.steps)
+    fault.build_model = partial(parts.make_model, settings, data)
+    model = fault.build_model()
+    method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
+    parts.check_model(model, sampler, plan, settings, ctx, method.replicas)
+    # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
+    forward = fault.after_wrap(method, method.wrap(model))
+    if settings.compile:
+        forward = parts.compile_model(forward, ctx)
+    # After wrapping, because a method may replace the parameters.
+    optimizer = parts.build_optimizer(settings, method)
+    # From here on each rank has a separate random stream.
+    seed_rank(settings.seed, ctx)
+    kind = Trainer if settings.fault is None else FaultyTrainer
+    trainer = kind(settings, ctx, method, forward, optimizer, fault)
+    rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
+    loaders = Loaders.build(data, sampler, ctx, settings.workers)
+    if lock is None:
+        lock = RunLock(settings, ctx)
+    else:
+        lock.acquire()
+    recorder = recorder or Recorder()
+    saver, best = Saver(trainer, plan, lock), Best()
+    return Job(
+        settings=settings,
+        ctx=ctx,
+        plan=plan,
+        loaders=loaders,
+        trainer=trainer,
+        rate=rate,
+        recorder=recorder,
+        metrics_logger=MetricsLogger(trainer, plan, rate, sampler.samples, recorder),
+        saver=saver,
+        state_saver=StateSaver(trainer, plan, saver, loaders.samples, best),
+        # With --join, ranks make different numbers of steps, and agree only after an epoch.
+        signals=SignalAgreement(ctx, signals, between=not settings.join),
+        sync_checks=SyncChecks(trainer, recorder.console),
+        best=best,
+    )
+
+
 def run_job(job: Job) -> Result:
     """Train until the plan ends. Raises the same errors as `train`."""
-    upkeep, position = job.upkeep, job.upkeep.position
-    upkeep.start()
+    position = job.state_saver.position  # the start of the run, or the restored state of --resume
+    diverged: int | None = None
+    job.signals.begin()
+    job.metrics_logger.start(position.step if job.state_saver.resumed else None)
     start = time.perf_counter()
-    with upkeep.watch.monitor or nullcontext():
+    with job.sync_checks.monitor or nullcontext():
         while True:
             train_epoch(job, position)
-            upkeep.after_epoch(position)
+            trained, test = score_epoch(job, position)
+            if math.isfinite(trained.loss) and (test is None or math.isfinite(test.loss)):
+                diverged = None  # a run recovers from a single overflow, as with --amp fp16
+            else:
+                diverged = diverged or position.epoch
+            # An evaluation may take long, so the ranks agree on a signal now.
+            stop_if_signaled(job, position, now=True)
             if position.step == job.plan.steps:
                 break
             position.next_epoch()
-    return upkeep.finish(position, time.perf_counter() - start)
+    assert test is not None  # the last epoch is always evaluated
+    return Result(
+        run=job.plan.run,
+        epochs=position.epoch,
+        steps=position.step,
+        seconds=time.perf_counter() - start,
+        trained=trained,
+        test=test,
+        saved=tuple(job.saver.saved),
+        replaced=job.saver.replaced,
+        diverged=diverged,
+        failed=job.saver.failed,
+        replicas=job.saver.replicas,
+    )
 
 
 def train_epoch(job: Job, position: Position) -> None:
@@ -58,20 +185,72 @@ def train_epoch(job: Job, position: Position) -> None:
     sampler.set_epoch(position.epoch - 1, position.in_epoch)
     job.loaders.samples.set_epoch(position.epoch - 1)
     trainer.forward.train()
+    job.metrics_logger.begin_epoch()
     sizes = islice(sampler.sizes, position.in_epoch, position.in_epoch + steps)
     # Not strict: the loader may have more batches than --max-steps allows.
-    batches = zip(sizes, job.upkeep.begin_epoch(job.loaders.train), strict=False)
+    batches = zip(sizes, job.metrics_logger.time_batches(job.loaders.train), strict=False)
     with job.method.join_ranks(trainer.optimizer) if join else nullcontext():
         for samples, (x, y) in batches:  # samples: size of the global batch. x, y: this rank's share
             lr = job.rate.at(position.step)
             set_learning_rate(trainer.optimizer, lr)
             position.step += 1
             position.in_epoch += 1
-            trainer.run(position.step, x, y, samples, position.meter)
-            job.upkeep.after_step(position, lr, samples)
+            trainer.run(position.step, x, y, samples, position.metric_sums)
+            if not join:
+                check_and_save(job, position)
+            job.metrics_logger.after_step(position, lr, samples)
+            stop_if_signaled(job, position)
     if join:
         # A rank that ran out of batches early counts the last steps too: from here on all ranks are at the same step.
         position.in_epoch += end - position.step
         position.step = end
         set_learning_rate(trainer.optimizer, job.rate.at(end - 1))
-        job.upkeep.check_and_save(position)
+        check_and_save(job, position)
+
+
+def check_and_save(job: Job, position: Position) -> None:
+    """Run the actions of --monitor, --save-every and --checkpoint-every that are due after a step; a collective.
+
+    They come before any other forward, which would update BatchNorm's statistics in training mode and broadcast
+    rank 0's through DDP's wrapper. The check comes first, so that the saved state has been checked or repaired.
+    """
+    if warning := job.sync_checks.after_step(position.step, last=position.step == job.plan.steps):
+        job.recorder.note(f"warning: {warning}")
+    for path in job.saver.after_step(position.step):
+        job.recorder.note(f"saved {path}")
+    job.state_saver.after_step(position)
+
+
+def score_epoch(job: Job, position: Position) -> tuple[Score, Score | None]:
+    """Score the epoch, and the model if an evaluation is due; save the best model; a collective.
+
+    Returns the scores of training and of the test set. The evaluation does not change the model.
+    """
+    trained = position.metric_sums.over_ranks(job.ctx)
+    job.metrics_logger.read_clock()
+    start, test, best = time.perf_counter(), None, False
+    if position.step == job.plan.steps or position.epoch % job.settings.eval_every == 0:
+        test = evaluate(job.method, job.loaders.test, job.ctx, job.trainer.task)
+        best = job.best.update(test, position.epoch, position.step)
+    job.metrics_logger.after_epoch(position, trained, test, time.perf_counter() - start, best)
+    if best:
+        for path in job.saver.save_best(position.step):
+            job.recorder.note(f"saved {path}")
+    return trained, test
+
+
+def stop_if_signaled(job: Job, position: Position, *, now: bool = False) -> None:
+    """Save a state and stop if any rank received a signal; a collective when due. Raises Stopped on all ranks.
+
+    now: agree now, otherwise only at common steps. After the last step the run ends anyway.
+    """
+    if position.step == job.plan.steps or not (number := job.signals.agree_on_signal(position.step, now=now)):
+        return
+    if job.settings.checkpoint_every is None:
+        advice = "nothing was saved; use --checkpoint-every N to save states for --resume"
+        raise Stopped(number, position.step, advice)
+    try:
+        job.state_saver.after_step(position, now=True)
+    except UserError as error:
+        raise Stopped(number, position.step, f"its state is not saved: {error}") from error
+    raise Stopped(number, position.step, "its state is saved; add --resume to continue")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.methods.single import Method
 
 
-SUMS = 4  # of a Meter
+SUMS = 4  # of a MetricSums
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class Score:
         return f"{name} {number}" if (name != "accuracy" if named is None else named) else number
 
 
-class Meter:
+class MetricSums:
     """Accumulates sums rather than means, so that ranks and batches of different sizes are weighted correctly.
 
     The sums stay on the device, so adding does not wait for it. They are float64, which represents counts exactly.
-    sums: [4] loss, first count of the task (correct predictions), predictions, second count (NaN if there is none).
+    totals: [4] loss, first count of the task (correct predictions), predictions, second count (NaN if there is none).
     recent: [4] the same since the last `take`.
     """
 
     def __init__(self, device: torch.device, task: Task = CLASSIFICATION) -> None:
         self.task = task
         self.both = torch.zeros(SUMS, 2, dtype=torch.float64, device=device)
-        self.sums, self.recent = self.both.unbind(1)  # views
+        self.totals, self.recent = self.both.unbind(1)  # views
 
     def add(self, loss_sum: Tensor, outputs: Tensor, targets: Tensor) -> None:
         """Add one batch. loss_sum: [] sum over the predictions."""
@@ -85,7 +85,7 @@ class Meter:
         self.add_sums(torch.stack([loss.double(), first, predictions, second]))
 
     def add_sums(self, sums: Tensor) -> None:
-        """Add the sums of another meter, [4]."""
+        """Add the sums of another metric_sums, [4]."""
         self.both += sums[:, None]
 
     def take(self) -> Tensor:
@@ -99,7 +99,7 @@ class Meter:
 
     def local(self) -> Score:
         """Return the score of this rank's samples."""
-        return score_of(self.sums.tolist(), self.task)
+        return score_of(self.totals.tolist(), self.task)
 
     def over_ranks(self, ctx: RankContext) -> Score:
         """Return the score over all ranks; a collective, equal on all ranks."""
@@ -107,11 +107,11 @@ class Meter:
 
     def sum_over_ranks(self, ctx: RankContext) -> Tensor:
         """Return the sums over all ranks, [4]; a collective. Ranks with the same samples count once."""
-        return ctx.sum_over_ranks(self.sums.clone() if ctx.mesh.counts else torch.zeros_like(self.sums))
+        return ctx.sum_over_ranks(self.totals.clone() if ctx.mesh.counts else torch.zeros_like(self.totals))
 
 
 def score_of(sums: Sequence[float], task: Task = CLASSIFICATION) -> Score:
-    """Compute a score from the sums of a meter."""
+    """Compute a score from the sums of a metric_sums."""
     loss, first, predictions, second = sums
     if predictions == 0:
         return Score(float("nan"), float("nan"), 0, task=task)
@@ -125,16 +125,16 @@ def evaluate(method: Method, batches: Batches, ctx: RankContext, task: Task = CL
     Under plain DDP every rank scores its share with its own BatchNorm statistics.
     """
     method.module.eval()
-    meter, total = Meter(ctx.device, task), Meter(ctx.device, task)
+    metric_sums, total = MetricSums(ctx.device, task), MetricSums(ctx.device, task)
 
     def measure(outputs: Tensor, targets: Tensor) -> None:
-        meter.add(task.loss(outputs, targets), outputs, targets)
+        metric_sums.add(task.loss(outputs, targets), outputs, targets)
 
     with torch.no_grad():  # not inference_mode, because FSDP keeps gathered tensors
         for x, y in batches:
             method.evaluate(x.to(ctx.device), y.to(ctx.device), measure)
     method.module.train()
-    total.add_sums(method.share_sums(meter.sums))
+    total.add_sums(method.share_sums(metric_sums.totals))
     return total.over_ranks(ctx)
 
 

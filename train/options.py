@@ -10,8 +10,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from dataclasses import fields
-from functools import partial
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,11 +27,12 @@ from train.methods import METHODS
 from train.methods.cp import MODES
 from train.methods.pipeline_stages import PIPELINES
 from train.models import MODELS, build_model
+from train.option import spell
 from train.schedule import SCALES, SCHEDULES
-from train.settings import DEFAULT, LEARNING_RATES, Settings
+from train.settings import LEARNING_RATES, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from _typeshed import SupportsWrite
 
@@ -140,18 +140,43 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# Fields whose options have their names, and argparse's arguments for their types.
-FIELDS = {field.name: field for field in (*fields(Settings), *fields(LaunchOptions))}
+# Choices of options from tables of plug-ins.
+CHOICES: dict[str, Iterable[str]] = {
+    "method": METHODS,
+    "context_mode": MODES,
+    "pipeline_schedule": PIPELINES,
+    "fault": FAULTS,
+    "model": MODELS,
+    "data": DATASETS,
+    "augment": AUGMENTATIONS,
+    "optimizer": LEARNING_RATES,
+    "lr_scale": SCALES,
+    "schedule": SCHEDULES,
+    "save_format": FORMATS,
+}
+# The groups of the help in order, with their descriptions.
+GROUPS = {
+    "method": None,
+    "processes": "default: the ranks of torchrun or srun, else this process alone",
+    "devices": None,
+    "modifiers of the method": None,
+    "injected faults": None,
+    "model and data": None,
+    "optimization": None,
+    "checks during training": None,
+    "output": None,
+    "progress, logs and metrics": None,
+}
+# argparse's arguments for the types of fields.
 TYPES: dict[str, dict[str, Any]] = {
     "int": {"type": int, "metavar": "N"},
     "float": {"type": float},
     "Path": {"type": Path, "metavar": "DIR"},
-    "str": {},
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of run.py; types and defaults come from Settings and LaunchOptions."""
+    """Build the parser of run.py from the options declared in Settings and LaunchOptions."""
     parser = Parser(
         prog="run.py",
         usage="run.py [options]",
@@ -161,188 +186,56 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.set_defaults(local_world_size=None)
-    for add_options in (_add_method, _add_launch, _add_modifiers, _add_model_and_data, _add_optimization, _add_output):
-        add_options(parser)
+    groups = {title: parser.add_argument_group(title, description) for title, description in GROUPS.items()}
+    for declarations in (Settings, LaunchOptions):
+        for field in fields(declarations):
+            if field.metadata:
+                if field.metadata["group"] is not None:
+                    group = groups[field.metadata["group"]]
+                _add_option(group, field)
+    _add_program_options(groups)
     return parser
 
 
-def settings_from(args: argparse.Namespace) -> Settings:
-    """Convert parsed arguments to the settings of a run: copy fields of the same name, and derive the rest."""
-    derived: dict[str, Any] = {
-        "method": args.method or ("ddp" if is_group_requested(os.environ, args) else "single"),
-        "buffer_sync": not args.no_buffer_sync,
-        "shuffle": not args.no_shuffle,
-        "lr": LEARNING_RATES[args.optimizer] if args.lr is None else args.lr,
-        "save_per_rank": args.save_per_rank or args.save_best or args.save_every is not None,
-    }
-    copied = {field.name: getattr(args, field.name) for field in fields(Settings) if field.name not in derived}
-    return Settings(**copied, **derived)
-
-
-def _add(group: argparse._ArgumentGroup, option: str, text: str, **arguments: Any) -> None:
-    """Add the option of a field, with the type and default of the field. text: its help, without the default."""
-    field = FIELDS[option.removeprefix("--").replace("-", "_")]
+def _add_option(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
+    """Add the declared option of a field."""
+    spellings = (spell(field), *field.metadata["aliases"])
+    text = field.metadata["text"]
     if field.type == "bool":
-        group.add_argument(option, action="store_true", help=text)
+        action = "store_false" if field.default else "store_true"
+        group.add_argument(*spellings, dest=field.name, action=action, help=text)
         return
-    if field.default is not None:
+    arguments: dict[str, Any] = {"default": field.default}
+    if field.name in CHOICES:
+        arguments["choices"] = CHOICES[field.name]
+        text = text or ", ".join(CHOICES[field.name])
+    type_name = str(field.type).partition(" | ")[0]
+    arguments |= TYPES.get(type_name, {}) | field.metadata["arguments"]
+    if arguments["default"] is not None:
         text += " (default: %(default)s)"
-    group.add_argument(option, default=field.default, help=text, **TYPES[str(field.type).split(" | ")[0]] | arguments)
+    group.add_argument(*spellings, dest=field.name, help=text, **arguments)
 
 
-def _add_method(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("method")
-    add = partial(_add, group)
-    text = "default: ddp if several processes were started, otherwise single"
-    group.add_argument("--method", choices=METHODS, help=text)
-    text = "dp: replicas (default: all its GPUs, or 2); hsdp, hsdp_tp: replicas of the sharded model (default: 2)"
-    add("--replicas", text)
-    add("--average-every", "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
-    add("--outer-lr", "diloco: learning rate of the outer optimizer (default: 0.7)")
-    add("--outer-momentum", "diloco: Nesterov momentum of the outer optimizer (default: 0.9)")
-    add("--static-graph", "ddp, zero, localsgd: assume that every step uses the same parameters")
-    add("--bucket-view", "ddp, zero, localsgd: store gradients in DDP's buckets only, which saves memory")
-    text = "fsdp, hsdp: free gathered parameters after forward (true, false), or keep shards of N ranks"
-    add("--reshard-after-forward", text, metavar="true|false|N")
-    add("--cpu-offload", "fsdp, hsdp, replicate: keep parameters, gradients and optimizer in the CPU's memory")
-    add("--mp-policy", "fsdp, hsdp, replicate: gather parameters and compute in bf16, reduce in float32")
-    text = "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
-    add("--parallel-degree", text)
-    add("--sequence-parallel", "tp and combinations: shard the tokens between blocks")
-    add("--loss-parallel", "tp and combinations: compute the loss from logits sharded by vocabulary")
-    text = "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
-    add("--context-mode", text, choices=MODES)
-    text = "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
-    add("--pipeline-schedule", text, choices=PIPELINES)
+def _add_program_options(groups: Mapping[str, argparse._ArgumentGroup]) -> None:
+    """Add the options of the program that are not settings of a run."""
     text = "maximum time to wait for other ranks (default: %(default)s)"
-    group.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
-
-
-def _add_launch(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("processes", "default: the ranks of torchrun or srun, else this process alone")
-    add = partial(_add, group)
-    text = "start N processes on this machine; implied (2, or one per GPU) by torchrun with one process "
-    text += "and --save-per-rank, without --method"
-    add("--spawn", text)
-    add("--rank", "by hand, in a shell per process: its number, from 0", metavar="R")
-    add("--world-size", "by hand: the number of processes")
-    text = "by hand: its number on this machine, which selects the GPU (default: the rank modulo the GPUs)"
-    add("--local-rank", text, metavar="L")
-    text = "by hand: rendezvous at tcp://ADDRESS:PORT of rank 0, or in file:///PATH, a new file for each run"
-    add("--init-method", text, metavar="URL")
-    text = "with --port: short for --init-method tcp://ADDRESS:PORT; with --spawn instead of a temporary file"
-    add("--ip", text, metavar="ADDRESS")
-    add("--port", "a free port of rank 0's machine, the same everywhere", metavar="PORT")
-    group = parser.add_argument_group("devices")
-    add = partial(_add, group)
-    text = "GPUs of this machine, as 0,1, or none for the CPU: each process uses one, dp all (default: all, "
-    text += "or the CPU if there are fewer GPUs than processes)"
-    add("--gpus", text, metavar="LIST")
-    add("--backend", "of the process group (default: nccl on GPUs, gloo on CPUs)", choices=("gloo", "nccl"))
-
-
-def _add_modifiers(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("modifiers of the method")
-    add = partial(_add, group)
-    add("--sync-bn", "compute BatchNorm over the samples of all ranks")
-    group.add_argument("--no-buffer-sync", action="store_true", help="let each rank keep separate BatchNorm statistics")
-    add("--amp", "mixed precision with torch.autocast; fp16 uses loss scaling", choices=("off", "bf16", "fp16"))
-    text = "partition each rank's share into K micro-batches, and reduce gradients after the last"
-    add("--accumulate", text, metavar="K")
-    add("--grad-clip", "clip the norm of the whole gradient", metavar="NORM")
-    add("--find-unused", "let DDP search for parameters that are unused in a step")
-    add("--join", "let ranks have different numbers of batches, with DDP's join context manager")
-    add("--compile", "use torch.compile; the first step takes seconds to minutes")
-    add("--channels-last", "use the memory format NHWC for images and weights; faster on many GPUs")
-    text = "let cuDNN time its algorithms for each shape of input, and use the fastest; for GPUs and equal shapes"
-    add("--cudnn-benchmark", text)
-    text = "gradient compression of DDP: none, 16-bit floats, or low-rank matrices"
-    add("--comm-hook", text, choices=("none", "fp16", "bf16", "powersgd"))
-    add("--powersgd-rank", "rank of powersgd's matrices (default: 1)")
-    add("--powersgd-start", "number of first steps without powersgd (default: 2)")
-    text = "also save an exponential moving average of the weights, for example with decay 0.999"
-    add("--ema", text, metavar="DECAY")
-    group = parser.add_argument_group("injected faults")
-    add = partial(_add, group)
-    add("--fault", "inject this fault; --list-faults prints the names", metavar="NAME", choices=FAULTS)
-    add("--fault-step", "step of the fault (default: depends on the fault)")
-    group.add_argument("--list-faults", action=Print, const=list_faults, help="list the faults with effects, and exit")
-
-
-def _add_model_and_data(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model and data")
-    add = partial(_add, group)
-    text = "own data, model, loss and metrics: a subclass of train.task.Task; replaces --model and --data"
-    add("--task", text, metavar="MODULE:CLASS")
-    add("--model", ", ".join(MODELS), choices=MODELS, metavar="NAME")
+    groups["method"].add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
+    text = "list the faults with effects, and exit"
+    groups["injected faults"].add_argument("--list-faults", action=Print, const=list_faults, help=text)
     text = "list the models with their sizes, and exit"
-    group.add_argument("--list-models", action=Print, const=list_models, help=text)
-    add("--width", "channels of the first layer (default: depends on the model)")
-    add("--depth", "layers of a pyramidnet, blocks of the transformer")
-    add("--alpha", "channels that a pyramidnet adds over all its blocks")
-    add("--data", ", ".join(DATASETS), choices=DATASETS, metavar="NAME")
-    add("--data-dir", "folder of the data; digits, text and synthetic need no folder")
-    text = "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout"
-    add("--download", text)
-    text = "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing; timm: "
-    text += "RandomResizedCrop, RandAugment, mixup and label smoothing"
-    add("--augment", text, choices=AUGMENTATIONS)
-    add("--image-size", "pixels along each edge, for --data synthetic (default: 32)")
-    add("--channels", "channels of an image, for --data synthetic (default: 3)")
-    add("--classes", "number of classes, for --data synthetic (default: 10)")
-    add("--train-samples", "training images, with a tenth as many test images, for --data synthetic (default: 50000)")
-    add("--limit-train", "use only the first N training samples")
-    text = "also train on the last, smaller batch of each epoch, if every share of it has at least 2 samples"
-    add("--keep-last", text)
-    add("--workers", "data loading processes per rank; 0: load in the rank itself")
-    group.add_argument("--no-shuffle", action="store_true", help="use the same order in every epoch")
-
-
-def _add_optimization(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimization")
-    add = partial(_add, group)
-    add("--epochs", "number of epochs")
-    add("--max-steps", "stop after N optimizer steps")
-    add("--batch-size", "global batch size, partitioned over the ranks; uneven shares are weighted exactly")
-    add("--optimizer", "optimizer", choices=LEARNING_RATES)
-    rates = ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items())
-    group.add_argument("--lr", type=float, help=f"peak learning rate of the schedule (default: {rates})")
-    text = "multiply --lr by the number of processes (linear) or its square root (sqrt). Use it if --batch-size "
-    text += "grows with the number of processes; otherwise none is correct"
-    add("--lr-scale", text, choices=SCALES)
-    add("--schedule", "learning rate after warm-up", choices=SCHEDULES)
-    add("--warmup-steps", "steps of linear warm-up (default: a tenth of the run)")
-    add("--warmup-epochs", "warm-up in epochs; may be a fraction", metavar="X")
-    add("--momentum", "momentum of sgd")
-    add("--weight-decay", "weight decay")
-    add("--seed", "seed of weights and sample order", metavar=None)
-    group = parser.add_argument_group("checks during training")
-    text = "check every N optimizer steps, and after the last step, that all ranks hold the same model (0: never). "
-    text += "Use the longer name with torchrun, because --monitor is ambiguous among its own options"
-    group.add_argument("--monitor", "--monitor-every", type=int, default=DEFAULT.monitor, metavar="N", help=text)
-    text = "if a check fails: exit with code 1, warn and continue, or repair the affected ranks (default: warn)"
-    group.add_argument("--on-desync", choices=("raise", "warn", "resync"), help=text)
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    add = partial(_add, group)
-    text = "output folder. A run replaces the files of a finished run with the same method and modifiers, and is "
-    text += "refused while such a run is active"
-    add("--out", text)
-    add("--save-per-rank", "at the end, write DIR/<run>_rank<r>")
-    add("--save-every", "also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank")
-    add("--save-best", "keep DIR/best/<run>/rank_<r> of the epoch with the best test metric; implies --save-per-rank")
-    text = "every N steps and after the last step, write the state for --resume to DIR/.resume/<run>"
-    add("--checkpoint-every", text)
-    add("--resume", "resume from the newest state of --checkpoint-every in DIR, or start at step 0 without a state")
-    add("--save-format", "checkpoint format", choices=FORMATS)
-    group = parser.add_argument_group("progress, logs and metrics")
-    add = partial(_add, group)
+    groups["model and data"].add_argument("--list-models", action=Print, const=list_models, help=text)
     text = "auto: a bar on a terminal, otherwise a line per epoch (default: %(default)s)"
-    group.add_argument("--progress", choices=("auto", "bar", "plain", "none"), default="auto", help=text)
-    add("--eval-every", "evaluate on the test set every N epochs, and after the last epoch")
-    add("--log-dir", "write DIR/<run>/metrics.jsonl and a log per rank, replacing the logs of a run with the same name")
-    text = "optimizer steps between records of --log-dir (default: 50); if set, --progress plain prints each record"
-    add("--log-interval", text)
-    add("--tensorboard", "also write the records of --log-dir for TensorBoard, which must be installed")
+    kinds = ("auto", "bar", "plain", "none")
+    groups["progress, logs and metrics"].add_argument("--progress", choices=kinds, default="auto", help=text)
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Convert parsed arguments to the settings of a run. Some defaults depend on other options or on the launcher."""
+    values = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    if values["method"] is None:
+        values["method"] = "ddp" if is_group_requested(os.environ, args) else "single"
+    if values["lr"] is None:
+        values["lr"] = LEARNING_RATES[args.optimizer]
+    if args.save_best or args.save_every is not None:
+        values["save_per_rank"] = True
+    return Settings(**values)

@@ -31,8 +31,8 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports, which take seconds, needs no traceback of theirs.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    # torch logs pages of C++ stack traces when another rank is lost.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # torch logs pages of C++ stack traces when another rank is missing or lost, and raises the same errors.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 from train.engine import train
 from train.errors import RankError, Stopped, UserError
@@ -59,6 +59,7 @@ from train.optional import MISSING, SyncheckError
 from train.options import build_parser, settings_from
 from train.recorders.composite import make_recorder
 from train.recorders.progress import Output
+from train.result import summary
 from train.settings import check
 
 if TYPE_CHECKING:
@@ -66,29 +67,8 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.settings import Settings
-    from train.upkeep import Result
 
 LONGEST = 604_800  # seconds: a week
-
-
-def summary(result: Result, method: str) -> str:
-    """Format the result in one line, the saved files in a second, and in a third a hint if a group has one replica."""
-    reached = result.test.format()
-    reached = f"{reached} test accuracy" if "%" in reached else f"test {reached}"
-    reached = f"{reached}, {_count(result.epochs, 'epoch')}"
-    first = f"{result.run}: {reached}, {_count(result.steps, 'step')}, {result.seconds:.1f} s\n"
-    if not result.saved:
-        return first + "saved nothing; --save-per-rank writes one checkpoint per rank\n"
-    where = " to ".join(str(path) for path in dict.fromkeys((result.saved[0], result.saved[-1])))
-    replaced = f" (replaced {result.replaced} of an earlier run of this name)" if result.replaced else ""
-    alone = ""
-    if result.replicas == 1 and METHODS[method].grouped:
-        alone = "one rank has no replica to compare: start two with --spawn 2, or torchrun --nproc-per-node 2\n"
-    return first + f"saved {_count(len(result.saved), 'file')}: {where}{replaced}\n" + alone
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def settings_and_rank(args: argparse.Namespace) -> tuple[Settings, RankContext]:

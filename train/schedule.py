@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from train.errors import UserError
-from train.metrics import Meter
-from train.settings import LARGEST
+from train.metrics import MetricSums
+from train.option import LARGEST
 from train.task import CLASSIFICATION, Task
 
 if TYPE_CHECKING:
@@ -38,21 +38,21 @@ class Plan:
 class Position:
     """The progress of a run.
 
-    step: optimizer steps done. epoch: the current epoch, counted from 1. in_epoch: steps done in this epoch. meter:
-    this rank's sums in this epoch.
+    step: optimizer steps done. epoch: the current epoch, counted from 1. in_epoch: steps done in this epoch.
+    metric_sums: this rank's sums in this epoch.
     """
 
     def __init__(self, device: torch.device, task: Task = CLASSIFICATION) -> None:
         self.step = 0
         self.epoch = 1
         self.in_epoch = 0
-        self.meter = Meter(device, task)
+        self.metric_sums = MetricSums(device, task)
 
     def next_epoch(self) -> None:
         """Start the next epoch."""
         self.epoch += 1
         self.in_epoch = 0
-        self.meter.sums.zero_()
+        self.metric_sums.totals.zero_()
 
 
 class LearningRate:

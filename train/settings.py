@@ -2,122 +2,254 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from train.errors import UserError
+from train.option import (
+    ANY,
+    CHECKS,
+    DECAY,
+    FINITE,
+    MOMENTUM,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    WEIGHT_DECAY,
+    WORKERS,
+    option,
+    spell,
+)
 from train.optional import MISSING
 
 # Defaults of --lr, found on digits with resnet8 and a global batch of 32.
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.005}
-LARGEST = 3.4e38  # the maximum of float32, to which torch's optimizers convert rates
-MOST_WORKERS = 1024  # per rank; each worker takes memory, so a larger number is probably a typing error
-# Fields that do not affect training: paths, outputs and checks.
-NOT_TRAINING = frozenset(
-    {"data_dir", "download", "out", "save_per_rank", "save_every", "save_format", "save_best", "monitor", "on_desync"}
-    | {"workers", "eval_every", "log_dir", "log_interval", "tensorboard", "checkpoint_every", "resume"}
-)
-# Fields that a user's task replaces.
-OF_TASK = (
-    *("model", "width", "depth", "alpha", "data", "data_dir", "download", "augment"),
-    *("image_size", "channels", "classes", "train_samples"),
-)
-# Integers that need not be at least 1.
-NOT_COUNTS = ("seed", "workers", "monitor", "warmup_steps", "powersgd_start")
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run, one field for each option, with the defaults of the command line.
 
-    None selects the default of the method, model or data set, unless the comment gives another meaning.
+    None selects the default of the method, model or data set, or disables what the option enables. The types of the
+    fields are the types of the options.
     """
 
-    # The parallel method.
-    method: str = "single"
-    replicas: int | None = None  # of dp, or along the replicate dimension of hsdp
-    average_every: int | None = None  # steps between averages of localsgd and diloco
-    outer_lr: float | None = None  # learning rate of diloco's outer optimizer
-    outer_momentum: float | None = None
-    static_graph: bool = False  # let DDP rely on the order of gradients in the first step
-    bucket_view: bool = False  # let gradients be views of DDP's buckets
-    reshard_after_forward: str | None = None  # of FSDP: true, false, or a number of ranks
-    cpu_offload: bool = False  # keep shards in the CPU's memory
-    mp_policy: bool = False  # gather parameters and compute in bfloat16
-    parallel_degree: int | None = None  # ranks that share one copy of the model: tp, pp, cp, ep
-    sequence_parallel: bool = False  # tensor-parallel ranks have shards of the tokens between blocks
-    loss_parallel: bool = False  # tensor-parallel ranks compute the loss from sharded logits
-    context_mode: str | None = None  # how attention of cp communicates: allgather or ulysses
-    pipeline_schedule: str | None = None  # of pp and pp_fsdp: 1f1b, gpipe, interleaved or zbv
-    # Modifiers of the method.
-    sync_bn: bool = False
-    buffer_sync: bool = True
-    amp: str = "off"  # or bf16, fp16
-    accumulate: int = 1  # micro-batches per optimizer step
-    grad_clip: float | None = None  # maximum norm of the whole gradient; None disables clipping
-    find_unused: bool = False
-    join: bool = False  # allow ranks to have different numbers of batches
-    compile: bool = False  # use torch.compile
-    channels_last: bool = False  # store the channels of a pixel contiguously (NHWC)
-    cudnn_benchmark: bool = False  # let cuDNN choose its algorithms by timing them
-    comm_hook: str = "none"  # or fp16, bf16, powersgd: compress gradients under DDP
-    powersgd_rank: int | None = None  # columns of PowerSGD's matrices
-    powersgd_start: int | None = None  # steps before PowerSGD starts
-    ema: float | None = None  # decay of the moving average of the weights; None disables it
-    # An injected fault.
-    fault: str | None = None  # name
-    fault_step: int | None = None  # optimizer step of the fault, counted from 1
-    task: str | None = None  # package.module:Class of a user's task, with its own data and model
-    # The network. width, depth and alpha: None for the network's default.
-    model: str = "resnet8"
-    width: int | None = None  # channels of the first layer
-    depth: int | None = None  # layers or blocks
-    alpha: int | None = None  # channels that a PyramidNet adds over all its blocks
-    # The data. image_size, channels, classes and train_samples: of synthetic data.
-    data: str = "digits"
-    data_dir: Path | None = None
-    download: bool = False  # download missing data
-    augment: str = "none"  # random changes of training images: or basic, strong, timm
-    image_size: int | None = None
-    channels: int | None = None
-    classes: int | None = None
-    train_samples: int | None = None
-    limit_train: int | None = None  # number of training samples; None: all
-    shuffle: bool = True
-    keep_last: bool = False  # also train on the last, smaller global batch of an epoch
-    # The optimization.
-    epochs: int = 10
-    max_steps: int | None = None  # maximum number of optimizer steps
-    batch_size: int = 32  # the global batch: samples per optimizer step, over all ranks and micro-batches
-    optimizer: str = "sgd"
-    lr: float = LEARNING_RATES["sgd"]  # peak of the schedule
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    lr_scale: str = "none"  # or linear, sqrt: with the number of shares of the global batch
-    warmup_steps: int | None = None  # default of both: a tenth of the run
-    warmup_epochs: float | None = None
-    schedule: str = "cosine"  # or constant, after the warm-up
-    seed: int = 0
-    workers: int = 0  # data loading processes of each rank
-    # Evaluation and checkpoints.
-    eval_every: int = 1  # epochs between evaluations
-    out: Path = Path("ckpts")
-    save_per_rank: bool = False
-    save_every: int | None = None  # optimizer steps between checkpoints; None: only at the end
-    save_format: str = "pth"
-    save_best: bool = False  # keep a checkpoint of the epoch with the best test metric
-    # Logs. log_interval: optimizer steps between records; None for the default, and for no records on the terminal.
-    log_dir: Path | None = None  # folder for logs and metrics; None disables them
-    log_interval: int | None = None
-    tensorboard: bool = False  # also write records for TensorBoard
-    # States for --resume.
-    checkpoint_every: int | None = None  # optimizer steps between states
-    resume: bool = False  # continue from the newest state
-    # Checks that all ranks hold the same model.
-    monitor: int = 0  # optimizer steps between checks; 0 disables checks
-    on_desync: Literal["raise", "warn", "resync"] | None = None  # reaction to a failed check; default: warn
+    method: str = option(
+        "single", "default: ddp if several processes were started, otherwise single", group="method", default=None
+    )
+    replicas: int | None = option(
+        None, "dp: replicas (default: all its GPUs, or 2); hsdp, hsdp_tp: replicas of the sharded model (default: 2)"
+    )
+    average_every: int | None = option(None, "localsgd, diloco: steps between averages (default: 4; diloco: 20)")
+    outer_lr: float | None = option(
+        None, "diloco: learning rate of the outer optimizer (default: 0.7)", numbers=POSITIVE
+    )
+    outer_momentum: float | None = option(
+        None, "diloco: Nesterov momentum of the outer optimizer (default: 0.9)", numbers=MOMENTUM
+    )
+    static_graph: bool = option(False, "ddp, zero, localsgd: assume that every step uses the same parameters")
+    bucket_view: bool = option(False, "ddp, zero, localsgd: store gradients in DDP's buckets only, which saves memory")
+    reshard_after_forward: str | None = option(
+        None,
+        "fsdp, hsdp: free gathered parameters after forward (true, false), or keep shards of N ranks",
+        metavar="true|false|N",
+    )
+    cpu_offload: bool = option(
+        False, "fsdp, hsdp, replicate: keep parameters, gradients and optimizer in the CPU's memory"
+    )
+    mp_policy: bool = option(False, "fsdp, hsdp, replicate: gather parameters and compute in bf16, reduce in float32")
+    parallel_degree: int | None = option(
+        None, "tp, pp, cp, ep and combinations: ranks that share one copy of the model (default: depends on the method)"
+    )
+    sequence_parallel: bool = option(False, "tp and combinations: shard the tokens between blocks")
+    loss_parallel: bool = option(False, "tp and combinations: compute the loss from logits sharded by vocabulary")
+    context_mode: str | None = option(
+        None, "cp: gather keys and values, or exchange tokens for heads (default: allgather)"
+    )
+    pipeline_schedule: str | None = option(
+        None, "pp, pp_fsdp: order of the micro-batches in the pipeline (default: 1f1b)"
+    )
+
+    sync_bn: bool = option(False, "compute BatchNorm over the samples of all ranks", group="modifiers of the method")
+    buffer_sync: bool = option(True, "let each rank keep separate BatchNorm statistics")
+    amp: str = option(
+        "off", "mixed precision with torch.autocast; fp16 uses loss scaling", choices=("off", "bf16", "fp16")
+    )
+    accumulate: int = option(
+        1, "partition each rank's share into K micro-batches, and reduce gradients after the last", metavar="K"
+    )
+    grad_clip: float | None = option(None, "clip the norm of the whole gradient", metavar="NORM", numbers=POSITIVE)
+    find_unused: bool = option(False, "let DDP search for parameters that are unused in a step")
+    join: bool = option(False, "let ranks have different numbers of batches, with DDP's join context manager")
+    compile: bool = option(False, "use torch.compile; the first step takes seconds to minutes")
+    channels_last: bool = option(False, "use the memory format NHWC for images and weights; faster on many GPUs")
+    cudnn_benchmark: bool = option(
+        False, "let cuDNN time its algorithms for each shape of input, and use the fastest; for GPUs and equal shapes"
+    )
+    comm_hook: str = option(
+        "none",
+        "gradient compression of DDP: none, 16-bit floats, or low-rank matrices",
+        choices=("none", "fp16", "bf16", "powersgd"),
+    )
+    powersgd_rank: int | None = option(None, "rank of powersgd's matrices (default: 1)")
+    powersgd_start: int | None = option(None, "number of first steps without powersgd (default: 2)", numbers=ANY)
+    ema: float | None = option(
+        None,
+        "also save an exponential moving average of the weights, for example with decay 0.999",
+        metavar="DECAY",
+        numbers=DECAY,
+    )
+
+    fault: str | None = option(
+        None, "inject this fault; --list-faults prints the names", metavar="NAME", group="injected faults"
+    )
+    fault_step: int | None = option(None, "step of the fault (default: depends on the fault)")
+
+    task: str | None = option(
+        None,
+        "own data, model, loss and metrics: a subclass of train.task.Task; replaces --model and --data",
+        metavar="MODULE:CLASS",
+        group="model and data",
+    )
+    model: str = option("resnet8", metavar="NAME", replaced_by_task=True)
+    width: int | None = option(
+        None, "channels of the first layer (default: depends on the model)", replaced_by_task=True
+    )
+    depth: int | None = option(None, "layers of a pyramidnet, blocks of the transformer", replaced_by_task=True)
+    alpha: int | None = option(None, "channels that a pyramidnet adds over all its blocks", replaced_by_task=True)
+    data: str = option("digits", metavar="NAME", replaced_by_task=True)
+    data_dir: Path | None = option(
+        None,
+        "folder of the data; digits, text and synthetic need no folder",
+        affects_training=False,
+        replaced_by_task=True,
+    )
+    download: bool = option(
+        False,
+        "download missing data into --data-dir, on one rank per machine; other ranks wait up to --timeout",
+        affects_training=False,
+        replaced_by_task=True,
+    )
+    augment: str = option(
+        "none",
+        "basic: shift and mirror; strong: also color jitter, RandAugment and random erasing; "
+        "timm: RandomResizedCrop, RandAugment, mixup and label smoothing",
+        replaced_by_task=True,
+    )
+    image_size: int | None = option(
+        None, "pixels along each edge, for --data synthetic (default: 32)", replaced_by_task=True
+    )
+    channels: int | None = option(
+        None, "channels of an image, for --data synthetic (default: 3)", replaced_by_task=True
+    )
+    classes: int | None = option(None, "number of classes, for --data synthetic (default: 10)", replaced_by_task=True)
+    train_samples: int | None = option(
+        None,
+        "training images, with a tenth as many test images, for --data synthetic (default: 50000)",
+        replaced_by_task=True,
+    )
+    limit_train: int | None = option(None, "use only the first N training samples")
+    shuffle: bool = option(True, "use the same order in every epoch")
+    keep_last: bool = option(
+        False, "also train on the last, smaller batch of each epoch, if every share of it has at least 2 samples"
+    )
+    workers: int = option(
+        0, "data loading processes per rank; 0: load in the rank itself", numbers=WORKERS, affects_training=False
+    )
+
+    epochs: int = option(10, "number of epochs", group="optimization")
+    max_steps: int | None = option(None, "stop after N optimizer steps")
+    batch_size: int = option(32, "global batch size, partitioned over the ranks; uneven shares are weighted exactly")
+    optimizer: str = option("sgd", "optimizer")
+    lr: float = option(
+        LEARNING_RATES["sgd"],
+        "peak learning rate of the schedule (default: "
+        + ", ".join(f"{name} {rate}" for name, rate in LEARNING_RATES.items())
+        + ")",
+        numbers=POSITIVE,
+        default=None,
+    )
+    lr_scale: str = option(
+        "none",
+        "multiply --lr by the number of processes (linear) or its square root (sqrt). Use "
+        "it if --batch-size grows with the number of processes; otherwise none is correct",
+    )
+    schedule: str = option("cosine", "learning rate after warm-up")
+    warmup_steps: int | None = option(
+        None, "steps of linear warm-up (default: a tenth of the run)", numbers=NOT_NEGATIVE
+    )
+    warmup_epochs: float | None = option(None, "warm-up in epochs; may be a fraction", metavar="X", numbers=FINITE)
+    momentum: float = option(0.9, "momentum of sgd", numbers=MOMENTUM)
+    weight_decay: float = option(5e-4, "weight decay", numbers=WEIGHT_DECAY)
+    seed: int = option(0, "seed of weights and sample order", metavar=None, numbers=SEED)
+
+    monitor: int = option(
+        0,
+        "check every N optimizer steps, and after the last step, that all ranks hold the same "
+        "model (0: never). Use the longer name with torchrun, because --monitor is ambiguous among "
+        "its own options",
+        group="checks during training",
+        aliases=("--monitor-every",),
+        numbers=CHECKS,
+        affects_training=False,
+    )
+    on_desync: Literal["raise", "warn", "resync"] | None = option(
+        None,
+        "if a check fails: exit with code 1, warn and continue, or repair the affected ranks (default: warn)",
+        choices=("raise", "warn", "resync"),
+        affects_training=False,
+    )
+
+    out: Path = option(
+        Path("ckpts"),
+        "output folder. A run replaces the files of a finished run with the same method "
+        "and modifiers, and is refused while such a run is active",
+        group="output",
+        affects_training=False,
+    )
+    save_per_rank: bool = option(False, "at the end, write DIR/<run>_rank<r>", affects_training=False)
+    save_every: int | None = option(
+        None,
+        "also write DIR/history/<run>/step_<n>/rank_<r> every N steps; implies --save-per-rank",
+        affects_training=False,
+    )
+    save_best: bool = option(
+        False,
+        "keep DIR/best/<run>/rank_<r> of the epoch with the best test metric; implies --save-per-rank",
+        affects_training=False,
+    )
+    checkpoint_every: int | None = option(
+        None,
+        "every N steps and after the last step, write the state for --resume to DIR/.resume/<run>",
+        affects_training=False,
+    )
+    resume: bool = option(
+        False,
+        "resume from the newest state of --checkpoint-every in DIR, or start at step 0 without a state",
+        affects_training=False,
+    )
+    save_format: str = option("pth", "checkpoint format", affects_training=False)
+
+    eval_every: int = option(
+        1,
+        "evaluate on the test set every N epochs, and after the last epoch",
+        group="progress, logs and metrics",
+        affects_training=False,
+    )
+    log_dir: Path | None = option(
+        None,
+        "write DIR/<run>/metrics.jsonl and a log per rank, replacing the logs of a run with the same name",
+        affects_training=False,
+    )
+    log_interval: int | None = option(
+        None,
+        "optimizer steps between records of --log-dir (default: 50); if set, --progress plain prints each record",
+        affects_training=False,
+    )
+    tensorboard: bool = option(
+        False, "also write the records of --log-dir for TensorBoard, which must be installed", affects_training=False
+    )
 
     @property
     def run(self) -> str:
@@ -150,12 +282,24 @@ class Settings:
         Do not add values derived from `sync_bn`: syncheck must recognize two runs that differ only in this setting as a
         pair.
         """
-        names = [field.name for field in fields(self) if field.name not in NOT_TRAINING]
-        replaced = dict.fromkeys(set(OF_TASK) & set(names)) if self.task else {}
-        return {name: getattr(self, name) for name in names} | replaced | {"world_size": world_size}
+        config: dict[str, Any] = {}
+        for field in fields(self):
+            if field.metadata["affects_training"]:
+                replaced = self.task is not None and field.metadata["replaced_by_task"]
+                config[field.name] = None if replaced else getattr(self, field.name)
+        return config | {"world_size": world_size}
+
+    def uses(self, option_text: str) -> bool:
+        """Return whether the settings use an option: "--join" for another value than the default, or "--amp bf16"."""
+        typed, _, value = option_text.partition(" ")
+        name = OPTION_FIELDS[typed]
+        if value:
+            return str(getattr(self, name)) == value
+        return bool(getattr(self, name) != getattr(DEFAULT, name))
 
 
 DEFAULT = Settings()
+OPTION_FIELDS = {spell(field): field.name for field in fields(Settings)}  # fields by option, as users type it
 
 
 def check(settings: Settings, world_size: int) -> None:
@@ -174,12 +318,12 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError("--static-graph: not with --accumulate: no_sync fails an internal assertion of DDP")
     if s.mp_policy and s.amp != "off":
         raise UserError(f"--mp-policy: not with --amp {s.amp}: both select the precision in which layers compute")
-    for name in OF_TASK if s.task else ():
-        if getattr(s, name) != getattr(DEFAULT, name):
-            raise UserError(f"--{name.replace('_', '-')}: not with --task, which has its own data and model; omit it")
-    for option, used in (("--monitor", s.monitor), ("--fault", s.fault)):
+    for field in fields(s):
+        if s.task is not None and field.metadata["replaced_by_task"] and s.uses(spell(field)):
+            raise UserError(f"{spell(field)}: not with --task, which has its own data and model; omit it")
+    for name, used in (("--monitor", s.monitor), ("--fault", s.fault)):
         if MISSING and used:
-            raise UserError(f"{option}: {MISSING}; run in a clone of syncheck, or omit the option")
+            raise UserError(f"{name}: {MISSING}; run in a clone of syncheck, or omit the option")
     check_hook(s)
     check_join(s, world_size)
     if s.fault_step is not None and s.fault is None:
@@ -191,37 +335,23 @@ def check(settings: Settings, world_size: int) -> None:
         raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
 
 
-def _check_numbers(s: Settings) -> None:
-    for field in fields(s):
-        number = getattr(s, field.name)
-        if field.type in ("int", "int | None") and field.name not in NOT_COUNTS and number is not None and number < 1:
-            raise UserError(f"--{field.name.replace('_', '-')} {number}: must be at least 1")
-    for name, valid, expected in (
-        ("lr", math.isfinite(s.lr) and s.lr > 0, "a positive number"),
-        ("outer_lr", s.outer_lr is None or (math.isfinite(s.outer_lr) and s.outer_lr > 0), "a positive number"),
-        ("outer_momentum", s.outer_momentum is None or 0 <= s.outer_momentum < 1, "at least 0 and below 1"),
-        ("grad_clip", s.grad_clip is None or (math.isfinite(s.grad_clip) and s.grad_clip > 0), "a positive number"),
-        ("ema", s.ema is None or 0 < s.ema < 1, "between 0 and 1, for example 0.999"),
-        ("momentum", 0 <= s.momentum < 1, "at least 0 and below 1"),
-        ("weight_decay", 0 <= s.weight_decay <= LARGEST, f"from 0 to {LARGEST}"),
-        ("seed", 0 <= s.seed < 2**63, "from 0 to 2**63 - 1"),
-        ("warmup_steps", s.warmup_steps is None or s.warmup_steps >= 0, "at least 0"),
-        ("warmup_epochs", s.warmup_epochs is None or 0 <= s.warmup_epochs < math.inf, "at least 0 and finite"),
-        ("workers", 0 <= s.workers <= MOST_WORKERS, f"from 0 to {MOST_WORKERS}"),
-        ("monitor", s.monitor >= 0, "a number of steps, or 0 for no checks"),
-    ):
-        if not valid:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: must be {expected}")
-    if s.warmup_steps is not None and s.warmup_epochs is not None:
+def _check_numbers(settings: Settings) -> None:
+    """Raise UserError for a number that its option does not accept."""
+    for field in fields(settings):
+        number, numbers = getattr(settings, field.name), field.metadata["numbers"]
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if is_number and not numbers.accept(number):
+            raise UserError(f"{spell(field)} {number}: must be {numbers.expected}")
+    if settings.warmup_steps is not None and settings.warmup_epochs is not None:
         raise UserError("--warmup-steps and --warmup-epochs: mutually exclusive")
 
 
 def check_hook(settings: Settings) -> None:
     """Raise UserError for settings that the hook of --comm-hook does not support."""
     s = settings
-    for option, number in (("--powersgd-rank", s.powersgd_rank), ("--powersgd-start", s.powersgd_start)):
+    for name, number in (("--powersgd-rank", s.powersgd_rank), ("--powersgd-start", s.powersgd_start)):
         if number is not None and s.comm_hook != "powersgd":
-            raise UserError(f"{option}: requires --comm-hook powersgd")
+            raise UserError(f"{name}: requires --comm-hook powersgd")
     if s.powersgd_start is not None and s.powersgd_start < 2:
         raise UserError(f"--powersgd-start {s.powersgd_start}: must be at least 2; earlier DDP may rebuild its buckets")
     if s.comm_hook == "powersgd" and s.amp == "fp16":
@@ -236,7 +366,7 @@ def check_join(settings: Settings, world_size: int) -> None:
     s = settings
     if not s.join:
         return
-    for option, used, reason in (
+    for name, used, reason in (
         ("--sync-bn", s.sync_bn, "ranks without batches do not take part in the collectives of its forward"),
         ("--amp fp16", s.amp == "fp16", "ranks without batches would miss changes of the loss scale; use --amp bf16"),
         ("--ema", s.ema is not None, "ranks without batches would stop updating their average"),
@@ -247,7 +377,7 @@ def check_join(settings: Settings, world_size: int) -> None:
         ("--fault", s.fault is not None, "injected faults need all ranks at every step"),
     ):
         if used:
-            raise UserError(f"--join: not with {option}: {reason}")
+            raise UserError(f"--join: not with {name}: {reason}")
     if s.batch_size % world_size:
         raise UserError(
             f"--join --batch-size {s.batch_size}: must be a multiple of {world_size}, because all batches have one size"

@@ -18,7 +18,7 @@ _RULE = re.compile(r"syn\d{3}_")
 # Modules of the trainer by purpose. A package stands for its modules, unless they follow it.
 TRAIN = {
     "Start here": (
-        "minimal run engine step job methods methods.all_methods methods.base methods.single methods.ddp "
+        "minimal run engine trainer parts methods methods.all_methods methods.base methods.single methods.ddp "
         "methods.zero methods.localsgd methods.diloco methods.replicate methods.fsdp methods.hsdp methods.tp "
         "methods.fsdp_tp methods.ddp_tp methods.pp methods.pp_fsdp methods.cp methods.ep "
         "methods.dp"
@@ -31,9 +31,9 @@ TRAIN = {
     "Checkpoints": (
         "checkpoints checkpoints.saver checkpoints.formats checkpoints.checkpoint_files checkpoints.lock resume"
     ),
-    "Faults, errors and signals": "faults errors upkeep",
-    "Measurements and output": "metrics recorders plot evaluate bench",
-    "Options": "options settings optional",
+    "Faults, errors and signals": "faults errors sync_checks result",
+    "Measurements and output": "metrics recorders evaluate bench",
+    "Options": "options option settings optional",
 }
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from train.launch import RankContext
-    from train.metrics import Meter
+    from train.metrics import MetricSums
     from train.recorders.base import EpochRecord
-    from train.upkeep import Result
+    from train.result import Result
 
 # Four steps per epoch, eight in all, and a state saved after each step.
 TINY = Settings(method="ddp", width=4, limit_train=70, batch_size=16, epochs=2, save_per_rank=True, checkpoint_every=1)
@@ -39,7 +39,7 @@ class Stops(Recorder):
     def __init__(self, step: int) -> None:
         self.last = step
 
-    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
+    def step(self, step: int, epoch: int, metric_sums: MetricSums, samples_per_second: float) -> None:
         """Crash at the step."""
         if step == self.last:
             raise Crash
@@ -52,7 +52,7 @@ class Notes(Recorder):
         self.steps: list[int] = []
         self.epochs: list[Any] = []
 
-    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
+    def step(self, step: int, epoch: int, metric_sums: MetricSums, samples_per_second: float) -> None:
         """Record the step."""
         self.steps.append(step)
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from train.engine import train, train_epoch
-from train.job import Job, prepare
+from train.engine import Job, prepare, train, train_epoch
 from train.methods.fsdp import ON_CPU
 from train.recorders.base import Recorder
 from train.schedule import Position
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from train.launch import RankContext
-    from train.upkeep import Result
+    from train.result import Result
 
 # Trains for about a second; the checkpoints have all kinds of tensors.
 SMALL = Settings(method="ddp", width=4, max_steps=6, save_per_rank=True)

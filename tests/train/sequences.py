@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.job import prepare
+from train.engine import prepare
 from train.launch import RankContext
-from train.metrics import Meter
+from train.metrics import MetricSums
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from train.job import Job
+    from train.engine import Job
 
 GPT = Settings(
     model="gpt-tiny", data="text", width=32, depth=2, batch_size=12, max_steps=20, limit_train=240, shuffle=False
@@ -29,9 +29,9 @@ def train_losses(ctx: RankContext, settings: Settings) -> tuple[Job, list[float]
     job = prepare(settings, ctx)
     losses = []
     for step, (x, y) in zip(range(1, job.plan.steps + 1), job.loaders.train, strict=False):
-        meter = Meter(ctx.device)
-        job.trainer.run(step, x, y, settings.batch_size, meter)
-        losses.append(meter.over_ranks(job.ctx).loss)
+        metric_sums = MetricSums(ctx.device)
+        job.trainer.run(step, x, y, settings.batch_size, metric_sums)
+        losses.append(metric_sums.over_ranks(job.ctx).loss)
     return job, losses
 
 

@@ -18,9 +18,9 @@ from namespaces import two_hosts
 from programs import children
 from started import ROOT, alive, wait_for
 
+from benchmarks.trainer import main as measure_trainer
 from train.bench.__main__ import main
 from train.bench.cases import CASES, LAUNCHERS, RUN, select_cases
-from train.bench.nodes import Node
 from train.bench.runs import Timing, read_timing
 from train.bench.table import as_json, as_markdown, as_text, compute_speed_up
 from train.errors import UserError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from programs import Programs
 
 BENCH = (sys.executable, "-m", "train.bench")
+MEASURE = (sys.executable, "-m", "benchmarks.trainer")
 TINY = ("--", "--model", "resnet8", "--width", "4", "--data", "digits", "--limit-train", "128", "--epochs", "2")
 
 
@@ -105,14 +106,13 @@ def test_a_narrow_table_has_parts() -> None:
 def test_run_accepts_the_command_lines_of_every_case(name: str) -> None:
     """All options and methods of the cases exist in run.py, and every rank is started once."""
     case = CASES[name]
-    nodes = [Node(f"n{i}", f"v{i}", f"10.77.0.{i}") for i in (1, 2)] if case.nodes > 1 else []
-    commands = case.build_commands(2, ["--epochs", "2"], Path("/tmp"), nodes)
+    commands = case.build_commands(2, ["--epochs", "2"], Path("/tmp"))
     parsed = [build_parser().parse_args(command[command.index(str(RUN)) + 1 :]) for command in commands]
     assert {args.method for args in parsed} == {case.method}
     if "{rank}" in LAUNCHERS[case.launcher]:
         assert [args.rank for args in parsed] == list(range(case.count_processes(2)))
     else:
-        assert len(parsed) == case.nodes
+        assert len(parsed) == 1
 
 
 def test_single_comes_first() -> None:
@@ -171,31 +171,27 @@ def test_launchers_side_by_side(programs: Programs, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_nodes(programs: Programs, tmp_path: Path) -> None:
+def test_two_nodes(programs: Programs) -> None:
     """Four processes on two nodes are measured, and the network namespaces are removed afterwards."""
     with two_hosts():  # skips the test without the rights
         before = list_namespaces()
     done = programs.run(
-        *BENCH, "ddp-nodes-tcp", "ddp-nodes-4", "--rounds", 1, "-o", tmp_path / "t.json", *TINY,
+        *MEASURE, "nodes", "--rounds", 1, *TINY,
         "--gpus", "none", cwd=ROOT, timeout=240,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    cases = json.loads((tmp_path / "t.json").read_text())["cases"]
-    assert [(case["nodes"], case["processes"], len(case["runs"])) for case in cases] == [
-        (1, 1, 1), (2, 2, 1), (2, 4, 1)
+    measured = re.findall(r"^(\S+) +(?:python|torchrun|file|tcp) +resnet8 +digits +(\d)", done.stdout, re.MULTILINE)
+    assert measured == [
+        ("single", "1"), ("ddp-nodes", "2"), ("ddp-nodes-file", "2"), ("ddp-nodes-tcp", "2"), ("ddp-nodes-4", "4")
     ]  # fmt: skip
     assert not list_namespaces() - before
 
 
 def test_nodes_without_rights_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the program `ip`, cases with two nodes are not run, and the reason is printed below the table."""
+    """Without the program `ip`, nothing is run, and the exit code is 2."""
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(
-        "train.bench.__main__.run_case", lambda row, *_: row.timings.append(Timing(1, (1,), 1, 1, 1, 1))
-    )
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    assert main(["ddp-nodes", "--rounds", "1", "--", "--gpus", "none"]) == 0
-    assert "\nddp-nodes: there is no program ip" in capsys.readouterr().out
+    assert measure_trainer(["nodes", "--", "--gpus", "none"]) == 2
+    assert "there is no program ip" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -257,11 +253,11 @@ def test_a_signal_prints_the_table_so_far(programs: Programs) -> None:
 
 @pytest.mark.slow
 def test_measures_parts_and_overhead(programs: Programs) -> None:
-    """--parts measures the parts of a ddp step, and --overhead compares the trainer with a bare loop."""
-    done = programs.run(*BENCH, "--parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
+    """`parts` measures the parts of a ddp step, and `overhead` compares the trainer with a bare loop."""
+    done = programs.run(*MEASURE, "parts", "--rounds", 1, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split("  ")[0] for line in done.stdout.splitlines()][3] == "2 processes, DDP"
-    done = programs.run(*BENCH, "--overhead", "--rounds", 2, *TINY, cwd=ROOT, timeout=60)
+    done = programs.run(*MEASURE, "overhead", "--rounds", 2, *TINY, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["single", "ddp"]
     assert done.stdout.count("2 pairs of epochs of 4 steps") == 2

@@ -12,8 +12,8 @@ import pytest
 from bench_rows import epoch, record, row
 from programs import command
 
+from benchmarks.trainer import check_settings, format_parts, measure_overhead
 from train.bench.__main__ import main, write_file
-from train.bench.measure import check_settings, format_parts, measure_overhead
 from train.bench.runs import run_case
 from train.engine import train_epoch
 from train.errors import UserError
@@ -21,7 +21,7 @@ from train.launch import RankContext
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from train.job import Job
+    from train.engine import Job
     from train.schedule import Position
 
 
@@ -84,7 +84,7 @@ def test_an_unwritable_table_is_saved_elsewhere(tmp_path: Path, capsys: pytest.C
     ids=str,
 )
 def test_overhead_refuses_unsupported_settings(changes: dict[str, Any], message: str) -> None:
-    """--overhead refuses --accumulate, and a batch size that does not divide evenly over the ranks."""
+    """`overhead` refuses --accumulate, and a batch size that does not divide evenly over the ranks."""
     check_settings(Settings(), RankContext(world_size=2))
     with pytest.raises(UserError, match=message):
         check_settings(Settings(**changes), RankContext(world_size=2))
@@ -99,7 +99,7 @@ def test_every_timed_epoch_of_the_trainer_trains(monkeypatch: pytest.MonkeyPatch
         train_epoch(job, position)
         steps.append(position.step - before)
 
-    monkeypatch.setattr("train.bench.measure.train_epoch", counting)
+    monkeypatch.setattr("benchmarks.trainer.train_epoch", counting)
     settings = Settings(width=2, limit_train=64, batch_size=32, epochs=1, max_steps=1)
     assert "(3 pairs of epochs of 2 steps, " in measure_overhead(settings, RankContext(), 3)
     assert steps == [2, 2, 2, 2]

@@ -12,9 +12,8 @@ import torch
 from scenarios import SMALL, load, run, tensors
 
 from train.checkpoints.checkpoint_files import check_writable, remove_run, write_atomic
-from train.engine import train
+from train.engine import prepare, train
 from train.errors import UserError
-from train.job import prepare
 from train.launch import RankContext
 from train.models import build_model
 from train.recorders.base import Recorder

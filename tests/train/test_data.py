@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from train.data import DistributedBatchSampler, load_data, smallest_share
 from train.data.digits import FILE, FOLDER
 from train.errors import UserError
-from train.job import load
+from train.parts import load
 from train.settings import Settings
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ def test_one_rank_downloads_and_all_ranks_fail(
         downloads.append(name)
         raise UserError(f"{into}: no network")
 
-    monkeypatch.setattr("train.job.download", broken)
+    monkeypatch.setattr("train.parts.download", broken)
     with pytest.raises(UserError, match=f"rank 0: {folder}: no network"):
         load(settings, ctx)
-    monkeypatch.setattr("train.job.download", lambda _, into: into.mkdir())
-    monkeypatch.setattr("train.job.load_task_data", lambda _, settings: settings.data_dir.is_dir())
+    monkeypatch.setattr("train.parts.download", lambda _, into: into.mkdir())
+    monkeypatch.setattr("train.parts.load_task_data", lambda _, settings: settings.data_dir.is_dir())
     assert load(settings, ctx) is True
     assert ctx.gather(len(downloads)) == [1, 0]

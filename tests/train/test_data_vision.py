@@ -21,9 +21,9 @@ from train.data import DataOptions, download, load_data
 from train.engine import train
 from train.errors import UserError
 from train.evaluate.__main__ import main as evaluate
-from train.job import load
 from train.launch import RankContext
 from train.models import build_model
+from train.parts import load
 from train.recorders.base import Recorder
 from train.run import main
 from train.settings import Settings

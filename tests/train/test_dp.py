@@ -13,11 +13,11 @@ from scenarios import SMALL, differing, load, run, widest_gap
 import syncheck
 from train.data import DistributedBatchSampler, load_data
 from train.errors import UserError
-from train.job import build_optimizer
 from train.launch import RankContext
 from train.methods import METHODS, check_modifiers
 from train.methods.dp import Dp
 from train.models import build_model
+from train.parts import build_optimizer
 from train.settings import Settings
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def test_dp_and_ddp_write_equal_files(ctx: RankContext, syncheck_rank: Rank, mon
     out = syncheck_rank.shared
     settings = replace(SMALL, limit_train=64, max_steps=20, save_every=3, out=out)
     run(ctx, settings)
-    monkeypatch.setattr("train.job.DistributedBatchSampler", SplitByRank)
+    monkeypatch.setattr("train.parts.DistributedBatchSampler", SplitByRank)
     alone = replace(settings, method="dp", out=out / f"alone{ctx.rank}")
     saved = run(RankContext(), alone).saved
     assert len(saved) == 14

@@ -16,11 +16,11 @@ from train.data import load_data
 from train.data.loading import evaluation_batches
 from train.engine import train
 from train.errors import UserError
-from train.job import build_optimizer, check_batchnorm, make_plan
 from train.launch import RankContext
 from train.methods.single import Single
 from train.metrics import Score, evaluate
 from train.models import build_model
+from train.parts import build_optimizer, check_batchnorm, make_plan
 from train.recorders.base import Recorder
 from train.schedule import compute_lr_scale
 from train.settings import Settings
@@ -56,7 +56,7 @@ def test_divergence_ignores_a_recovered_loss(
 ) -> None:
     """`diverged` is the epoch since which the loss is not finite, or None if the loss has recovered."""
     scores = iter([Score(loss, 0.5, 10) for loss in losses])
-    monkeypatch.setattr("train.upkeep.evaluate", lambda *_: next(scores))
+    monkeypatch.setattr("train.engine.evaluate", lambda *_: next(scores))
     assert train(Settings(epochs=3, width=4, limit_train=32), RankContext(), Recorder()).diverged == since
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from train.launch import RankContext
 from train.settings import DEFAULT
-from train.step import Step
+from train.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,18 +152,18 @@ def test_the_last_smaller_batch_has_its_own_mean(ctx: RankContext, method: str) 
     assert run(ctx, replace(settings, accumulate=2)).steps == 6  # 6 samples are too few for 4 micro-batches of 2
 
 
-def average_each_part(self: Step, x: Tensor, y: Tensor, samples: int, meter: Any) -> None:
+def average_each_part(self: Trainer, x: Tensor, y: Tensor, samples: int, metric_sums: Any) -> None:
     """Average each micro-batch on its own, as if all micro-batches were equally large."""
-    ACCUMULATE(self, x, y, len(y) * self.ctx.world_size * self.settings.accumulate, meter)
+    ACCUMULATE(self, x, y, len(y) * self.ctx.world_size * self.settings.accumulate, metric_sums)
 
 
-def clip_each_part(self: Step, x: Tensor, y: Tensor, samples: int, meter: Any) -> None:
+def clip_each_part(self: Trainer, x: Tensor, y: Tensor, samples: int, metric_sums: Any) -> None:
     """Clip the partial sum after each micro-batch, before the gradient is complete."""
-    ACCUMULATE(self, x, y, samples, meter)
+    ACCUMULATE(self, x, y, samples, metric_sums)
     torch.nn.utils.clip_grad_norm_(self.method.module.parameters(), CLIP)
 
 
-ACCUMULATE = Step.accumulate
+ACCUMULATE = Trainer.accumulate
 
 
 @pytest.mark.syncheck(ranks=2)
@@ -174,7 +174,7 @@ def test_wrong_accumulation_exceeds_the_tolerance(
     """Averaging or clipping each micro-batch on its own far exceeds the tolerance of the tests above."""
     settings = replace(NO_BN, accumulate=3, batch_size=35, grad_clip=CLIP)
     right = whole_state(trained(ctx, settings))
-    monkeypatch.setattr(Step, "accumulate", fault)
+    monkeypatch.setattr(Trainer, "accumulate", fault)
     wrong = whole_state(trained(ctx, settings))
     assert max((wrong[name] - right[name]).abs().max().item() for name in right) > 1e-3
 

@@ -11,7 +11,7 @@ import torch
 from scenarios import SMALL, load, run, widest_gap
 from test_matrix import make_settings, parametrize, read_table, train_and_compare
 
-from train.job import prepare
+from train.engine import prepare
 from train.launch import RankContext
 from train.methods import METHODS
 

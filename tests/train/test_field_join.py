@@ -14,9 +14,8 @@ from torch import nn
 
 import syncheck
 from train.data import OwnSharesSampler, load_data
-from train.engine import train
+from train.engine import prepare, train
 from train.errors import UserError
-from train.job import prepare
 from train.models import build_model
 from train.recorders.base import EpochRecord, Recorder
 from train.schedule import compute_lr_scale, set_learning_rate

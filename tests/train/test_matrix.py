@@ -112,7 +112,7 @@ def test_options_of_some_methods_are_complete() -> None:
     table = read_table("option")
     for option, changes in OPTIONS.items():
         owners = {name for name, cells in table.items() if cells[option] != "-"}
-        assert owners == set(OWN[option][1])
+        assert owners == set(OWN[option])
         for name in set(METHODS) - owners:
             with pytest.raises(UserError, match=f"{option}: only for --method "):
                 check_modifiers(replace(make_settings(name), **changes))
@@ -154,7 +154,7 @@ def test_the_table_is_correct(method: str, request: pytest.FixtureRequest, tmp_p
 
 def train_and_compare(ctx: RankContext, settings: Settings) -> str:
     """Train, compare the files of this run, and return the verdict in the table's words."""
-    if any(option in METHODS[settings.method].refuses and used(settings) for option, used in MODIFIERS.items()):
+    if any(settings.uses(option) for option in METHODS[settings.method].refuses):
         with pytest.raises(UserError, match=f"not with --method {settings.method}: "):
             run(ctx, settings)
         return "refused"

@@ -12,7 +12,7 @@ from scenarios import SMALL, differing, load, run, tensors, widest_gap
 from torch.nn.parallel import DistributedDataParallel
 
 from syncheck.testing import assert_in_sync
-from train.job import Job, prepare
+from train.engine import Job, prepare
 from train.launch import RankContext
 from train.methods import METHODS, ddp
 from train.methods.ddp import Ddp

@@ -24,7 +24,7 @@ from train.models import build_model
 from train.models.convnet import ConvNet
 from train.schedule import compute_lr_scale, set_learning_rate
 from train.settings import check
-from train.step import Step
+from train.trainer import Trainer
 
 if TYPE_CHECKING:
     from syncheck.testing import Rank
@@ -168,17 +168,17 @@ def test_accumulation_sends_gradients_once_per_step(
         trained(ctx, replace(CONVNET, method=method, accumulate=accumulate))
         counts.append(len(sent))
     assert counts[0] == counts[1] >= 6
-    monkeypatch.setattr(Step, "run", disable_no_sync(Step.run))
+    monkeypatch.setattr(Trainer, "run", disable_no_sync(Trainer.run))
     sent.clear()
     trained(ctx, replace(CONVNET, method=method, accumulate=3))
     assert len(sent) == 3 * counts[0]
 
 
 def disable_no_sync(run_step: Any) -> Any:
-    """Wrap `Step.run` so that the method synchronizes gradients in every micro-batch."""
+    """Wrap `Trainer.run` so that the method synchronizes gradients in every micro-batch."""
     from contextlib import nullcontext
 
-    def run_synced(self: Step, *arguments: Any) -> None:
+    def run_synced(self: Trainer, *arguments: Any) -> None:
         self.method.no_sync = nullcontext  # type: ignore[method-assign,assignment]
         run_step(self, *arguments)
 

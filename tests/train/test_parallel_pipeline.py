@@ -17,7 +17,7 @@ from train.launch import RankContext
 from train.methods import METHODS
 from train.models import build_model
 from train.settings import Settings
-from train.step import Step
+from train.trainer import Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,19 +52,19 @@ def measure_losses(ctx: RankContext, settings: Settings) -> list[float]:
     sums: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
 
-        def run_step(self: Step, step: int, *arguments: Any) -> None:
-            before = arguments[-1].sums.clone()
+        def run_step(self: Trainer, step: int, *arguments: Any) -> None:
+            before = arguments[-1].totals.clone()
             RUN(self, step, *arguments)
-            sums.append((arguments[-1].sums - before) * self.ctx.mesh.counts)
+            sums.append((arguments[-1].totals - before) * self.ctx.mesh.counts)
 
-        patch.setattr(Step, "run", run_step)
+        patch.setattr(Trainer, "run", run_step)
         trained(ctx, settings)
     totals = ctx.sum_over_ranks(torch.stack(sums))
     assert len(totals) == settings.max_steps
     return [float(total[0] / total[2]) for total in totals]
 
 
-RUN = Step.run
+RUN = Trainer.run
 
 
 @cache

@@ -11,14 +11,14 @@ from resumed import assert_bitwise
 from scenarios import NEEDS_FSDP, run, trained, whole_state
 
 import syncheck
+from train.engine import prepare
 from train.errors import UserError
-from train.job import prepare
 from train.launch import RankContext
 from train.methods import METHODS, check_modifiers
 from train.methods.tensor_parallel_plan import check_length
-from train.metrics import Meter
+from train.metrics import MetricSums
 from train.settings import Settings
-from train.step import Step
+from train.trainer import Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,21 +47,21 @@ def measure_steps(ctx: RankContext, settings: Settings) -> tuple[list[tuple[floa
     """Train, and return loss and gradient norm of each step, and the whole model; a collective."""
     steps: list[tuple[float, float]] = []
 
-    def run_step(self: Step, step: int, *arguments: Any) -> None:
-        before = arguments[-1].sums.clone()
+    def run_step(self: Trainer, step: int, *arguments: Any) -> None:
+        before = arguments[-1].totals.clone()
         RUN(self, step, *arguments)
-        sums = ctx.sum_over_ranks((arguments[-1].sums - before) * self.ctx.mesh.counts)
+        sums = ctx.sum_over_ranks((arguments[-1].totals - before) * self.ctx.mesh.counts)
         assert self.grad_norm is not None
         steps.append((float(sums[0] / sums[2]), float(self.grad_norm)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "run", run_step)
+        patch.setattr(Trainer, "run", run_step)
         job = trained(ctx, settings)
     assert len(steps) == settings.max_steps
     return steps, whole_state(job)
 
 
-RUN = Step.run
+RUN = Trainer.run
 
 
 def check_like_single(ctx: RankContext, settings: Settings) -> None:
@@ -150,7 +150,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks(ctx: RankContext) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(method, "backward", overflow)
         x = torch.zeros(16, 8, dtype=torch.int64)
-        trainer.run(1, x, x, 16, Meter(ctx.device))
+        trainer.run(1, x, x, 16, MetricSums(ctx.device))
     assert trainer.scaler.get_scale() == 2**15
     assert all(torch.equal(a.to_local(), p.to_local()) for a, p in zip(before, method.module.parameters(), strict=True))  # type: ignore[attr-defined, operator]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from train.launch import RankContext
-from train.metrics import Meter, Score
+from train.metrics import MetricSums, Score
 from train.recorders.base import EpochRecord, Pace, Recorder, Start, StepRecord
 from train.recorders.progress import Bar, Lines, format_top5, make_progress
 from train.schedule import Plan
@@ -35,33 +35,33 @@ def epoch(step: int, epoch: int, trained: Score, test: Score | None, speed: floa
 
 def test_meter_weights_by_samples() -> None:
     """Batches are weighted by their number of samples."""
-    meter = Meter(torch.device("cpu"))
-    assert math.isnan(meter.local().accuracy)
-    meter.add(torch.tensor(3.0), torch.eye(3), torch.tensor([0, 1, 2]))
-    meter.add(torch.tensor(1.0), torch.eye(1, 3), torch.tensor([2]))
-    assert meter.local() == meter.over_ranks(RankContext()) == Score(loss=1.0, accuracy=0.75, samples=4)
+    metric_sums = MetricSums(torch.device("cpu"))
+    assert math.isnan(metric_sums.local().accuracy)
+    metric_sums.add(torch.tensor(3.0), torch.eye(3), torch.tensor([0, 1, 2]))
+    metric_sums.add(torch.tensor(1.0), torch.eye(1, 3), torch.tensor([2]))
+    assert metric_sums.local() == metric_sums.over_ranks(RankContext()) == Score(loss=1.0, accuracy=0.75, samples=4)
 
 
 def test_an_infinite_loss_does_not_affect_later_records() -> None:
     """An infinite loss makes its own record and the epoch's mean infinite, but not later records."""
-    meter = Meter(torch.device("cpu"))
+    metric_sums = MetricSums(torch.device("cpu"))
     for loss in (math.inf, 2.0):
-        meter.add(torch.tensor(loss), torch.eye(2), torch.tensor([0, 0]))
-        assert meter.take().tolist()[:3] == [loss, 1, 2]
-    assert meter.local() == Score(loss=math.inf, accuracy=0.5, samples=4)
-    assert meter.take().tolist() == [0, 0, 0, 0]
+        metric_sums.add(torch.tensor(loss), torch.eye(2), torch.tensor([0, 0]))
+        assert metric_sums.take().tolist()[:3] == [loss, 1, 2]
+    assert metric_sums.local() == Score(loss=math.inf, accuracy=0.5, samples=4)
+    assert metric_sums.take().tolist() == [0, 0, 0, 0]
 
 
 def test_top5_counts_the_five_most_probable_classes() -> None:
     """Top-5 accuracy counts classes up to the fifth place; five classes have none, and labels may be probabilities."""
     logits = torch.tensor([0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]).expand(7, 7)
-    meter = Meter(torch.device("cpu"))
-    meter.add(torch.tensor(7.0), logits[:4], torch.arange(4))
-    meter.add(torch.tensor(7.0), logits[4:], torch.eye(7)[4:])  # as after mixup
-    assert meter.local() == meter.over_ranks(RankContext()) == Score(2.0, 1 / 7, 7, top5=5 / 7)
-    meter = Meter(torch.device("cpu"))
-    meter.add(torch.tensor(5.0), logits[:5, :5], torch.arange(5))
-    assert meter.local() == Score(1.0, 1 / 5, 5, top5=None)
+    metric_sums = MetricSums(torch.device("cpu"))
+    metric_sums.add(torch.tensor(7.0), logits[:4], torch.arange(4))
+    metric_sums.add(torch.tensor(7.0), logits[4:], torch.eye(7)[4:])  # as after mixup
+    assert metric_sums.local() == metric_sums.over_ranks(RankContext()) == Score(2.0, 1 / 7, 7, top5=5 / 7)
+    metric_sums = MetricSums(torch.device("cpu"))
+    metric_sums.add(torch.tensor(5.0), logits[:5, :5], torch.arange(5))
+    assert metric_sums.local() == Score(1.0, 1 / 5, 5, top5=None)
 
 
 def test_top5_is_not_shown_for_other_counts() -> None:
@@ -83,7 +83,7 @@ def test_lines_are_plain(capsys: pytest.CaptureFixture[str]) -> None:
     with make_progress("auto", is_main=True) as progress:
         assert isinstance(progress, Lines)
         progress.start(START)
-        progress.step(1, 1, Meter(torch.device("cpu")), 100.0)
+        progress.step(1, 1, MetricSums(torch.device("cpu")), 100.0)
         progress.epoch(epoch(44, 1, Score(0.5, 0.75, 44), Score(0.25, 0.875, 8), 1234.5))
         progress.epoch(epoch(88, 2, Score(0.5, 0.75, 44, 0.9), Score(0.25, 0.875, 8, 0.985), 1234.5))
     assert capsys.readouterr().out == (
@@ -106,7 +106,7 @@ def test_bar_ends_with_the_last_numbers(capsys: pytest.CaptureFixture[str], monk
     with make_progress("bar", is_main=True) as progress:
         progress.start(START)
         for step in range(1, 441):
-            progress.step(step, 10, Meter(torch.device("cpu")), 12345.0)
+            progress.step(step, 10, MetricSums(torch.device("cpu")), 12345.0)
         progress.epoch(epoch(440, 10, Score(0.5, 1.0, 44), Score(0.25, 0.989, 8, 1.0), 12345.0))
     first, second, third = capsys.readouterr().out.rstrip().splitlines()
     assert first.startswith("ddp-syncbn ")
@@ -138,9 +138,9 @@ def test_bar_estimates_the_remaining_time(capsys: pytest.CaptureFixture[str], mo
         seconds = 0.0
         progress.bar.get_time = lambda: seconds
         progress.start(replace(START, plan=plan, resumed_at=110000))
-        progress.step(110001, 282, Meter(torch.device("cpu")), 12345.0)
+        progress.step(110001, 282, MetricSums(torch.device("cpu")), 12345.0)
         seconds = 100.0
-        progress.step(110100, 282, Meter(torch.device("cpu")), 12345.0)
+        progress.step(110100, 282, MetricSums(torch.device("cpu")), 12345.0)
     first, second, third = capsys.readouterr().out.rstrip().splitlines()
     assert first.rstrip().endswith("epoch 282/300  step 110100/117300  2:01:13 left")
     assert max(len(line.rstrip()) for line in (first, second, third)) <= 80

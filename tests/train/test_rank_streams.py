@@ -11,9 +11,9 @@ from resumed import TINY, assert_bitwise
 from scenarios import SMALL, fsdp, run, trained, whole_state
 
 import syncheck
-from train.job import prepare
+from train.engine import prepare
 from train.launch import RankContext
-from train.metrics import Meter
+from train.metrics import MetricSums
 from train.options import build_parser
 from train.settings import Settings
 
@@ -38,7 +38,7 @@ def masks(ctx: RankContext, settings: Settings) -> list[bytes]:
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0 + 1,))
     layer.register_forward_hook(keep)
     for step, (x, y) in enumerate(job.loaders.train, 1):
-        job.trainer.run(step, x, y, settings.batch_size, Meter(torch.device("cpu")))
+        job.trainer.run(step, x, y, settings.batch_size, MetricSums(torch.device("cpu")))
         if step == 2:
             break
     return masks_of_steps
@@ -85,7 +85,7 @@ def test_a_model_without_dropout_draws_no_random_numbers() -> None:
     job = prepare(settings, RankContext())
     state = torch.get_rng_state()
     x, y = job.loaders.samples[:8]
-    job.trainer.run(1, x, y, 8, Meter(torch.device("cpu")))
+    job.trainer.run(1, x, y, 8, MetricSums(torch.device("cpu")))
     assert torch.equal(torch.get_rng_state(), state)
 
 

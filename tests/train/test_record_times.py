@@ -14,7 +14,7 @@ from train.engine import train
 from train.launch import RankContext
 from train.metrics import evaluate
 from train.recorders.base import EpochRecord, Recorder, StepRecord
-from train.step import Step
+from train.trainer import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +71,7 @@ def test_slow_data_is_data_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_step_is_batch_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of the step itself counts as batch time but not as data time."""
-    monkeypatch.setattr(Step, "run", delay(Step.run))
+    monkeypatch.setattr(Trainer, "run", delay(Trainer.run))
     records = train_and_keep_records()
     for record in records.steps:
         assert record.batch_time_s - record.data_time_s >= DELAY
@@ -82,7 +82,7 @@ def test_a_slow_step_is_batch_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_evaluation_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation has its own time, which is not part of any step's or epoch's training time."""
-    monkeypatch.setattr("train.upkeep.evaluate", delay(delay(evaluate)))
+    monkeypatch.setattr("train.engine.evaluate", delay(delay(evaluate)))
     records = train_and_keep_records(log_interval=1)
     assert all(epoch.test_time_s >= 2 * DELAY for epoch in records.epochs)
     in_steps = sum(record.batch_time_s for record in records.steps)

@@ -167,7 +167,6 @@ def test_a_list_on_a_full_disk(capsys: pytest.CaptureFixture[str], monkeypatch: 
         ((RUN,), "run.py: error"),
         (("-m", "train.evaluate", "ckpts"), "evaluate.py"),
         (("-m", "train.bench"), "train.bench: error"),
-        (("-m", "train.plot", "metrics.jsonl"), "plot.py"),
     ],
 )
 def test_missing_torch_is_one_line(programs: Programs, program: tuple[object, ...], prefix: str) -> None:

@@ -101,7 +101,7 @@ def test_buckets_must_be_rebuilt_before_the_first_step(
 ) -> None:
     """On four ranks, a resumed run is bitwise equal only if DDP rebuilds its buckets before the first step."""
     if not rebuilt:
-        monkeypatch.setattr("train.resume.keeper.warm_up_buckets", lambda *_: None)
+        monkeypatch.setattr("train.resume.state_saver.warm_up_buckets", lambda *_: None)
     settings = replace(TINY, model="convnet", width=None, batch_size=17, out=syncheck_rank.shared, save_per_rank=False)
     whole(ctx, settings)
     once = state_of(ctx, settings, 8)["model"]

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from resumed import TINY, Stops, interrupt, resume, whole
 from scenarios import NEEDS_FSDP, fsdp, whole_state
 
-from train.engine import train
+from train.engine import prepare, train
 from train.errors import UserError
-from train.job import prepare
 from train.launch import RankContext
 from train.resume import state_files, state_path, states_folder
 from train.resume.state import find_local_optimizer, merge_states, parameter_names, restore_state

@@ -6,10 +6,9 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from resumed import TINY, Notes, resume
 from started import wait_for
 
 from train.checkpoints import lock as locks
-from train.checkpoints.lock import MACHINE, RunLock
+from train.checkpoints.lock import RunLock, read_start_time
 from train.engine import train
 from train.errors import UserError
 from train.launch import RankContext
@@ -36,46 +35,30 @@ if TYPE_CHECKING:
 
 ALONE = RankContext()
 SINGLE = replace(TINY, method="single", max_steps=3, epochs=1)
-HOLD = """
-import fcntl, sys, time
-file = open(sys.argv[1], "r+")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten all waiting times."""
-    for name, seconds in (("PATIENCE", 0.3), ("WATCH", 0.6), ("POLL", 0.05), ("BEAT", 0.1)):
-        monkeypatch.setattr(locks, name, seconds)
 
 
 def leave_lock(out: Path, **changes: object) -> Path:
-    """Write the lock file of another process."""
+    """Write the lock file of another process, by default of another host."""
     path = out / ".single.lock"
-    content = {"machine": MACHINE, "host": "node3", "pid": 4711, "since": "now", "token": "another", "state": None}
+    content = {"host": "node3", "pid": 4711, "process_start": None, "since": "now", "token": "another"}
     path.write_text(json.dumps(content | changes))
     return path
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start another process on this machine that holds the lock."""
-    command = (sys.executable, "-c", HOLD, leave_lock(tmp_path))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+def holder() -> Iterator[subprocess.Popen[bytes]]:
+    """Start another process on this host."""
+    with subprocess.Popen((sys.executable, "-c", "import time; time.sleep(600)")) as process:
         yield process
         process.kill()
 
 
-def test_a_second_live_run_is_refused(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_second_live_run_is_refused(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
     """A second run is refused before it writes anything; if the first run is killed, its lock is free at once."""
     (tmp_path / "single_rank0.pth").write_bytes(b"of the live run")
+    leave_lock(tmp_path, host=socket.gethostname(), pid=holder.pid, process_start=read_start_time(holder.pid))
     settings = replace(SINGLE, out=tmp_path)
-    with pytest.raises(UserError, match=r"process 4711 on node3.*--out"):
+    with pytest.raises(UserError, match=rf"process {holder.pid} on .*--out"):
         train(settings, ALONE, Recorder())
     assert sorted(path.name for path in tmp_path.iterdir()) == [".single.lock", "single_rank0.pth"]
     assert (tmp_path / "single_rank0.pth").read_bytes() == b"of the live run"
@@ -84,45 +67,52 @@ def test_a_second_live_run_is_refused(tmp_path: Path, holder: subprocess.Popen[s
     assert train(settings, ALONE, Recorder()).replaced == 1
 
 
+def test_a_process_with_the_same_number_is_another_process(tmp_path: Path) -> None:
+    """A lock is stale if its process has ended and another process has its id now."""
+    leave_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), process_start=1)
+    assert train(replace(SINGLE, out=tmp_path), ALONE, Recorder()).steps == 3
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": ""}', b"\xff\x00"])
 def test_a_lock_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None:
-    """A lock file that a crash or a full disk left empty or damaged is free."""
-    (tmp_path / ".single.lock").write_bytes(content)
-    assert train(replace(SINGLE, checkpoint_every=None, out=tmp_path), ALONE, Recorder()).steps == 3
+    """A lock file that a crash or a full disk left empty or damaged is free, but not while a run may write it."""
+    path = tmp_path / ".single.lock"
+    path.write_bytes(content)
+    settings = replace(SINGLE, checkpoint_every=None, out=tmp_path)
+    with pytest.raises(UserError, match="another run named single"):
+        train(settings, ALONE, Recorder())
+    os.utime(path, (0, 0))
+    assert train(settings, ALONE, Recorder()).steps == 3
     assert [path.name for path in tmp_path.iterdir()] == ["single_rank0.pth"]
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_the_lock_of_another_machine(tmp_path: Path, *, alive: bool) -> None:
-    """A run on another machine is alive while it updates its lock's time, and dead after WATCH seconds."""
-    path, finished = leave_lock(tmp_path, machine="another"), threading.Event()
+def test_the_lock_of_another_host_is_refused(tmp_path: Path) -> None:
+    """A run does not know whether a process of another host runs: it exits at once, and names the file to remove."""
+    path = leave_lock(tmp_path)
+    before = path.read_bytes()
+    with RunLock(replace(SINGLE, out=tmp_path), ALONE) as lock, pytest.raises(UserError, match="node3") as refusal:
+        lock.acquire()
+    assert str(path) in str(refusal.value)
+    assert path.read_bytes() == before
 
-    def beat() -> None:
-        while alive and not finished.wait(0.1):
-            os.utime(path)
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    start = time.monotonic()
-    try:
-        with RunLock(replace(SINGLE, out=tmp_path), ALONE) as lock:
-            if alive:
-                with pytest.raises(UserError, match="node3"):
-                    lock.acquire()
-            else:
-                lock.acquire()
-                assert time.monotonic() - start > locks.WATCH
-                assert lock.read_owner()["machine"] == MACHINE
-                before = path.stat().st_mtime_ns
-                wait_for(lambda: path.stat().st_mtime_ns != before)
-    finally:
-        finished.set()
-        thread.join()
-    assert path.exists() == alive
+def test_runs_that_replace_one_stale_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another run replaces a stale lock first, its lock survives, and this run is refused."""
+    path = leave_lock(tmp_path, host=socket.gethostname(), pid=2**22 + 1)
+
+    def replace_first(_: object) -> bool:
+        leave_lock(tmp_path, host=socket.gethostname(), token="first")
+        return False
+
+    monkeypatch.setattr(locks, "is_process_alive", replace_first)
+    with RunLock(replace(SINGLE, out=tmp_path), ALONE) as lock, pytest.raises(UserError, match="another run"):
+        lock.acquire()
+    assert json.loads(path.read_text())["token"] == "first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 class Suspended(Recorder):
-    """Lets another machine take over the lock after the second step, as if this run had been suspended."""
+    """Lets another host take over the lock after the second step, as if this run had been suspended."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -130,7 +120,7 @@ class Suspended(Recorder):
     def step(self, step: int, *_: object) -> None:
         """Take over the lock, and save a checkpoint of the other run."""
         if step == 2:
-            leave_lock(self.out, machine="another")
+            leave_lock(self.out)
             shutil.rmtree(self.out / ".resume" / "single" / "step_1")
             (self.out / "single_rank0.pth").write_bytes(b"of the other run")
 
@@ -172,12 +162,9 @@ def test_ranks_share_the_lock(syncheck_rank: Rank, ctx: RankContext) -> None:
         lock.check()
         with RunLock(settings, ctx) as second, pytest.raises(UserError, match="another run named ddp"):
             second.acquire()
-        lock.record_state(7)
-        syncheck_rank.barrier()
-        assert lock.read_owner()["state"] == 7
-        syncheck_rank.barrier()
+        assert lock.created is ctx.is_main
     syncheck_rank.barrier()
-    assert lock.read_owner()["token"] == ""
+    assert not lock.path.exists()
 
 
 @pytest.mark.slow

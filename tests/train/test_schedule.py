@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from scenarios import SMALL
 
+from train.engine import prepare
 from train.errors import UserError
-from train.job import prepare
 from train.schedule import LearningRate, Plan, compute_lr_scale
 from train.settings import Settings, check
 

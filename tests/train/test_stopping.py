@@ -14,7 +14,7 @@ from scenarios import load
 from train.engine import train
 from train.errors import Stopped
 from train.launch import RankContext
-from train.launch.signals import Stopping, count_steps_within
+from train.launch.signals import SignalAgreement, count_steps_within
 from train.recorders.base import Recorder
 from train.recorders.composite import CompositeRecorder, make_recorder
 from train.resume import state_path, states_folder
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncheck.testing import Rank
-    from train.metrics import Meter
+    from train.metrics import MetricSums
     from train.recorders.base import EpochRecord
 
 
@@ -45,7 +45,7 @@ class SignalSender(Recorder):
     def __init__(self, signals: FakeSignals, step: int, number: int) -> None:
         self.signals, self.at, self.number = signals, step, number
 
-    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
+    def step(self, step: int, epoch: int, metric_sums: MetricSums, samples_per_second: float) -> None:
         """Send the signal after the step."""
         if step == self.at:
             self.signals.number = self.number
@@ -60,7 +60,7 @@ def test_steps_until_the_next_agreement() -> None:
 def test_one_process_needs_no_agreement() -> None:
     """A process without a group is stopped by its own signal at the next step."""
     signals = FakeSignals()
-    stopping = Stopping(RankContext(), signals)
+    stopping = SignalAgreement(RankContext(), signals)
     stopping.begin()
     assert signals.deferred
     assert stopping.agree_on_signal(1) == 0
@@ -71,7 +71,7 @@ def test_one_process_needs_no_agreement() -> None:
 def test_no_agreement_without_signals() -> None:
     """Without Signals, for example in a notebook, ranks never agree."""
     ctx = RankContext(0, 2, 0, backend="gloo")  # without a process group, a collective would raise
-    stopping = Stopping(ctx)
+    stopping = SignalAgreement(ctx)
     stopping.begin()
     assert [stopping.agree_on_signal(step, now=True) for step in (1, 2)] == [0, 0]
 
@@ -81,7 +81,7 @@ def test_agreements_are_rare(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) 
     """Ranks agree at the same steps, every half second by the slower rank's clock."""
     now = [100.0]
     monkeypatch.setattr("train.launch.signals.time.monotonic", lambda: now[0])
-    stopping, signals = Stopping(ctx, FakeSignals()), FakeSignals()
+    stopping, signals = SignalAgreement(ctx, FakeSignals()), FakeSignals()
     stopping.signals = signals
     agreed: list[int] = []
     for step in range(1, 101):
@@ -97,7 +97,7 @@ def test_agreements_are_rare(ctx: RankContext, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.syncheck(ranks=2)
 def test_agreement_between_epochs_only(ctx: RankContext) -> None:
     """Ranks with different numbers of steps agree only between epochs."""
-    stopping = Stopping(ctx, FakeSignals(signal.SIGTERM), between=False)
+    stopping = SignalAgreement(ctx, FakeSignals(signal.SIGTERM), between=False)
     assert [stopping.agree_on_signal(step) for step in range(1, 4 + ctx.rank)] == [0] * (3 + ctx.rank)
     assert stopping.agree_on_signal(9, now=True) == signal.SIGTERM
 

@@ -3,8 +3,6 @@
     python -m train.bench                                            # on 2 processes
     python -m train.bench methods --rounds 2                         # each method on its minimum number of processes
     python -m train.bench ddp ddp-torchrun -o table.md -o table.json -- --model resnet8 --data digits
-    python -m train.bench --parts -- --model resnet18                # the parts of a DDP step
-    python -m train.bench --overhead                                 # the trainer compared with a bare loop
 
 Each case is a real run of train/run.py. All cases run in turns, so that other load on the machine affects all of them.
 """
@@ -19,7 +17,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +29,6 @@ import torch
 from rich.console import Console
 
 from train.bench.cases import CASES, select_cases
-from train.bench.measure import measure_overhead, measure_parts, print_measurement
-from train.bench.nodes import two_nodes
 from train.bench.runs import Row, run_case
 from train.bench.table import as_json, as_markdown, as_text
 from train.checkpoints.checkpoint_files import write_atomic
@@ -43,8 +38,6 @@ from train.options import build_parser as build_trainer_parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from train.bench.nodes import Node
 
 DEFAULT = (
     *("single", "dp", "ddp", "ddp-torchrun", "ddp-launch", "ddp-sync-bn", "ddp-accumulate-2", "ddp-amp-bf16"),
@@ -97,8 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(option, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     text = "also write the table to FILE.md, .json or .txt"
     parser.add_argument("-o", "--output", type=Path, action="append", default=[], metavar="FILE", help=text)
-    parser.add_argument("--parts", action="store_true", help="measure the parts of a DDP step instead")
-    parser.add_argument("--overhead", action="store_true", help="compare the trainer with a bare loop instead")
     return parser
 
 
@@ -159,28 +150,15 @@ def write_file(path: Path, text: str) -> bool:
 
 def run_rounds(rows: Sequence[Row], arguments: argparse.Namespace, options: Sequence[str]) -> None:
     """Run every case once per round; failed cases are not repeated."""
-    with Console(stderr=True).status("") as status, tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        nodes = _connect_nodes(stack, [row for row in rows if row.case.nodes > 1], options)
+    with Console(stderr=True).status("") as status, tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.rounds):
             for row in rows:
                 if not row.problem:
                     status.update(f"round {number + 1} of {arguments.rounds}: {row.case.name}")
                     logs = Path(folder) / f"{number}-{row.case.name}"
                     logs.mkdir()
-                    commands = row.case.build_commands(arguments.processes, options, logs, nodes)
+                    commands = row.case.build_commands(arguments.processes, options, logs)
                     run_case(row, commands, logs, arguments.threads, arguments.timeout)
-
-
-def _connect_nodes(stack: ExitStack, rows: Sequence[Row], options: Sequence[str]) -> Sequence[Node]:
-    """Create two nodes until the stack is closed, or store in the rows why this is impossible."""
-    try:
-        if rows and torch.cuda.is_available() and build_trainer_parser().parse_args(list(options)).gpus != "none":
-            raise UserError("two nodes on this machine share its GPUs; add --gpus none after --")
-        return stack.enter_context(two_nodes()) if rows else ()
-    except UserError as error:
-        for row in rows:
-            row.refused, row.problem = True, str(error)
-        return ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,14 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             raise UserError(f"unrecognized arguments: {' '.join(unknown)}; pass options of run.py after --")
         check_arguments(arguments, options)
-        if not (arguments.parts or arguments.overhead):
-            return compare_cases(arguments, options)
-        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-        ddp = ["--method", "ddp", "--spawn", str(arguments.processes)]
-        for method in [ddp] if arguments.parts else [["--method", "single"], ddp]:
-            measurement = measure_parts if arguments.parts else measure_overhead
-            print_measurement(measurement, [*method, *options], arguments.rounds)
-        return 0
+        return compare_cases(arguments, options)
     except UserError as error:
         sys.stderr.write(f"train.bench: error: {error}\n")
         return 2

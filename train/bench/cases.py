@@ -6,7 +6,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from train.errors import UserError
 from train.methods import METHODS
@@ -14,27 +14,20 @@ from train.methods import METHODS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from train.bench.nodes import Node
-
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
-_BY_HAND = ("{run}", "--rank", "{rank}", "--world-size", "{processes}", "--init-method")
-_FILE, _TCP = (*_BY_HAND, "file://{folder}/rendezvous"), (*_BY_HAND, "tcp://{address}:{port}")
-_NODES = ("--nnodes=2", "--node-rank={node}", "--master-addr={address}", "--master-port={port}")
-_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node={share}")
+BY_HAND = ("{run}", "--rank", "{rank}", "--world-size", "{processes}", "--init-method")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node={share}")
 # The words after `python` by launcher, with the placeholders of `Case.build_commands`. With {rank}, each process has a
 # command line of its own. torch.distributed.launch is the deprecated predecessor of torchrun; -W ignore hides its
 # warning.
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "python": ("{run}",),
     "spawn": ("{run}", "--spawn", "{processes}"),
-    "torchrun": (*_TORCHRUN, "--standalone", "{run}"),
-    "launch": ("-W", "ignore", "-m", "torch.distributed.launch", *_TORCHRUN[2:], "--standalone", "{run}"),
-    "file": _FILE,
-    "tcp": _TCP,
-    "nodes": (*_TORCHRUN, *_NODES, "{run}"),
-    "nodes-file": _FILE,
-    "nodes-tcp": _TCP,
+    "torchrun": (*TORCHRUN, "--standalone", "{run}"),
+    "launch": ("-W", "ignore", "-m", "torch.distributed.launch", *TORCHRUN[2:], "--standalone", "{run}"),
+    "file": (*BY_HAND, "file://{folder}/rendezvous"),
+    "tcp": (*BY_HAND, "tcp://127.0.0.1:{port}"),
 }
 
 
@@ -52,37 +45,35 @@ class Case:
     launcher: str = "spawn"
     least: int = 2
 
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return 2 if self.launcher.startswith("nodes") else 1
+    nodes: ClassVar[int] = 1
 
     def count_processes(self, requested: int) -> int:
-        """Return the number of processes of this case, given the value of --processes: equal on all nodes."""
-        return 1 if self.launcher == "python" else -(-max(requested, self.least) // self.nodes) * self.nodes
+        """Return the number of processes of this case, given the value of --processes."""
+        return 1 if self.launcher == "python" else max(requested, self.least)
 
-    def build_commands(
-        self, requested: int, options: Sequence[str], folder: Path, nodes: Sequence[Node] = ()
-    ) -> list[list[str]]:
+    def build_commands(self, requested: int, options: Sequence[str], folder: Path) -> list[list[str]]:
         """Build the command lines, which run at the same time.
 
-        requested: value of --processes. options: for all cases. folder: of this run. nodes: two, if the case has two.
+        requested: value of --processes. options: for all cases. folder: of this run.
         """
         words, processes = LAUNCHERS[self.launcher], self.count_processes(requested)
-        share = processes // self.nodes
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            address, port = probe.getsockname()
-        if self.nodes > 1:
-            address = nodes[0].address
+        port = find_free_port()
+        # By hand, each process has a command line of its own; any other launcher starts all processes.
         commands = []
-        for rank in range(0, processes, 1 if "{rank}" in words else share):
-            values = {"run": RUN, "rank": rank, "processes": processes, "node": rank // share, "share": share}
-            values |= {"folder": folder, "address": address, "port": port}
-            prefix = nodes[rank // share].prefix if self.nodes > 1 else []
-            start = [*prefix, sys.executable, *(word.format(**values) for word in words)]
+        for rank in range(processes if "{rank}" in words else 1):
+            values = {"run": RUN, "rank": rank, "processes": processes, "share": processes}
+            values |= {"folder": folder, "port": port}
+            start = [sys.executable, *(word.format(**values) for word in words)]
             replicas = ["--replicas", str(requested)] if self.method == "dp" else []
             commands.append([*start, "--method", self.method, *options, *self.options, *replicas])
         return commands
+
+
+def find_free_port() -> int:
+    """Return a port of this machine that no program uses at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 # The minimum number of processes of each method; 2 for methods that are missing here.
@@ -122,10 +113,6 @@ _CASES = (
     Case("ddp-file", "ddp", launcher="file"),
     Case("ddp-tcp", "ddp", launcher="tcp"),
     Case("ddp-4", "ddp", least=4),
-    Case("ddp-nodes", "ddp", launcher="nodes"),
-    Case("ddp-nodes-file", "ddp", launcher="nodes-file"),
-    Case("ddp-nodes-tcp", "ddp", launcher="nodes-tcp"),
-    Case("ddp-nodes-4", "ddp", launcher="nodes", least=4),
     *(Case(f"ddp-{name}", "ddp", options) for name, options in _MODIFIERS.items()),
     *(Case(name, name, _MODELS.get(name, ()), least=LEAST.get(name, 2)) for name in METHODS if name not in _DONE),
     Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),

@@ -1,18 +1,16 @@
 """The lock file in --out: it prevents two live runs with the same name.
 
-`<out>/.<run>.lock` is one JSON object: machine, host, process, start time, and the newest complete state of
---checkpoint-every. On one machine flock decides, and the kernel releases it when a run is killed. Some file systems
-apply flock only within a machine. A lock from another machine is therefore valid while its run updates the file's time.
+`<out>/.<run>.lock` is created with O_EXCL, so that one run alone can create it, on network file systems too. It is one
+JSON object: host, process, start time, and a token of the run. A lock of a process of this host that has ended is
+replaced. Whether a process of another host still runs is unknown here, so its lock always refuses.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import socket
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,18 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.checkpoint_files import check_writable
 from train.errors import UserError
-from train.launch.signals import print_once
 
 if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
 
-BEAT = 5.0  # seconds between updates of the file's time
-WATCH = 3 * BEAT  # seconds without an update after which a run on another machine is considered dead
-PATIENCE = 5.0  # seconds to wait for a run on this machine, which may be exiting
-POLL = 0.25
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
-MACHINE = BOOT.read_text().strip() if BOOT.exists() else socket.gethostname()
+UNFINISHED = 5.0  # seconds after which a lock without content is damaged: its run may have been about to write it
 
 
 class RunLock:
@@ -39,144 +31,113 @@ class RunLock:
 
     def __init__(self, settings: Settings, ctx: RankContext) -> None:
         self.out, self.run, self.ctx = settings.out, settings.run, ctx
-        self.wanted = settings.save_per_rank or settings.checkpoint_every is not None
+        self.needed = settings.save_per_rank or settings.checkpoint_every is not None
         self.path = settings.out / f".{settings.run}.lock"
         self.token = ""  # identifies this run on all ranks; the run id does not, because --resume keeps it
-        self.content: dict[str, Any] = {"machine": MACHINE, "host": socket.gethostname(), "pid": os.getpid()}
-        self._descriptor: int | None = None
-        self._seen = 0  # the file's time when first read, if a run on another machine wrote it
-        self._released = threading.Event()
-        self._beat = threading.Thread(target=self._refresh_lock, daemon=True)
+        self.created = False  # whether this rank created the file
 
     def __enter__(self) -> RunLock:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Release the lock and delete the file, unless it records a state. Without an error, a collective."""
-        if self._descriptor is not None:
-            self._released.set()
-            self._beat.join()
+        """Delete the lock file. Without an error, a collective."""
+        if self.created:
+            self.created = False
             with suppress(OSError):
                 if self.read_owner().get("token") == self.token:
-                    self._write(token="")
-                    if self.content["state"] is None:
-                        self.path.unlink()
-            os.close(self._descriptor)
-            self._descriptor = None
+                    self.path.unlink()
         if error is None and self.token:
             self.ctx.gather(None)
 
     def acquire(self) -> None:
         """Acquire the lock on the first rank of each node; a collective. Raises UserError if another run holds it."""
         ctx = self.ctx
-        if not self.wanted:
+        if not self.needed:
             return
         self.token = ctx.gather(secrets.token_hex(8))[0]
         with ctx.together():
             check_writable(self.out)
         # Rank 0 first: on a shared file system its lock serves all nodes.
         for leads in (ctx.is_main, ctx.local_rank == 0):
-            start = time.monotonic()
-            while True:
-                with ctx.together():  # poll, because --timeout limits each wait for another rank
-                    held = (
-                        not leads or self.read_owner().get("token") == self.token or self._try(time.monotonic() - start)
-                    )
-                if all(ctx.gather(held)):
-                    break
-                time.sleep(POLL)
+            with ctx.together():
+                if leads and self.read_owner().get("token") != self.token:
+                    self._create()
 
     def check(self) -> None:
-        """Raise UserError if another run has taken the lock, for example after a long suspension. Not a collective."""
+        """Raise UserError if another run has taken the lock, for example on another host. Not a collective."""
         if self.token and self.read_owner().get("token", self.token) != self.token:
             raise UserError(self._describe_refusal())
 
     def read_owner(self) -> dict[str, Any]:
         """Read the lock file; return an empty dict if it is missing or damaged."""
-        with suppress(OSError, ValueError), self.path.open("rb") as file:
-            content = json.loads(file.read(4096))
+        with suppress(OSError, ValueError):
+            content = json.loads(self.path.read_bytes())
             return content if isinstance(content, dict) else {}
         return {}
 
-    def record_state(self, step: int | None) -> None:
-        """Record the step of the newest complete state; None before an earlier run's states are removed."""
-        if self._descriptor is not None:
-            self.content["state"] = step
-            with suppress(OSError):  # if the disk is full, the state itself is still complete
-                self._write(token=self.token)
-
-    def _try(self, waited: float) -> bool:
-        """Acquire the lock if it is free, and return whether this run holds it. Raises UserError if a live run does."""
+    def _create(self) -> None:
+        """Create the lock file, after removing one of an ended process. Raises UserError if a live run holds it."""
         try:
-            # Open read-only: a file open for writing would prevent remounting the file system read-only.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o666)
-            try:
-                if self._is_free(descriptor, waited):
-                    self.content |= {"since": time.strftime("%F %T %z"), "state": self.read_owner().get("state")}
-                    self._descriptor = descriptor
-                    self._write(token=self.token)
-                    self._beat.start()
-            finally:
-                if not self._beat.is_alive():
-                    os.close(descriptor)
-                    self._descriptor = None
+            if self.path.exists():
+                self._remove_stale()
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            content = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "process_start": read_start_time(os.getpid()),
+                "since": time.strftime("%F %T %z"),
+                "token": self.token,
+            }
+            self.created = True
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(content, file)
+        except FileExistsError:
+            raise UserError(self._describe_refusal()) from None
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error
-        return self._descriptor is not None
 
-    def _is_free(self, descriptor: int, waited: float) -> bool:
-        """Take flock and return whether the lock is free. Raises UserError if a live run holds the lock."""
-        locks = True
-        try:
-            self._flock(descriptor)
-        except BlockingIOError:
-            if waited < PATIENCE:
-                return False
-            raise UserError(self._describe_refusal()) from None
-        except OSError:
-            locks = False  # the file system lacks flock
-        file, owner = os.fstat(descriptor), self.read_owner()
-        if file.st_nlink == 0:
-            return False  # the other run removed the file after `open`
-        if not owner.get("token") or (locks and owner.get("machine") == MACHINE):
-            return True
-        if not self._seen:
-            self._seen = file.st_mtime_ns
-            print_once(
-                self.ctx,
-                f"{self.path} was left by {self._describe_holder()}: "
-                f"waiting {WATCH:g} s to check whether that run is alive",
-            )
-        if file.st_mtime_ns != self._seen:
+    def _remove_stale(self) -> None:
+        """Remove the lock if its process has ended. Raises UserError if that process may be alive, or OSError."""
+        content, owner = self.path.read_bytes(), self.read_owner()
+        if owner.get("token"):
+            is_alive = owner.get("host") != socket.gethostname() or is_process_alive(owner)
+        else:
+            is_alive = time.time() - self.path.stat().st_mtime < UNFINISHED
+        if is_alive:
             raise UserError(self._describe_refusal())
-        return waited > WATCH
-
-    def _flock(self, descriptor: int) -> None:
-        """Take flock. Raises BlockingIOError if another process holds it, or OSError if the file system lacks flock."""
+        # Another run may replace the stale lock at this moment. Its new lock must survive: move the file away first,
+        # and put it back if it is not the stale one.
+        moved = self.path.with_name(f"{self.path.name}.{self.token}")
+        self.path.rename(moved)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # NFS locks only files open for writing
-            writable = os.open(self.path, os.O_RDWR)
-            os.dup2(writable, descriptor)
-            os.close(writable)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _write(self, token: str) -> None:
-        content = json.dumps({"token": token, **self.content}).encode()
-        with self.path.open("r+b") as file:
-            file.truncate(file.write(content))
-
-    def _refresh_lock(self) -> None:
-        while not self._released.wait(BEAT):
-            with suppress(OSError):
-                os.utime(self._descriptor or self.path)
-
-    def _describe_holder(self) -> str:
-        owner = self.read_owner()
-        return f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+            if moved.read_bytes() != content:
+                os.link(moved, self.path)
+        finally:
+            moved.unlink()
 
     def _describe_refusal(self) -> str:
-        who = f"another run named {self.run} is writing there ({self._describe_holder()})"
-        return f"--out {self.out}: {who}; wait for it to finish, or choose another --out"
+        owner = self.read_owner()
+        holder = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+        advice = "wait for it to finish, or choose another --out"
+        if owner.get("host") != socket.gethostname():
+            advice += f"; if that process has ended, remove {self.path}"
+        return f"--out {self.out}: another run named {self.run} is writing there ({holder}); {advice}"
+
+
+def is_process_alive(owner: dict[str, Any]) -> bool:
+    """Return whether the process of a lock of this host still runs. Another process may have its id now."""
+    try:
+        os.kill(owner["pid"], 0)
+    except (ProcessLookupError, KeyError, TypeError, OverflowError):
+        return False
+    except PermissionError:  # a process of another user
+        pass
+    return bool(read_start_time(owner["pid"]) == owner.get("process_start"))
+
+
+def read_start_time(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since the start of the system; None on systems without /proc."""
+    with suppress(OSError, ValueError, IndexError):
+        # The name of the program, in parentheses, may contain spaces.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from train.checkpoints.lock import RunLock
     from train.methods.base import Replica
     from train.schedule import Plan
-    from train.step import Step
+    from train.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class Saver:
     ranks raise UserError.
     """
 
-    def __init__(self, trainer: Step, plan: Plan, lock: RunLock) -> None:
+    def __init__(self, trainer: Trainer, plan: Plan, lock: RunLock) -> None:
         self.settings, self.ctx = trainer.settings, trainer.ctx
         self.trainer, self.plan, self.lock = trainer, plan, lock
         self.replicas = self.ctx.world_size * trainer.method.replicas  # over all ranks
@@ -196,7 +196,7 @@ class Saver:
 
 
 def build_metadata_block(
-    trainer: Step, optimizer: Optimizer, plan: Plan, run_id: str, step: int, rank: int, world_size: int
+    trainer: Trainer, optimizer: Optimizer, plan: Plan, run_id: str, step: int, rank: int, world_size: int
 ) -> dict[str, Any]:
     """Describe one replica after an optimizer step, counted from 1, with facts that syncheck cannot read from tensors.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import Sampler
 
-    from train.data import DistributedBatchSampler, OwnSharesSampler
+    from train.data import Data, DistributedBatchSampler, OwnSharesSampler
     from train.data.dataset import Images
     from train.launch import RankContext
 
@@ -34,6 +34,14 @@ class Loaders:
     sampler: DistributedBatchSampler | OwnSharesSampler
     train: Batches
     test: Batches
+
+    @classmethod
+    def build(
+        cls, data: Data, sampler: DistributedBatchSampler | OwnSharesSampler, ctx: RankContext, workers: int
+    ) -> Loaders:
+        """Build the loaders of this rank. workers: processes that load the training batches."""
+        batches = training_batches(data.train, sampler, ctx, workers)
+        return cls(data.train, sampler, batches, evaluation_batches(data.test, ctx))
 
 
 EVALUATION_BATCH = 512  # maximum samples per rank and forward; does not affect the score

@@ -42,7 +42,7 @@ class Fault:
     code: ClassVar[str] = ""
     when: ClassVar[str] = "always"
     methods: ClassVar[tuple[str, ...]] = ("ddp",)
-    scaler: GradScaler  # set by FaultyStep
+    scaler: GradScaler  # set by FaultyTrainer
     build_model: Callable[[], nn.Module]  # of the run, from torch's seed; set by prepare
     early_save_step: int | None = None
 

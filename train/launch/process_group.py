@@ -1,19 +1,16 @@
-"""Open and close the process group: connect to torch's store, wait for all ranks, and name ranks lost later.
+"""Open and close the process group: torch connects the ranks, and a check after a failed collective names lost ranks.
 
-dist.init_process_group could do the rendezvous alone, but its errors name no rank. Here every rank first adds a key of
-its own to the store, and a missing key is a missing rank. The liveness check after a failed collective works alike.
+torch waits for the ranks (`init_process_group`), and reports a timeout in its own words. During the run gloo and NCCL
+name an address at best, so after a failure each rank reports in torch's store that it is alive.
 (dist.monitored_barrier names ranks that hang, but for a killed rank it raises gloo's error, which has an address only.)
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import socket
 import threading
-import time
-import uuid
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # no __all__
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]  # no __all__
 
 from train.errors import RankError, Stopped, UserError
 
@@ -69,7 +66,6 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
         yield
     except (UserError, Stopped):
         dist.destroy_process_group()
-        leave_store(ctx, store)
         raise
     except RuntimeError as error:
         if any(text in str(error) for text in PEER_ERRORS):
@@ -78,58 +74,30 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     # After any other exception the group stays open: the peers may be inside a collective, and closing the group could
     # wait for them. The process is about to end anyway.
     dist.destroy_process_group()
-    leave_store(ctx, store)
 
 
 def join_process_group(ctx: RankContext, timeout: float) -> Store:
-    """Wait for all ranks and initialize torch.distributed; return the store. Raises UserError or RankError."""
-    store = open_store(ctx, timeout)
-    try:
-        store.add("users", 1)
-        run = wait_for_all_ranks(ctx, store, timeout)
-        dist.init_process_group(
-            ctx.backend,
-            store=PrefixStore(run, store),
-            rank=ctx.rank,
-            world_size=ctx.world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=ctx.device if ctx.backend == "nccl" else None,
-        )
-    except UserError:
-        leave_store(ctx, store)
-        raise
-    except (RuntimeError, ValueError) as error:
-        raise RankError(
-            f"rank {ctx.rank} of {ctx.world_size} lost the other ranks at {ctx.init_method}: {_first_line(error)}; see "
-            "their messages, and on several machines set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network to use"
-        ) from error
-    return store
-
-
-def open_store(ctx: RankContext, timeout: float) -> Store:
-    """Open the store at ctx.init_method: a file, or a TCP server in rank 0 or torchrun's agent. Raises RankError."""
+    """Wait for all ranks and initialize torch.distributed; return the store. Raises RankError."""
+    wait = timedelta(seconds=timeout)
     store: Store
     try:
-        if ctx.init_method.startswith("file:"):
-            path = store_path(ctx)
-            check_store_file(path)
-            store = FileStore(str(path))
-            store.set_timeout(timedelta(seconds=timeout))
-            # Never released: ~FileStore counts itself out in the file, and would create it again if the last rank
-            # removes it at the same moment.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-        else:
-            serve = ctx.rank == 0 and not uses_agent_store()
-            # Rank 0 connects to its own server, by whatever address the other ranks reach it.
-            host = "localhost" if serve else wait_for_server(ctx, timeout)
-            port, wait = urlsplit(ctx.init_method).port or 0, timedelta(seconds=timeout)
-            store = call_with_deadline(
-                lambda: TCPStore(host, port, None, serve, wait, wait_for_workers=False), timeout + CONNECT_SLACK
-            )
-    except (RuntimeError, TimeoutError) as error:
-        reason = _first_line(error) or "the server is not a torch store"
-        advice = "choose another file, or a free port with --port or torchrun's --master-port"
-        raise RankError(f"rank {ctx.rank} cannot use {ctx.init_method}: {reason}; {advice}") from error
+        check_address(ctx)
+        store, _, _ = next(rendezvous(unquote(ctx.init_method), ctx.rank, ctx.world_size, timeout=wait))
+        store.set_timeout(wait)
+        dist.init_process_group(
+            ctx.backend,
+            store=PrefixStore("default_pg", store),  # as init_process_group(init_method=...) does
+            rank=ctx.rank,
+            world_size=ctx.world_size,
+            timeout=wait,
+            device_id=ctx.device if ctx.backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RankError(
+            f"rank {ctx.rank} of {ctx.world_size} could not join the other ranks at {ctx.init_method}: "
+            f"{_first_line(error)}; start every rank with this address, or see its message; on several machines set "
+            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network to use"
+        ) from error
     return PrefixStore("train", store)
 
 
@@ -138,26 +106,16 @@ def uses_agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def wait_for_server(ctx: RankContext, timeout: float) -> str:
-    """Wait until rank 0 listens; return its host. TCPStore would log a C++ stack trace for each failed attempt."""
+def check_address(ctx: RankContext) -> None:
+    """Check what torch does not: it would append to any file, and retry an unknown host until the timeout.
+
+    Raises RankError, or ValueError or OSError for an unknown host.
+    """
     address = urlsplit(ctx.init_method)
-    host, port, deadline = address.hostname or "", address.port or 0, time.monotonic() + timeout
-    while True:
-        try:
-            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
-            return host
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() > deadline or isinstance(error, socket.gaierror | UnicodeError):
-                reason = getattr(error, "strerror", None) or "no answer"
-                advice = "start rank 0, or see its message; check the address (--ip or MASTER_ADDR) and the firewall"
-                message = f"rank {ctx.rank} cannot connect to rank 0 at {ctx.init_method} ({reason}); {advice}"
-                raise RankError(message) from error
-            time.sleep(0.1)
-
-
-def store_path(ctx: RankContext) -> Path:
-    """Return the path in a file:///PATH address."""
-    return Path(unquote(urlsplit(ctx.init_method).path))
+    if address.scheme == "file":
+        check_store_file(Path(unquote(address.path)))
+    else:
+        socket.getaddrinfo(address.hostname, address.port)
 
 
 def check_store_file(path: Path) -> None:
@@ -176,46 +134,6 @@ def check_store_file(path: Path) -> None:
     except OSError as error:
         problem = error.strerror or str(error)
     raise RankError(f"cannot use file://{path} for the rendezvous: {problem}; give --init-method a new path")
-
-
-def wait_for_all_ranks(ctx: RankContext, store: Store, timeout: float) -> str:
-    """Wait until all ranks have joined the run announced by rank 0 in the store; return the id of the run.
-
-    The last rank deletes the keys, so that the next run can use the same file, or torchrun's store after a restart: the
-    agents of torchrun may count restarts differently, so keys with TORCHELASTIC_RESTART_COUNT would not match.
-    Raises RankError if this rank contradicts another rank, UserError if ranks are missing.
-    """
-    who, settings = f"rank {ctx.rank} of {ctx.world_size}", f"{ctx.world_size} ranks on {ctx.backend}"
-    deadline = time.monotonic() + timeout
-    missing = []
-    if ctx.rank == 0:
-        store.set("run", f"{uuid.uuid4().hex} {settings}")
-    else:
-        missing = find_missing_ranks(store, "joined", [0], timeout)
-    if not missing:
-        run, _, expected = store.get("run").decode().partition(" ")
-        if settings != expected:
-            raise RankError(
-                f"{who} was started for {settings}, rank 0 at {ctx.init_method} for {expected}: give all ranks the "
-                "same --world-size, and the same --backend or --gpus"
-            )
-        if store.add(f"joined/{ctx.rank}", 1) > 1 and not uses_agent_store():
-            raise RankError(
-                f"{who} has already joined at {ctx.init_method}: give each process a rank of its own; if an earlier "
-                "run was killed there, use a new file or another port"
-            )
-        missing = find_missing_ranks(store, "joined", range(ctx.world_size), deadline - time.monotonic())
-    if missing:
-        # If the ranks share a terminal, only rank 0 prints a UserError; without rank 0 each rank prints its own.
-        raise (RankError if 0 in missing else UserError)(
-            f"{who} waited {timeout:g} s at {ctx.init_method}: {format_ranks(missing)} did not join; start every rank, "
-            "or see its own message"
-        )
-    if store.add(f"{run}/joined", 1) == ctx.world_size:
-        for rank in range(ctx.world_size):
-            store.delete_key(f"joined/{rank}")
-            store.delete_key(f"failed/{rank}")
-    return run
 
 
 def find_missing_ranks(store: Store, event: str, ranks: Sequence[int], seconds: float) -> list[int]:
@@ -250,14 +168,6 @@ def find_lost_ranks(ctx: RankContext, store: Store) -> list[int]:
     store.add(f"failed/{ctx.rank}", 1)
     # If rank 0 serves the store, it has to outlive the check of the other ranks.
     return find_missing_ranks(store, "failed", range(ctx.world_size), LIVENESS_SECONDS + (ctx.rank == 0))
-
-
-def leave_store(ctx: RankContext, store: Store) -> None:
-    """Remove the file of the store after its last user."""
-    if ctx.init_method.startswith("file:"):
-        with suppress(OSError, RuntimeError):  # a leftover file is no reason to fail
-            if store.add("users", -1) == 0:
-                store_path(ctx).resolve().unlink(missing_ok=True)  # not just a link to it
 
 
 def call_with_deadline(function: Callable[[], T], seconds: float) -> T:

@@ -194,7 +194,7 @@ def grace_expired(number: int, grace: float = GRACE) -> ExitStatus:
 SIGNALS = Signals()  # a process has one set of signal handlers
 
 
-class Stopping:
+class SignalAgreement:
     """Lets all ranks agree on a signal received by any rank.
 
     A signal may reach ranks at different steps, or only one rank, and a rank that stopped alone would leave the other

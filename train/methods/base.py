@@ -32,8 +32,8 @@ class MethodBase:
 
     grouped: whether the method needs a process group. refuses: unsupported options with the reason. replicas: number of
     replicas in this process. module: the model without a wrapper, on its device, after `wrap`. rebuilds_buckets:
-    whether gradient buckets are rebuilt after the first backward (see train/resume/keeper.py). parallel: whether ranks
-    compute one copy of the model together, with --parallel-degree. parameters: number of elements of the whole model.
+    whether gradient buckets are rebuilt after the first backward (see train/resume/state_saver.py). parallel: whether
+    ranks compute one copy of the model together, with --parallel-degree. parameters: elements of the whole model.
     """
 
     grouped: ClassVar[bool]

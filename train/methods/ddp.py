@@ -120,7 +120,7 @@ class Ddp(Method):
     def extra_state(self) -> dict[str, Any]:
         """Return the state of PowerSGD, if used."""
         # 5a. PowerSGD keeps errors by bucket, so a resumed run must have the same buckets: see `warm_up_buckets` in
-        #     train/resume/keeper.py.
+        #     train/resume/state_saver.py.
         return {} if self.compressor is None else collect_hook_state(self.compressor, self.ctx)
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:

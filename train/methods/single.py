@@ -1,4 +1,4 @@
-"""One process, one device: the baseline, and base class, of the parallel methods. `Step` (train/step.py) calls it."""
+"""One process, one device: the baseline, and base class, of the parallel methods. `train.trainer` calls it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from train.launch import RankContext
-    from train.metrics import Meter, Score
+    from train.metrics import MetricSums, Score
     from train.schedule import Plan
     from train.settings import Settings
 
@@ -113,8 +113,8 @@ class Recorder(AbstractContextManager["Recorder"]):
     def start(self, start: Start) -> None:
         """Start recording, before the first step."""
 
-    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Record an optimizer step of this rank, counted from 1; reading the meter synchronizes with the device."""
+    def step(self, step: int, epoch: int, metric_sums: MetricSums, samples_per_second: float) -> None:
+        """Record an optimizer step of this rank, counted from 1; reading the sums synchronizes with the device."""
 
     def log(self, record: StepRecord) -> None:
         """Record the metrics since the previous record."""

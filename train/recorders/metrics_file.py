@@ -90,7 +90,7 @@ class MetricsFile(LogFile):
             "backend": ctx.backend,
             "config": {k: str(v) if hasattr(v, "__fspath__") else v for k, v in s.config(ctx.world_size).items()},
         }
-        self.open(self._format_line({"event": "start", **record}), append=start.resumed_at is not None)
+        self.open([self._format_line({"event": "start", **record})], append=start.resumed_at is not None)
 
     def log(self, record: StepRecord) -> None:
         """Write the event "step"."""
@@ -124,7 +124,7 @@ class MetricsFile(LogFile):
         complete = {"event": record["event"], "time": time.time(), "run": self.run, **record}
         # Non-finite numbers become null, because JSON has no NaN, and strict readers would refuse the whole line.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in complete.items()}
-        return json.dumps(finite, allow_nan=False) + "\n"
+        return json.dumps(finite, allow_nan=False)
 
 
 def _list_fields(record: StepRecord | EpochRecord) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 
 if TYPE_CHECKING:
-    from train.metrics import Meter, Score
+    from train.metrics import MetricSums, Score
 
 MAX_NAME = 10  # characters of the run's name beside the bar
-REFRESH = 10  # steps between reads of the meter, because each read synchronizes with the device
+REFRESH = 10  # steps between reads of the sums, because each read synchronizes with the device
 MAX_LISTED = 8  # maximum number of ranks for listing every share
 
 
@@ -135,12 +135,12 @@ class Bar(Recorder):
         for text in ([] if short else [self.plan.run]) + describe_surprises(start):
             self.bar.console.print(text, highlight=False, soft_wrap=True)
 
-    def step(self, step: int, epoch: int, meter: Meter, samples_per_second: float) -> None:
-        """Move the bar, and read the meter every few steps."""
+    def step(self, step: int, epoch: int, metric_sums: MetricSums, samples_per_second: float) -> None:
+        """Move the bar, and read the sums every few steps."""
         self.bar.update(self.task, completed=step)
         if step % REFRESH == 0:
             step_time = self.batch_size / samples_per_second
-            self._show(step, epoch, meter.local(), samples_per_second, step_time)
+            self._show(step, epoch, metric_sums.local(), samples_per_second, step_time)
 
     def epoch(self, record: EpochRecord) -> None:
         """Show the metrics of all ranks."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
+import sys
 import time
 import traceback
 from contextlib import suppress
@@ -18,58 +20,68 @@ from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 from train.settings import DEFAULT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
-class LogFile(Recorder):
-    """Base class of recorders that append lines to a file.
+class LogFileHandler(logging.FileHandler):
+    """A FileHandler that remembers the first error of the file system, such as a full disk."""
 
-    Each line is a single write, so that lines survive if the process is killed. If a write fails, for example on a full
-    disk, the partial line is removed and one warning is printed on stderr. The run continues, and the next line is
-    tried again. launcher: the name of the launcher, None if unknown.
+    error: OSError | None = None
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Remember the error of a failed write."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self.error = self.error or error
+        else:
+            super().handleError(record)
+
+
+class LogFile(Recorder):
+    """Base class of recorders that append lines to a file with `logging`.
+
+    Each line is flushed, so that lines survive if the process is killed. If a write fails, for example on a full disk,
+    one warning is printed on stderr, and the run continues.
+
+    launcher: the name of the launcher, None if unknown.
     """
+
+    formatter = logging.Formatter()
 
     def __init__(self, path: Path, launcher: str | None = None) -> None:
         self.path, self.launcher = path, launcher
-        self.file: int | None = None
-        self.size = self.steps = 0
+        # Without a logger, because a program's configuration of logging must neither receive nor drop these lines.
+        self.handler: LogFileHandler | None = None
+        self.steps = 0
         self.warned = False
 
-    def open(self, text: str, *, append: bool) -> None:
+    def open(self, lines: Sequence[str], *, append: bool) -> None:
         """Create the folder and the file, and write the first lines. append: keep the existing contents.
 
         Raises UserError, because nothing is lost yet.
         """
+        mode = "a" if append else "w"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | (0 if append else os.O_TRUNC)
-            self.file = os.open(self.path, flags | os.O_CLOEXEC, 0o666)
-            self.size = os.lseek(self.file, 0, os.SEEK_END)
-            self._append(self.file, text)
+            handler = LogFileHandler(self.path, mode, encoding="utf-8", errors="backslashreplace")
+            handler.setFormatter(self.formatter)
+            for line in lines:
+                handler.handle(logging.makeLogRecord({"msg": line}))
+            if handler.error is not None:
+                raise handler.error
         except OSError as error:
             raise UserError(f"cannot write the log {self.path}: {error.strerror}") from error
+        self.handler = handler
 
-    def write(self, text: str) -> None:
-        """Write whole lines if the file is open. The first failure prints a warning."""
-        try:
-            if self.file is not None:
-                self._append(self.file, text)
-        except OSError as error:
-            if not self.warned:
-                self.warned = True
-                warn_lost(self.path, error)
-
-    def _append(self, file: int, text: str) -> None:
-        content = text.encode()
-        try:
-            done = 0
-            while done < len(content):  # a nearly full disk accepts a part
-                done += os.pwrite(file, content[done:], self.size + done)
-            self.size += done
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(file, self.size)
-            raise
+    def write(self, line: str) -> None:
+        """Write a line if the file is open. The first failure prints a warning."""
+        if self.handler is None:
+            return
+        self.handler.handle(logging.makeLogRecord({"msg": line}))
+        if self.handler.error is not None and not self.warned:
+            self.warned = True
+            warn_lost(self.path, self.handler.error)
 
     def step(self, step: int, *_: object) -> None:
         """Remember the number of steps."""
@@ -77,10 +89,10 @@ class LogFile(Recorder):
 
     def close(self, error: BaseException | None) -> None:  # noqa: ARG002
         """Close the file."""
-        if self.file is not None:
+        if self.handler is not None:
             with suppress(OSError):  # network file systems may report failures on close
-                os.close(self.file)
-            self.file = None
+                self.handler.close()
+            self.handler = None
 
 
 def classify_ending(error: BaseException | None) -> str:
@@ -97,6 +109,9 @@ def warn_lost(path: Path, error: OSError) -> None:
 
 class RankLog(LogFile):
     """Writes a line per event with date and time (UTC). Used on every rank."""
+
+    formatter = logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
+    formatter.converter = time.gmtime
 
     def start(self, start: Start) -> None:
         """Open the file, and write the environment, the settings and the plan. Raises UserError."""
@@ -118,7 +133,7 @@ class RankLog(LogFile):
         ]
         if start.resumed_at is not None:
             lines.append(f"resumed after step {start.resumed_at}")
-        self.open("".join(map(_add_time, lines)), append=start.resumed_at is not None)
+        self.open(lines, append=start.resumed_at is not None)
 
     def log(self, record: StepRecord) -> None:
         """Write the metrics of this rank."""
@@ -142,8 +157,8 @@ class RankLog(LogFile):
         )
 
     def note(self, text: str) -> None:
-        """Write a line."""
-        self.write(_add_time(text))
+        """Write a line; further lines of the text are indented."""
+        self.write(text.rstrip().replace("\n", "\n    "))
 
     def close(self, error: BaseException | None) -> None:
         """Write how the run ended, with the traceback of a failure."""
@@ -152,11 +167,6 @@ class RankLog(LogFile):
         if ended == "failed":
             self.note("".join(traceback.format_exception(error)))
         super().close(error)
-
-
-def _add_time(text: str) -> str:
-    """Return the text with a time stamp; lines after the first are indented."""
-    return time.strftime("%Y-%m-%d %H:%M:%S ", time.gmtime()) + text.rstrip().replace("\n", "\n    ") + "\n"
 
 
 def device_name(device: torch.device) -> str:

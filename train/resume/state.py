@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
     from train.launch import RankContext
     from train.schedule import Plan
-    from train.step import Step
     from train.task import Task
+    from train.trainer import Trainer
 
 
-def collect_state(trainer: Step, plan: Plan, position: Position, run_id: str) -> dict[str, Any]:
+def collect_state(trainer: Trainer, plan: Plan, position: Position, run_id: str) -> dict[str, Any]:
     """Collect this rank's state without copying it; a collective, because the epoch's sums are added over all ranks.
 
-    `Keeper` adds `saved` and `also`. `epoch` is the current epoch, counted from 1; the metadata block counts completed
-    epochs. Under fsdp tensors are DTensors.
+    `StateSaver` adds `saved` and `also`. `epoch` is the current epoch, counted from 1; the metadata block counts
+    completed epochs. Under fsdp tensors are DTensors.
     """
     settings, ctx, method = trainer.settings, trainer.ctx, trainer.method
     optimizer = find_local_optimizer(trainer)
-    all_sums = position.meter.sum_over_ranks(ctx)
+    all_sums = position.metric_sums.sum_over_ranks(ctx)
     return {
         "run": settings.run,
         "run_id": run_id,
@@ -46,7 +46,8 @@ def collect_state(trainer: Step, plan: Plan, position: Position, run_id: str) ->
         "config": settings.config(ctx.world_size),
         "position": {
             "in_epoch": position.in_epoch,
-            "sums": position.meter.sums.tolist(),  # as numbers: syncheck would expect a tensor to be equal on all ranks
+            # As numbers: syncheck would expect a tensor to be equal on all ranks.
+            "sums": position.metric_sums.totals.tolist(),
             "sums_of_all_ranks": all_sums.tolist(),
         },
         "model": collect_tensors(method.module),
@@ -65,7 +66,7 @@ def collect_tensors(module: nn.Module) -> dict[str, Any]:
     return module.state_dict() | dict(module.named_buffers(remove_duplicate=False))
 
 
-def find_local_optimizer(trainer: Step) -> Optimizer:
+def find_local_optimizer(trainer: Trainer) -> Optimizer:
     """Return the optimizer with this rank's state: under ZeRO, the inner optimizer."""
     return trainer.method.state(trainer.optimizer)[0].optimizer
 
@@ -78,13 +79,13 @@ def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(parameter), f"({index})") for index, parameter in enumerate(ordered)]
 
 
-def collect_average(trainer: Step) -> dict[str, Tensor]:
+def collect_average(trainer: Trainer) -> dict[str, Tensor]:
     """Return the averaged parameters by name, and the number of averaged steps."""
     assert trainer.average is not None
     return {**dict(trainer.average.module.named_parameters()), "n_averaged": trainer.average.n_averaged}
 
 
-def check_shapes(state: Mapping[str, Any], trainer: Step, where: str) -> None:
+def check_shapes(state: Mapping[str, Any], trainer: Trainer, where: str) -> None:
     """Raise UserError if the saved tensors do not match this model, for example because the code changed.
 
     Checked before anything is restored, because a rank that fails halfway would leave the other ranks waiting.
@@ -111,11 +112,11 @@ def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def restore_state(state: Mapping[str, Any], trainer: Step) -> None:
+def restore_state(state: Mapping[str, Any], trainer: Trainer) -> None:
     """Restore the model, optimizer, scaler, average and method; under fsdp a collective.
 
     Tensors are DTensors of this rank, or whole tensors merged from another number of ranks (see `merge_states`).
-    `Keeper` restores RNG states afterwards.
+    `StateSaver` restores RNG states afterwards.
     """
     method, optimizer = trainer.method, find_local_optimizer(trainer)
     module, saved = method.module, state["model"]
@@ -158,7 +159,7 @@ def _place_state_value(value: Any, parameter: Tensor) -> Any:
     return value.to_local() if is_dtensor(value) else value
 
 
-def _restore_average(trainer: Step, saved: Mapping[str, Tensor]) -> None:
+def _restore_average(trainer: Trainer, saved: Mapping[str, Tensor]) -> None:
     assert trainer.average is not None
     with torch.no_grad():
         for name, tensor in collect_average(trainer).items():
@@ -172,14 +173,14 @@ def restore_position(state: Mapping[str, Any], ctx: RankContext, task: Task) -> 
     """Restore the position within the run.
 
     The epoch's sums are each rank's own. After a change of the number of ranks, rank 0 takes the sums of all ranks,
-    because `Meter` adds them over all ranks at the end.
+    because `MetricSums` adds them over all ranks at the end.
     """
     position, saved = Position(ctx.device, task), state["position"]
     position.step, position.epoch, position.in_epoch = state["step"], state["epoch"], saved["in_epoch"]
     if state["world_size"] == ctx.world_size:
-        position.meter.sums[:] = torch.tensor(saved["sums"], dtype=torch.float64)
+        position.metric_sums.totals[:] = torch.tensor(saved["sums"], dtype=torch.float64)
     elif ctx.is_main:
-        position.meter.sums[:] = torch.tensor(saved["sums_of_all_ranks"], dtype=torch.float64)
+        position.metric_sums.totals[:] = torch.tensor(saved["sums_of_all_ranks"], dtype=torch.float64)
     return position
 
 

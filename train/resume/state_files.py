@@ -49,6 +49,28 @@ def state_path(folder: Path, step: int, rank: int) -> Path:
     return folder / f"step_{step}" / f"rank_{rank}.pth"
 
 
+def newest_step_path(out: Path, run: str) -> Path:
+    """Return the file with the step of a run's newest state. It is beside the states, and remains if they are lost."""
+    return out / f".{run}.newest"
+
+
+def record_newest_step(out: Path, run: str, step: int | None) -> None:
+    """Record the step of the newest complete state; None before an earlier run's states are removed."""
+    path = newest_step_path(out, run)
+    with suppress(OSError):  # if the disk is full, the state itself is still complete
+        if step is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(f"{step}\n")
+
+
+def read_newest_step(out: Path, run: str) -> int | None:
+    """Return the recorded step; None if no state was ever complete, or the record is damaged."""
+    with suppress(OSError, ValueError):
+        return int(newest_step_path(out, run).read_text())
+    return None
+
+
 def list_visible_ranks(folder: Path) -> dict[int, list[int]]:
     """List the ranks with a state file visible to this process, by step. Raises UserError if that fails."""
     found: dict[int, list[int]] = {}

@@ -19,13 +19,14 @@ from torch import nn
 
 from train import faults
 from train.data import load_data
+from train.engine import prepare
 from train.errors import UserError
 from train.faults import FAULTS, Fault, make_fault
 from train.faults.start import InitNotBroadcast, copy_parameters, find_first_layer
-from train.job import make_model, prepare
 from train.launch import RankContext
 from train.models import MODELS
 from train.options import list_faults
+from train.parts import make_model
 from train.settings import Settings
 
 TWO = RankContext(0, 2)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import time
-from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from programs import LONG, SHORT, TRAIN, assert_trained, errors, imports_torch, wait_until_trains
 from started import LAUNCHER, alive, free_port, wait_for
-from torch.distributed import TCPStore
 
 from train.run import main
 
 if TYPE_CHECKING:
     import subprocess
-    from pathlib import Path
 
     from programs import Programs, Run
 
@@ -127,35 +124,11 @@ def test_each_shell_reports_the_error(shell: Shell) -> None:
 
 
 @RANKS
-def test_missing_rank_is_named(shell: Shell) -> None:
-    """After the timeout, the waiting ranks name the missing rank and remove the rendezvous file."""
+def test_missing_rank(shell: Shell) -> None:
+    """After the timeout, the waiting ranks report the address in one line."""
     code, (line,), _ = shell.run("--timeout", 2, rank=(0, 2)[shell.rank], size=3)
     assert code == 2
-    assert f"waited 2 s at file://{shell.rendezvous_file}: rank 1 did not join" in line
-    wait_for(lambda: not shell.rendezvous_file.exists())
-
-
-@RANKS
-def test_retry_with_the_same_rendezvous_file(shell: Shell) -> None:
-    """A rank that times out without rank 0 removes the rendezvous file, and a retry with the same path succeeds."""
-    if shell.rank == 1:
-        arguments = (
-            "--rank",
-            "1",
-            "--world-size",
-            "2",
-            "--init-method",
-            shell.rendezvous_file.as_uri(),
-            "--timeout",
-            "1",
-        )
-        assert main([*arguments]) == 2
-        (line,) = shell.capsys.readouterr().err.splitlines()
-        assert f"waited 1 s at file://{shell.rendezvous_file}: rank 0 did not join" in line
-        wait_for(lambda: not shell.rendezvous_file.exists())
-    shell.wait()
-    assert shell.run(*SHORT)[:2] == (0, [])
-    assert_trained(shell.folder / "ckpts", 2)
+    assert f"could not join the other ranks at file://{shell.rendezvous_file}: " in line
 
 
 @RANKS
@@ -181,20 +154,6 @@ def test_unreachable_rank_zero(
     assert main([str(word) for word in arguments]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert f"tcp://{ip}:{free_port}" in line
-    assert ip != "127.0.0.1" or "(Connection refused)" in line
-
-
-@pytest.mark.slow
-def test_file_of_a_killed_run(programs: Programs, tmp_path: Path) -> None:
-    """The rendezvous file of a killed run serves the next run, with the same number of ranks or more."""
-    for process in start_long(programs, "--init-method", f"file://{tmp_path}/meeting2"):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
-    shutil.copy(tmp_path / "meeting2", tmp_path / "meeting3")
-    for size in (2, 3):
-        runs = run_all(programs, "--init-method", f"file://{tmp_path}/meeting{size}", *SHORT, ranks=size)
-        assert ([run.returncode for run in runs], errors(runs)) == ([0] * size, [])
-        assert_trained(tmp_path / "ckpts", size)
 
 
 @pytest.mark.slow
@@ -206,7 +165,7 @@ def test_port_in_use(programs: Programs) -> None:
         port = other.getsockname()[1]
         zero, one = run_all(programs, "--ip", "127.0.0.1", "--port", port, "--timeout", 1)
     for rank, line in enumerate(errors([zero, one])):
-        assert line.startswith(f"error: rank {rank} cannot use tcp://127.0.0.1:{port}: ")
+        assert line.startswith(f"error: rank {rank} of 2 could not join the other ranks at tcp://127.0.0.1:{port}: ")
     assert (zero.returncode, one.returncode) == (2, 2)
 
 
@@ -247,11 +206,17 @@ def test_ctrl_c_early(programs: Programs, tmp_path: Path, when: str) -> None:
     if when == "imports":
         wait_for(lambda: imports_torch(process.pid))
     else:
-        wait_for(lambda: rendezvous_file.exists() and b"joined/0" in rendezvous_file.read_bytes())
+        wait_for(lambda: rendezvous_file.exists() and len(rendezvous_file.read_bytes()) > 0)
     os.kill(process.pid, signal.SIGINT)
     run = programs.finish(process, timeout=10)
     assert run.returncode == 130
     assert "Traceback" not in run.stderr
+
+
+def count_connections(port: int) -> int:
+    """Return the number of open connections to a port of this machine."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(remote.endswith(f":{port:04X}") and state == "01" for _, _, remote, state, *_ in rows)
 
 
 @pytest.mark.slow
@@ -259,9 +224,7 @@ def test_rank_zero_killed_during_the_rendezvous(programs: Programs, free_port: i
     """If rank 0 is killed during the rendezvous, a waiting rank reports the lost store's address in one line."""
     address = ("--ip", "127.0.0.1", "--port", free_port, "--timeout", 30)
     zero, one = (programs.start(*TRAIN, "--rank", rank, "--world-size", 3, *address) for rank in range(2))
-    # An additional client of rank 0's store detects when rank 1 has joined.
-    store: Any = TCPStore("127.0.0.1", free_port, None, False, timedelta(seconds=120), wait_for_workers=False)
-    wait_for(lambda: store.check(["train/joined/1"]))
+    wait_for(lambda: count_connections(free_port) == 2)  # of rank 0 itself and of rank 1
     os.kill(zero.pid, signal.SIGKILL)
     run = programs.finish(one, timeout=10)
     assert run.returncode == 2

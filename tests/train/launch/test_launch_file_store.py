@@ -13,7 +13,7 @@ import torch
 from programs import TRAIN, errors
 from started import wait_for
 
-from train.errors import RankError, UserError
+from train.errors import RankError
 from train.launch import RankContext
 from train.launch.process_group import check_store_file, process_group
 
@@ -89,15 +89,6 @@ def test_link_to_the_rendezvous_file(syncheck_rank: Rank) -> None:
         assert ctx.sum_over_ranks(torch.ones(1)).item() == 2
         assert target.exists()
     wait_for(lambda: not target.exists())
-
-
-def test_link_target_is_removed_after_a_timeout(tmp_path: Path) -> None:
-    """If the path is a link, a rank that times out removes the target."""
-    link, target = tmp_path / "link", tmp_path / "file"
-    link.symlink_to(target)
-    with pytest.raises(UserError, match="rank 1 did not join"), process_group(make_context(link), 0.1):
-        pass
-    assert not target.exists()
 
 
 def test_ranks_create_the_file_concurrently(tmp_path: Path) -> None:

@@ -1,29 +1,19 @@
-"""Build and check the objects of a run before the first step."""
+"""Build and check the parts of a run before the first step: data, model, sampler, plan and optimizer."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from train.checkpoints.lock import RunLock
 from train.data import DistributedBatchSampler, OwnSharesSampler, download, smallest_share
-from train.data.loading import Loaders, evaluation_batches, training_batches
 from train.errors import UserError
-from train.faults import make_fault
-from train.faults.faulty_step import FaultyStep
-from train.methods import METHODS, check_modifiers
+from train.methods import METHODS
 from train.methods.sync_batchnorm import SyncBatchNorm
-from train.recorders.base import Recorder
-from train.schedule import LearningRate, Plan
-from train.seeds import seed_rank
-from train.step import Step
+from train.schedule import Plan
 from train.task import load_task_data, make_task
-from train.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,74 +21,8 @@ if TYPE_CHECKING:
 
     from train.data import Data
     from train.launch import RankContext
-    from train.launch.signals import Signals
     from train.methods.single import Method
     from train.settings import Settings
-
-
-@dataclass(frozen=True)
-class Job:
-    """The objects of one run."""
-
-    settings: Settings
-    ctx: RankContext
-    plan: Plan
-    loaders: Loaders
-    trainer: Step
-    rate: LearningRate
-    upkeep: Upkeep
-
-    @property
-    def method(self) -> Method:
-        """The parallel method, which has the model."""
-        return self.trainer.method
-
-
-def prepare(
-    settings: Settings,
-    ctx: RankContext,
-    recorder: Recorder | None = None,
-    signals: Signals | None = None,
-    lock: RunLock | None = None,
-) -> Job:
-    """Load the data, build the model, and check the settings; with --resume, restore a state. A collective.
-
-    recorder: by default one that records nothing. signals: of this process. lock: the lock to acquire on --out, if any.
-    Raises UserError.
-    """
-    check_agreement(settings, ctx)
-    check_modifiers(settings)
-    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
-    torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
-    data = load(settings, ctx)
-    ctx = METHODS[settings.method].place(settings, ctx)
-    method = METHODS[settings.method](settings, ctx)
-    sampler = make_sampler(settings, ctx, len(data.train), method.replicas)
-    plan = make_plan(settings, len(data.train), sampler.longest)
-    fault = make_fault(settings, ctx, plan.steps)
-    fault.build_model = partial(make_model, settings, data)
-    model = fault.build_model()
-    method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
-    check_batchnorm(model, settings, ctx.mesh.data_size, method.replicas)
-    if isinstance(sampler, OwnSharesSampler):
-        check_own_shares(model, sampler, plan, settings)
-    # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
-    forward = fault.after_wrap(method, method.wrap(model))
-    if settings.compile:
-        forward = compile_model(forward, ctx)
-    # After wrapping, because a method may replace the parameters.
-    optimizer = build_optimizer(settings, method)
-    # From here on each rank has a separate random stream.
-    seed_rank(settings.seed, ctx)
-    kind = Step if settings.fault is None else FaultyStep
-    trainer = kind(settings, ctx, method, forward, optimizer, fault)
-    rate = LearningRate(settings, plan, ctx.mesh.data_size * method.replicas)
-    train_batches = training_batches(data.train, sampler, ctx, settings.workers)
-    loaders = Loaders(data.train, sampler, train_batches, evaluation_batches(data.test, ctx))
-    if lock is not None:
-        lock.acquire()
-    upkeep = Upkeep(trainer, plan, rate, loaders, recorder or Recorder(), signals, lock or RunLock(settings, ctx))
-    return Job(settings, ctx, plan, loaders, trainer, rate, upkeep)
 
 
 def load(settings: Settings, ctx: RankContext) -> Data:
@@ -147,6 +71,20 @@ def make_sampler(
         return OwnSharesSampler(*shares, shuffle=s.shuffle, seed=s.seed)
     rest = smallest_share(samples % s.batch_size, ctx.mesh.data_size, s.accumulate, replicas)
     return DistributedBatchSampler(*shares, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
+
+
+def check_model(
+    model: nn.Module,
+    sampler: DistributedBatchSampler | OwnSharesSampler,
+    plan: Plan,
+    settings: Settings,
+    ctx: RankContext,
+    replicas: int,
+) -> None:
+    """Raise UserError for a model that the batches do not suit. replicas: of each rank."""
+    check_batchnorm(model, settings, ctx.mesh.data_size, replicas)
+    if isinstance(sampler, OwnSharesSampler):
+        check_own_shares(model, sampler, plan, settings)
 
 
 def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, settings: Settings) -> None:

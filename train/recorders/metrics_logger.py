@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from train.schedule import LearningRate, Plan, Position
-    from train.step import Step
+    from train.trainer import Trainer
 
 INTERVAL = 50  # default of --log-interval, in optimizer steps
 
@@ -47,7 +47,7 @@ class StepTimes:
         return Pace(self.waited / steps, self.seconds / steps, read_peak_memory(device))
 
 
-class Logbook:
+class MetricsLogger:
     """Connects the engine and the recorder on every rank.
 
     Each record needs one small collective, and records are created only with --log-dir or --log-interval. Times are
@@ -55,7 +55,7 @@ class Logbook:
     so the mean step time between records, and over an epoch, is correct.
     """
 
-    def __init__(self, trainer: Step, plan: Plan, rate: LearningRate, samples: int, recorder: Recorder) -> None:
+    def __init__(self, trainer: Trainer, plan: Plan, rate: LearningRate, samples: int, recorder: Recorder) -> None:
         self.trainer, self.plan, self.rate, self.samples = trainer, plan, rate, samples
         settings, self.recorder, self.ctx = trainer.settings, recorder, trainer.ctx
         self.gathers = settings.log_dir is not None or settings.log_interval is not None
@@ -101,12 +101,12 @@ class Logbook:
             times.steps += 1
             times.samples += samples
         speed = self.of_epoch.samples / (time.perf_counter() - self.began)
-        self.recorder.step(position.step, position.epoch, position.meter, speed)
+        self.recorder.step(position.step, position.epoch, position.metric_sums, speed)
         if self.gathers and position.step % self.every == 0:
             self.recorder.log(self._build_step_record(position, lr))
 
     def _build_step_record(self, position: Position, lr: float) -> StepRecord:
-        sums = position.meter.take().tolist()  # synchronizes with the device
+        sums = position.metric_sums.take().tolist()  # synchronizes with the device
         self.read_clock()
         own, trainer = self.since_record.pace(self.ctx.device), self.trainer
         rows = self._gather(own, sums if self.ctx.mesh.counts else [0.0] * SUMS)

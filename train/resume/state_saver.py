@@ -1,4 +1,4 @@
-"""Save and restore the states of a run: the engine calls `Keeper` after every step.
+"""Save and restore the states of a run: the engine calls `StateSaver` after every step.
 
 A changed option of the training is refused, and a change that only affects rounding is reported.
 """
@@ -12,7 +12,8 @@ import torch
 
 from train.errors import UserError
 from train.launch.signals import print_once
-from train.metrics import Meter
+from train.metrics import MetricSums
+from train.option import spell
 from train.resume.state import (
     check_shapes,
     collect_state,
@@ -26,6 +27,8 @@ from train.resume.state_files import (
     FoundState,
     find_newest_state,
     list_visible_ranks,
+    read_newest_step,
+    record_newest_step,
     remove_states,
     state_path,
     states_folder,
@@ -44,15 +47,14 @@ if TYPE_CHECKING:
     from train.metrics import Best
     from train.schedule import Plan
     from train.settings import Settings
-    from train.step import Step
+    from train.trainer import Trainer
 
 COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
 LENGTH = ("epochs", "max_steps")  # may change, like the number of ranks; the changes are reported
 MESH = ("parallel_degree", "replicas")  # may change if the mesh stays equal; dp has none
-OPTIONS = {"buffer_sync": "--no-buffer-sync", "shuffle": "--no-shuffle"}  # with other names than their fields
 
 
-class Keeper:
+class StateSaver:
     """Saves states for --checkpoint-every, and restores the newest state for --resume.
 
     With either option, the constructor is a collective. position: the start of the run. resumed: whether a state was
@@ -60,7 +62,7 @@ class Keeper:
     if the folder is not readable or writable, or if the state is unusable or belongs to another run.
     """
 
-    def __init__(self, trainer: Step, plan: Plan, saver: Saver, samples: Images, best: Best) -> None:
+    def __init__(self, trainer: Trainer, plan: Plan, saver: Saver, samples: Images, best: Best) -> None:
         self.settings, self.ctx = settings, ctx = trainer.settings, trainer.ctx
         self.trainer, self.plan, self.saver, self.best = trainer, plan, saver, best
         self.folder = states_folder(settings.out, settings.run)
@@ -71,7 +73,7 @@ class Keeper:
         self.cleared = False  # whether the states of an earlier run have been removed
         if settings.resume:
             with ctx.together():
-                step = saver.lock.read_owner().get("state")
+                step = read_newest_step(settings.out, settings.run)
                 if step is not None and not list_visible_ranks(self.folder):
                     raise UserError(
                         f"--resume: {self.folder} contains no state, but a state of step {step} was saved there; "
@@ -106,7 +108,7 @@ class Keeper:
         if not self.cleared:
             # Remove states of an earlier run, or of steps after the resumed step, before any rank writes: a mixture of
             # both must not look complete.
-            self.saver.lock.record_state(max(self.complete, default=None))
+            self._record_newest(max(self.complete, default=None))
             self._remove()
             self.cleared = True
         try:
@@ -118,8 +120,12 @@ class Keeper:
             raise
         self.saved_at = position.step
         self.complete = [*sorted(self.complete), position.step][-COMPLETE:]
-        self.saver.lock.record_state(position.step)
+        self._record_newest(position.step)
         self._remove()
+
+    def _record_newest(self, step: int | None) -> None:
+        if self.saver.lock.created:  # once per folder
+            record_newest_step(self.settings.out, self.settings.run, step)
 
     def _remove(self) -> None:
         with self.ctx.together():
@@ -163,7 +169,7 @@ class Keeper:
             self.saver.finish(found.step)
 
 
-def warm_up_buckets(trainer: Step, x: Tensor, y: Tensor) -> None:
+def warm_up_buckets(trainer: Trainer, x: Tensor, y: Tensor) -> None:
     """Run forward and backward once without a step, before a state is restored; a collective.
 
     DDP first fills its buckets in the order of the parameters. After the first backward it rebuilds them in the
@@ -173,12 +179,12 @@ def warm_up_buckets(trainer: Step, x: Tensor, y: Tensor) -> None:
 
     x, y: a batch. The caller restores everything that this changes: buffers, RNG states and counters.
     """
-    meter = Meter(trainer.ctx.device, trainer.task)
-    trainer.accumulate(x.to(trainer.ctx.device), y.to(trainer.ctx.device), len(x), meter)
+    metric_sums = MetricSums(trainer.ctx.device, trainer.task)
+    trainer.accumulate(x.to(trainer.ctx.device), y.to(trainer.ctx.device), len(x), metric_sums)
     trainer.optimizer.zero_grad()
 
 
-def check_same_run(state: Mapping[str, Any], trainer: Step, plan: Plan, where: str) -> None:
+def check_same_run(state: Mapping[str, Any], trainer: Trainer, plan: Plan, where: str) -> None:
     """Raise UserError if the data or any option that affects training has changed.
 
     where: the state as named in the message.
@@ -187,14 +193,14 @@ def check_same_run(state: Mapping[str, Any], trainer: Step, plan: Plan, where: s
     now, then, mesh = settings.config(ranks), state["config"], MESH if state["world_size"] == ranks else ()
     # A field added after the state was saved had its default value then.
     defaults = {field.name: field.default for field in fields(settings)}
+    spellings = {field.name: spell(field) for field in fields(settings)}
     for name, value in now.items():
         before = then.get(name, defaults.get(name))
         allowed = before == value or name in (*LENGTH, "world_size")
         if allowed or (name in mesh and shape(replace(settings, **{name: before}), ranks) == shape(settings, ranks)):
             continue
-        option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
         raise UserError(
-            f"--resume: {option}: {before} when {where} was saved, {value} now; use the original options, or "
+            f"--resume: {spellings[name]}: {before} when {where} was saved, {value} now; use the original options, or "
             "another --out"
         )
     if state["steps_per_epoch"] != plan.steps_per_epoch:
@@ -209,7 +215,7 @@ def check_same_run(state: Mapping[str, Any], trainer: Step, plan: Plan, where: s
         )
 
 
-def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankContext, trainer: Step) -> list[str]:
+def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankContext, trainer: Trainer) -> list[str]:
     """List the changes that prevent a bitwise identical continuation."""
     changes = []
     old, new = state["world_size"], ctx.world_size
@@ -236,7 +242,7 @@ def describe_changes(state: Mapping[str, Any], settings: Settings, ctx: RankCont
     return changes
 
 
-def _other_ranks(trainer: Step, old: int, new: int) -> str:
+def _other_ranks(trainer: Trainer, old: int, new: int) -> str:
     """Describe the effects of another number of ranks."""
     exact = "parameters, optimizer state and the order of samples continue exactly"
     changes = ["gradients are summed in another order"]

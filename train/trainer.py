@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from train.metrics import Meter
+from train.metrics import MetricSums
 from train.task import make_task
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from train.settings import Settings
 
 
-class Step:
-    """Trains on one global batch. Other modules call its instance `trainer`.
+class Trainer:
+    """Trains on one global batch at a time.
 
     The order follows https://docs.pytorch.org/docs/stable/notes/amp_examples.html: forward and loss under autocast,
     backward of the scaled loss outside autocast, unscale, clip, step.
@@ -49,19 +49,19 @@ class Step:
         if settings.ema is not None:
             self.average = AveragedModel(method.module, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))  # type: ignore[no-untyped-call]
 
-    def run(self, step: int, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
+    def run(self, step: int, x: Tensor, y: Tensor, samples: int, metric_sums: MetricSums) -> None:
         """Update the model once.
 
-        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N, ...] targets. meter:
-        accumulates the loss and the metrics of the share.
+        step: counted from 1. x: [N, ...] this rank's share of a global batch of `samples`. y: [N, ...] targets.
+        metric_sums: accumulates the loss and the metrics of the share.
         """
         method, parts = self.method, list(self.method.split(self._prepare(x), y.to(self.ctx.device, non_blocking=True)))
-        measured = Meter(self.ctx.device, self.task)
+        measured = MetricSums(self.ctx.device, self.task)
         for part, (xs, ys) in enumerate(parts, 1):
             # Gradients accumulate over micro-batches, and are reduced once, with the last micro-batch.
             with nullcontext() if part == len(parts) else method.no_sync():
                 self.accumulate(xs, ys, samples, measured)
-        meter.add_sums(method.share_sums(measured.sums))
+        metric_sums.add_sums(method.share_sums(measured.totals))
         self.scaler.unscale_(self.optimizer)
         if self.settings.grad_clip is not None:
             self.grad_norm = method.clip(self.settings.grad_clip)
@@ -90,7 +90,7 @@ class Step:
             x = x.contiguous(memory_format=torch.channels_last)
         return x
 
-    def accumulate(self, x: Tensor, y: Tensor, samples: int, meter: Meter) -> None:
+    def accumulate(self, x: Tensor, y: Tensor, samples: int, metric_sums: MetricSums) -> None:
         """Add the gradient of one micro-batch."""
         # Divide by the number of predictions of the global batch, not of the micro-batch, so that uneven shares are
         # weighted correctly. A sample of text has one prediction per token.
@@ -99,7 +99,7 @@ class Step:
 
         def compute_loss(outputs: Tensor, targets: Tensor) -> Tensor:
             loss_sum = self.task.loss(outputs, targets)
-            meter.add(loss_sum, outputs, targets)
+            metric_sums.add(loss_sum, outputs, targets)
             return self.scaler.scale(loss_sum / predictions)
 
         self.method.train(self.forward, x, y, compute_loss)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from train.step import Step
+from train.trainer import Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class FaultyStep(Step):
+class FaultyTrainer(Trainer):
     """An optimizer step with the hooks of an injected fault around it."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -1,7 +1,16 @@
-"""Measures the parts of a DDP step, and the overhead of the trainer, on ranks started with the options of run.py."""
+"""Measure the parts of a DDP step, the overhead of the trainer, or its launchers on two nodes.
+
+    python -m benchmarks.trainer parts -- --model resnet18       # why DDP is not twice as fast on two processes
+    python -m benchmarks.trainer overhead                        # the trainer compared with a bare loop
+    python -m benchmarks.trainer nodes -- --gpus none            # two network namespaces; needs Linux, root and `ip`
+
+Ranks are started with the options of train/run.py after --. The first round of several is warm-up.
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import sys
 import time
@@ -14,14 +23,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from train.engine import train_epoch
+from benchmarks.trainer_nodes import measure_nodes
+from train.bench.__main__ import WORKLOAD
+from train.engine import prepare, train_epoch
 from train.errors import UserError
-from train.job import build_optimizer, load, make_model, prepare
 from train.launch import spawn
 from train.launch.process_group import process_group
 from train.launch.signals import ExitStatus
 from train.methods import METHODS
 from train.options import build_parser
+from train.parts import build_optimizer, load, make_model
 from train.run import settings_and_rank
 from train.schedule import Position
 from train.settings import DEFAULT
@@ -156,10 +167,10 @@ def check_settings(settings: Settings, ctx: RankContext) -> None:
     """Refuse settings for which the two loops would do different work. Raises the same UserError on all ranks."""
     for name in UNSUPPORTED:
         if getattr(settings, name) != getattr(DEFAULT, name):
-            raise UserError(f"--overhead: not with --{name.replace('_', '-')}, which the bare loop does not support")
+            raise UserError(f"overhead: not with --{name.replace('_', '-')}, which the bare loop does not support")
     if settings.batch_size % ctx.world_size:
         raise UserError(
-            f"--overhead: --batch-size {settings.batch_size} must be a multiple of the {ctx.world_size} ranks, because "
+            f"overhead: --batch-size {settings.batch_size} must be a multiple of the {ctx.world_size} ranks, because "
             "the bare loop needs equal shares"
         )
 
@@ -188,7 +199,7 @@ def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> str:
 
     def run_trainer() -> None:
         train_epoch(job, position)
-        job.upkeep.logbook.read_clock()
+        job.metrics_logger.read_clock()
         position.next_epoch()
 
     def run_bare() -> None:
@@ -204,3 +215,36 @@ def measure_overhead(settings: Settings, ctx: RankContext, rounds: int) -> str:
         f"{settings.method}: {statistics.median(percents):+.2f} % per step compared with a bare loop "
         f"({rounds} pairs of epochs of {steps} steps, {min(percents):+.2f} to {max(percents):+.2f} %)\n"
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the measurement of the command line, and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    options = words[end + 1 :] or list(WORKLOAD)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.trainer", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("measurement", choices=("parts", "overhead", "nodes"))
+    parser.add_argument("--processes", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default: 3)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads per process (default: 1)")
+    arguments = parser.parse_args(words[:end])
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    ddp = ["--method", "ddp", "--spawn", str(arguments.processes), *options]
+    try:
+        if arguments.measurement == "nodes":
+            measure_nodes(options, arguments.rounds, arguments.threads)
+        elif arguments.measurement == "parts":
+            print_measurement(measure_parts, ddp, arguments.rounds)
+        else:
+            print_measurement(measure_overhead, ["--method", "single", *options], arguments.rounds)
+            print_measurement(measure_overhead, ddp, arguments.rounds)
+    except UserError as error:
+        sys.stderr.write(f"benchmarks.trainer: error: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
