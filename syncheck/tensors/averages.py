@@ -35,7 +35,11 @@ _ONLINE = "online_model"
 _SWAPPED_COUNT, _SWAPPED_MODEL = "averaging_state.n_averaged", "current_model_state."
 # Prefixes of a model whose copy has an uncertain root: the keys of containers and of wrappers.
 _MODEL_PREFIXES = ("", "model.", "module.", f"{_ONLINE}.")
+# What an averaging object at the top of a checkpoint stores: the first parts of the names.
+_TOP_KEYS = ("initted", "step", "n_averaged", "ema_model")
 _SCALAR: tuple[Shape, ...] = ((), (1,))
+# Digits of the longest number of an entry of a list.
+_MOST_DIGITS = 8
 
 
 class Root(NamedTuple):
@@ -68,58 +72,83 @@ class _Group(NamedTuple):
 
 def is_averaging_class(kind: type) -> bool:
     """Whether a class, or a class that it is derived from, averages the weights of a model by its name."""
-    return any(_CLASS.search(base.__name__) is not None for base in kind.__mro__)
+    return any(_CLASS.search(base.__name__) for base in kind.__mro__)
 
 
 @lru_cache(maxsize=4096)
 def is_average_key(part: str) -> bool:
     """Whether a part of a name may be the key of an averaged copy."""
-    return part == "n_averaged" or any(word.lower() in _WORDS for word in _WORD.findall(part))
+    words = _WORD.findall(part)
+    return part == "n_averaged" or not _WORDS.isdisjoint(word.lower() for word in words)
 
 
 def find_roots(shapes: Mapping[str, Shape], declared: Iterable[str]) -> list[Root]:
     """Return the roots of possible copies, certain roots first. declared: names of objects of averaging classes."""
+    # Dictionaries without values are sets that keep the order.
     certain = dict.fromkeys(declared)
     uncertain: dict[str, None] = {}
     for name in shapes:
         parts = name.split(".")
-        marked = _find_marked_root(name, parts, shapes)
-        if marked is not None:
-            certain[marked] = None
-        position = next((i for i, part in enumerate(parts) if is_average_key(part)), None)
-        if position is not None:
-            uncertain[".".join(parts[: position + 1])] = None
-    return [*(Root(name, True) for name in certain), *(Root(name, False) for name in uncertain if name not in certain)]
+        marked_root = _find_marked_root(name, parts, shapes)
+        if marked_root is not None:
+            certain[marked_root] = None
+
+        keyed_root = _find_keyed_root(parts)
+        if keyed_root is not None:
+            uncertain[keyed_root] = None
+
+    roots = [Root(name, certain=True) for name in certain]
+    roots += [Root(name, certain=False) for name in uncertain if name not in certain]
+    return roots
 
 
 def _find_marked_root(name: str, parts: Sequence[str], shapes: Mapping[str, Shape]) -> str | None:
     """Return the root of a tensor that only averaging classes store."""
     root, dot, last = name.rpartition(".")
-    if last == "n_averaged" and shapes[name] in _SCALAR and _has_below(f"{root}{dot}module.", shapes):
-        return root
-    if last == "initted" and f"{root}{dot}step" in shapes and _has_below(f"{root}{dot}ema_model.", shapes):
-        return root
+    start = f"{root}{dot}"
+    if last == "n_averaged":
+        is_marked = shapes[name] in _SCALAR and _has_below(f"{start}module.", shapes)
+        return root if is_marked else None
+
+    if last == "initted":
+        is_marked = f"{start}step" in shapes and _has_below(f"{start}ema_model.", shapes)
+        return root if is_marked else None
+
     if last.isdecimal() and _LIST in parts:
         position = parts.index(_LIST)
         return ".".join(parts[:position]) or _LIST
+
     return None
 
 
-def _has_below(prefix: str, shapes: Iterable[str]) -> bool:
-    return any(name.startswith(prefix) for name in shapes)
+def _find_keyed_root(parts: Sequence[str]) -> str | None:
+    """Return the root with a key of an averaged copy, given the parts of the name of a tensor."""
+    for position, part in enumerate(parts):
+        if is_average_key(part):
+            return ".".join(parts[: position + 1])
+
+    return None
+
+
+def _has_below(prefix: str, names: Iterable[str]) -> bool:
+    return any(name.startswith(prefix) for name in names)
 
 
 def find_candidates(roots: Sequence[Root], names: Iterable[str]) -> frozenset[str]:
     """Return the names below roots, without the model within an averaging object."""
-    named = [root.prefix for root in roots if root.name]
-    whole = any(not root.name for root in roots)
+    prefixes = tuple(root.prefix for root in roots if root.name)
+    has_top_root = any(not root.name for root in roots)
     candidates = set()
     for name in names:
+        parts = name.split(".")
+        if _ONLINE in parts:
+            continue
+
         # The name of a number such as `n_averaged` may be a key itself.
-        below = any(f"{name}.".startswith(prefix) for prefix in named)
-        own = whole and name.split(".")[0] in ("initted", "step", "n_averaged", "ema_model")
-        if (below or own) and _ONLINE not in name.split("."):
+        is_below = f"{name}.".startswith(prefixes)
+        if is_below or (has_top_root and parts[0] in _TOP_KEYS):
             candidates.add(name)
+
     return frozenset(candidates)
 
 
@@ -127,8 +156,12 @@ def find_swapped(shapes: Mapping[str, Shape]) -> frozenset[str]:
     """Return the averaged tensors of Lightning's WeightAveraging, which have the names of the model."""
     if _SWAPPED_COUNT not in shapes:
         return frozenset()
+
     averaged = [name for name in shapes if f"{_SWAPPED_MODEL}{name}" in shapes]
-    return frozenset({*averaged, _SWAPPED_COUNT}) if averaged else frozenset()
+    if not averaged:
+        return frozenset()
+
+    return frozenset({*averaged, _SWAPPED_COUNT})
 
 
 def find_copies(
@@ -148,16 +181,22 @@ def find_copies(
     copies: set[str] = set()
     for root in roots:
         below = [name for name in candidates if name.startswith(root.prefix) and name != root.name]
+        wrappers = []
         for group in _find_groups(root, below, shapes, suffixes):
             if root.certain:
-                mirrors = _has_equal_shapes(root, group, below, shapes)
+                is_copy = _has_equal_shapes(root, group, below, shapes)
             else:
-                mirrors = _is_complete(root, group, trained)
-            if mirrors:
-                copies.update(_select_members(root, group.wrapper, below, shapes))
-        for wrapper, numbers in _find_lists(root, below).items():
-            if _is_list_of(numbers, shapes, parameters, trained, certain=root.certain):
-                copies.update(_select_members(root, wrapper, below, shapes))
+                is_copy = _is_complete(root, group, trained)
+            if is_copy:
+                wrappers.append(group.wrapper)
+
+        for wrapper, entries in _find_lists(root, below).items():
+            if _is_list_of(entries, shapes, parameters, trained, certain=root.certain):
+                wrappers.append(wrapper)
+
+        for wrapper in wrappers:
+            copies.update(_select_members(root, wrapper, below, shapes))
+
     return frozenset(copies)
 
 
@@ -184,38 +223,58 @@ def _find_groups(
     for name in below:
         parts = name.removeprefix(root.prefix).split(".")
         # The longest common part of the names counts.
-        for i in range(len(parts)):
-            matches = suffixes.get("".join(parts[i:]), ())
-            prefixes = {prefix for prefix, parameter in matches if shapes[parameter] == shapes[name]}
-            if not prefixes:
-                continue
-            wrapper = "".join(f"{part}." for part in parts[:i])
-            group = groups.setdefault(wrapper, _Group(wrapper, [], set(prefixes)))
-            group.names.append(name)
-            group.prefixes.intersection_update(prefixes)
-            break
+        for position in range(len(parts)):
+            prefixes = set()
+            for prefix, parameter in suffixes.get("".join(parts[position:]), ()):
+                if shapes[parameter] == shapes[name]:
+                    prefixes.add(prefix)
+
+            if prefixes:
+                wrapper = ".".join([*parts[:position], ""])
+                group = groups.setdefault(wrapper, _Group(wrapper, [], set(prefixes)))
+                group.names.append(name)
+                group.prefixes.intersection_update(prefixes)
+                break
+
     return [group for group in groups.values() if group.prefixes]
 
 
 def _has_equal_shapes(root: Root, group: _Group, below: Iterable[str], shapes: Mapping[str, Shape]) -> bool:
     """Whether the tensors within a copy have the shapes of the model's tensors with the same names."""
     start = f"{root.prefix}{group.wrapper}"
-    for prefix in group.prefixes:
-        model = {name: f"{prefix}{name.removeprefix(start)}" for name in below if name.startswith(start)}
-        if all(shapes.get(original, shapes[name]) == shapes[name] for name, original in model.items()):
-            return True
-    return False
+    members = [name for name in below if name.startswith(start)]
+    return any(_mirrors(members, start, prefix, shapes) for prefix in group.prefixes)
+
+
+def _mirrors(members: Iterable[str], start: str, prefix: str, shapes: Mapping[str, Shape]) -> bool:
+    """Whether no tensor of the model has the name of a member and another shape.
+
+    start: of the names of the members.
+    prefix: of the names of the model.
+    """
+    for member in members:
+        original = f"{prefix}{member.removeprefix(start)}"
+        original_shape = shapes.get(original, shapes[member])
+        if original_shape != shapes[member]:
+            return False
+
+    return True
 
 
 def _is_complete(root: Root, group: _Group, trained: Sequence[str]) -> bool:
     """Whether a group has a copy of every trained parameter of a model with a usual prefix."""
-    words = [word for word in root.name.rpartition(".")[2].split("_") if not is_average_key(word)]
-    usual = {*_MODEL_PREFIXES, f"{'_'.join(words)}."}
-    copies = {name.removeprefix(f"{root.prefix}{group.wrapper}").replace(".", ""): name for name in group.names}
-    for prefix in group.prefixes & usual:
-        model = [name for name in trained if name.startswith(prefix)]
-        if model and all(name.removeprefix(prefix).replace(".", "") in copies for name in model):
+    # The copy `encoder_ema` is one of `encoder`.
+    words = root.name.rpartition(".")[2].split("_")
+    original = "_".join(word for word in words if not is_average_key(word))
+    usual_prefixes = {*_MODEL_PREFIXES, f"{original}."}
+
+    start = f"{root.prefix}{group.wrapper}"
+    copies = {name.removeprefix(start).replace(".", "") for name in group.names}
+    for prefix in group.prefixes & usual_prefixes:
+        model = [name.removeprefix(prefix) for name in trained if name.startswith(prefix)]
+        if model and copies.issuperset(name.replace(".", "") for name in model):
             return True
+
     return False
 
 
@@ -224,17 +283,20 @@ def _find_lists(root: Root, below: Iterable[str]) -> dict[str, list[str]]:
     lists: dict[str, dict[int, str]] = defaultdict(dict)
     for name in below:
         head, dot, last = name.removeprefix(root.prefix).rpartition(".")
-        if last.isdecimal() and last.isascii() and len(last) < 9:
+        if last.isdecimal() and last.isascii() and len(last) <= _MOST_DIGITS:
             lists[f"{head}{dot}"][int(last)] = name
-    ordered = {}
+
+    ordered_lists = {}
     for wrapper, by_number in lists.items():
-        if sorted(by_number) == list(range(len(by_number))):
-            ordered[wrapper] = [by_number[i] for i in range(len(by_number))]
-    return ordered
+        numbers = sorted(by_number)
+        if numbers == list(range(len(numbers))):
+            ordered_lists[wrapper] = [by_number[number] for number in numbers]
+
+    return ordered_lists
 
 
 def _is_list_of(
-    numbers: Sequence[str],
+    entries: Sequence[str],
     shapes: Mapping[str, Shape],
     parameters: Sequence[str],
     trained: Sequence[str],
@@ -242,13 +304,15 @@ def _is_list_of(
     certain: bool,
 ) -> bool:
     """Whether tensors have the shapes of the model's parameters, in their order; if certain, of some parameters."""
-    listed = [shapes[name] for name in numbers]
+    entry_shapes = [shapes[name] for name in entries]
     all_shapes = [shapes[name] for name in parameters]
-    if listed in (all_shapes, [shapes[name] for name in trained]):
+    trained_shapes = [shapes[name] for name in trained]
+    if entry_shapes in (all_shapes, trained_shapes):
         return True
-    # The search goes on after the last found shape, so the order counts.
+
+    # The search continues after the last match, so the order counts.
     remaining = iter(all_shapes)
-    return certain and all(shape in remaining for shape in listed)
+    return certain and all(shape in remaining for shape in entry_shapes)
 
 
 def _select_members(root: Root, wrapper: str, below: Iterable[str], shapes: Mapping[str, Shape]) -> list[str]:
@@ -256,7 +320,8 @@ def _select_members(root: Root, wrapper: str, below: Iterable[str], shapes: Mapp
     start = f"{root.prefix}{wrapper}"
     members = []
     for name in below:
-        direct = "." not in name.removeprefix(root.prefix)
-        if name.startswith(start) or (direct and shapes[name] in _SCALAR):
+        is_count = shapes[name] in _SCALAR and "." not in name.removeprefix(root.prefix)
+        if is_count or name.startswith(start):
             members.append(name)
+
     return members

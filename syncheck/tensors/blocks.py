@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import islice, takewhile
+from itertools import islice
 from threading import Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
@@ -42,8 +42,9 @@ JOBS = 4
 class Files(OpenFiles):
     """Open files that are read in blocks.
 
-    limit: maximum number of open files. jobs: number of threads that read a large tensor; by default the number of
-    processors of this process, at most `JOBS`.
+    limit: maximum number of open files.
+    jobs: number of threads that read a large tensor; by default the number of processors of this process, at most
+        `JOBS`.
     """
 
     def __init__(self, limit: int = OPEN_FILES, jobs: int | None = None) -> None:
@@ -58,14 +59,22 @@ class Files(OpenFiles):
         MalformedFile if the file has been truncated since it was opened.
         """
         if tensor.shards:
-            return pieces.assemble(tensor, start, count, lambda part, at, length: self.read(part, at, length, slot))
+
+            def fetch(part: Tensor, start: int, count: int) -> bytes | bytearray:
+                return self.read(part, start, count, slot)
+
+            return pieces.assemble(tensor, start, count, fetch)
+
         if is_plain(tensor):
             size = DTYPES[tensor.dtype].size
+            offset, length = tensor.offset + start * size, count * size
             if tensor.data is not None:
-                return tensor.data[tensor.offset + start * size : tensor.offset + (start + count) * size]
-            return self._pread(tensor, tensor.offset + start * size, count * size, slot)
+                return tensor.data[offset : offset + length]
+            return self._pread(tensor, offset, length, slot)
+
         if not count:
             return b""
+
         from syncheck.tensors import strided  # needs numpy
 
         return strided.read_strided(self, tensor, start, count)
@@ -73,32 +82,41 @@ class Files(OpenFiles):
     def _pread(self, tensor: Tensor, offset: int, length: int, slot: int) -> bytes | bytearray:
         descriptor = self.descriptor(tensor)
         try:
-            data, got = self._read_bytes(descriptor, offset, length, slot)
+            data, valid = self._read_bytes(descriptor, offset, length, slot)
         except OSError as error:
             raise UnreadableFile.because(tensor.path, error) from None
-        if got != length:
+
+        if valid != length:
             raise truncated_file(tensor, f"byte {offset + length}")
         return data
 
     def _read_bytes(self, descriptor: int, offset: int, length: int, slot: int) -> tuple[bytes | bytearray, int]:
         """Return a buffer and the number of valid bytes in it."""
         if length < BLOCK // 4:
-            short = os.pread(descriptor, length, offset)
-            return short, len(short)
+            data = os.pread(descriptor, length, offset)
+            return data, len(data)
+
         # The buffer has exactly this length, so that `==` of two buffers is a memcmp.
-        if len(self._buffers.get(slot, b"")) != length:
-            self._buffers[slot] = bytearray(length)
-        data = self._buffers[slot]
-        got = os.preadv(descriptor, [data], offset)
-        while 0 < got < length:  # signals and network file systems cause short reads
-            more = os.preadv(descriptor, [memoryview(data)[got:]], offset + got)
-            got = got + more if more else -1
-        return data, got
+        buffer = self._buffers.get(slot)
+        if buffer is None or len(buffer) != length:
+            buffer = self._buffers[slot] = bytearray(length)
+
+        valid = os.preadv(descriptor, [buffer], offset)
+        while 0 < valid < length:  # signals and network file systems cause short reads
+            more = os.preadv(descriptor, [memoryview(buffer)[valid:]], offset + valid)
+            if not more:
+                break  # the end of the file
+            valid += more
+
+        return buffer, valid
 
 
 def count_processors() -> int:
     """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+
+    return os.cpu_count() or 1
 
 
 def has_elements(tensor: Tensor) -> bool:
@@ -124,11 +142,13 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements are contiguous in C order. Strides of dimensions of size 0 or 1 are ignored."""
     if 0 in shape:
         return True
+
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != expected:
             return False
         expected *= size
+
     return True
 
 
@@ -149,21 +169,42 @@ def broken_files(replicas: Sequence[Iterable[Tensor]], first: CheckpointError) -
     the error `first`, the disk fails elsewhere, so all bytes of all replicas are read.
     """
     errors = {first.path: first}
-    for whole in (False, True):
-        reproduced = False
-        for tensors in replicas:
-            try:
-                with Files(jobs=1) as files:
-                    for tensor in tensors:
-                        if not tensor.refused and tensor.data is None and tensor.digest is None:
-                            for start, count in ranges([tensor]) if whole else [(0, min(1, tensor.numel))]:
-                                files.read(tensor, start, count, 0)
-            except CheckpointError as error:
-                reproduced |= error.path == first.path
-                errors.setdefault(error.path, error)
-        if reproduced:
+    for only_first_elements in (True, False):
+        read_errors = _find_read_errors(replicas, only_first_elements=only_first_elements)
+        for path, error in read_errors.items():
+            errors.setdefault(path, error)
+
+        if first.path in read_errors:
             break
+
     return list(errors.values())[: max(1, len(replicas) - 1)]
+
+
+def _find_read_errors(replicas: Iterable[Iterable[Tensor]], *, only_first_elements: bool) -> dict[str, CheckpointError]:
+    """Return the error of each replica that cannot be read, by path."""
+    errors: dict[str, CheckpointError] = {}
+    for tensors in replicas:
+        try:
+            _read_stored_tensors(tensors, only_first_elements=only_first_elements)
+        except CheckpointError as error:
+            errors.setdefault(error.path, error)
+
+    return errors
+
+
+def _read_stored_tensors(tensors: Iterable[Tensor], *, only_first_elements: bool) -> None:
+    """Read the tensors of one replica. Raises CheckpointError."""
+    with Files(jobs=1) as files:
+        for tensor in tensors:
+            if tensor.refused or tensor.data is not None or tensor.digest is not None:
+                continue
+
+            if only_first_elements:
+                files.read(tensor, 0, min(1, tensor.numel), 0)
+                continue
+
+            for start, count in ranges([tensor]):
+                files.read(tensor, start, count, 0)
 
 
 def run_in_shares(
@@ -173,17 +214,26 @@ def run_in_shares(
 
     If calls fail, raises the exception of the first share that failed.
     """
-    jobs = _jobs(tensors, files)
+    jobs = _choose_jobs(tensors, files)
+    if jobs > 1:
+        for tensor in _list_stored(tensors):
+            files.descriptor(tensor)  # open all files first, because `OpenFiles` has no lock
+        # Opening may have lowered the limit of open files, because the process ran out of descriptors.
+        jobs = _choose_jobs(tensors, files)
+
     if jobs == 1:
         return [work(ranges(tensors), 0)]
-    for tensor in _stored(tensors):
-        files.descriptor(tensor)  # open all files first, because `OpenFiles` has no lock
-    if _jobs(tensors, files) == 1:  # the process had too few descriptors for all of them
-        return [work(ranges(tensors), 0)]
+
     results: dict[int, Result] = {}
 
+    def iterate_share(job: int, failed: Event) -> Iterator[tuple[int, int]]:
+        for block in islice(ranges(tensors), job, None, jobs):
+            if failed.is_set():
+                return
+            yield block
+
     def run(job: int, failed: Event) -> None:
-        results[job] = work(takewhile(lambda _: not failed.is_set(), islice(ranges(tensors), job, None, jobs)), job)
+        results[job] = work(iterate_share(job, failed), job)
 
     run_in_threads(run, jobs)
     return [results[job] for job in range(jobs)]
@@ -205,7 +255,8 @@ def run_in_threads(work: Callable[[int, Event], None], jobs: int) -> None:
             errors[job] = error
             failed.set()
 
-    threads, own = [], [0]
+    threads = []
+    jobs_of_this_thread = [0]
     try:
         for job in range(1, jobs):
             thread = Thread(target=run, args=(job,), daemon=True)
@@ -213,8 +264,9 @@ def run_in_threads(work: Callable[[int, Event], None], jobs: int) -> None:
                 thread.start()
                 threads.append(thread)
             except RuntimeError:
-                own.append(job)
-        for job in own:
+                jobs_of_this_thread.append(job)
+
+        for job in jobs_of_this_thread:
             run(job)
     except BaseException:  # an interrupt of this thread
         failed.set()
@@ -222,24 +274,37 @@ def run_in_threads(work: Callable[[int, Event], None], jobs: int) -> None:
     finally:
         for thread in threads:  # they may read memory that the caller frees
             thread.join()
-    for _, error in sorted(errors.items()):
-        raise error
+
+    if errors:
+        raise errors[min(errors)]
 
 
-def _jobs(tensors: Sequence[Tensor], files: Files) -> int:
+def _choose_jobs(tensors: Sequence[Tensor], files: Files) -> int:
     """Return the number of threads; 1 if the tensor is small, in memory, or needs conversion."""
     first = tensors[0]
-    if (
-        files.jobs == 1
-        or first.numel * DTYPES[first.dtype].size * len(tensors) < LARGE
-        or len({t.path for t in _stored(tensors)}) > files.limit
-    ):
+    all_bytes = first.numel * DTYPES[first.dtype].size * len(tensors)
+    if files.jobs == 1 or all_bytes < LARGE:
         return 1
-    if not all(is_plain(tensor) and tensor.data is None for tensor in _stored(tensors)):
+
+    paths = set()
+    for tensor in _list_stored(tensors):
+        if tensor.data is not None or not is_plain(tensor):
+            return 1
+        paths.add(tensor.path)
+
+    if len(paths) > files.limit:
         return 1
+
     return min(files.jobs, MOST_THREADS)
 
 
-def _stored(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _list_stored(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in files: the boxes of a tensor in several boxes, else the tensor itself."""
-    return [shard.tensor for tensor in tensors for shard in tensor.shards] + [t for t in tensors if not t.shards]
+    stored_tensors = []
+    for tensor in tensors:
+        if tensor.shards:
+            stored_tensors += [shard.tensor for shard in tensor.shards]
+        else:
+            stored_tensors.append(tensor)
+
+    return stored_tensors

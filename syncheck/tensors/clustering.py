@@ -35,25 +35,32 @@ def cluster_replicas(
     """
     if all(tensor.same for tensor in tensors):
         return cluster_by_key([tensor.same for tensor in tensors])
+
     all_differ = Event()
 
-    def sort(share: Iterator[tuple[int, int]], job: int) -> Groups:
+    def split_by_share(share: Iterator[tuple[int, int]], job: int) -> Groups:
         """Group replicas by the blocks of one share. Stop as soon as any share has found all replicas to differ."""
         groups = [list(range(len(tensors)))]
-        for start, count in share:
+        for part in share:
             if all_differ.is_set():
                 break
-            split: Groups = []
+
+            groups_of_block: Groups = []
             for members in groups:
-                split += (
-                    [members] if len(members) == 1 else _split(members, tensors, files, (start, count), 2 * job, scan)
-                )
-            groups = split
+                # The bytes of a replica that differs from all others do not matter any more.
+                if len(members) == 1:
+                    groups_of_block.append(members)
+                else:
+                    groups_of_block += _split(members, tensors, files, part, 2 * job, scan)
+
+            groups = groups_of_block
             if len(groups) == len(tensors):
                 all_differ.set()
+
         return groups
 
-    return largest_first(_intersect(run_in_shares(tensors, files, sort), len(tensors)))
+    groups_by_share = run_in_shares(tensors, files, split_by_share)
+    return largest_first(_intersect(groups_by_share, len(tensors)))
 
 
 def cluster_by_key(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
@@ -76,25 +83,36 @@ def _split(
 
     part: first element and number of elements of the block.
     """
-    first = files.read(tensors[members[0]], *part, slot)
+    first_block = files.read(tensors[members[0]], *part, slot)
     if scan is not None:
-        scan.look(first)
-    same, others = [members[0]], dict[bytes, list[int]]()
+        scan.look(first_block)
+
+    equal_members = [members[0]]
+    groups_by_bytes: dict[bytes, list[int]] = {}
     for member in members[1:]:
         block = files.read(tensors[member], *part, slot + 1)
-        if block == first:
-            same.append(member)
+        if block == first_block:
+            equal_members.append(member)
         else:
-            others.setdefault(bytes(block), []).append(member)
-    return [same, *others.values()]
+            groups_by_bytes.setdefault(bytes(block), []).append(member)
+
+    return [equal_members, *groups_by_bytes.values()]
 
 
 def _intersect(shares: Sequence[Groups], size: int) -> Groups:
     """Return groups of replicas that are equal in every share of the blocks."""
     if len(shares) == 1:
         return shares[0]
-    group_of = [{member: i for i, members in enumerate(groups) for member in members} for groups in shares]
-    common = dict[tuple[int, ...], list[int]]()
-    for member in range(size):
-        common.setdefault(tuple(groups[member] for groups in group_of), []).append(member)
-    return list(common.values())
+
+    # The key of a replica is the number of its group in each share.
+    keys: list[list[int]] = [[] for _ in range(size)]
+    for groups in shares:
+        for number, members in enumerate(groups):
+            for member in members:
+                keys[member].append(number)
+
+    groups_by_key: dict[tuple[int, ...], list[int]] = {}
+    for member, key in enumerate(keys):
+        groups_by_key.setdefault(tuple(key), []).append(member)
+
+    return list(groups_by_key.values())

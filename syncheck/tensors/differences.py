@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+_FLOATING = ("float", "complex")
 # glibc keeps freed memory only after a larger block has been freed (mallopt(3), M_MMAP_THRESHOLD is dynamic). Without
 # this, half of the time is spent on page faults.
 _FREED_FIRST = 8 << 20  # bytes; more than all temporary arrays of a block
@@ -47,7 +48,12 @@ _TINY = np.float32(2.0**-149)
 class Statistics:
     """Differences between the representatives of clusters; fields as in `records.TensorDiff`.
 
-    beyond: mismatched elements outside the tolerance. nonfinite: by position of the representative.
+    beyond: mismatched elements outside the tolerance.
+    nonfinite: by position of the representative.
+    largest: flat index of the first of the largest differences; it has no meaning without `max_abs`.
+    first_nonfinite: flat index of the first differing element that is NaN or infinite on some replica.
+    first, last: flat indices of mismatched elements.
+    Without such elements, a first index is larger than every index, and the last is smaller.
     """
 
     mismatched: int = 0
@@ -56,65 +62,77 @@ class Statistics:
     max_rel: float | None = None
     max_ulp: int | None = None
     nonfinite: list[int] = field(default_factory=list)
-    worst: int | None = None
-    """Flat index of the first element that is NaN or infinite on some replica, else of the largest difference."""
-    worst_nonfinite: bool = False
-    first: int | None = None
-    last: int | None = None
+    largest: int = 0
+    first_nonfinite: int = sys.maxsize
+    first: int = sys.maxsize
+    last: int = -1
 
     def extent(self, numel: int) -> Extent | None:
         """Return how the mismatched elements are distributed in C order."""
-        if self.first is None or self.last is None:
+        if not self.mismatched:
             return None
+
         if self.mismatched == numel:
             return "all"
+
         if self.mismatched == 1:
             return "one"
-        return "contiguous" if self.last - self.first + 1 == self.mismatched else "scattered"
+
+        has_no_gaps = self.last - self.first + 1 == self.mismatched
+        return "contiguous" if has_no_gaps else "scattered"
 
     def size(self, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Return the fields of a `TensorDiff` about the largest difference of a tensor of this shape."""
-        index = None if self.worst is None else unravel_index(self.worst, shape)
+        """Return the fields of a `TensorDiff` about the largest difference of a tensor of this shape.
+
+        The index is that of an element which is NaN or infinite on some replica, if any.
+        """
+        index = None
+        if self.first_nonfinite < sys.maxsize:
+            index = unravel_index(self.first_nonfinite, shape)
+        elif self.max_abs is not None:
+            index = unravel_index(self.largest, shape)
+
         return {"max_abs": self.max_abs, "max_rel": self.max_rel, "max_ulp": self.max_ulp, "index": index}
 
     def add_mismatches(self, count: int, beyond: int, first: int, last: int) -> None:
         """Add elements that differ. beyond: number of elements outside the tolerance. first, last: flat indices."""
         self.mismatched += count
         self.beyond += beyond
-        self.first = first if self.first is None else min(self.first, first)
-        self.last = last if self.last is None else max(self.last, last)
+        self.first = min(self.first, first)
+        self.last = max(self.last, last)
 
     def add_absolute(self, difference: float, index: int) -> None:
         """Add an absolute difference. If differences are equal, the lowest index wins."""
-        larger = self.max_abs is None or difference > self.max_abs
-        tied = difference == self.max_abs and self.worst is not None and index < self.worst
-        if larger:
-            self.max_abs = difference
-        if (larger or tied) and not self.worst_nonfinite:
-            self.worst = index
+        if self.max_abs is None or (difference, -index) > (self.max_abs, -self.largest):
+            self.max_abs, self.largest = difference, index
 
     def add_relative(self, difference: float) -> None:
         """Add a relative difference."""
         self.max_rel = max(self.max_rel or 0.0, difference)
 
-    def add_nonfinite(self, index: int) -> None:
-        """Add an element that is NaN or infinite on some replica. It takes precedence as `worst`."""
-        if not self.worst_nonfinite or self.worst is None or index < self.worst:
-            self.worst, self.worst_nonfinite = index, True
+    def add_ulp(self, steps: int) -> None:
+        """Add a difference in ULPs."""
+        self.max_ulp = max(self.max_ulp or 0, steps)
 
-    def add(self, other: Statistics) -> None:
+    def add_nonfinite(self, index: int) -> None:
+        """Add a differing element that is NaN or infinite on some replica."""
+        self.first_nonfinite = min(self.first_nonfinite, index)
+
+    def add(self, statistics: Statistics) -> None:
         """Add the statistics of other blocks of the same tensors."""
-        if other.first is not None and other.last is not None:
-            self.add_mismatches(other.mismatched, other.beyond, other.first, other.last)
-        if other.worst_nonfinite and other.worst is not None:
-            self.add_nonfinite(other.worst)
-        if other.max_abs is not None and other.worst is not None:
-            self.add_absolute(other.max_abs, other.worst)
-        if other.max_rel is not None:
-            self.add_relative(other.max_rel)
-        if other.max_ulp is not None:
-            self.max_ulp = max(self.max_ulp or 0, other.max_ulp)
-        self.nonfinite = [a + b for a, b in zip(self.nonfinite, other.nonfinite, strict=True)]
+        self.add_mismatches(statistics.mismatched, statistics.beyond, statistics.first, statistics.last)
+        self.add_nonfinite(statistics.first_nonfinite)
+        for position, count in enumerate(statistics.nonfinite):
+            self.nonfinite[position] += count
+
+        if statistics.max_abs is not None:
+            self.add_absolute(statistics.max_abs, statistics.largest)
+
+        if statistics.max_rel is not None:
+            self.add_relative(statistics.max_rel)
+
+        if statistics.max_ulp is not None:
+            self.add_ulp(statistics.max_ulp)
 
 
 def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tolerance, *, majority: bool) -> Statistics:
@@ -134,23 +152,32 @@ def measure_differences(tensors: Sequence[Tensor], files: Files, tolerance: Tole
 
     def measure_share(share: Iterator[tuple[int, int]], job: int) -> Statistics:
         total = Statistics(nonfinite=[0] * len(tensors))
+        first_slot = job * len(tensors)
         with np.errstate(all="ignore"):
             for start, count in share:
-                blocks = [files.read(t, start, count, job * len(tensors) + i) for i, t in enumerate(tensors)]
-                if all(block == blocks[0] for block in blocks[1:]):
-                    blocks = blocks[:1]
+                blocks = []
+                for slot, tensor in enumerate(tensors, first_slot):
+                    blocks.append(files.read(tensor, start, count, slot))
+
+                are_equal = all(block == blocks[0] for block in blocks[1:])
+                if are_equal:
+                    del blocks[1:]
+
                 arrays = [np.frombuffer(block, dtype) for block in blocks]
-                if row.family in ("float", "complex"):
+                if row.family in _FLOATING:
                     arrays = [widen(row, array) for array in arrays]
+
                 finite = _find_finite(row, arrays, total)
-                if len(arrays) > 1:
+                if not are_equal:
                     _measure_block(row, arrays, finite, start, total, tolerance, majority)
+
         return total
 
-    first, *others = run_in_shares(tensors, files, measure_share)
-    for other in others:
-        first.add(other)
-    return first
+    total, *other_totals = run_in_shares(tensors, files, measure_share)
+    for statistics in other_totals:
+        total.add(statistics)
+
+    return total
 
 
 def _find_finite(row: DType, arrays: Sequence[Array], total: Statistics) -> Array | None:
@@ -158,17 +185,26 @@ def _find_finite(row: DType, arrays: Sequence[Array], total: Statistics) -> Arra
 
     A single array represents all replicas.
     """
-    if row.family not in ("float", "complex"):
+    if row.family not in _FLOATING:
         return None
+
     masks = [np.isfinite(array) for array in arrays]
     if all(mask.all() for mask in masks):
         return None
-    if row.family == "complex":
-        counts = [int(np.count_nonzero(~(mask[0::2] & mask[1::2]))) for mask in masks]
-    else:
-        counts = [mask.size - int(np.count_nonzero(mask)) for mask in masks]
-    for i in range(len(total.nonfinite)):
-        total.nonfinite[i] += counts[i if len(counts) > 1 else 0]
+
+    counts = []
+    for mask in masks:
+        finite_elements = mask
+        if row.family == "complex":
+            finite_elements = mask[0::2] & mask[1::2]
+        counts.append(finite_elements.size - int(np.count_nonzero(finite_elements)))
+
+    if len(counts) == 1:
+        counts *= len(total.nonfinite)
+
+    for position, count in enumerate(counts):
+        total.nonfinite[position] += count
+
     everywhere: Array = np.logical_and.reduce(masks)
     return everywhere
 
@@ -185,30 +221,46 @@ def _measure_block(
     """Measure one block in which replicas differ. finite: mask from `_find_finite`."""
     parts = 2 if row.family == "complex" else 1
     differs = find_differing(arrays, finite is None)
-    elements = differs[0::2] | differs[1::2] if parts == 2 else differs
+    elements = _merge_parts(row, differs)
     count = int(np.count_nonzero(elements))
     if not count:
         return
-    first = start + int(np.argmax(elements))
-    last = start + elements.size - 1 - int(np.argmax(elements[::-1]))
-    beyond = differs
-    if finite is not None and not finite[differs].all():
-        total.add_nonfinite(start + int(np.argmax(differs & ~finite)) // parts)
+
+    measured = differs
+    if finite is not None:
+        measured = differs & finite
+        differs_nonfinite = differs & ~finite
+        if differs_nonfinite.any():
+            total.add_nonfinite(start + int(np.argmax(differs_nonfinite)) // parts)
+
     picked = None
-    if finite is not None or count * _FEW < elements.size or not tolerance.exact:
-        picked = np.flatnonzero(differs if finite is None else differs & finite)
+    are_few = count * _FEW < elements.size
+    if finite is not None or are_few or not tolerance.exact:
+        picked = np.flatnonzero(measured)
         arrays = [array[picked] for array in arrays]
+
+    beyond = differs
     indices = _ElementIndices(start, picked, parts)
-    if arrays[0].size and row.family in ("float", "complex"):
+    if arrays[0].size and row.family in _FLOATING:
         tolerated = _add_float_differences(row, arrays, indices, total, tolerance, majority)
         if tolerated is not None and picked is not None:
             beyond = differs.copy()
             beyond[picked[tolerated]] = False
     elif arrays[0].size:
         _add_integer_differences(row, arrays, indices, total, majority)
-    if parts == 2:
-        beyond = beyond[0::2] | beyond[1::2]
-    total.add_mismatches(count, int(np.count_nonzero(beyond)), first, last)
+
+    first = start + int(np.argmax(elements))
+    last = start + elements.size - 1 - int(np.argmax(elements[::-1]))
+    total.add_mismatches(count, int(np.count_nonzero(_merge_parts(row, beyond))), first, last)
+
+
+def _merge_parts(row: DType, mask: Array) -> Array:
+    """Return a mask of elements, given a mask of numbers: a complex number has two."""
+    if row.family != "complex":
+        return mask
+
+    merged: Array = mask[0::2] | mask[1::2]
+    return merged
 
 
 def find_differing(arrays: Sequence[Array], finite: bool = False) -> Array:
@@ -217,10 +269,13 @@ def find_differing(arrays: Sequence[Array], finite: bool = False) -> Array:
     finite: whether no array contains a NaN.
     """
     differs: Array = arrays[0] != arrays[1]
-    for other in arrays[2:]:
-        differs |= arrays[0] != other
+    for array in arrays[2:]:
+        differs |= arrays[0] != array
+
     if not finite:
-        differs &= ~np.logical_and.reduce([np.isnan(array) for array in arrays])
+        all_nan = np.logical_and.reduce([np.isnan(array) for array in arrays])
+        differs &= ~all_nan
+
     return differs
 
 
@@ -235,8 +290,8 @@ def _add_integer_differences(
     kind = np.int64 if row.family == "int" else np.uint64
     for low, high in pairs([array.astype(kind) for array in arrays], majority):
         difference = high.view(np.uint64) - low.view(np.uint64)  # overflow wraps around to the correct number
-        at = int(np.argmax(difference))
-        total.add_absolute(int(difference[at]), indices[at])
+        largest = int(np.argmax(difference))
+        total.add_absolute(int(difference[largest]), indices[largest])
         scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
         total.add_relative(float((difference.astype(np.float64) / np.maximum(scale, 1)).max()))
 
@@ -246,9 +301,14 @@ def widen(row: DType, array: Array) -> Array:
     if row.family == "complex":
         parts: Array = array.view(f"float{row.size * 4}")
         return parts
+
     if row.name == "bfloat16":  # the upper half of a float32
         return np.left_shift(array.view(np.uint16), np.uint32(16), dtype=np.uint32).view(np.float32)
-    return array if row.size >= 4 else array.astype(np.float32)
+
+    if row.size < 4:
+        return array.astype(np.float32)
+
+    return array
 
 
 def read_float64(tensor: Tensor, files: Files, start: int, count: int, slot: int) -> Array:
@@ -264,13 +324,14 @@ def pairs(arrays: Sequence[Array], majority: bool) -> Iterator[tuple[Array, Arra
     With a majority, pairs are the first array and each other array; else the lowest and highest value of each element.
     """
     if majority:
-        for other in arrays[1:]:
-            yield np.minimum(arrays[0], other), np.maximum(arrays[0], other)
+        for array in arrays[1:]:
+            yield np.minimum(arrays[0], array), np.maximum(arrays[0], array)
         return
+
     low, high = np.minimum(arrays[0], arrays[1]), np.maximum(arrays[0], arrays[1])
-    for other in arrays[2:]:
-        np.minimum(low, other, out=low)
-        np.maximum(high, other, out=high)
+    for array in arrays[2:]:
+        np.minimum(low, array, out=low)
+        np.maximum(high, array, out=high)
     yield low, high
 
 
@@ -288,27 +349,36 @@ def _add_float_differences(
     """
     tolerated = None if tolerance.exact else np.ones(arrays[0].size, bool)
     for low, high in pairs(arrays, majority):
-        (_add_float32 if low.dtype == np.float32 else _add_float64)(low, high, indices, total)
+        if low.dtype == np.float32:
+            _add_float32(low, high, indices, total)
+        else:
+            _add_float64(low, high, indices, total)
+
         steps = _count_ulps(row, low, high)
-        total.max_ulp = max(total.max_ulp or 0, int(steps.max()))
+        total.add_ulp(int(steps.max()))
         if tolerated is not None:
             tolerated &= _is_close(low, high, steps, tolerance)
+
     return tolerated
 
 
 class _ElementIndices:
     """Maps positions in an array to flat indices of elements in the tensor.
 
-    start: the first element of the block. picked: the positions that were copied from the block, None for all. parts:
-    numbers per element, 2 for complex numbers.
+    start: the first element of the block.
+    picked: the positions that were copied from the block, None for all.
+    parts: numbers per element, 2 for complex numbers.
     """
 
     def __init__(self, start: int, picked: Array | None = None, parts: int = 1) -> None:
         self._start, self._picked, self._parts = start, picked, parts
 
-    def __getitem__(self, at: int) -> int:
-        """Return the flat index of the element at position `at`."""
-        return self._start + (at if self._picked is None else int(self._picked[at])) // self._parts
+    def __getitem__(self, position: int) -> int:
+        """Return the flat index of the element at a position."""
+        if self._picked is not None:
+            position = int(self._picked[position])
+
+        return self._start + position // self._parts
 
 
 def ordered(array: Array) -> Array:
@@ -329,25 +399,32 @@ def _count_ulps(row: DType, low: Array, high: Array) -> Array:
     """Return the number of steps of the dtype between floats, as unsigned integers."""
     if row.size < 4 and row.name != "bfloat16":
         low, high = low.astype(row.dtype()), high.astype(row.dtype())
+
     if row.name == "float8_e8m0fnu":  # powers of two without a sign: the bits have the order of the values
         return np.subtract(high.view(np.uint8), low.view(np.uint8))
+
     below, above = ordered(low), ordered(high)
     steps: Array = np.subtract(above, below, out=above).view(f"uint{above.dtype.itemsize * 8}")
-    return np.right_shift(steps, np.uint32(16), out=steps) if row.name == "bfloat16" else steps
+    if row.name == "bfloat16":
+        np.right_shift(steps, np.uint32(16), out=steps)
+
+    return steps
 
 
 def _add_float32(low: Array, high: Array, indices: _ElementIndices, total: Statistics) -> None:
     """Add differences of float32 values. Only candidates for the maximum are computed in float64."""
     difference = high - low
-    top = difference.max()
-    if np.isinf(top):
+    largest = difference.max()
+    if np.isinf(largest):
         _add_float64(low.astype(np.float64), high.astype(np.float64), indices, total)
         return
-    if total.max_abs is None or top >= np.float32(total.max_abs):
-        at = np.flatnonzero(difference == top)
-        exact = high[at].astype(np.float64) - low[at]
+
+    if total.max_abs is None or largest >= np.float32(total.max_abs):
+        candidates = np.flatnonzero(difference == largest)
+        exact = high[candidates].astype(np.float64) - low[candidates]
         best = int(np.argmax(exact))
-        total.add_absolute(float(exact[best]), indices[int(at[best])])
+        total.add_absolute(float(exact[best]), indices[int(candidates[best])])
+
     # Since low <= high, the larger magnitude is max(-low, high).
     scale = np.negative(low)
     np.maximum(scale, high, out=scale)
@@ -355,20 +432,22 @@ def _add_float32(low: Array, high: Array, indices: _ElementIndices, total: Stati
     relative = np.divide(difference, scale, out=difference)
     least = relative.max() * _DOUBT
     if total.max_rel is None or least > total.max_rel * _DOUBT * _DOUBT:
-        at = np.flatnonzero(relative >= least)
-        total.add_relative(float(((high[at].astype(np.float64) - low[at]) / scale[at]).max()))
+        candidates = np.flatnonzero(relative >= least)
+        exact = high[candidates].astype(np.float64) - low[candidates]
+        total.add_relative(float((exact / scale[candidates]).max()))
 
 
 def _add_float64(low: Array, high: Array, indices: _ElementIndices, total: Statistics) -> None:
+    """Add differences of float64 values."""
     difference = high - low
     scale = np.maximum(-low, high)
     np.maximum(scale, np.nextafter(0.0, 1.0), out=scale)
     relative = difference / scale
-    top = float(difference.max())
-    if top == float("inf"):  # the difference of finite numbers overflows, so divide before subtracting
-        over = np.isinf(difference)
-        relative[over] = np.abs(low[over] / scale[over] - high[over] / scale[over])
+    if np.isinf(difference.max()):  # the difference of finite numbers overflows, so divide before subtracting
+        overflows = np.isinf(difference)
+        relative[overflows] = np.abs(low[overflows] / scale[overflows] - high[overflows] / scale[overflows])
         np.minimum(difference, sys.float_info.max, out=difference)
+
     best = int(np.argmax(difference))
     total.add_absolute(float(difference[best]), indices[best])
     total.add_relative(float(relative.max()))
@@ -387,6 +466,9 @@ def _is_close(low: Array, high: Array, steps: Array, tolerance: Tolerance) -> Ar
         scale = np.where(np.isinf(b - a), 0.25, 1.0)  # the difference of finite numbers may overflow
         a, b = a * scale, b * scale
         close |= b - a <= tolerance.atol * scale + tolerance.rtol * np.maximum(-a, b)
+
     if tolerance.ulp is not None:
-        close |= steps <= min(tolerance.ulp, np.iinfo(steps.dtype).max)
+        most_steps = min(tolerance.ulp, np.iinfo(steps.dtype).max)
+        close |= steps <= most_steps
+
     return close

@@ -12,6 +12,7 @@ tensor, equal records prove equal tensors at the same offset, and different reco
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from syncheck.messages import Detail
@@ -40,8 +41,9 @@ _EXACT = 2**53  # float64 rounds larger integers
 class DigestResult:
     """The result of comparing digests or checksums instead of bytes.
 
-    clusters: as returned by `cluster_replicas`; empty if unknown, with `reason` and `detail`. nonfinite: by cluster,
-    None if unknown. numbers: other fields of `TensorDiff` that are known without the bytes.
+    clusters: as returned by `cluster_replicas`; empty if unknown, with `reason` and `detail`.
+    nonfinite: by cluster, None if unknown.
+    numbers: other fields of `TensorDiff` that are known without the bytes.
     """
 
     clusters: tuple[tuple[int, ...], ...] = ()
@@ -64,20 +66,28 @@ def compare_digests(tensors: Sequence[Tensor], files: Files) -> DigestResult:
     All tensors must have the same dtype and shape. Digests of different algorithms are not comparable; the result is
     unknown. Raises CheckpointError if a file can no longer be read.
     """
-    algorithms = {tensor.digest.algorithm if tensor.digest else ALGORITHM for tensor in tensors}
+    algorithms = set()
+    for tensor in tensors:
+        algorithms.add(tensor.digest.algorithm if tensor.digest else ALGORITHM)
+
     if len(algorithms) > 1:
         return DigestResult(detail=Detail.OTHER_ALGORITHMS(algorithms=", ".join(sorted(algorithms))))
-    clusters = cluster_by_key(
-        [tensor.digest.value if tensor.digest else _compute_digest(tensor, files) for tensor in tensors]
-    )
+
+    values = []
+    for tensor in tensors:
+        values.append(tensor.digest.value if tensor.digest else _compute_digest(tensor, files))
+
+    clusters = cluster_by_key(values)
     if len(clusters) == 1:
         return DigestResult(clusters)
+
     representatives = [_describe_cluster(tensors, positions, files) for positions in clusters]
+    has_majority = len(clusters[0]) > len(clusters[1])
     return DigestResult(
         clusters,
         detail=_describe_moments(representatives),
         nonfinite=tuple(digest.nonfinite for digest in representatives),
-        numbers=_measure_single_element(representatives, tensors[0], len(clusters[0]) > len(clusters[1])),
+        numbers=_measure_single_element(representatives, tensors[0], has_majority),
     )
 
 
@@ -91,9 +101,11 @@ def _compute_digest(tensor: Tensor, files: Files) -> str:
 
 def _describe_cluster(tensors: Sequence[Tensor], positions: Sequence[int], files: Files) -> Digest:
     """Return the moments of equal replicas, from a fingerprint if one of them has it."""
-    known = next((tensors[i].digest for i in positions if tensors[i].digest is not None), None)
-    if known is not None:
-        return known
+    for position in positions:
+        digest = tensors[position].digest
+        if digest is not None:
+            return digest
+
     from syncheck.tensors.moments import compute_moments  # needs numpy
 
     moments = compute_moments(tensors[positions[0]], files)
@@ -106,44 +118,72 @@ def _describe_moments(digests: Sequence[Digest]) -> Message:
     for name in _MOMENTS:
         numbers = [getattr(digest, name) for digest in digests]
         if len(set(numbers)) > 1:
-            differing.append(f"{name} {' | '.join(_format_distinct(numbers)[:_MOST_CLUSTERS])}")
-    if all(digest.min is None and digest.nonfinite is None for digest in digests):
+            texts = _format_distinct(numbers)
+            differing.append(f"{name} {' | '.join(texts[:_MOST_CLUSTERS])}")
+
+    has_moments = any(digest.min is not None or digest.nonfinite is not None for digest in digests)
+    if not has_moments:
         return Detail.DIGESTS_ONLY()
+
     if not differing:
         return Detail.MOMENTS_AGREE()
-    least = max(_spread(digests, "min"), _spread(digests, "max"))
-    if least and not any(digest.nonfinite for digest in digests):
-        return Detail.MOMENTS_APART(least=least, differing=", ".join(differing))
+
+    least_difference = max(_spread(digests, "min"), _spread(digests, "max"))
+    all_finite = not any(digest.nonfinite for digest in digests)
+    if least_difference and all_finite:
+        return Detail.MOMENTS_APART(least=least_difference, differing=", ".join(differing))
+
     return Detail.MOMENTS(differing=", ".join(differing))
 
 
 def _format_distinct(numbers: Sequence[float | None]) -> list[str]:
     """Format numbers with enough digits to show that they are not all equal."""
+    texts: list[str] = []
     for digits in (4, 9, 17):
-        texts = ["-" if number is None else f"{number:.{digits}g}" for number in numbers]
+        texts = []
+        for number in numbers:
+            texts.append("-" if number is None else f"{number:.{digits}g}")
+
         if len(set(texts)) > 1:
             break
+
     return texts
 
 
 def _spread(digests: Sequence[Digest], name: str) -> float:
+    """Return the difference between the highest and the lowest value of a moment; 0 if a value is unknown."""
     numbers = [getattr(digest, name) for digest in digests]
-    return 0.0 if None in numbers else float(max(numbers)) - float(min(numbers))
+    if None in numbers:
+        return 0.0
+
+    return float(max(numbers)) - float(min(numbers))
 
 
 def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: bool) -> dict[str, Any]:
     """Return the exact difference of tensors with one element, such as step counters: the minimum is the element."""
-    values = [digest.min for digest in digests if digest.min is not None and not digest.nonfinite]
-    family = DTYPES[like.dtype].family
-    if like.numel != 1 or len(values) < len(digests) or len(set(values)) == 1:
+    if like.numel != 1:
         return {}
-    if family != "float" and max(map(abs, values)) >= _EXACT:
+
+    values = []
+    for digest in digests:
+        if digest.min is None or digest.nonfinite:
+            return {}
+        values.append(digest.min)
+
+    lowest, highest = min(values), max(values)
+    is_float = DTYPES[like.dtype].family == "float"
+    may_be_rounded = not is_float and max(-lowest, highest) >= _EXACT
+    if lowest == highest or may_be_rounded:
         return {}
-    pairs = [(values[0], other) for other in values[1:]] if majority else [(min(values), max(values))]
+
+    pairs = [(lowest, highest)]
+    if majority:
+        pairs = [(values[0], value) for value in values[1:]]
+
     difference = max(abs(a - b) for a, b in pairs)
     return {
         "mismatched": 1,
-        "max_abs": difference if family == "float" else int(difference),
+        "max_abs": difference if is_float else int(difference),
         "max_rel": max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs),
         "index": (0,) * len(like.shape),
         "extent": "all",
@@ -155,17 +195,28 @@ def compare_checksums(tensors: Sequence[Tensor]) -> DigestResult:
     all_equal = DigestResult((tuple(range(len(tensors))),))
     if tensors[0].numel == 0:
         return all_equal
-    if len({(t.lazy, t.big_endian, _significant_strides(t)) for t in tensors}) > 1:
+
+    layouts = {(tensor.lazy, tensor.big_endian, _significant_strides(tensor)) for tensor in tensors}
+    if len(layouts) > 1:
         return DigestResult(reason=Reason.CHECKSUM, detail=Detail.STORED_DIFFERENTLY())
+
     # A view may contain some elements of its record several times, and others not at all.
-    if all(t.crc32 and _is_dense(t) for t in tensors):
-        return DigestResult(cluster_by_key([t.crc32 for t in tensors]), Reason.CHECKSUM, Detail.CHECKSUMS())
-    if all(t.record for t in tensors):
-        records = {(t.record[0], t.offset - t.record[1]) for t in tensors if t.record is not None}
-        if len(records) == 1:
-            return all_equal
-        return DigestResult(reason=Reason.CHECKSUM, detail=Detail.VIEW())
-    return DigestResult(reason=Reason.CHECKSUM, detail=Detail.NO_CHECKSUM())
+    if all(tensor.crc32 and _is_dense(tensor) for tensor in tensors):
+        clusters = cluster_by_key([tensor.crc32 for tensor in tensors])
+        return DigestResult(clusters, Reason.CHECKSUM, Detail.CHECKSUMS())
+
+    # The checksum of a record and the position in the record.
+    records = set()
+    for tensor in tensors:
+        if not tensor.record:
+            return DigestResult(reason=Reason.CHECKSUM, detail=Detail.NO_CHECKSUM())
+        checksum, record_start, _ = tensor.record
+        records.add((checksum, tensor.offset - record_start))
+
+    if len(records) == 1:
+        return all_equal
+
+    return DigestResult(reason=Reason.CHECKSUM, detail=Detail.VIEW())
 
 
 def _significant_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -175,5 +226,7 @@ def _significant_strides(tensor: Tensor) -> tuple[int, ...]:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill a memory range without gaps and overlaps, in any order of dimensions."""
-    order = sorted(range(len(tensor.shape)), key=lambda i: -tensor.strides[i])
-    return is_contiguous([tensor.shape[i] for i in order], [tensor.strides[i] for i in order])
+    dimensions = sorted(zip(tensor.strides, tensor.shape, strict=True), key=itemgetter(0), reverse=True)
+    sizes = [size for _, size in dimensions]
+    strides = [stride for stride, _ in dimensions]
+    return is_contiguous(sizes, strides)

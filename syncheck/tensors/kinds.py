@@ -42,6 +42,8 @@ BUFFER_NAMES = frozenset(
 _PARAMETER = re.compile(
     r"weight|bias|(in|[qkv])_proj_weight|in_proj_bias|(weight|bias)_(ih|hh|hr)_l\d+(_reverse)?|weight_orig|original\d?"
 )
+# Integers; only floating-point tensors are trained.
+_INTEGERS = ("int", "uint", "bool")
 SCALERS = ("scaler", "grad_scaler", "amp_scaler")
 # Values of torch's GradScaler: attributes (with an underscore) and keys of its state dict.
 _SCALING = frozenset(
@@ -54,8 +56,8 @@ _SCALAR: tuple[tuple[int, ...], ...] = ((), (1,))
 class Kinds(NamedTuple):
     """The kinds of the tensors of a checkpoint.
 
-    guessed: whether a parameter was recognized by its name alone, without metadata or optimizer state. unsure: names of
-    tensors that may be parameters or buffers of the model; selecting either kind must include them.
+    guessed: whether a parameter was recognized by its name alone, without metadata or optimizer state.
+    unsure: names of tensors that may be parameters or buffers of the model; selecting either kind must include them.
     """
 
     by_name: dict[str, str]
@@ -75,90 +77,190 @@ def classify_tensors(
 
     shapes, dtypes: by tensor name. parameters: names of known model parameters, besides the metadata's.
     """
-    recorded = None if metadata is None or metadata.buffers is None else frozenset(metadata.buffers)
-    described = () if metadata is None else (*metadata.frozen, *metadata.optimizer_parameters)
-    model = frozenset(parameters) | frozenset(described)
-    trained = _find_trained(shapes, model | (recorded or frozenset()))
-    optimized = frozenset() if metadata is None else frozenset(metadata.optimizer_parameters)
-    known = _Evidence(shapes, dtypes or {}, model, recorded, optimized, trained, tuple(buffer_globs))
-    roots = find_roots(shapes, () if metadata is None else metadata.averaged)
+    evidence = _collect_evidence(shapes, dtypes or {}, metadata, parameters, buffer_globs)
+    roots = find_roots(shapes, metadata.averaged if metadata else ())
     swapped = find_swapped(shapes)
-    averaged = _list_candidates(roots, shapes, known) if roots else []
-    candidates = frozenset(averaged) | swapped
-    found = {name: known.kind(name) for name in shapes if name not in candidates}
-    copies = _find_copies(roots, averaged, found, known) if averaged else frozenset()
-    for name in averaged:
-        # Options that select parameters or buffers select the copies in modules, too.
-        of_module = known.belongs_to_model(name)
-        found[name] = ("ema", not of_module) if name in copies else known.kind(name, sure=False)
-    found.update(dict.fromkeys(swapped, ("ema", True)))
-    kinds = {name: found[name][0] for name in shapes}
-    guessed = recorded is None and any(kind == "parameter" and name not in trained for name, kind in kinds.items())
-    return Kinds(kinds, guessed, frozenset(name for name, (_, sure) in found.items() if not sure))
+    candidates = _list_candidates(roots, evidence)
+
+    classified: dict[str, tuple[str, bool]] = {}
+    for name in shapes:
+        if name not in candidates and name not in swapped:
+            classified[name] = evidence.kind(name)
+
+    copies = _find_copies(roots, candidates, classified, evidence)
+    for name in candidates:
+        if name in copies:
+            # Options that select parameters or buffers select the copies in modules, too.
+            classified[name] = ("ema", not evidence.belongs_to_model(name))
+        else:
+            classified[name] = evidence.kind(name, sure=False)
+
+    for name in swapped:
+        classified[name] = ("ema", True)
+
+    kinds = {name: classified[name][0] for name in shapes}
+    guessed = evidence.buffers is None and any(
+        kind == "parameter" and name not in evidence.trained for name, kind in kinds.items()
+    )
+    unsure = frozenset(name for name, (_, sure) in classified.items() if not sure)
+    return Kinds(kinds, guessed, unsure)
 
 
-def _find_trained(shapes: Mapping[str, tuple[int, ...]], known: Collection[str]) -> frozenset[str]:
-    """Return the tensors with optimizer state. With several optimizers, the names of states start with a number."""
-    states = (name.removeprefix("optimizer.") for name in shapes if name.startswith("optimizer.") and name not in known)
-    owners = {name.rpartition(".")[0] for name in states}
-    numbered = (owner.partition(".") for owner in owners if owner not in shapes)
-    return frozenset(shapes) & (owners | {rest for number, _, rest in numbered if number.isdecimal()})
+def _collect_evidence(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    metadata: Metadata | None,
+    parameters: Iterable[str],
+    buffer_globs: Iterable[str],
+) -> _Evidence:
+    """Return the evidence about the tensors of a checkpoint. Arguments as in `classify_tensors`."""
+    known_parameters = set(parameters)
+    buffers = None
+    optimized: frozenset[str] = frozenset()
+    if metadata is not None:
+        optimized = frozenset(metadata.optimizer_parameters)
+        known_parameters.update(metadata.frozen, optimized)
+        if metadata.buffers is not None:
+            buffers = frozenset(metadata.buffers)
+
+    trained = _find_trained(shapes, known_parameters | (buffers or set()))
+    return _Evidence(shapes, dtypes, frozenset(known_parameters), buffers, optimized, trained, tuple(buffer_globs))
+
+
+def _find_trained(names: Collection[str], model: Collection[str]) -> frozenset[str]:
+    """Return the tensors with optimizer state. model: names that are not optimizer states in any case."""
+    states = [name for name in names if name.startswith("optimizer.") and name not in model]
+    owners = {name.removeprefix("optimizer.").rpartition(".")[0] for name in states}
+    trained = owners.intersection(names)
+    # With several optimizers, the names of states start with a number.
+    for owner in owners - trained:
+        number, _, parameter = owner.partition(".")
+        if number.isdecimal() and parameter in names:
+            trained.add(parameter)
+
+    return frozenset(trained)
+
+
+class _NameRule(NamedTuple):
+    """A rule about last parts of names that libraries use for one kind.
+
+    names: last parts.
+    siblings: last parts of other tensors that must exist.
+    kind: of the tensor.
+    trained: the kind is certain if it is known (True) or unknown (False) which tensors are trained.
+    depth: number of parts that names of siblings replace; 1 for tensors of the same module.
+    """
+
+    names: frozenset[str]
+    siblings: tuple[str, ...]
+    kind: str
+    trained: tuple[bool, ...] = (True, False)
+    depth: int = 1
+
+
+_NAME_RULES = (
+    # Buffers of spectral_norm. weight_norm has parameters weight_g and weight_v.
+    _NameRule(frozenset({"weight_u", "weight_v"}), ("weight_orig",), "buffer"),
+    # The same as parametrization: `parametrizations.weight.0._u` beside `parametrizations.weight.original`.
+    _NameRule(frozenset({"_u", "_v"}), ("original",), "buffer", depth=2),
+    _NameRule(frozenset({"weight_g", "weight_v"}), ("weight_g", "weight_v"), "parameter", (False,)),
+    # The name is confirmed if an optimizer exists and has no state for this tensor.
+    _NameRule(BUFFER_NAMES | {"weight_u"}, (), "buffer", (True,)),
+)
 
 
 class _Evidence(NamedTuple):
     """Evidence about the tensors of a checkpoint, besides their names.
 
-    model: names of parameters. recorded: names of buffers. optimized: the optimizer's parameters of the metadata.
+    shapes, dtypes: by tensor name.
+    parameters: names of parameters, according to metadata or the caller.
+    buffers: names of buffers in the metadata; None if it does not list them.
+    optimized: the optimizer's parameters in the metadata.
+    trained: tensors with optimizer state.
+    globs: the user's globs of buffers.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
-    model: frozenset[str]
-    recorded: frozenset[str] | None
+    parameters: frozenset[str]
+    buffers: frozenset[str] | None
     optimized: frozenset[str]
     trained: frozenset[str]
     globs: tuple[str, ...]
 
     def belongs_to_model(self, name: str) -> bool:
         """Whether a tensor certainly belongs to the model, even if its name is that of a scaler or an RNG state."""
-        return name in self.model or name in self.trained or (self.recorded is not None and name in self.recorded)
+        is_buffer = self.buffers is not None and name in self.buffers
+        return is_buffer or name in self.parameters or name in self.trained
 
     def kind(self, name: str, *, sure: bool = True) -> tuple[str, bool]:
-        """Return the kind of a tensor outside averaged copies, and whether it is certain."""
-        if name in self.model:
+        """Return the kind of a tensor outside averaged copies, and whether it is certain.
+
+        sure: whether the kind of a tensor with a usual name may be certain.
+        """
+        if name in self.parameters:
             return "parameter", True
-        if not self.belongs_to_model(name) and (kind := self._kind_outside_model(name)):
-            # No optimizer has a state called `weight`, so this may be a module called `optimizer`.
-            return kind, not (kind == "optimizer" and self._is_layer(name))
+
+        if not self.belongs_to_model(name):
+            kind = self._kind_outside_model(name)
+            if kind is not None:
+                # No optimizer has a state called `weight`, so this may be a module called `optimizer`.
+                return kind, not (kind == "optimizer" and self._is_layer(name))
+
         if name in self.trained:
             return "parameter", True
-        if kind := self._bn_statistic(name):
-            return kind, sure
-        if self.recorded is not None:
-            if name in self.recorded:
-                return "buffer", True
-            # The optimizer's parameters are listed, so this parameter is frozen, another rank's, or in an undescribed
-            # module.
-            return "parameter", sure and (not self.optimized or _named_as_parameter(name))
-        if any(fnmatchcase(name, glob) for glob in self.globs):
+
+        statistic = self._bn_statistic(name)
+        if statistic is not None:
+            return statistic, sure
+
+        if self.buffers is not None:
+            return self._by_listed_buffers(name, self.buffers, sure)
+
+        if _matches_any(name, self.globs):
             return "buffer", True
+
         return self._by_siblings(name, sure)
+
+    def _by_listed_buffers(self, name: str, buffers: frozenset[str], sure: bool) -> tuple[str, bool]:
+        """Return the kind of a tensor if all buffers of described modules are listed."""
+        if name in buffers:
+            return "buffer", True
+
+        # If the optimizer's parameters are listed, this parameter is frozen, another rank's, or in an undescribed
+        # module.
+        is_confirmed = not self.optimized or _named_as_parameter(name)
+        return "parameter", sure and is_confirmed
 
     def _kind_outside_model(self, name: str) -> str | None:
         """Return the kind of a tensor outside the model; None for the model's tensors."""
-        parts, shape = name.split("."), self.shapes[name]
+        parts = name.split(".")
+        is_scalar = self.shapes[name] in _SCALAR
         if parts[0] == "optimizer":
-            return "optimizer_step" if parts[-1] == "step" and shape in _SCALAR else "optimizer"
-        # An RNG state is a 1-D tensor of bytes or words; other tensors with this name belong to a module.
-        if is_rng_state(parts) and len(shape) == 1 and _is_state(parts, self.dtypes.get(name, "uint8")):
+            return "optimizer_step" if is_scalar and parts[-1] == "step" else "optimizer"
+
+        if self._is_rng_state(name, parts) or _is_powersgd_error(parts):
             return "rng"
-        # The error of torch's PowerSGDState differs between ranks by design, like an RNG state.
-        if parts[-2:-1] == ["error_dict"] and parts[-1].isdecimal():
-            return "rng"
-        if parts[0] in SCALERS and parts[-1] in _SCALING and len(parts) == 2 and shape in _SCALAR:
-            fields = sum(f"{parts[0]}.{field}" in self.shapes for field in _SCALING)
-            return "scaler" if fields > 1 or parts[1].startswith("_") else None
+
+        if is_scalar and self._is_of_scaler(parts):
+            return "scaler"
+
         return None
+
+    def _is_rng_state(self, name: str, parts: Sequence[str]) -> bool:
+        """Whether a tensor is a 1-D tensor of bytes or words; other tensors with this name belong to a module."""
+        if not is_rng_state(parts) or len(self.shapes[name]) != 1:
+            return False
+
+        return _is_state(parts, self.dtypes.get(name, "uint8"))
+
+    def _is_of_scaler(self, parts: Sequence[str]) -> bool:
+        """Whether a number is a value of a gradient scaler, and not of a module called `scaler`."""
+        if len(parts) != 2 or parts[0] not in SCALERS or parts[1] not in _SCALING:
+            return False
+
+        values = [value for value in _SCALING if f"{parts[0]}.{value}" in self.shapes]
+        return len(values) > 1 or parts[1].startswith("_")
 
     def _is_layer(self, name: str) -> bool:
         owner, _, last = name.removeprefix("optimizer.").rpartition(".")
@@ -169,62 +271,89 @@ class _Evidence(NamedTuple):
         kind = _BN.get(name.rpartition(".")[2])
         if kind is None:
             return None
-        mean, var = (self.shapes.get(sibling_name(name, of)) for of in ("running_mean", "running_var"))
-        return kind if mean is not None and mean == var else None
+
+        mean_shape = self.shapes.get(sibling_name(name, "running_mean"))
+        var_shape = self.shapes.get(sibling_name(name, "running_var"))
+        is_confirmed = mean_shape is not None and mean_shape == var_shape
+        return kind if is_confirmed else None
 
     def _by_siblings(self, name: str, sure: bool) -> tuple[str, bool]:
         """Distinguish parameters from buffers by the tensors of the same module, or else by name."""
         last = name.rpartition(".")[2]
+        is_trained_known = bool(self.trained)
+        for rule in _NAME_RULES:
+            if last in rule.names and self._has_siblings(name, *rule.siblings, depth=rule.depth):
+                return rule.kind, sure and is_trained_known in rule.trained
 
-        def beside(*others: str) -> bool:
-            return all(sibling_name(name, other) in self.shapes for other in others)
+        if not _named_as_parameter(name):
+            # Quantized layers have parameters of integers, with usual names.
+            is_integer = self.dtypes.get(name, "").startswith(_INTEGERS)
+            return ("buffer" if is_integer else "parameter"), False
 
-        # weight_u and weight_v are buffers of spectral_norm, but weight_norm has parameters weight_g and weight_v.
-        if last in ("weight_u", "weight_v") and beside("weight_orig"):
-            return "buffer", sure
-        if last in ("_u", "_v") and f"{name.rpartition('.')[0].rpartition('.')[0]}.original" in self.shapes:
-            return "buffer", sure
-        if last in ("weight_g", "weight_v") and beside("weight_g", "weight_v"):
-            return "parameter", sure and not self.trained
-        if last in BUFFER_NAMES or last == "weight_u":
-            # The name is confirmed if an optimizer exists and has no state for this tensor.
-            return "buffer", sure and bool(self.trained)
-        # Only floating-point tensors are trained; quantized layers have parameters of integers, with usual names.
-        if self.dtypes.get(name, "").startswith(("int", "uint", "bool")) and not _named_as_parameter(name):
-            return "buffer", False
         # In FrozenBatchNorm, weight and bias are buffers, and there is no batch counter.
-        frozen = beside("running_mean", "running_var") and not beside("num_batches_tracked")
-        return "parameter", sure and not self.trained and not frozen and _named_as_parameter(name)
+        has_statistics = self._has_siblings(name, "running_mean", "running_var")
+        is_frozen_norm = has_statistics and not self._has_siblings(name, "num_batches_tracked")
+        return "parameter", sure and not is_trained_known and not is_frozen_norm
+
+    def _has_siblings(self, name: str, *siblings: str, depth: int = 1) -> bool:
+        """Whether tensors exist whose names have other last parts. depth: number of parts that they replace."""
+        module = name.split(".")[:-depth]
+        return all(".".join([*module, sibling]) in self.shapes for sibling in siblings)
 
 
 def _is_state(parts: Sequence[str], dtype: str) -> bool:
     """Whether integers below an `rng` key are an RNG state; signed integers need the key at either end of the name."""
-    own = next((part for part in reversed(parts) if not part.isdecimal()), "")
-    return dtype.startswith(("uint", "unknown")) or (dtype.startswith("int") and is_rng_state((parts[0], own)))
+    if dtype.startswith(("uint", "unknown")):
+        return True
+
+    words = [part for part in parts if not part.isdecimal()]
+    return dtype.startswith("int") and is_rng_state((parts[0], *words[-1:]))
+
+
+def _is_powersgd_error(parts: Sequence[str]) -> bool:
+    """Whether a tensor is an error of torch's PowerSGDState. It differs between ranks by design, like an RNG state."""
+    return parts[-2:-1] == ["error_dict"] and parts[-1].isdecimal()
+
+
+def _matches_any(name: str, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _named_as_parameter(name: str) -> bool:
     return _PARAMETER.fullmatch(name.rpartition(".")[2]) is not None
 
 
-def _list_candidates(roots: Sequence[Root], shapes: Mapping[str, tuple[int, ...]], known: _Evidence) -> list[str]:
-    """Return the names below roots of averaged copies, without trained tensors."""
-    below = find_candidates(roots, shapes)
-    return [name for name in shapes if name in below and name not in known.trained and name not in known.optimized]
+def _list_candidates(roots: Sequence[Root], evidence: _Evidence) -> dict[str, None]:
+    """Return the names below roots of averaged copies, without trained tensors, in the order of the checkpoint."""
+    if not roots:
+        return {}
+
+    below = find_candidates(roots, evidence.shapes)
+    candidates = below - evidence.trained - evidence.optimized
+    return dict.fromkeys(name for name in evidence.shapes if name in candidates)
 
 
 def _find_copies(
-    roots: Sequence[Root], averaged: Sequence[str], found: Mapping[str, tuple[str, bool]], known: _Evidence
+    roots: Sequence[Root],
+    candidates: Collection[str],
+    classified: Mapping[str, tuple[str, bool]],
+    evidence: _Evidence,
 ) -> frozenset[str]:
-    """Return the tensors of averaged copies. averaged: candidates. found: kinds of the other tensors.
+    """Return the tensors of averaged copies.
+
+    candidates: names of possible copies.
+    classified: kinds of the other tensors, and whether they are certain.
 
     A key is no proof, because a module may have this name. Below it, every parameter needs a copy of the same name and
     shape. Names of copies may lack their dots (LitEma), or be numbers in the order of the model.
     """
-    parameters = [name for name, (kind, _) in found.items() if kind == "parameter"]
-    moved = [name for name in parameters if name in known.trained]
-    usual = moved or [name for name in parameters if found[name][1]] or parameters
-    return find_copies(roots, averaged, known.shapes, parameters, usual)
+    if not candidates:
+        return frozenset()
+
+    parameters = [name for name, (kind, _) in classified.items() if kind == "parameter"]
+    trained = [name for name in parameters if name in evidence.trained]
+    certain = [name for name in parameters if classified[name][1]]
+    return find_copies(roots, candidates, evidence.shapes, parameters, trained or certain or parameters)
 
 
 def find_outside_model(snapshot: Snapshot) -> frozenset[str]:
@@ -234,13 +363,11 @@ def find_outside_model(snapshot: Snapshot) -> frozenset[str]:
     states = [name for name in names if name.startswith("optimizer.")]
     # States belong to a parameter or to its number. Otherwise, a module of the model is called `optimizer`.
     is_module = not any(_has_owner(name, names) for name in states)
-    outside = set()
-    for name, kind in kinds.by_name.items():
-        # No optimizer has a state called `weight` or `bias`.
-        layer = name.startswith("optimizer.") and (is_module or name.rpartition(".")[2] in ("weight", "bias"))
-        if kind not in MODEL and name not in kinds.unsure and not layer:
-            outside.add(name)
-    return frozenset(outside)
+    # No optimizer has a state called `weight` or `bias`.
+    layers = {name for name in states if is_module or name.endswith((".weight", ".bias"))}
+
+    outside = {name for name, kind in kinds.by_name.items() if kind not in MODEL}
+    return frozenset(outside - kinds.unsure - layers)
 
 
 def _has_owner(name: str, names: Collection[str]) -> bool:
@@ -248,14 +375,15 @@ def _has_owner(name: str, names: Collection[str]) -> bool:
     segments = name.split(".")[1:-1]
     if segments and segments[0].isdecimal():
         return True
+
     return any(".".join(segments[:count]) in names for count in range(1, len(segments) + 1))
 
 
 def classify_snapshot(snapshot: Snapshot) -> Kinds:
     """Classify each tensor of an opened checkpoint."""
-    tensors = snapshot.tensors
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    return classify_tensors({name: tensor.shape for name, tensor in tensors.items()}, snapshot.metadata, dtypes=dtypes)
+    shapes = {name: tensor.shape for name, tensor in snapshot.tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in snapshot.tensors.items()}
+    return classify_tensors(shapes, snapshot.metadata, dtypes=dtypes)
 
 
 def make_selector(
@@ -263,17 +391,18 @@ def make_selector(
 ) -> Callable[[str, str], bool]:
     """Return a predicate of (name, kind) for the selected tensors.
 
-    only: kinds, or empty for all except `rng`, which differs between ranks by design. Globs match full names. unsure:
-    names of tensors that may be parameters or buffers, and are selected with either kind.
+    only: kinds, or empty for all except `rng`, which differs between ranks by design.
+    include, exclude: globs of full names.
+    unsure: names of tensors that may be parameters or buffers, and are selected with either kind.
     """
-    included, excluded = tuple(include), tuple(exclude)
-    selects_model = bool(only & (PARAMETERS | BUFFERS))
+    included, excluded = tuple(include) or ("*",), tuple(exclude)
+    if only.isdisjoint(PARAMETERS | BUFFERS):
+        unsure = ()
 
     def is_selected(name: str, kind: str) -> bool:
-        if only and kind not in only and not (selects_model and name in unsure):
+        if only and kind not in only and name not in unsure:
             return False
-        if included and not any(fnmatchcase(name, glob) for glob in included):
-            return False
-        return not any(fnmatchcase(name, glob) for glob in excluded)
+
+        return _matches_any(name, included) and not _matches_any(name, excluded)
 
     return is_selected

@@ -30,24 +30,34 @@ class Moments:
         """Add elements, as little-endian bytes."""
         if self._row.family == "complex":
             return
+
         with np.errstate(all="ignore"):
             block = np.frombuffer(data, self._row.dtype()).astype(np.float64)
             finite = block[np.isfinite(block)]
             self._nonfinite += block.size - finite.size
             if not finite.size:
                 return
-            self._low, self._high = min(self._low, float(finite.min())), max(self._high, float(finite.max()))
+
+            self._low = min(self._low, float(finite.min()))
+            self._high = max(self._high, float(finite.max()))
             # Chan, Golub, LeVeque 1979: merge the mean and the sum of squared deviations of the block into the total.
             delta, total = float(finite.mean()) - self._mean, self._count + finite.size
             self._square += float(finite.var()) * finite.size + delta * delta * self._count * finite.size / total
-            self._mean, self._count = self._mean + delta * finite.size / total, total
+            self._mean += delta * finite.size / total
+            self._count = total
 
     def values(self) -> dict[str, float | None]:
         """Return min, max, mean and std in float64; None if no element is finite, or on overflow."""
+        moments: dict[str, float | None] = dict.fromkeys(NAMES)
         if not self._count:
-            return dict.fromkeys(NAMES)
+            return moments
+
         numbers = (self._low, self._high, self._mean, math.sqrt(self._square / self._count))
-        return {name: n if math.isfinite(n) else None for name, n in zip(NAMES, numbers, strict=True)}
+        for name, number in zip(NAMES, numbers, strict=True):
+            if math.isfinite(number):
+                moments[name] = number
+
+        return moments
 
     @property
     def nonfinite(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,30 +30,36 @@ _ADAPTER_SEGMENT = re.compile(
 _RNG = ("rng", "random_state", "random_states", "rng_state")
 # torch.compile and FSDP insert these at any level of a name.
 _WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+# DDP's prefix of a model, and syncheck's prefix of optimizer states.
+_MODULE, _OPTIMIZER = "module.", "optimizer."
 
 
 @lru_cache(maxsize=64)
 def _normalize(names: tuple[str, ...]) -> dict[str, str]:
-    plain = {name: _WRAPPER.sub("", name) for name in names}
-    while True:
-        # RNG states have no prefix; optimizer names are handled below.
-        model = [
-            name
-            for name, short in plain.items()
-            if not short.startswith("optimizer.")
-            and (short.startswith("module.") or not is_rng_state(short.split(".")))
-        ]
-        if not model or not all(plain[name].startswith("module.") for name in model):
-            break
-        for name in model:
-            plain[name] = plain[name].removeprefix("module.")
-    for name, short in plain.items():
-        if short.startswith("optimizer."):
-            plain[name] = "optimizer." + short.removeprefix("optimizer.").removeprefix("module.")
-    taken: dict[str, int] = {}
-    for short in plain.values():
-        taken[short] = taken.get(short, 0) + 1
-    return {name: short if taken[short] == 1 else name for name, short in plain.items()}
+    plain_names = {name: _WRAPPER.sub("", name) for name in names}
+    while _is_wrapped_model(plain_names.values()):
+        for name, plain in plain_names.items():
+            plain_names[name] = plain.removeprefix(_MODULE)
+
+    # An optimizer may contain names of a wrapped model, although the state dict of the model was saved without.
+    for name, plain in plain_names.items():
+        if plain.startswith(_OPTIMIZER):
+            plain_names[name] = _OPTIMIZER + plain.removeprefix(_OPTIMIZER).removeprefix(_MODULE)
+
+    counts = Counter(plain_names.values())
+    return {name: plain if counts[plain] == 1 else name for name, plain in plain_names.items()}
+
+
+def _is_wrapped_model(names: Iterable[str]) -> bool:
+    """Whether all tensors of the model start with `module.`. RNG states and optimizer states are outside the model."""
+    has_model = False
+    for name in names:
+        if name.startswith(_MODULE):
+            has_model = True
+        elif not name.startswith(_OPTIMIZER) and not is_rng_state(name.split(".")):
+            return False
+
+    return has_model
 
 
 def normalize(names: Iterable[str]) -> dict[str, str]:
@@ -64,27 +71,30 @@ def normalize(names: Iterable[str]) -> dict[str, str]:
     return dict(_normalize(tuple(names)))  # cached: ranks have equal names, and live checks repeat
 
 
-def normalize_keys(found: Mapping[str, _Value]) -> dict[str, _Value]:
+def normalize_keys(values: Mapping[str, _Value]) -> dict[str, _Value]:
     """Replace the keys of a mapping by names without wrapper prefixes."""
-    return {normal: found[name] for name, normal in normalize(found).items()}
+    return {normal: values[name] for name, normal in normalize(values).items()}
 
 
 def list_spellings(path: str) -> list[str]:
     """Return the possible paths of a module after `normalize`, which depends on the names of all tensors."""
     plain = _WRAPPER.sub("", f"{path}.").removesuffix(".")
     spellings = [plain]
-    while plain.startswith("module."):
-        plain = plain.removeprefix("module.")
+    while plain.startswith(_MODULE):
+        plain = plain.removeprefix(_MODULE)
         spellings.append(plain)
+
     return spellings
 
 
-def make_unique_name(name: str, taken: Container[str]) -> str:
-    """Return the name, or `name#2`, `name#3`, ... if it is taken."""
-    free, i = name, 2
-    while free in taken:
-        free, i = f"{name}#{i}", i + 1
-    return free
+def make_unique_name(name: str, used_names: Container[str]) -> str:
+    """Return the name, or `name#2`, `name#3`, ... if it is in use."""
+    unique_name, number = name, 2
+    while unique_name in used_names:
+        unique_name = f"{name}#{number}"
+        number += 1
+
+    return unique_name
 
 
 def is_rng_state(parts: Iterable[str]) -> bool:
@@ -97,10 +107,10 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def sibling_name(name: str, of: str) -> str:
+def sibling_name(name: str, last: str) -> str:
     """Return the name of a tensor of the same module: ('bn.running_var', 'weight') gives 'bn.weight'."""
     prefix, dot, _ = name.rpartition(".")
-    return f"{prefix}{dot}{of}"
+    return f"{prefix}{dot}{last}"
 
 
 def name_adapter_setting(key: str) -> str:

@@ -30,7 +30,10 @@ class OpenFiles:
 
     def __init__(self, limit: int = OPEN_FILES) -> None:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.limit = limit if allowed == resource.RLIM_INFINITY else max(1, min(limit, allowed // 2))
+        if allowed != resource.RLIM_INFINITY:
+            limit = max(1, min(limit, allowed // 2))
+
+        self.limit = limit
         self._open: OrderedDict[str, int] = OrderedDict()
         self._stats: dict[str, os.stat_result] = {}
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
@@ -56,14 +59,17 @@ class OpenFiles:
         if path in self._open:
             self._open.move_to_end(path)
             return self._open[path]
+
         if len(self._open) >= self.limit:
             self._close_oldest()
+
         descriptor = self._open_file(path)
         status = os.fstat(descriptor)
-        regular = stat.S_ISREG(status.st_mode)
-        if not regular or not (tensor.opened is None or _is_same(tensor.opened, status)):
+        problem = _find_problem(tensor, status)
+        if problem is not None:
             os.close(descriptor)
-            raise _changed_file(path, "it was changed since it was opened" if regular else "it is no longer a file")
+            raise _changed_file(path, problem)
+
         _read_ahead(descriptor)
         self._open[path], self._stats[path] = descriptor, status
         return descriptor
@@ -102,9 +108,9 @@ class OpenFiles:
     def _close(self, path: str) -> bool:
         """Close a file. Return False if the file has changed: the bytes read may mix two states."""
         descriptor = self._open.pop(path)
-        same = _is_same(self._stats.pop(path), os.fstat(descriptor))
+        is_unchanged = _is_same(self._stats.pop(path), os.fstat(descriptor))
         os.close(descriptor)
-        return same
+        return is_unchanged
 
     def mapping(self, tensor: Tensor) -> mmap.mmap:
         """Return a mapping of a tensor's file. Raises as `descriptor` does."""
@@ -114,6 +120,7 @@ class OpenFiles:
             if len(self._maps) >= max(1, self.limit // 2):
                 self._maps.popitem(last=False)
             self._maps[path] = self._map_file(tensor)
+
         self._maps.move_to_end(path)
         return self._maps[path]
 
@@ -126,8 +133,10 @@ class OpenFiles:
             except ValueError:  # the file is empty by now
                 raise truncated_file(tensor) from None
             except OSError as error:
-                if error.errno != errno.EMFILE or not (self._maps or len(self._open) > 1):
+                can_make_room = len(self._maps) > 0 or len(self._open) > 1
+                if error.errno != errno.EMFILE or not can_make_room:
                     raise UnreadableFile.because(tensor.path, error) from None
+
             self._make_room()
 
 
@@ -137,8 +146,20 @@ def _read_ahead(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
 
+def _find_problem(tensor: Tensor, status: os.stat_result) -> str | None:
+    """Return why an opened file is not the file with the tensor; None if it is. status: of the opened file."""
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no longer a file"
+
+    if tensor.opened is not None and not _is_same(tensor.opened, status):
+        return "it was changed since it was opened"
+
+    return None
+
+
 def _is_same(before: os.stat_result, now: os.stat_result) -> bool:
-    return os.path.samestat(before, now) and (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
+    is_unchanged = (before.st_size, before.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
+    return os.path.samestat(before, now) and is_unchanged
 
 
 def _changed_file(path: str, problem: str = "it was changed while it was read") -> MalformedFile:

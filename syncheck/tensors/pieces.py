@@ -25,19 +25,39 @@ Box = tuple[slice, ...]
 
 def split_into_boxes(shape: Sequence[int], start: int, count: int) -> Iterator[Box]:
     """Yield the boxes of `count` elements from element `start` on, in C order; at most two per dimension."""
-    inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    # Elements of one index of each dimension.
+    slice_sizes = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     while count:
-        # The outermost dimension with whole slices in the range. In the last dimension, slices are single elements.
-        axis = next((i for i, size in enumerate(inner) if start % size == 0 and count >= size), None)
+        axis = _find_axis(slice_sizes, start, count)
         if axis is None:
             yield ()
             return
-        index = [start // size % length for size, length in zip(inner, shape, strict=True)]
-        rows = min(count // inner[axis], shape[axis] - index[axis])
-        single = [slice(at, at + 1) for at in index[:axis]]
-        yield (*single, slice(index[axis], index[axis] + rows), *(slice(0, length) for length in shape[axis + 1 :]))
-        start += rows * inner[axis]
-        count -= rows * inner[axis]
+
+        box = []
+        for length, size in zip(shape[:axis], slice_sizes, strict=False):
+            index = start // size % length
+            box.append(slice(index, index + 1))
+
+        first_row = start // slice_sizes[axis] % shape[axis]
+        rows = min(count // slice_sizes[axis], shape[axis] - first_row)
+        box.append(slice(first_row, first_row + rows))
+        box += [slice(0, length) for length in shape[axis + 1 :]]
+        yield tuple(box)
+
+        start += rows * slice_sizes[axis]
+        count -= rows * slice_sizes[axis]
+
+
+def _find_axis(slice_sizes: Sequence[int], start: int, count: int) -> int | None:
+    """Return the outermost dimension with whole slices in the range; None if there are no dimensions.
+
+    In the last dimension, slices are single elements.
+    """
+    for axis, size in enumerate(slice_sizes):
+        if start % size == 0 and count >= size:
+            return axis
+
+    return None
 
 
 def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | bytearray:
@@ -47,28 +67,41 @@ def assemble(tensor: Tensor, start: int, count: int, fetch: Fetch) -> bytes | by
     """
     size = DTYPES[tensor.dtype].size
     result = bytearray(count * size)
-    at = 0
+    box_start = 0
     for box in split_into_boxes(tensor.shape, start, count):
-        volume = _volume(box)
-        parts = tensor.shards
-        if box:  # a fast test, because a tensor can have thousands of parts
-            low, high = box[0].start, box[0].stop
-            parts = tuple(p for p in parts if p.start[0] < high and p.start[0] + p.tensor.shape[0] > low)
-        for part in parts:
+        box_end = box_start + _volume(box) * size
+        for part in _select_parts(tensor, box):
             cut = _intersect(box, part)
             if cut is None:
                 continue
+
             first = [span.start - start for span, start in zip(cut, part.start, strict=True)]
             data = fetch(part.tensor, ravel_index(first, part.tensor.shape), _volume(cut))
             if len(data) == len(result):  # one part contains the whole range
                 return data
-            _copy_into(memoryview(result)[at * size : (at + volume) * size], box, cut, data, size)
-        at += volume
+            _copy_into(memoryview(result)[box_start:box_end], box, cut, data, size)
+
+        box_start = box_end
+
     return result
 
 
+def _select_parts(tensor: Tensor, box: Box) -> Sequence[Shard]:
+    """Return the parts with indices of the box in the first dimension: a fast test, because there can be thousands."""
+    if not box:
+        return tensor.shards
+
+    low, high = box[0].start, box[0].stop
+    return [part for part in tensor.shards if part.start[0] < high and part.start[0] + part.tensor.shape[0] > low]
+
+
+def _length(span: slice) -> int:
+    length: int = span.stop - span.start
+    return length
+
+
 def _volume(box: Box) -> int:
-    return math.prod(span.stop - span.start for span in box)
+    return math.prod(_length(span) for span in box)
 
 
 def _intersect(box: Box, part: Shard) -> Box | None:
@@ -79,25 +112,38 @@ def _intersect(box: Box, part: Shard) -> Box | None:
         if low >= high:
             return None
         cut.append(slice(low, high))
+
     return tuple(cut)
 
 
-def _copy_into(to: memoryview, box: Box, cut: Box, data: bytes | bytearray, size: int) -> None:
+def _copy_into(target: memoryview, box: Box, cut: Box, data: bytes | bytearray, size: int) -> None:
     """Copy the bytes of a cut to their positions in the buffer of its box. size: bytes per element."""
-    axis = next((i for i, span in enumerate(box) if span.stop - span.start > 1), 0)
-    if all(part == whole for part, whole in zip(cut[axis + 1 :], box[axis + 1 :], strict=True)):
+    axis = _find_first_long_axis(box)
+    if cut[axis + 1 :] == box[axis + 1 :]:
         begin = (cut[axis].start - box[axis].start) * _volume(box[axis + 1 :]) * size
-        to[begin : begin + len(data)] = data
+        target[begin : begin + len(data)] = data
         return
+
     import numpy as np  # only needed if rows of the box consist of several parts
 
     shape, spans = [], []
-    # Drop dimensions of length 1: numpy before version 2 supports 32 dimensions.
-    for whole, part in [both for both in zip(box, cut, strict=True) if both[0].stop - both[0].start != 1]:
-        shape.append(whole.stop - whole.start)
-        spans.append(slice(part.start - whole.start, part.stop - whole.start))
+    for box_span, cut_span in zip(box, cut, strict=True):
+        # numpy before version 2 supports 32 dimensions.
+        if _length(box_span) != 1:
+            shape.append(_length(box_span))
+            spans.append(slice(cut_span.start - box_span.start, cut_span.stop - box_span.start))
+
     # Copy bytes, not elements: numpy then copies contiguous runs at once for every dtype.
     shape[-1] *= size
     spans[-1] = slice(spans[-1].start * size, spans[-1].stop * size)
-    target = np.ndarray(shape, np.uint8, to)[tuple(spans)]
-    target[...] = np.frombuffer(data, np.uint8).reshape(target.shape)
+    target_cut = np.ndarray(shape, np.uint8, target)[tuple(spans)]
+    target_cut[...] = np.frombuffer(data, np.uint8).reshape(target_cut.shape)
+
+
+def _find_first_long_axis(box: Box) -> int:
+    """Return the first dimension in which a box has several indices; 0 if there is none."""
+    for axis, span in enumerate(box):
+        if _length(span) > 1:
+            return axis
+
+    return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,31 +31,72 @@ _MOST_GAP, _MOST_TIMES = 4096, 8
 _MOST_READS = 1024
 
 
+class _Plan(NamedTuple):
+    """How a box is read.
+
+    outer: dimensions with one read per index.
+    inner: dimensions within one read.
+    length: bytes of one read.
+    """
+
+    outer: list[int]
+    inner: list[int]
+    length: int
+
+
 def read_strided(files: OpenFiles, tensor: Tensor, start: int, count: int) -> bytes:
     """Return `count` elements from element `start` on, in C order, as little-endian bytes.
 
     Applies pending operations. Raises MalformedFile if the file has been truncated since it was opened.
     """
     row = DTYPES[tensor.dtype]
-    if 1 in tensor.shape:  # numpy supports fewer dimensions than torch
-        kept = [both for both in zip(tensor.shape, tensor.strides, strict=True) if both[0] != 1]
-        tensor = replace(tensor, shape=tuple(n for n, _ in kept), strides=tuple(s for _, s in kept))
-    boxes = list(pieces.split_into_boxes(tensor.shape, start, count))
+    tensor = _drop_single_dimensions(tensor)
+    boxes = pieces.split_into_boxes(tensor.shape, start, count)
     if tensor.data is None:
         rows = [_read_box(files, tensor, box, row.size) for box in boxes]
     else:
-        steps = [s * row.size for s in tensor.strides]
-        end = tensor.offset + row.size + sum((n - 1) * step for n, step in zip(tensor.shape, steps, strict=True))
-        # Data on another rank is fetched by slices.
-        data: Any = tensor.data if isinstance(tensor.data, bytes) else tensor.data[0:end]
-        view: Any = np.ndarray(tensor.shape, f"V{row.size}", data, tensor.offset, steps)
+        view = _view_data(tensor, row.size)
         rows = [np.ascontiguousarray(view[box]).reshape(-1) for box in boxes]
-    values = np.concatenate(rows).view(row.dtype().newbyteorder(">" if tensor.big_endian else "<"))
+
+    byte_order = ">" if tensor.big_endian else "<"
+    values = np.concatenate(rows).view(row.dtype().newbyteorder(byte_order))
     if "conj" in tensor.lazy:
         values = np.conjugate(values)
     if "neg" in tensor.lazy:
         values = np.negative(values)
+
     return bytes(values.astype(row.dtype().newbyteorder("<"), copy=False).tobytes())
+
+
+def _drop_single_dimensions(tensor: Tensor) -> Tensor:
+    """Return a tensor without dimensions of length 1, because numpy supports fewer dimensions than torch."""
+    if 1 not in tensor.shape:
+        return tensor
+
+    shape, strides = [], []
+    for length, stride in zip(tensor.shape, tensor.strides, strict=True):
+        if length != 1:
+            shape.append(length)
+            strides.append(stride)
+
+    return replace(tensor, shape=tuple(shape), strides=tuple(strides))
+
+
+def _view_data(tensor: Tensor, size: int) -> Any:
+    """Return a view of the data of a tensor in memory. size: bytes per element."""
+    strides = [stride * size for stride in tensor.strides]
+    end = tensor.offset + _count_bytes(tensor.shape, strides, size)
+    # Data on another rank is fetched by slices.
+    data: Any = tensor.data
+    if not isinstance(data, bytes):
+        data = data[0:end]
+
+    return np.ndarray(tensor.shape, f"V{size}", data, tensor.offset, strides)
+
+
+def _count_bytes(lengths: Sequence[int], strides: Sequence[int], size: int) -> int:
+    """Return the bytes from the first to the last element. strides: in bytes. size: bytes per element."""
+    return size + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
 def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> Any:
@@ -63,58 +104,73 @@ def _read_box(files: OpenFiles, tensor: Tensor, box: pieces.Box, size: int) -> A
 
     Prefers reads to memory maps: if a mapped file is truncated, SIGBUS kills the process.
     """
-    at = tensor.offset + size * sum(span.start * step for span, step in zip(box, tensor.strides, strict=True))
     # A block is small, so few of its dimensions are longer than 1, and every version of numpy supports them.
-    long = [axis for axis, span in enumerate(box) if span.stop - span.start != 1]
-    lengths, strides = [box[i].stop - box[i].start for i in long], [tensor.strides[i] * size for i in long]
-    outer, inner, reach = _choose_read_dimensions(lengths, strides, size)
-    reads = math.prod(lengths[axis] for axis in outer)
+    offset = tensor.offset
+    lengths, strides = [], []
+    for span, stride in zip(box, tensor.strides, strict=True):
+        offset += span.start * stride * size
+        if span.stop - span.start != 1:
+            lengths.append(span.stop - span.start)
+            strides.append(stride * size)
+
+    plan = _plan_reads(lengths, strides, size)
+    reads = math.prod(lengths[axis] for axis in plan.outer)
     if reads > _MOST_READS:
-        return _copy_from_map(files, tensor, at, lengths, strides, size)
-    offsets = np.full((), at, np.int64)
-    for axis in outer:
+        return _copy_from_map(files, tensor, offset, lengths, strides, size)
+
+    offsets = np.full((), offset, np.int64)
+    for axis in plan.outer:
         offsets = np.add.outer(offsets, np.arange(lengths[axis], dtype=np.int64) * strides[axis])
+
     descriptor = files.descriptor(tensor)
     try:
-        data = b"".join([os.pread(descriptor, reach, offset) for offset in offsets.reshape(-1).tolist()])
+        data = b"".join([os.pread(descriptor, plan.length, start) for start in offsets.reshape(-1).tolist()])
     except OSError as error:
         raise UnreadableFile.because(tensor.path, error) from None
-    if len(data) != reach * reads:
+
+    if len(data) != plan.length * reads:
         raise truncated_file(tensor)
-    order = (*outer, *inner)
-    steps = [*(stride * reach for stride in contiguous_strides(offsets.shape)), *(strides[axis] for axis in inner)]
-    view: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, steps)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return np.ascontiguousarray(view.transpose(back)).reshape(-1)
+
+    # The results of the reads are consecutive, so the outer dimensions have new strides.
+    order = [*plan.outer, *plan.inner]
+    read_strides = [stride * plan.length for stride in contiguous_strides(offsets.shape)]
+    read_strides += [strides[axis] for axis in plan.inner]
+    view: Any = np.ndarray([lengths[axis] for axis in order], f"V{size}", data, 0, read_strides)
+    return np.ascontiguousarray(view.transpose(np.argsort(order).tolist())).reshape(-1)
 
 
-def _choose_read_dimensions(
-    lengths: Sequence[int], strides: Sequence[int], size: int
-) -> tuple[list[int], list[int], int]:
-    """Return the dimensions with one read per index, the dimensions within one read, and the bytes of one read.
+def _plan_reads(lengths: Sequence[int], strides: Sequence[int], size: int) -> _Plan:
+    """Choose the dimensions within one read, so that a read has few gaps.
 
     lengths: in elements. strides: in bytes. size: bytes per element.
     """
-    inner = sorted(range(len(lengths)), key=lambda axis: -(lengths[axis] - 1) * strides[axis])
+    # Bytes from the first to the last index of each dimension. The dimension with the most may be left out first.
+    reaches = [(length - 1) * stride for length, stride in zip(lengths, strides, strict=True)]
+    inner = sorted(range(len(lengths)), key=reaches.__getitem__, reverse=True)
     outer: list[int] = []
-    wanted = size * math.prod(lengths)
-    reach = size + sum((lengths[axis] - 1) * strides[axis] for axis in inner)
+    useful_bytes = size * math.prod(lengths)
+    read_bytes = size + sum(reaches)
     while inner:
-        length, stride = lengths[inner[0]], strides[inner[0]]
-        without = reach - (length - 1) * stride
-        if reach <= _MOST_TIMES * wanted and stride - without <= _MOST_GAP:
+        axis = inner[0]
+        fewer_bytes = read_bytes - reaches[axis]
+        gap = strides[axis] - fewer_bytes
+        if gap <= _MOST_GAP and read_bytes <= _MOST_TIMES * useful_bytes:
             break
+
         outer.append(inner.pop(0))
-        reach, wanted = without, wanted // length
-    return outer, inner, reach
+        read_bytes, useful_bytes = fewer_bytes, useful_bytes // lengths[axis]
+
+    return _Plan(outer, inner, read_bytes)
 
 
 def _copy_from_map(
-    files: OpenFiles, tensor: Tensor, at: int, lengths: Sequence[int], strides: Sequence[int], size: int
+    files: OpenFiles, tensor: Tensor, offset: int, lengths: Sequence[int], strides: Sequence[int], size: int
 ) -> Any:
+    """Return the elements of a box of a strided tensor. Arguments as in `_plan_reads`; offset: of the box."""
     mapping = files.mapping(tensor)
-    end = at + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + size
+    end = offset + _count_bytes(lengths, strides, size)
     if mapping.size() < end:  # size() returns the current size of the file
         raise truncated_file(tensor)
-    view: Any = np.ndarray(lengths, f"V{size}", mapping, at, strides)
+
+    view: Any = np.ndarray(lengths, f"V{size}", mapping, offset, strides)
     return view.flatten()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.errors import OptionError
 
@@ -32,7 +32,8 @@ COUNTERS = frozenset(
     "num_batches_tracked iteration iterations num_iters iter n_iter epoch last_epoch growth_tracker "
     "_growth_tracker".split()
 )
-_FIELDS = ("rtol", "atol", "ulp")
+# The types of the numbers of an entry. rtol and atol may be integers, ulp no float.
+_FIELDS = {"rtol": (int, float), "atol": (int, float), "ulp": (int,)}
 _NEEDED = 'must be "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-5, atol = 1e-8} or {ulp = 4}'
 
 
@@ -40,12 +41,15 @@ _NEEDED = 'must be "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1
 class Tolerance:
     """Two finite floats are close if |a-b| <= atol + rtol * max(|a|, |b|), or if they lie within `ulp` steps.
 
-    A tensor is close if every pair of replicas is, in each element.
+    A tensor is close if every pair of replicas is, in each element. Integers and bools are never close. Unlike numpy's
+    and torch's rule, this rule is symmetric.
 
-    rtol, atol, ulp: None is off; rtol and atol come together, for one alone has no sensible default for the other.
+    rtol, atol: None is off. They come together, because rtol alone has no sensible default for atol.
+    ulp: None is off.
     rule: its source, for the report; empty for the options rtol, atol and ulp themselves.
-    Integers and bools are never close. Unlike numpy's and torch's rule, this one is symmetric.
-    Raises OptionError for one of rtol and atol alone, negative values, and rtol above 1, which would pass everything.
+
+    Raises OptionError for rtol without atol, atol without rtol, negative values, and rtol above 1, which would pass
+    everything.
     """
 
     rtol: float | None = None
@@ -56,12 +60,11 @@ class Tolerance:
     def __post_init__(self) -> None:
         if (self.rtol is None) != (self.atol is None):
             raise OptionError("{rtol} and {atol} belong together: give both (0 is a value)", "rtol", "atol")
-        if (
-            self.rtol is not None
-            and self.atol is not None
-            and not (0 <= self.rtol <= 1 and 0 <= self.atol < float("inf"))
-        ):
+
+        rtol, atol = self.rtol or 0, self.atol or 0
+        if not (0 <= rtol <= 1 and 0 <= atol < math.inf):
             raise OptionError("must be 0 <= rtol <= 1 and a finite atol >= 0", rtol=self.rtol, atol=self.atol)
+
         if self.ulp is not None and self.ulp < 0:
             raise OptionError("must be at least 0", ulp=self.ulp)
 
@@ -71,46 +74,65 @@ class Tolerance:
         return self.rtol is None and self.ulp is None
 
     def __str__(self) -> str:
-        parts = [] if self.rtol is None else [f"rtol={self.rtol:g}", f"atol={self.atol:g}"]
-        text = " ".join(parts + ([] if self.ulp is None else [f"ulp={self.ulp}"])) or "bitwise"
+        parts = []
+        if self.rtol is not None:
+            parts += [f"rtol={self.rtol:g}", f"atol={self.atol:g}"]
+        if self.ulp is not None:
+            parts.append(f"ulp={self.ulp}")
+
+        text = " ".join(parts) or "bitwise"
         return f"{text} ({self.rule})" if self.rule else text
 
 
 # A tolerance, or "close": that of the tensor's dtype in the table above.
-Said = Tolerance | Literal["close"]
+Entry = Tolerance | Literal["close"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """Which tolerance applies to which tensor: names come before kinds, and both before the general one.
+    """Which tolerance applies to which tensor: names come before kinds, and both before the general tolerance.
 
-    names: globs of whole names; of several that match, the first counts. kinds: of `kinds.KINDS`.
+    names: by globs of full names. If several globs match, the first counts.
+    kinds: by kinds of `kinds.KINDS`.
     """
 
-    general: Said = Tolerance()
-    names: tuple[tuple[str, Said], ...] = ()
-    kinds: tuple[tuple[str, Said], ...] = ()
+    general: Entry = Tolerance()
+    names: tuple[tuple[str, Entry], ...] = ()
+    kinds: tuple[tuple[str, Entry], ...] = ()
 
     def of(self, name: str, kind: str, dtype: str) -> Tolerance:
-        """Return what applies to a tensor; its `rule` names the entry that says so.
+        """Return the tolerance of a tensor; its `rule` is the entry of the table that applies.
 
         Counters are exact, also those stored as floats, unless an entry is of their kind or ends with their own name.
         """
         last = name.rpartition(".")[2]
-        counter = kind in COUNTING or last in COUNTERS
-        for glob, said in self.names:
-            if fnmatchcase(name, glob) and not (counter and not glob.endswith(last)):
-                return _of_dtype(said, dtype, f"tolerance of {glob}")
-        for of, said in self.kinds:
-            if of == kind and not (counter and kind not in COUNTING):
-                return _of_dtype(said, dtype, f"tolerance of {of}")
-        if counter:
+        is_counter = kind in COUNTING or last in COUNTERS
+        for glob, entry in self.names:
+            applies = glob.endswith(last) or not is_counter
+            if applies and fnmatchcase(name, glob):
+                return _of_dtype(entry, dtype, f"tolerance of {glob}")
+
+        entry_of_kind = dict(self.kinds).get(kind)
+        applies = kind in COUNTING or not is_counter
+        if applies and entry_of_kind is not None:
+            return _of_dtype(entry_of_kind, dtype, f"tolerance of {kind}")
+
+        if is_counter:
             return Tolerance()
-        return self.general if isinstance(self.general, Tolerance) else _of_dtype(self.general, dtype, "")
+
+        if isinstance(self.general, Tolerance):
+            return self.general
+
+        return _of_dtype(self.general, dtype, "")
 
     def idle(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the globs that match none of these names."""
-        return tuple(glob for glob, _ in self.names if not any(fnmatchcase(name, glob) for name in names))
+        unused_globs = []
+        for glob, _ in self.names:
+            if not any(fnmatchcase(name, glob) for name in names):
+                unused_globs.append(glob)
+
+        return tuple(unused_globs)
 
 
 def tolerances(
@@ -122,59 +144,75 @@ def tolerances(
     table: Mapping[str, object] | None = None,
     kinds: Collection[str] = (),
 ) -> Tolerances:
-    """Put the options together. table: by kind or glob of names, "close", "bitwise" or a table of rtol, atol, ulp.
+    """Return the tolerances of options.
 
-    A key of the table that is one of `kinds` is a kind, any other a glob. Raises OptionError for what contradicts
-    itself or makes no sense.
+    table: by kind or glob of names, "close", "bitwise" or a table of rtol, atol, ulp. A key that is one of `kinds` is a
+        kind, any other key a glob.
+
+    Raises OptionError for options that contradict each other or are out of range.
     """
-    given = [name for name, value in zip(_FIELDS, (rtol, atol, ulp), strict=True) if value is not None]
-    if close and given:
-        others = " and ".join(f"{{{name}}}" for name in given)
+    options = {"rtol": rtol, "atol": atol, "ulp": ulp}
+    numbers = [name for name, value in options.items() if value is not None]
+    if close and numbers:
+        placeholders = " and ".join(f"{{{name}}}" for name in numbers)
         raise OptionError(
-            f"{{close}} cannot be combined with {others}: it sets the tolerance of each dtype", "close", *given
+            f"{{close}} cannot be combined with {placeholders}: it sets the tolerance of each dtype", "close", *numbers
         )
-    rules = {key: _said(key, value) for key, value in (table or {}).items()}
-    return Tolerances(
-        "close" if close else Tolerance(rtol, atol, ulp),
-        tuple((key, said) for key, said in rules.items() if key not in kinds),
-        tuple((key, said) for key, said in rules.items() if key in kinds),
-    )
+
+    by_name: list[tuple[str, Entry]] = []
+    by_kind: list[tuple[str, Entry]] = []
+    for key, value in (table or {}).items():
+        entries = by_kind if key in kinds else by_name
+        entries.append((key, _read_entry(key, value)))
+
+    general: Entry = "close" if close else Tolerance(rtol, atol, ulp)
+    return Tolerances(general, tuple(by_name), tuple(by_kind))
 
 
-def _said(key: str, value: object) -> Said:
+def _read_entry(key: str, value: object) -> Entry:
     """Read one entry of the table."""
     if value == "close":
         return "close"
+
     if value == "bitwise":
         return Tolerance()
+
     wrong = {f"tolerance.{key}": value}
     if not isinstance(value, dict) or not value:
         raise OptionError(_NEEDED, **wrong)
+
     for name, number in value.items():
         if isinstance(number, dict) and name not in _FIELDS:
             # TOML takes the dots of a bare key for nested tables.
             raise OptionError('a name with dots needs quotes, as in "layer4.*" = {ulp = 4}', **wrong)
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        if name not in _FIELDS or not (whole or (isinstance(number, float) and name != "ulp")):
+
+        # A bool is an integer in Python.
+        if isinstance(number, bool) or not isinstance(number, _FIELDS.get(name, ())):
             raise OptionError(_NEEDED, **wrong)
+
     try:
-        rtol, atol = (None if name not in value else _float(value[name]) for name in _FIELDS[:2])
-        return Tolerance(rtol, atol, value.get("ulp"))
+        return Tolerance(_read_float(value, "rtol"), _read_float(value, "atol"), value.get("ulp"))
     except OptionError as error:
         raise OptionError(str(error), **wrong) from None
 
 
-def _float(number: float) -> float:
+def _read_float(table: Mapping[str, Any], name: str) -> float | None:
+    """Return an optional number of an entry; infinity for integers beyond floats, because TOML's have no bound."""
+    if name not in table:
+        return None
+
     try:
-        return float(number)
-    except OverflowError:  # TOML's integers have no bound
+        return float(table[name])
+    except OverflowError:
         return math.inf
 
 
 @cache
-def _of_dtype(said: Said, dtype: str, rule: str) -> Tolerance:
-    """Return what an entry means for a dtype, with the entry's name in it."""
-    if isinstance(said, Tolerance):
-        return replace(said, rule=rule)
-    rule = ", ".join(filter(None, ("close", rule)))
-    return Tolerance(*CLOSE[dtype], rule=rule) if dtype in CLOSE else Tolerance(rule=rule)
+def _of_dtype(entry: Entry, dtype: str, rule: str) -> Tolerance:
+    """Return the tolerance of an entry for a dtype. rule: the entry as the user wrote it."""
+    if isinstance(entry, Tolerance):
+        return replace(entry, rule=rule)
+
+    rule = f"close, {rule}" if rule else "close"
+    rtol, atol = CLOSE.get(dtype, (None, None))
+    return Tolerance(rtol, atol, rule=rule)

@@ -9,13 +9,13 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.snapshots import Membership
 from syncheck.tensors.names import is_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from syncheck.records import ValueKind
     from syncheck.snapshots import Snapshot
@@ -52,8 +52,7 @@ _LBFGS = frozenset("n_iter func_evals prev_loss d t h_diag old_dirs old_stps ro 
 # Keys of learning-rate scheduler states. Two of them identify a scheduler.
 _SCHEDULER_KEYS = frozenset("last_epoch _step_count _get_lr_called_within_step num_bad_epochs cooldown_counter".split())
 SETTINGS = frozenset("lr learning_rate weight_decay betas momentum".split())
-_SCALER = re.compile(r"scaler|^amp$|_amp_|^amp_|_amp$|^loss_scale$|^skipped_steps$")
-_SCHEDULER = re.compile(r"scheduler|(?:^|_)sched(?:_|$)")
+# Words of the names of counts.
 _WORD = (
     "global|current|cur|total|train|training|trained|last|start|resume|n|num|run|taken|done|completed|finished|seen|"
     "so_far|in_epoch|this_epoch|count|counter|idx|index|number|micro|opt|optim|optimizer|optimization|gradient|grad|decay|inner|outer"
@@ -64,18 +63,53 @@ _PROGRESS = re.compile(
 )
 # Lightning's progress counters, as in `loops.fit_loop.epoch_progress.current.completed`.
 _LOOP_COUNTS = frozenset("ready started processed completed".split())
-# Words in the names of values beside tensors that describe the run and not the model.
-# Containers of logs or of each rank's own data, containers of the user's configuration, and averaged models.
-_ASIDE = frozenset(
-    "callbacks callback metrics metric meters meter log logs logger loggers results loader dataloader dataloaders "
-    "sampler dataset data val valid validate validation eval evaluation test predict best stats profiler".split()
-)
+# Words in the names of values that describe the run and not the model.
 _LOGGED = frozenset(
     "loss losses acc accuracy error errors score scores perplexity ppl metric metrics time date note notes comment "
     "version format info path".split()
 )
-_CONFIG = frozenset("args cfg config conf hparams hyper".split())
-_AVERAGES = frozenset("ema swa average averaged averager".split())
+
+
+def _match_container(words: str) -> re.Pattern[str]:
+    """Return a pattern that finds words in the names of the containers of a value."""
+    return re.compile(rf"(?<![a-z])(?:{words.replace(' ', '|')})(?![a-z]).*\.", re.DOTALL)
+
+
+# Containers of logs or of each rank's own data, of the user's configuration, and of averaged models.
+_IN_LOG = _match_container(
+    "callbacks callback metrics metric meters meter log logs logger loggers results loader dataloader dataloaders "
+    "sampler dataset data val valid validate validation eval evaluation test predict best stats profiler"
+)
+_IN_CONFIGURATION = _match_container("args cfg config conf hparams hyper")
+_IN_AVERAGE = _match_container("ema swa average averaged averager")
+
+
+class _Rule(NamedTuple):
+    """A rule about the name of a value. The first rule that applies determines the kind.
+
+    kind: of the value.
+    pattern: searched in the name in lower case.
+    containers: the field of `_Containers` with containers to which the rule applies, too.
+    """
+
+    kind: ValueKind
+    pattern: re.Pattern[str]
+    containers: str = "none"
+
+
+_RULES = (
+    _Rule("counter", re.compile(r"^optimizer\.(?:.*\.)?step$|(?:^|\.)param_groups\.(?:.*\.)?step$")),
+    _Rule("setting", re.compile(r"(?:^|\.)param_groups(?:\.|$)")),
+    _Rule(
+        "scaler",
+        re.compile(r"scaler|_amp_|(?:^|\.)amp(?:_|\.|$)|_amp(?:\.|$)|(?:^|\.)(?:loss_scale|skipped_steps)(?:\.|$)"),
+        "scalers",
+    ),
+    _Rule("setting", re.compile(r"^optimizer(?:\.|$)|scheduler|(?:^|_|\.)sched(?:_|\.|$)"), "schedulers"),
+    _Rule("other", _IN_LOG),
+    _Rule("setting", re.compile(rf"(?:^|\.)(?:{'|'.join(SETTINGS)})$")),
+    _Rule("other", _IN_CONFIGURATION),
+)
 # Keys of averaged copies in torch-ema and diffusers, beside their decay.
 _AVERAGE_COUNTS = frozenset("num_updates optimization_step".split())
 
@@ -93,17 +127,18 @@ def is_of_rank(name: str, value: Any, *, certain: bool) -> bool:
     certain: whether the value is in a state dict or an extra state. There, a name such as `rank` or `time` has a
     meaning of its own (the rank of an adapter), but RNG states and devices belong to the rank.
     """
-    if not differs_by_design(name):
-        return False
-
-    if not certain or is_rng_state(name.split(".")):
+    parts = name.split(".")
+    if is_rng_state(parts):
         return True
 
-    has_device_name = name.rpartition(".")[2].lower() == "device"
-    return has_device_name and isinstance(value, str) and _DEVICE.fullmatch(value) is not None
+    if not certain:
+        return differs_by_design(name)
+
+    is_named_device = parts[-1].lower() == "device"
+    return is_named_device and isinstance(value, str) and _DEVICE.fullmatch(value) is not None
 
 
-@lru_cache(maxsize=4096)  # live checks ask for the same names again and again
+@lru_cache(maxsize=4096)  # live checks repeat the same names
 def is_own_name(key: str) -> bool:
     """Whether an attribute or key is named after something of the rank itself, such as `_local_rank`."""
     plain = key.lower().strip("_")
@@ -112,13 +147,13 @@ def is_own_name(key: str) -> bool:
 
 def is_aside(name: str) -> bool:
     """Whether a value beside tensors describes the run: in a container of logs or settings, or a loss, time or note."""
-    containers, _, last = name.lower().rpartition(".")
-    return bool(_find_words(containers) & (_ASIDE | _CONFIG)) or bool(_find_words(last) & _LOGGED)
+    words = _find_words(name.lower().rpartition(".")[2])
+    return in_configuration(name) or _IN_LOG.search(name.lower()) is not None or not words.isdisjoint(_LOGGED)
 
 
 def in_configuration(name: str) -> bool:
     """Whether a value is in a container of the user's settings, such as `args.lr`."""
-    return bool(_find_words(name.lower().rpartition(".")[0]) & _CONFIG)
+    return _IN_CONFIGURATION.search(name.lower()) is not None
 
 
 def is_lbfgs_state(name: str) -> bool:
@@ -126,8 +161,11 @@ def is_lbfgs_state(name: str) -> bool:
     parts = name.lower().split(".")
     if parts[0] != "optimizer" or "param_groups" in parts or len(parts) < 3:
         return False
-    is_entry = parts[-1].isdecimal() and len(parts) > 3
-    return parts[-2 if is_entry else -1] in _LBFGS
+
+    if parts[-1].isdecimal() and len(parts) > 3:
+        parts.pop()
+
+    return parts[-1] in _LBFGS
 
 
 def is_seed(name: str) -> bool:
@@ -139,43 +177,71 @@ def _find_words(text: str) -> set[str]:
     return set(re.findall(r"[a-z]+", text))
 
 
+class _Containers(NamedTuple):
+    """Names of containers that are recognized by their keys.
+
+    scalers: of loss scalers.
+    schedulers: of learning-rate schedulers.
+    averages: of averaged copies of the weights; the name is empty for the whole checkpoint.
+    none: no containers, for rules about names alone.
+    """
+
+    scalers: set[str]
+    schedulers: set[str]
+    averages: set[str]
+    none: frozenset[str] = frozenset()
+
+
 def make_value_classifier(names: Iterable[str]) -> Callable[[str], ValueKind]:
     """Return a function that classifies the values of a checkpoint. names: all of them, to recognize containers."""
-    keys: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        container, _, key = name.rpartition(".")
-        keys[container].add(key)
-    scalers = {container for container, of in keys.items() if container and of & _SCALER_KEYS and of & SCALES}
-    averages = {container for container, of in keys.items() if "decay" in of and of & _AVERAGE_COUNTS}
-    schedulers = {container for container, of in keys.items() if container and len(of & _SCHEDULER_KEYS) > 1}
+    recognized = _recognize_containers(names)
 
     def kind_of(name: str) -> ValueKind:
-        lowered = name.lower().split(".")
-        containers = {name[:at] for at, letter in enumerate(name) if letter == "."}
         if is_lbfgs_state(name):
             return "counter"
-        if "param_groups" in lowered or (lowered[0] == "optimizer" and lowered[-1] == "step"):
-            return "counter" if lowered[-1] == "step" else "setting"
-        if any(map(_SCALER.search, lowered)) or containers & scalers:
-            return "scaler"
-        if lowered[0] == "optimizer" or any(map(_SCHEDULER.search, lowered)) or containers & schedulers:
-            return "setting"
-        words = _find_words(".".join(lowered[:-1]))
-        if words & _ASIDE:
+
+        lowered = name.lower()
+        containers = _list_containers(name)
+        for rule in _RULES:
+            if rule.pattern.search(lowered) or containers & getattr(recognized, rule.containers):
+                return rule.kind
+
+        if not _is_count(lowered.split(".")):
             return "other"
-        if lowered[-1] in SETTINGS:
-            return "setting"
-        if words & _CONFIG or not _is_count(lowered):
-            return "other"
-        in_average = bool(words & _AVERAGES) or name.rpartition(".")[0] in averages
-        return "average" if in_average else "progress"
+
+        is_in_average = _IN_AVERAGE.search(lowered) or name.rpartition(".")[0] in recognized.averages
+        return "average" if is_in_average else "progress"
 
     return kind_of
 
 
+def _recognize_containers(names: Iterable[str]) -> _Containers:
+    """Return the containers of the values of a checkpoint whose keys only scalers, schedulers or averages have."""
+    keys_of: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        container, _, key = name.rpartition(".")
+        keys_of[container].add(key)
+
+    averages = {container for container, keys in keys_of.items() if "decay" in keys and keys & _AVERAGE_COUNTS}
+    # The values at the top of a checkpoint belong to several objects.
+    keys_of.pop("", None)
+    schedulers = {container for container, keys in keys_of.items() if len(keys & _SCHEDULER_KEYS) > 1}
+    scalers = {container for container, keys in keys_of.items() if keys & _SCALER_KEYS and keys & SCALES}
+    return _Containers(scalers, schedulers, averages)
+
+
+def _list_containers(name: str) -> set[str]:
+    """Return the names of the containers of a value: `a` and `a.b` for `a.b.c`."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
+
+
 def _is_count(parts: list[str]) -> bool:
-    in_a_loop = parts[-1] in _LOOP_COUNTS and any(part.endswith("progress") for part in parts[:-2])
-    return bool(in_a_loop or _PROGRESS.fullmatch(parts[-1]))
+    if _PROGRESS.fullmatch(parts[-1]):
+        return True
+
+    in_loop = any(part.endswith("progress") for part in parts[:-2])
+    return in_loop and parts[-1] in _LOOP_COUNTS
 
 
 def is_membership(name: str) -> bool:
@@ -195,31 +261,42 @@ def select_counted_values(snapshot: Snapshot) -> dict[str, Any]:
     kind_of = make_value_classifier(values)
     selected = {}
     for name, value in values.items():
-        if name in snapshot.model_values:
-            if not is_of_rank(name, value, certain=snapshot.model_values[name] is Membership.MODEL):
+        membership = snapshot.model_values.get(name)
+        if membership is not None:
+            if not is_of_rank(name, value, certain=membership is Membership.MODEL):
                 selected[name] = to_comparable(value)
         elif kind_of(name) != "other" and not differs_by_design(name):
             selected[name] = value
+
     return selected
 
 
 def stores_progress(snapshot: Snapshot) -> bool:
     """Whether a checkpoint stores its step or epoch."""
-    values = values_of(snapshot)
-    kind_of = make_value_classifier(values)
-    return any(value is not None and kind_of(name) == "progress" for name, value in values.items())
+    return _has_kind("progress", values_of(snapshot))
 
 
 def counts_updates(snapshot: Snapshot) -> bool:
     """Whether a checkpoint stores how often an averaged copy of the weights was updated, as a number."""
-    kind_of = make_value_classifier(snapshot.values)
-    return any(value is not None and kind_of(name) == "average" for name, value in snapshot.values.items())
+    return _has_kind("average", snapshot.values)
+
+
+def _has_kind(kind: ValueKind, values: Mapping[str, Any]) -> bool:
+    kind_of = make_value_classifier(values)
+    return any(value is not None and kind_of(name) == kind for name, value in values.items())
 
 
 def values_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return the values of a checkpoint. Step and epoch of the metadata are defaults."""
-    progress = {"step": snapshot.metadata.step, "epoch": snapshot.metadata.epoch} if snapshot.metadata else {}
-    return {name: value for name, value in progress.items() if value is not None} | dict(snapshot.values)
+    values: dict[str, Any] = {}
+    metadata = snapshot.metadata
+    if metadata is not None and metadata.step is not None:
+        values["step"] = metadata.step
+    if metadata is not None and metadata.epoch is not None:
+        values["epoch"] = metadata.epoch
+
+    values.update(snapshot.values)
+    return values
 
 
 def to_comparable(value: Any) -> Any:
