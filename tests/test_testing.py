@@ -13,7 +13,7 @@ from checkpoints import changed, network, save_pth
 from groups import make_finding
 from groups import text as message_of
 
-from syncheck.diagnose.case import Common
+from syncheck.diagnose.statements import Common
 from syncheck.errors import UsageError
 from syncheck.messages import Detail, Note, Refusal, Undecided
 from syncheck.records import Counts, Group, Replica, Report, TensorDiff, Unreadable, ValueDiff

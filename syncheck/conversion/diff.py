@@ -19,7 +19,7 @@ from syncheck.conversion.name_maps import add_variables
 from syncheck.conversion.quantized import dequantize
 from syncheck.conversion.recognition import complete_variables, find_guessed, recognize_map, require_equal_heads
 from syncheck.conversion.sides import LABELS, Side, Source, list_earlier, list_inputs, open_side
-from syncheck.diagnose.case import relation_of
+from syncheck.diagnose.measures import relation_of
 from syncheck.diagnose.verdicts import judge_difference, judge_group, overall
 from syncheck.errors import UsageError
 from syncheck.findings import RelationKind, Stored

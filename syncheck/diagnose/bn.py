@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, follower_facts, is_weight, largest_difference
+from syncheck.diagnose.case import Case, Match, is_weight
 from syncheck.diagnose.history import last_agreement, suspects
+from syncheck.diagnose.selection import exclude_names, has_kind, last_part, list_names, module_of, out_of_sync
+from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 
     from syncheck.records import Comparison, TensorDiff
 
-# Last components of the names of running statistics.
+# Last parts of the names of running statistics: of BatchNorm, and of any module.
+_LAST_PARTS = ("running_mean", "running_var")
 _STATISTIC = re.compile(
     r"_*(?:(?:\w+_)?(?:mean|var|std|counts?|min|max|min_val|max_val|usage|queue|ptr|centers?|centroids?|per_expert)|m2|n"
     r"|num_\w+|cluster_\w+|embed_avg|ema_\w+|zero_point|\w+_enabled|(?:weight_)?[uv]|s?[uv]\d+|\w*expert_bias"
@@ -48,8 +51,12 @@ def statistics_alone(case: Case) -> tuple[TensorDiff, ...]:
     Parameters without a comparison (excluded by an option, or sharded) do not count as different. Returns nothing if
     only variances differ, because different data would change the means too.
     """
-    statistics = case.of_kind(*BN_STATISTICS) if others_agree(case) else ()
-    return () if case.compared("bn_mean") and all(diff.kind == "bn_var" for diff in statistics) else statistics
+    if not others_agree(case):
+        return ()
+    statistics = case.of_kind(*BN_STATISTICS)
+    if case.compared("bn_mean") and not has_kind(statistics, "bn_mean"):
+        return ()
+    return statistics
 
 
 def changed_on_some_ranks(case: Case) -> tuple[TensorDiff, ...]:
@@ -60,7 +67,7 @@ def changed_on_some_ranks(case: Case) -> tuple[TensorDiff, ...]:
     if case.group.evidence.stale or not case.agrees("parameter", "bn_count"):
         return ()
     statistics = [diff for diff in statistics_alone(case) if is_batchnorm(case, diff.name)]
-    return tuple(statistics) if all(_has_majority(diff) for diff in statistics) else ()
+    return tuple(statistics) if all(map(_has_majority, statistics)) else ()
 
 
 def _has_majority(diff: TensorDiff) -> bool:
@@ -71,37 +78,44 @@ def _has_majority(diff: TensorDiff) -> bool:
 def may_be_changed(case: Case) -> bool:
     """Whether some ranks or statistics agree, or all agreed before, although the batches of each rank change them all.
 
-    Layers in evaluation mode agree too, and files saved after a broadcast. Before the first step, all statistics are
-    equal. If no two of three or more ranks agree, a change on some ranks is no explanation.
+    Layers in evaluation mode agree too, and files saved after a broadcast. If no two of three or more ranks agree, a
+    change on some ranks is no explanation.
     """
+    # Before the first step, all statistics are equal.
     steps = [group for group in case.steps() if group.step != 0]
-    names = frozenset().union(*map(case.names_of, BN_STATISTICS))
+    names = case.names_of(*BN_STATISTICS)
     if names and last_agreement(names, steps) is not None:
         return True
-    differing = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind in BN_STATISTICS]
-    if len(case.group.replicas) > 2:
-        return any(_has_majority(diff) for diff in differing)
-    return not names <= {diff.name for diff in differing}
+    differing = out_of_sync(case.group, *BN_STATISTICS)
+    if case.number_of_ranks > 2:
+        return any(map(_has_majority, differing))
+    return not names.issubset(list_names(differing))
 
 
 def is_batchnorm(case: Case, name: str) -> bool:
     """Whether a running statistic is BatchNorm's. Observation normalizers have no batch count and no weight."""
+    names = case.group.evidence.names
     module = name.removesuffix("running_mean").removesuffix("running_var")
-    siblings = {f"{module}num_batches_tracked", f"{module}weight"}
-    return name not in case.group.evidence.names or not case.group.evidence.names.keys().isdisjoint(siblings)
+    has_siblings = f"{module}num_batches_tracked" in names or f"{module}weight" in names
+    return has_siblings or name not in names
 
 
 def running_statistics(case: Case, differing: Sequence[TensorDiff]) -> list[TensorDiff]:
     """Select running statistics by dtype, by name, and by other names in the module."""
-    parts = (name.rpartition(".") for name in case.group.evidence.names)
-    modules = {module for module, _, last in parts if _STATISTIC.fullmatch(last)}
-    return [
-        diff
-        for diff in differing
-        if diff.dtype.startswith(("int", "uint", "bool"))
-        or (diff.name.rpartition(".")[0] in modules and not is_weight(diff.name))
-        or _STATISTIC.fullmatch(diff.name.rpartition(".")[2])
-    ]
+    names = filter(_has_name_of_statistic, case.group.evidence.names)
+    modules = frozenset(map(module_of, names))
+    return [diff for diff in differing if _is_running_statistic(diff, modules)]
+
+
+def _has_name_of_statistic(name: str) -> bool:
+    return _STATISTIC.fullmatch(last_part(name)) is not None
+
+
+def _is_running_statistic(diff: TensorDiff, modules: frozenset[str]) -> bool:
+    """Whether a tensor is a running statistic. modules: those with names of statistics."""
+    if diff.dtype.startswith(("int", "uint", "bool")) or _has_name_of_statistic(diff.name):
+        return True
+    return module_of(diff.name) in modules and not is_weight(diff.name)
 
 
 def match_statistics(
@@ -112,43 +126,49 @@ def match_statistics(
     first: the first statement, with the parameters count, total and size. synchronization: the last statements.
     """
     total, size = case.compared(*BN_STATISTICS), largest_difference(statistics)
-    facts = [first(count=len(statistics), total=total, size=size), *case.agreement_facts(statistics)]
-    parameters = case.compared("parameter")
-    explained = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "parameter"]
-    if explained and explained_by_settings(case):
-        facts.append(Statistics.SETTINGS(count=len(explained), total=parameters))
-    elif explained:
-        facts.append(Statistics.OTHER_CAUSE(count=len(explained), total=parameters))
-    elif parameters:
-        facts.append(Statistics.PARAMETERS_AGREE(count=parameters))
-    else:
-        facts.append(Statistics.PARAMETERS_NOT_COMPARED())
-    if case.compared("bn_count") and case.agrees("bn_count"):
-        facts.append(Statistics.COUNTS_AGREE())
     copies = statistics_of_copies(case)
+    facts = [
+        first(count=len(statistics), total=total, size=size),
+        *case.agreement_facts(statistics),
+        _describe_parameters(case),
+    ]
+    if case.is_in_sync("bn_count"):
+        facts.append(Statistics.COUNTS_AGREE())
     facts += follower_facts(copies)
-    return Match((*statistics, *copies), suspects(statistics, case.group), [*facts, *synchronization])
+    facts += synchronization
+    return Match((*statistics, *copies), suspects(statistics, case.group), facts)
+
+
+def _describe_parameters(case: Case) -> Message:
+    """State whether the parameters agree, or why they differ beside the statistics."""
+    total = case.compared("parameter")
+    differing = out_of_sync(case.group, "parameter")
+    if differing:
+        sentence = Statistics.SETTINGS if explained_by_settings(case) else Statistics.OTHER_CAUSE
+        return sentence(count=len(differing), total=total)
+    if total:
+        return Statistics.PARAMETERS_AGREE(count=total)
+    return Statistics.PARAMETERS_NOT_COMPARED()
 
 
 def statistics_of_copies(case: Case) -> tuple[TensorDiff, ...]:
     """Return the differing running statistics of averaged copies, which are averages or copies of the model's."""
-    last_parts = ("running_mean", "running_var")
-    return tuple(diff for diff in case.differing("ema") if diff.name.rpartition(".")[2] in last_parts)
+    return tuple(diff for diff in case.differing("ema") if last_part(diff.name) in _LAST_PARTS)
 
 
 def explained_by_settings(case: Case) -> bool:
     """Whether SYN107 covers differing settings and the differing parameters that follow from them."""
-    uncovered = {diff.name for diff in case.tensors}
-    covered = [
-        diff
-        for diff in case.group.tensors
-        if diff.out_of_sync and diff.kind == "parameter" and diff.name not in uncovered
-    ]
-    settings = [value for value in case.group.values if value.kind == "setting" and value.counts]
-    return bool(covered) and any(value.name not in case.values for value in settings)
+    uncovered = frozenset(list_names(case.tensors))
+    if not exclude_names(out_of_sync(case.group, "parameter"), uncovered):
+        return False
+    covered_values = [value for value in case.group.values if value.counts and value.name not in case.values]
+    return any(value.kind == "setting" for value in covered_values)
 
 
 def drift(group: Comparison) -> float:
     """Return the mean of the largest differences of all differing running statistics; 0.0 if all agree."""
-    largest = [float(diff.max_abs) for diff in group.tensors if diff.kind in BN_STATISTICS and diff.max_abs is not None]
+    largest = []
+    for diff in group.tensors:
+        if diff.kind in BN_STATISTICS and diff.max_abs is not None:
+            largest.append(float(diff.max_abs))
     return sum(largest) / len(largest) if largest else 0.0

@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import largest_difference
 from syncheck.diagnose.series import by_run
 from syncheck.diagnose.single_events import describe_events
+from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:

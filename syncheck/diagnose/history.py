@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from syncheck.diagnose.selection import (
+    exclude_kinds,
+    exclude_names,
+    holders_of,
+    list_names,
+    minorities_of,
+    out_of_sync,
+    select_kinds,
+    select_names,
+)
 from syncheck.records import History, HistoryPoint
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
@@ -22,34 +32,62 @@ CONSTANT = 0.01
 GROWING = 1.5
 
 
+class _Step(NamedTuple):
+    """The tensors of a finding that differ at one step."""
+
+    number: int
+    group: Comparison
+    differing: list[TensorDiff]
+
+
 def history_of(names: Collection[str], groups: Sequence[Comparison]) -> History | None:
     """Return the history of tensors over the steps of a run; None with fewer than two steps or without differences.
 
     groups: the groups of one run, in the order of their steps. Only parameters and the optimizer count if the finding
     has any. Buffers, running statistics and averaged copies follow them, and may differ earlier for another reason.
     """
-    kinds = {diff.name: diff.kind for group in groups for diff in group.tensors}
+    followed = _select_followed(names, groups)
+    steps = []
+    for group in groups:
+        if group.step is not None:
+            steps.append(_Step(group.step, group, select_names(out_of_sync(group), followed)))
+    differing_by_step = [step.differing for step in steps]
+    first = count_agreeing(differing_by_step)
+    if len(steps) < 2 or first == len(steps):
+        return None
+    measured_by_step = _select_measured(differing_by_step)
+    points = []
+    for step, measured in zip(steps, measured_by_step, strict=True):
+        others_differ = _have_others(followed, step.group)
+        points.append(HistoryPoint(step.number, len(step.differing), _find_largest(measured), others_differ))
+    begin = steps[first]
+    return History(
+        points=tuple(points),
+        since=begin.number,
+        agreed=steps[first - 1].number if first else None,
+        tensors=tuple(dict.fromkeys(list_names((*measured_by_step[first], *begin.differing)))),
+        ranks=suspects(begin.differing, begin.group),
+        trend=trend_of(measured_by_step[first:]),
+    )
+
+
+def _select_followed(names: Collection[str], groups: Sequence[Comparison]) -> Collection[str]:
+    """Return the names whose differences are followed: of trained tensors, or else of the model, or else all."""
+    kinds: dict[str, str] = {}
+    for group in groups:
+        kinds.update((diff.name, diff.kind) for diff in group.tensors)
     of_model = {name for name in names if kinds.get(name) != "ema"} or names
     trained = {name for name in of_model if kinds.get(name) in _TRAINED}
-    names = trained or {name for name in of_model if kinds.get(name) not in BN_STATISTICS} or of_model
-    steps = [(group.step, _find_differing(names, group), group) for group in groups if group.step is not None]
-    if len(steps) < 2 or not any(differing for _, differing, _ in steps):
-        return None
-    measured = _select_measured([differing for _, differing, _ in steps])
-    points = tuple(
-        HistoryPoint(step, len(differing), _find_largest(diffs), _have_others(names, group))
-        for (step, differing, group), diffs in zip(steps, measured, strict=True)
-    )
-    first = next(i for i, (_, differing, _) in enumerate(steps) if differing)
-    since, differing, group = steps[first]
-    return History(
-        points=points,
-        since=since,
-        agreed=steps[first - 1][0] if first else None,
-        tensors=tuple(dict.fromkeys(diff.name for diff in (*measured[first], *differing))),
-        ranks=suspects(differing, group),
-        trend=trend_of(measured[first:]),
-    )
+    without_statistics = {name for name in of_model if kinds.get(name) not in BN_STATISTICS}
+    return trained or without_statistics or of_model
+
+
+def count_agreeing(steps: Sequence[Sequence[TensorDiff]]) -> int:
+    """Return how many steps come before the first step with differences; all steps if none has any."""
+    for position, differing in enumerate(steps):
+        if differing:
+            return position
+    return len(steps)
 
 
 def trend_of(steps: Sequence[Sequence[TensorDiff]]) -> Trend | None:
@@ -63,11 +101,11 @@ def trend_of(steps: Sequence[Sequence[TensorDiff]]) -> Trend | None:
     if not ratios:
         return None
     middle = median(ratios)
-    near = [ratio for ratio in ratios if abs(ratio - middle) <= CONSTANT * middle]
-    uniform = 2 * len(near) > len(ratios)
-    if uniform and abs(middle - 1) <= CONSTANT:
+    close_ratios = [ratio for ratio in ratios if abs(ratio - middle) <= CONSTANT * middle]
+    is_uniform = 2 * len(close_ratios) > len(ratios)
+    if is_uniform and abs(middle - 1) <= CONSTANT:
         return "constant"
-    if uniform and middle < 1:
+    if is_uniform and middle < 1:
         return "shrinking"
     return "growing" if middle >= GROWING else "varying"
 
@@ -75,17 +113,18 @@ def trend_of(steps: Sequence[Sequence[TensorDiff]]) -> Trend | None:
 def difference_ratios(before: Iterable[TensorDiff], after: Iterable[TensorDiff]) -> list[float]:
     """Return the ratio of the later to the earlier difference for each tensor with both."""
     earlier = {diff.name: float(diff.max_abs) for diff in before if diff.max_abs}
-    return [float(diff.max_abs) / earlier[diff.name] for diff in after if diff.max_abs and diff.name in earlier]
-
-
-def _find_differing(names: Collection[str], group: Comparison) -> list[TensorDiff]:
-    return [diff for diff in group.tensors if diff.out_of_sync and diff.name in names]
+    ratios = []
+    for diff in after:
+        if diff.max_abs and diff.name in earlier:
+            ratios.append(float(diff.max_abs) / earlier[diff.name])
+    return ratios
 
 
 def _have_others(names: Collection[str], group: Comparison) -> bool:
     """Whether other tensors, or any values, are out of sync at a step."""
-    others = [diff.name for diff in group.tensors if diff.out_of_sync and diff.name not in names]
-    return bool(others) or any(value.counts for value in group.values)
+    if exclude_names(out_of_sync(group), names):
+        return True
+    return any(value.counts for value in group.values)
 
 
 def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]]:
@@ -94,22 +133,26 @@ def _select_measured(steps: Sequence[list[TensorDiff]]) -> list[list[TensorDiff]
     Returns the parameters, or else all tensors except statistics and counters, or else all tensors except counters.
     Statistics depend on the batch of each step even if the difference of the weights is constant.
     """
-    for chosen in (
-        lambda diff: diff.kind == "parameter",
-        lambda diff: diff.kind not in (*_COUNTERS, *BN_STATISTICS),
-        lambda diff: diff.kind not in _COUNTERS,
-    ):
-        selected = [[diff for diff in diffs if chosen(diff)] for diffs in steps]
-        if all(kept or not diffs for kept, diffs in zip(selected, steps, strict=True)):
-            return selected
+    candidates = (
+        [select_kinds(diffs, "parameter") for diffs in steps],
+        [exclude_kinds(diffs, *_COUNTERS, *BN_STATISTICS) for diffs in steps],
+        [exclude_kinds(diffs, *_COUNTERS) for diffs in steps],
+    )
+    differing_steps = list(map(bool, steps))
+    for candidate in candidates:
+        if list(map(bool, candidate)) == differing_steps:
+            return candidate
     return list(steps)
 
 
 def _find_largest(diffs: Sequence[TensorDiff]) -> float | None:
     """Return the largest difference; None if a difference has no number."""
-    if any(diff.max_abs is None for diff in diffs):
-        return None
-    return max((float(diff.max_abs or 0) for diff in diffs), default=0.0)
+    largest = 0.0
+    for diff in diffs:
+        if diff.max_abs is None:
+            return None
+        largest = max(largest, float(diff.max_abs))
+    return largest
 
 
 def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...]:
@@ -120,23 +163,28 @@ def suspects(tensors: Iterable[TensorDiff], group: Comparison) -> tuple[int, ...
     """
     # Running statistics differ between ranks without a fault, so they only count if no other tensor differs.
     diffs = list(tensors)
-    diffs = [diff for diff in diffs if diff.kind not in BN_STATISTICS] or diffs
-    odd = {rank for diff in diffs for rank in diff.minority}
-    without = sum(len(diff.clusters) > 1 and not diff.minority for diff in diffs)
-    if not odd or len(odd) >= len(group.replicas) or 2 * without > len(diffs):
-        odd = {rank for diff in diffs for cluster in diff.clusters for rank in cluster}
-    return tuple(sorted(odd)) or group.ranks
+    diffs = exclude_kinds(diffs, *BN_STATISTICS) or diffs
+    deviating = minorities_of(diffs)
+    without_majority = [diff for diff in diffs if len(diff.clusters) > 1 and not diff.minority]
+    is_exception = 2 * len(without_majority) > len(diffs)
+    if not deviating or len(deviating) >= len(group.replicas) or is_exception:
+        deviating = holders_of(diffs)
+    return tuple(sorted(deviating)) or group.ranks
 
 
 def last_agreement(names: Collection[str], groups: Sequence[Comparison]) -> int | None:
     """Return the last step before the last group at which all these tensors were compared and agreed; None without."""
     for group in reversed(groups[:-1]):
-        unequal = {diff.name for diff in group.tensors if diff.out_of_sync or diff.status == "not_compared"}
-        if group.evidence.names.keys() >= set(names) and unequal.isdisjoint(names):
+        uncompared = [diff for diff in group.tensors if diff.status == "not_compared"]
+        unequal = list_names((*out_of_sync(group), *uncompared))
+        are_present = group.evidence.names.keys() >= set(names)
+        if are_present and set(unequal).isdisjoint(names):
             return group.step
     return None
 
 
-def fewer(some: set[int], others: set[int]) -> set[int]:
+def smaller_set(first: set[int], second: set[int]) -> set[int]:
     """Return the smaller set of ranks, which is suspect, or both sets if they are equally large."""
-    return some | others if len(some) == len(others) else min(some, others, key=len)
+    if len(first) == len(second):
+        return first | second
+    return min(first, second, key=len)

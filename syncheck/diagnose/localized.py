@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import evidence_of, parameter_of
+from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.optimizer_names import parameter_of
 from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
 from syncheck.snapshots import ravel_index

@@ -11,11 +11,14 @@ Means over tensors are weighted by the elements, so that a bias of two numbers d
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import evidence_of
-from syncheck.findings import FIRST_MOMENTS, MEASURED, SECOND_MOMENTS
+from syncheck.diagnose.measures import evidence_of, largest_norm
+from syncheck.diagnose.optimizer_names import is_gradient_average, is_momentum, is_square
+from syncheck.diagnose.selection import last_part, out_of_sync
+from syncheck.findings import MEASURED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,45 +37,57 @@ COMMON_START = 0.5
 BOTH_SIDES = (0.35, 0.65)
 
 
+class _WeightedMean:
+    """A mean of numbers with weights."""
+
+    def __init__(self) -> None:
+        """Begin without any number."""
+        self._total = 0.0
+        self._weight = 0.0
+
+    def add(self, number: float, weight: float) -> None:
+        """Add a number to the mean."""
+        self._total += number * weight
+        self._weight += weight
+
+    def value(self) -> float | None:
+        """Return the mean; None without any weight."""
+        return self._total / self._weight if self._weight else None
+
+
 def mean_cosine(diffs: Iterable[TensorDiff]) -> float | None:
     """Return the mean of the cosines between replicas, weighted by the elements; None without any cosine."""
-    total = elements = 0.0
+    mean = _WeightedMean()
     for diff in diffs:
         cosine = evidence_of(diff).cosine
         if cosine is not None:
-            total += cosine * _weight(diff)
-            elements += _weight(diff)
-    return total / elements if elements else None
-
-
-def differing_squares(case: Case) -> list[TensorDiff]:
-    """Return the uncovered, differing second moments."""
-    return [diff for diff in case.differing("optimizer") if _is_square(diff.name)]
+            mean.add(cosine, _measured_elements(diff))
+    return mean.value()
 
 
 def count_squares(case: Case) -> int:
     """Return the number of second moments, including equal second moments."""
-    return sum(map(_is_square, case.names_of("optimizer")))
-
-
-def _is_square(name: str) -> bool:
-    return name.rpartition(".")[2] in SECOND_MOMENTS
+    return sum(map(is_square, case.names_of("optimizer")))
 
 
 def share_smaller(diffs: Iterable[TensorDiff]) -> dict[int, float]:
-    """Return the share of the elements of second moments that are smaller than in the majority, by odd rank.
+    """Return the share of the elements of second moments that are smaller than in the majority, by rank.
 
-    Without a majority, smaller than on the first rank. A share near 1 or 0 means that the gradients were scaled.
+    The ranks are those outside the majority. Without a majority, the shares are compared with the first rank. A share
+    near 1 or 0 means that the gradients were scaled.
     """
-    totals: dict[int, float] = {}
-    elements: dict[int, float] = {}
+    means: dict[int, _WeightedMean] = defaultdict(_WeightedMean)
     for diff in diffs:
         # Few elements differ in an embedding with few tokens per batch, and the rest does not count.
-        weight = _weight(diff) * min(1.0, (diff.mismatched or 0) / diff.numel)
+        weight = _measured_elements(diff) * min(1.0, (diff.mismatched or 0) / diff.numel)
         for rank, share in evidence_of(diff).smaller.items():
-            totals[rank] = totals.get(rank, 0.0) + share * weight
-            elements[rank] = elements.get(rank, 0.0) + weight
-    return {rank: total / elements[rank] for rank, total in totals.items() if elements[rank]}
+            means[rank].add(share, weight)
+    shares = {}
+    for rank, mean in means.items():
+        value = mean.value()
+        if value is not None:
+            shares[rank] = value
+    return shares
 
 
 def median_sidedness(diffs: Iterable[TensorDiff]) -> float:
@@ -80,8 +95,15 @@ def median_sidedness(diffs: Iterable[TensorDiff]) -> float:
 
     The median over tensors: in an embedding, the rows of each batch may be on another side.
     """
-    sides = [max(share, 1 - share) for diff in diffs for share in evidence_of(diff).smaller.values()]
+    sides: list[float] = []
+    for diff in diffs:
+        sides += [max(share, 1 - share) for share in evidence_of(diff).smaller.values()]
     return median(sides) if sides else 1.0
+
+
+def _measured_elements(diff: TensorDiff) -> int:
+    """Return the number of measured elements."""
+    return min(diff.numel, MEASURED)
 
 
 def median_share_differing(diffs: Iterable[TensorDiff]) -> float:
@@ -90,16 +112,13 @@ def median_share_differing(diffs: Iterable[TensorDiff]) -> float:
     return median(shares) if shares else 0.0
 
 
-def _weight(diff: TensorDiff) -> int:
-    """Return the number of measured elements."""
-    return min(diff.numel, MEASURED)
-
-
 def decay_share(case: Case) -> float:
     """Return the ratio of momentum difference to parameter difference explained by SGD's weight decay."""
     settings = case.group.evidence.hyperparameters
     momentum = settings.get("momentum", 1.0)
-    return settings.get("weight_decay", 0.0) / (1 - momentum) if 0 <= momentum < 1 else 0.0
+    if not 0 <= momentum < 1:
+        return 0.0
+    return settings.get("weight_decay", 0.0) / (1 - momentum)
 
 
 def only_decay(case: Case) -> bool:
@@ -108,14 +127,22 @@ def only_decay(case: Case) -> bool:
     The gradients were equal then, and all differences come from earlier differences of parameters. Adam adds the decay
     to the gradients, and AdamW does not.
     """
-    differing = [diff for diff in case.group.tensors if diff.out_of_sync and diff.kind == "optimizer"]
     # The first moments show the size of the difference, which squares do not.
-    averages = [diff for diff in differing if not _is_square(diff.name)]
+    averages = [diff for diff in out_of_sync(case.group, "optimizer") if not is_square(diff.name)]
     if not averages or not case.differing_parameters():
         return False
     shares = {"momentum_buffer": decay_share(case), "exp_avg": _adam_decay(case)}
-    sizes = _Sizes(case)
-    return all(sizes.explain(diff, shares.get(diff.name.rpartition(".")[2], 0.0)) for diff in averages)
+    sizes = _ParameterSizes(case)
+    return all(sizes.explain(diff, shares.get(last_part(diff.name), 0.0)) for diff in averages)
+
+
+class _DecayBounds(NamedTuple):
+    """Bounds of what weight decay within the gradients adds to the difference of a moment."""
+
+    share: float
+    """As a multiple of the difference of the parameter."""
+    of_norm: float
+    """As a multiple of the norm of the parameter."""
 
 
 def unexplained_by_decay(case: Case, diffs: Iterable[TensorDiff], decay: float = 0.0) -> list[TensorDiff]:
@@ -123,54 +150,65 @@ def unexplained_by_decay(case: Case, diffs: Iterable[TensorDiff], decay: float =
 
     decay: the difference of the weight decay between the ranks. Squares are explained by any decay.
     """
-    sizes, settings = _Sizes(case), case.group.evidence.hyperparameters
-    momentum = settings.get("momentum", 0.0)
-    length = 1 / (1 - momentum) if 0 <= momentum < 1 else 1.0
-    # Only the first parameter group is known, which often has no decay, unlike the others.
-    of_sgd = max(decay_share(case), 0.0 if settings.get("weight_decay") else USUAL_DECAY * length)
+    sizes = _ParameterSizes(case)
+    of_sgd = _bounds_of_momentum(case, decay)
+    of_adam = _DecayBounds(_adam_decay(case), decay)
     unexplained = []
     for diff in diffs:
-        state = diff.name.rpartition(".")[2]
-        is_sgd = state == "momentum_buffer"
-        share = of_sgd if is_sgd else _adam_decay(case)
-        if state not in FIRST_MOMENTS:
-            is_explained = bool(share or decay)
+        bounds = of_sgd if is_momentum(diff.name) else of_adam
+        if is_gradient_average(diff.name):
+            is_explained = sizes.explain(diff, bounds.share, bounds.of_norm)
         else:
-            is_explained = sizes.explain(diff, share, decay * length if is_sgd else decay)
+            is_explained = bool(bounds.share or decay)
         if not is_explained:
             unexplained.append(diff)
     return unexplained
 
 
-class _Sizes:
+def _bounds_of_momentum(case: Case, decay: float) -> _DecayBounds:
+    """Return the bounds for SGD's momentum, which sums up the decay of many steps."""
+    settings = case.group.evidence.hyperparameters
+    momentum = settings.get("momentum", 0.0)
+    length = 1 / (1 - momentum) if 0 <= momentum < 1 else 1.0
+    share = decay_share(case)
+    # Only the first parameter group is known, which often has no decay, unlike the others.
+    if not settings.get("weight_decay"):
+        share = max(share, USUAL_DECAY * length)
+    return _DecayBounds(max(share, 0.0), decay * length)
+
+
+class _ParameterSizes:
     """The differences and norms of the differing parameters."""
 
     def __init__(self, case: Case) -> None:
         """Read the differences of the parameters."""
-        self.case = case
-        parameters = case.differing_parameters()
-        self.differences = {name: float(diff.max_abs) for name, diff in parameters.items() if diff.max_abs is not None}
-        self.norms = {
-            name: max(evidence_of(diff).norms.values(), default=math.inf) for name, diff in parameters.items()
-        }
-        self.largest = max(self.differences.values(), default=None)
+        self._case = case
+        self._differences: dict[str, float] = {}
+        self._norms: dict[str, float] = {}
+        for name, diff in case.differing_parameters().items():
+            self._norms[name] = largest_norm(diff, math.inf)
+            if diff.max_abs is not None:
+                self._differences[name] = float(diff.max_abs)
+        self._largest = max(self._differences.values(), default=None)
 
-    def explain(self, diff: TensorDiff, share: float, decay: float = 0.0) -> bool:
+    def explain(self, diff: TensorDiff, share: float, of_norm: float = 0.0) -> bool:
         """Whether a first moment differs by at most this share of the parameter's difference, and a part of its norm.
 
-        decay: the part of the norm.
+        of_norm: the part of the norm.
         """
-        if diff.max_abs is None or self.largest is None:
+        if diff.max_abs is None or self._largest is None:
             return False
-        owner = self.case.owner_of(diff.name)
-        explained = share * self.differences.get(owner, self.largest)
-        if decay:
+        owner = self._case.owner_of(diff.name)
+        explained = share * self._differences.get(owner, self._largest)
+        if of_norm:
             # No element is larger than the norm. Without a norm, nothing bounds the effect of another decay.
-            explained += decay * self.norms.get(owner, 0.0)
+            explained += of_norm * self._norms.get(owner, 0.0)
         return float(diff.max_abs) <= DECAY_ROOM * explained
 
 
 def _adam_decay(case: Case) -> float:
     """Return the weight decay that Adam adds to the gradients; 0 for AdamW."""
     settings = case.group.evidence.hyperparameters
-    return 0.0 if settings.get("decoupled_weight_decay") else settings.get("weight_decay", 0.0)
+    if settings.get("decoupled_weight_decay"):
+        return 0.0
+    return settings.get("weight_decay", 0.0)

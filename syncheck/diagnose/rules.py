@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from syncheck.diagnose import (
     syn101_missing_tensors,
@@ -64,71 +64,16 @@ from syncheck.diagnose import (
 )
 from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.history import history_of
+from syncheck.diagnose.remainder import find_unexplained_tensors, find_unexplained_values
 from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper
 from syncheck.diagnose.tied_names import add_copies, fold_ties
 from syncheck.messages import relabel
-from syncheck.records import Finding, largest_first, minority_of, sets_within
+from syncheck.records import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from syncheck.records import Comparison, TensorDiff
-
-    Blocks = Sequence[Sequence[int]]
-
-
-def left_of(tensors: Sequence[TensorDiff], covered: Sequence[TensorDiff], agree: Blocks) -> tuple[TensorDiff, ...]:
-    """Return the differences left unexplained by a finding. covered: its tensors. agree: see `Match`."""
-    names = {(diff.name, diff.reason) for diff in covered}
-    left = (_remainder(diff, agree) if (diff.name, diff.reason) in names else diff for diff in tensors)
-    return tuple(diff for diff in left if diff is not None)
-
-
-def names_left(
-    values: Sequence[str], covered: Sequence[str], by_rank: Mapping[str, Mapping[int, Any]], agree: Blocks
-) -> tuple[str, ...]:
-    """Return the Python values left unexplained by a finding. covered: its values. agree: see `Match`."""
-    names = frozenset(covered)
-    return tuple(
-        name
-        for name in values
-        if name not in names or any(_unequal([by_rank[name].get(rank) for rank in block]) for block in agree)
-    )
-
-
-def _unequal(values: Sequence[Any]) -> bool:
-    return any(value != values[0] and not (value != value and values[0] != values[0]) for value in values[1:])
-
-
-def _remainder(diff: TensorDiff, agree: Blocks) -> TensorDiff | None:
-    """Return the difference within the blocks of ranks, or None if the ranks of each block agree.
-
-    Its size is unknown, because a difference was measured over all ranks.
-    """
-    whole = sets_within(diff)
-    inside = [_inside(sets, frozenset(block)) for sets in whole for block in agree]
-    inside = [sets for sets in inside if len(sets) > 1]
-    if not inside:
-        return None
-    if sum(map(len, inside)) == sum(map(len, whole)) and all(sets in whole for sets in inside):
-        return diff
-    clusters = largest_first(ranks for sets in inside for ranks in sets)
-    remaining = {rank for ranks in clusters for rank in ranks}
-    return replace(
-        diff,
-        replica_groups=tuple(tuple(sorted(rank for ranks in sets for rank in ranks)) for sets in inside),
-        clusters=clusters,
-        minority=tuple(sorted(rank for sets in inside for rank in minority_of(sets))),
-        nonfinite={rank: count for rank, count in diff.nonfinite.items() if rank in remaining},
-        mismatched=None, max_abs=None, max_rel=None, max_ulp=None, index=None, extent=None, evidence=None,
-        histogram=None,
-    )  # fmt: skip
-
-
-def _inside(sets: Sequence[tuple[int, ...]], block: Collection[int]) -> list[tuple[int, ...]]:
-    """Return the ranks of each set in the block, largest set first."""
-    kept = (tuple(rank for rank in ranks if rank in block) for ranks in sets)
-    return list(largest_first(ranks for ranks in kept if ranks))
+    from syncheck.records import Comparison
 
 
 # These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
@@ -292,8 +237,8 @@ def _apply_rules(
         if agree is None:
             odd = frozenset(match.ranks)
             agree = () if rule.CODE in _EVERY_RANK else (tuple(rank for rank in group.ranks if rank not in odd),)
-        tensors = left_of(tensors, match.tensors, agree)
-        values = names_left(values, match.values, by_rank, agree)
+        tensors = find_unexplained_tensors(tensors, match.tensors, agree)
+        values = find_unexplained_values(values, match.values, by_rank, agree)
         findings.append(
             Finding(
                 code=rule.CODE,

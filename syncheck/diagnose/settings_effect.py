@@ -11,7 +11,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, cosines, evidence_of
+from syncheck.diagnose.measures import cosines, evidence_of
 from syncheck.diagnose.moments import unexplained_by_decay
 from syncheck.diagnose.syn240_rounding_only import is_rounding
 from syncheck.findings import MEASURED
@@ -20,6 +20,7 @@ from syncheck.records import group_ranks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.diagnose.case import Case
     from syncheck.records import TensorDiff, ValueDiff
 
 # Median cosine of first moments above which gradients count as averaged, as in SYN211.

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import cosines
+from syncheck.diagnose.measures import cosines
 from syncheck.findings import FIRST_MOMENTS
 from syncheck.messages import Sentence
 

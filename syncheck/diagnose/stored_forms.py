@@ -29,10 +29,10 @@ def is_in_other_form(diff: TensorDiff) -> bool:
 
 def list_parts(case: Case) -> tuple[tuple[TensorDiff, ...], tuple[str, ...]]:
     """Return the missing tensors and the names of the missing values that are parts of tensors in another form."""
-    names = [f"{diff.name}." for diff in case.tensors if is_in_other_form(diff)]
-    if not names:
-        return (), ()
-    prefixes = tuple(names)
-    tensors = tuple(diff for diff in case.tensors if diff.reason == "missing" and diff.name.startswith(prefixes))
-    values = tuple(diff.name for diff in case.of_values() if diff.lost and diff.name.startswith(prefixes))
+    prefixes = tuple(f"{diff.name}." for diff in case.tensors if is_in_other_form(diff))
+    # No name starts with one of no prefixes.
+    missing_tensors = [diff for diff in case.tensors if diff.reason == "missing"]
+    missing_values = [value.name for value in case.of_values() if value.lost]
+    tensors = tuple(diff for diff in missing_tensors if diff.name.startswith(prefixes))
+    values = tuple(name for name in missing_values if name.startswith(prefixes))
     return tensors, values

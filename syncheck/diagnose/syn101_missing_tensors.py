@@ -18,12 +18,13 @@ Incidents: huggingface/transformers#48873 (adapter attached after the wrap), hao
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.counters import without_state
-from syncheck.diagnose.history import fewer
+from syncheck.diagnose.history import smaller_set
+from syncheck.diagnose.lost_state import ranks_without_state
+from syncheck.diagnose.rank_values import are_unequal
+from syncheck.diagnose.selection import exclude_kinds, exclude_names, has_kind, holders_of, join_ranks, list_names
 from syncheck.diagnose.stored_forms import list_parts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
@@ -31,7 +32,7 @@ from syncheck.tensors.kinds import OPTIMIZER
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncheck.records import TensorDiff
+    from syncheck.records import TensorDiff, ValueDiff
 
 CODE = "SYN101"
 SLUG = "missing-tensors"
@@ -70,42 +71,54 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match every tensor and value that some replica lacks."""
-    other_finding = OPTIMIZER if without_state(case) else ()
-    # The parts of a quantized or sparse tensor belong to SYN102.
-    parts, part_values = list_parts(case)
-    covered_names = frozenset((*(diff.name for diff in parts), *part_values))
-    missing = (diff for diff in case.tensors if diff.reason == "missing" and diff.kind not in other_finding)
-    tensors = tuple(diff for diff in missing if diff.name not in covered_names)
-    values = tuple(diff for diff in case.of_values() if diff.lost and diff.name not in covered_names)
+    tensors, values = _find_missing(case)
     if not tensors and not values:
         return None
-    expected = {rank for diff in tensors for rank in _expected_ranks(diff, case.group.ranks)}
-    expected |= set(case.group.ranks if values else ())
-    lacking = [_lacking_ranks(diff, case.group.ranks) for diff in tensors] + [frozenset(diff.lost) for diff in values]
-    without = set().union(*lacking)
+    all_ranks = case.group.ranks
+    expected = join_ranks(_expected_ranks(diff, all_ranks) for diff in tensors)
+    if values:
+        expected.update(all_ranks)
+    lacking = [_lacking_ranks(diff, all_ranks) for diff in tensors]
+    lacking += [frozenset(value.lost) for value in values]
+    without = join_ranks(lacking)
     # The smaller set of ranks is suspect, whether it lacks a tensor or has it alone. If only one rank should have a
     # tensor, no other rank has it, and this rank is the suspect.
-    odd = fewer(without, expected - without)
-    sentence = Text.MISSING if len(set(lacking)) == 1 else Text.PARTLY_MISSING
-    names = (*(diff.name for diff in tensors), *(value.name for value in values))
-    fact = sentence(ranks=tuple(sorted(without)), missing=_numbers(len(tensors), len(values)), names=names)
-    # The parameter groups of an optimizer have other members if a parameter is missing.
-    regrouped = any(diff.kind == "parameter" for diff in tensors)
-    members = [diff for diff in case.of_values() if regrouped and diff.name.endswith((".params", ".(positions)"))]
-    covered = dict.fromkeys(diff.name for diff in (*values, *members))
-    match = Match(tensors, odd or expected, [fact], tuple(covered))
-    if tensors and all(diff.kind in OPTIMIZER for diff in tensors):
+    suspects = smaller_set(without, expected - without) or expected
+
+    value_names = tuple(value.name for value in values)
+    sentence = Text.PARTLY_MISSING if are_unequal(lacking) else Text.MISSING
+    fact = sentence(
+        ranks=tuple(sorted(without)),
+        missing=_count_missing(len(tensors), len(values)),
+        names=(*list_names(tensors), *value_names),
+    )
+    members = _find_members(case) if has_kind(tensors, "parameter") else []
+    match = Match(tensors, suspects, [fact], tuple(dict.fromkeys((*value_names, *members))))
+
+    if tensors and not exclude_kinds(tensors, *OPTIMIZER):
         # The optimizer of a rank has no state of a parameter that it never updated.
-        return replace(match, certainty="consistent", alternatives=("SYN225", "SYN215"))
-    if case.group.labels and _may_be_renamed(tensors, case.group.ranks):
-        return replace(
-            match,
-            certainty="consistent",
-            alternatives=("SYN305",),
-            cause=Text.DIFF_CAUSE_RENAMED,
-            fix=Text.DIFF_FIX_RENAMED,
-        )
+        return match.as_consistent("SYN225", "SYN215")
+    if case.group.labels and _may_be_renamed(tensors, all_ranks):
+        return match.as_consistent("SYN305").with_cause(Text.DIFF_CAUSE_RENAMED, Text.DIFF_FIX_RENAMED)
     return match
+
+
+def _find_missing(case: Case) -> tuple[tuple[TensorDiff, ...], tuple[ValueDiff, ...]]:
+    """Return the tensors and values that some replica lacks, without those of other findings."""
+    # The parts of a quantized or sparse tensor belong to SYN102.
+    parts, part_values = list_parts(case)
+    of_mismatch = frozenset((*list_names(parts), *part_values))
+    missing = exclude_names(case.tensors, of_mismatch)
+    missing = [diff for diff in missing if diff.reason == "missing"]
+    if ranks_without_state(case):  # SYN215
+        missing = exclude_kinds(missing, *OPTIMIZER)
+    values = [value for value in case.of_values() if value.lost]
+    return tuple(missing), tuple(value for value in values if value.name not in of_mismatch)
+
+
+def _find_members(case: Case) -> list[str]:
+    """Return the members of parameter groups, which differ if a parameter is missing."""
+    return [value.name for value in case.of_values() if value.name.endswith((".params", ".(positions)"))]
 
 
 def _may_be_renamed(tensors: Sequence[TensorDiff], sides: tuple[int, ...]) -> bool:
@@ -119,7 +132,8 @@ def _may_be_renamed(tensors: Sequence[TensorDiff], sides: tuple[int, ...]) -> bo
     return sorted(first) == sorted(second)
 
 
-def _numbers(tensors: int, values: int) -> Message:
+def _count_missing(tensors: int, values: int) -> Message:
+    """State how many tensors and values are missing."""
     if tensors and values:
         return Text.TENSORS_AND_VALUES(tensors=tensors, values=values)
     return Text.TENSORS(tensors=tensors) if tensors else Text.VALUES(values=values)
@@ -131,5 +145,5 @@ def _expected_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _lacking_ranks(diff: TensorDiff, ranks: tuple[int, ...]) -> frozenset[int]:
-    holders = {rank for cluster in diff.clusters for rank in cluster}
-    return frozenset(_expected_ranks(diff, ranks)) - holders
+    """Return the ranks that should have a tensor and lack it."""
+    return frozenset(_expected_ranks(diff, ranks)) - holders_of([diff])

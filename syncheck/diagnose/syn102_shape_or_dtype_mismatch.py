@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, limit_facts, relation_of
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.measures import relation_of
+from syncheck.diagnose.statements import limit_facts
 from syncheck.diagnose.stored_forms import is_in_other_form, list_forms, list_parts
 from syncheck.findings import RelationKind
 from syncheck.messages import Refusal, Sentence
@@ -88,14 +90,15 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match every tensor whose shape, dtype or form differs, with the parts of tensors in another form."""
-    mismatched = (diff for diff in case.tensors if diff.reason in ("shape", "dtype"))
+    mismatched = [diff for diff in case.tensors if diff.reason in ("shape", "dtype")]
     # A single element that the conversion does not explain has its own rule.
-    tensors = tuple(diff for diff in mismatched if relation_of(diff) is not RelationKind.LOCAL)
+    tensors = [diff for diff in mismatched if relation_of(diff) is not RelationKind.LOCAL]
     if not tensors:
         return None
     reasons = {diff.reason for diff in tensors}
     details = [Text.TENSOR(name=diff.name, detail=diff.detail) for diff in tensors]
-    facts = [_choose_summary(tensors, reasons)(tensors=len(tensors)), *limit_facts(details, _MOST, Text.MORE)]
+    summary = _choose_summary(tensors, reasons)
+    facts = [summary(tensors=len(tensors)), *limit_facts(details, _MOST, Text.MORE)]
     cause, fix = _choose_cause(case, tensors, reasons)
     parts, values = list_parts(case)
     return Match((*tensors, *parts), suspects(tensors, case.group), facts, values, cause=cause, fix=fix)
@@ -114,8 +117,8 @@ def _choose_cause(
     case: Case, tensors: Sequence[TensorDiff], reasons: set[Reason | None]
 ) -> tuple[Sentence | None, Sentence | None]:
     """Return the cause and the fix; None for different dtypes and shapes."""
-    forms = [diff for diff in tensors if is_in_other_form(diff)]
-    if forms and all(_has_no_values(diff) for diff in forms):
+    forms = list(filter(is_in_other_form, tensors))
+    if forms and all(map(_has_no_values, forms)):
         return Text.CAUSE_NO_VALUES, Text.FIX_NO_VALUES
     if forms:
         return Text.CAUSE_STORED, Text.FIX_STORED
@@ -124,7 +127,9 @@ def _choose_cause(
     if "dtype" not in reasons:
         return None, Text.DIFF_FIX_SHAPES
     # An option that the user has passed is no fix.
-    return None, Text.DIFF_FIX_CAST if case.group.evidence.cast and reasons == {"dtype"} else None
+    if case.group.evidence.cast and reasons == {"dtype"}:
+        return None, Text.DIFF_FIX_CAST
+    return None, None
 
 
 def _has_no_values(diff: TensorDiff) -> bool:

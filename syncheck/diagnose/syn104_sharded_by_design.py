@@ -56,9 +56,10 @@ def apply(case: Case) -> Match | None:
     if not shards:
         return None
     facts = [_describe_layout(layout) for layout in shards[:_MOST]]
-    if len(shards) > _MOST:
-        rest = shards[_MOST:]
-        facts.append(Text.OTHER_LAYOUTS(tensors=sum(layout.tensors for layout in rest), layouts=len(rest)))
+    further = shards[_MOST:]
+    if further:
+        tensors = sum(layout.tensors for layout in further)
+        facts.append(Text.OTHER_LAYOUTS(tensors=tensors, layouts=len(further)))
     return Match((), case.group.ranks, facts)
 
 
@@ -69,9 +70,7 @@ def _describe_layout(shards: Shards) -> Message:
     if not shards.compared:
         return Text.NOT_COMPARED(tensors=tensors, layout=shards.layout)
     described = {"tensors": tensors, "layout": shards.layout, "groups": shards.replica_groups}
-    alone = shards.tensors - shards.compared
-    return (
-        Text.PARTLY_COMPARED(**described, compared=shards.compared, alone=alone)
-        if alone
-        else Text.COMPARED(**described)
-    )
+    without_replica = shards.tensors - shards.compared
+    if not without_replica:
+        return Text.COMPARED(**described)
+    return Text.PARTLY_COMPARED(**described, compared=shards.compared, alone=without_replica)

@@ -17,8 +17,10 @@ across pipeline stages, drifted apart).
 
 from __future__ import annotations
 
-from syncheck.diagnose.case import Case, Match, limit_facts
-from syncheck.diagnose.history import fewer
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.history import smaller_set
+from syncheck.diagnose.selection import ranks_outside
+from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Sentence
 
 CODE = "SYN105"
@@ -45,10 +47,11 @@ def apply(case: Case) -> Match | None:
     ties = case.group.ties
     if not ties:
         return None
-    tied = set(ties[0].ranks)
-    odd = fewer(tied, set(case.group.ranks) - tied)
+    ranks = case.group.ranks
     facts = []
     for tie in ties:
-        separate = tuple(rank for rank in case.group.ranks if rank not in tie.ranks)
-        facts.append(Text.TIED_ON_SOME(names=tie.names, tied=tie.ranks, separate=separate))
-    return Match((), odd, limit_facts(facts, _MOST, Text.MORE_TIES))
+        separate_ranks = ranks_outside(ranks, tie.ranks)
+        facts.append(Text.TIED_ON_SOME(names=tie.names, tied=tie.ranks, separate=separate_ranks))
+    tied_ranks = set(ties[0].ranks)
+    suspects = smaller_set(tied_ranks, set(ranks) - tied_ranks)
+    return Match((), suspects, limit_facts(facts, _MOST, Text.MORE_TIES))

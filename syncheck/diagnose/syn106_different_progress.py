@@ -21,28 +21,25 @@ huggingface/transformers#28270; Megatron-LM warns and takes the larger step.
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.counters import (
-    BURST,
-    counters_of,
-    farthest,
-    find_minority,
-    fitting,
-    forwards_lag,
-    odd_ranks,
-    scaler_explains,
-)
+from syncheck.diagnose.counters import BURST, counters_of, deviating_ranks, farthest
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.loss_scales import scaler_explains
+from syncheck.diagnose.optimizer_names import is_setting
+from syncheck.diagnose.rank_values import are_unequal, find_minority
+from syncheck.diagnose.selection import exclude_names
+from syncheck.diagnose.skipped_steps import counters_of_lost_state, counters_of_skipped_steps, forwards_lag
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.diagnose.counters import StepCounter
     from syncheck.records import ValueDiff
 
 # Settings changed by torch's schedulers.
@@ -98,96 +95,123 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match a step or epoch that differs, and cover everything changed by training."""
-    progress = next((diff for diff in case.of_values() if diff.kind == "progress" and _differs(diff)), None)
-    if progress is None:
+    recorded = _find_progress(case)
+    if not recorded:
         return _match_step_counters(case)
-    by_rank = _comparable_values(progress)
-    facts = (Text.PROGRESS(name=progress.name, values=by_rank),)
+    by_rank = _comparable_values(recorded[0])
+    facts = (Text.PROGRESS(name=recorded[0].name, values=by_rank),)
     ranks = find_minority(by_rank) or case.group.ranks
-    if case.group.labels or not _may_be_skipped(case):
+    if case.group.labels or not _may_be_skipped(case, recorded):
         return _match(case, ranks, facts, by_rank)
     match = _match(case, ranks, (*facts, Text.MAY_BE_SKIPPED()), by_rank)
-    match = replace(match, cause=Text.CAUSE_UNCOUNTED, fix=Text.FIX_UNCOUNTED)
-    return replace(match, certainty="consistent", alternatives=("SYN214",))
+    return match.with_cause(Text.CAUSE_UNCOUNTED, Text.FIX_UNCOUNTED).as_consistent("SYN214")
 
 
-def _may_be_skipped(case: Case) -> bool:
+def _find_progress(case: Case) -> list[ValueDiff]:
+    """Return the recorded steps and epochs that differ."""
+    return list(filter(_differs, case.of_values("progress")))
+
+
+def _may_be_skipped(case: Case, recorded: Sequence[ValueDiff]) -> bool:
     """Whether ranks that skip steps without counting them explain the recorded progress."""
-    recorded = [diff for diff in case.of_values() if diff.kind == "progress" and _differs(diff)]
-    if any("epoch" in diff.name.lower() for diff in recorded):
+    # A rank that skips steps does not skip an epoch.
+    if any("epoch" in progress.name.lower() for progress in recorded):
         return False
-    lags = {diff.name: _find_lag(diff) for diff in recorded}
+    lags = {progress.name: _find_lag(progress) for progress in recorded}
     # A progress in batches or samples lags by more than the steps of the optimizer.
     lags |= {counter.name: counter.lag for counter in counters_of(case)}
-    known = [lag for lag in lags.values() if lag is not None]
-    return (bool(known) and min(known) <= BURST) or any(_lagged_less(case, diff) for diff in recorded)
+    known_lags = [lag for lag in lags.values() if lag is not None]
+    if known_lags and min(known_lags) <= BURST:
+        return True
+    return any(_lagged_less(case, progress) for progress in recorded)
 
 
 def _lagged_less(case: Case, progress: ValueDiff) -> bool:
     """Whether the ranks recorded a smaller lag at an earlier step, so that a rank skips steps again and again."""
-    now = _find_lag(progress)
+    lag_now = _find_lag(progress)
+    if lag_now is None:
+        return False
     for group in case.steps()[:-1]:
-        for earlier in group.values:
-            lag = _find_lag(earlier) if earlier.name == progress.name else None
-            if lag and now is not None and lag < now:
-                return True
+        earlier_values = [value for value in group.values if value.name == progress.name]
+        earlier_lags = [_find_lag(value) for value in earlier_values]
+        if any(lag and lag < lag_now for lag in earlier_lags):
+            return True
     return False
 
 
 def _find_lag(progress: ValueDiff) -> float | None:
     """Return the largest difference between the recorded numbers; None if a rank recorded no number."""
-    values = [value for value in progress.by_rank.values() if value is not None]
-    numbers = [float(value) for value in values if isinstance(value, (int, float)) and value == value]
-    return max(numbers) - min(numbers) if numbers and len(numbers) == len(values) else None
+    numbers = []
+    for value in progress.by_rank.values():
+        if value is None:  # a rank without a recorded progress does not lag
+            continue
+        if not isinstance(value, (int, float)) or math.isnan(value):
+            return None
+        numbers.append(float(value))
+    return max(numbers) - min(numbers) if numbers else None
 
 
 def _match_step_counters(case: Case) -> Match | None:
     """Match if all optimizer counters differ and no rule on skipped steps or lost state explains them better."""
-    known = counters_of(case)
-    steps = case.differing("optimizer_step")
-    number = len(steps) + sum(counter.diff is None for counter in known)
+    counters = counters_of(case)
+    step_diffs = case.differing("optimizer_step")
+    python_counters = [counter for counter in counters if counter.diff is None]
+    number = len(step_diffs) + len(python_counters)
     if not number or case.agreeing("optimizer_step"):
         return None
-    ranks = odd_ranks(known) or suspects(steps, case.group)
-    most = farthest(known)
-    if most is None:
-        fact, counts = Text.UNKNOWN_STEP_COUNTERS(counters=number), {}
-    else:
-        counts = dict(most.by_rank)
-        fact = Text.STEP_COUNTERS(counters=number, lag=int(most.lag), counts=counts)
-    stored = case.group.evidence.stores_progress
-    if known and forwards_lag(case, known) and (not stored or any(counter.far for counter in known)):
-        lag = Text.FORWARDS_LAG_DESPITE_STEP() if stored else Text.FORWARDS_LAG()
+    ranks = deviating_ranks(counters) or suspects(step_diffs, case.group)
+    largest = farthest(counters)
+    counts = {} if largest is None else dict(largest.by_rank)
+    fact = _describe_counters(number, largest)
+    is_recorded = case.group.evidence.stores_progress
+    are_near = not any(counter.far for counter in counters)
+    if counters and forwards_lag(case, counters) and not (is_recorded and are_near):
+        lag = Text.FORWARDS_LAG_DESPITE_STEP() if is_recorded else Text.FORWARDS_LAG()
         # A rank that skips whole batches, or was set back, lags in the same way.
-        return replace(
-            _match(case, ranks, (fact, lag), counts), certainty="consistent", alternatives=("SYN214", "SYN217")
-        )
+        return _match(case, ranks, (fact, lag), counts).as_consistent("SYN214", "SYN217")
     # If the files record the same step, different counters have another cause.
-    if stored or fitting(case, far=True) or fitting(case, far=False) or (known and scaler_explains(case, known)):
+    if is_recorded or _has_better_cause(case, counters):
         return None
-    others = ("SYN215",) if counts else ("SYN214", "SYN215")
-    return replace(_match(case, ranks, (fact,), counts), certainty="consistent", alternatives=others)
+    match = _match(case, ranks, (fact,), counts)
+    return match.as_consistent("SYN215") if counts else match.as_consistent("SYN214", "SYN215")
+
+
+def _describe_counters(number: int, largest: StepCounter | None) -> Message:
+    """State how many step counters differ. largest: the known counter with the largest lag."""
+    if largest is None:
+        return Text.UNKNOWN_STEP_COUNTERS(counters=number)
+    return Text.STEP_COUNTERS(counters=number, lag=int(largest.lag), counts=dict(largest.by_rank))
+
+
+def _has_better_cause(case: Case, counters: Sequence[StepCounter]) -> bool:
+    """Whether skipped steps, lost optimizer state or overflows explain the counters."""
+    if counters_of_lost_state(case) or counters_of_skipped_steps(case):
+        return True
+    return bool(counters) and scaler_explains(case, counters)
 
 
 def _match(case: Case, ranks: Sequence[int], facts: tuple[Message, ...], progress: Mapping[int, Any]) -> Match:
-    """Cover everything changed by training, except differences between ranks of the same progress.
-
-    A rank of unknown progress may have the progress of the largest set of ranks.
-    """
-    tensors = tuple(diff for diff in case.tensors if diff.name not in case.frozen)
-    values = tuple(name for name in case.values if ".param_groups." not in name or _SCHEDULED.search(name))
-    known = group_ranks({rank: value for rank, value in progress.items() if value is not None})
-    largest, *others = sorted(known.values(), key=len, reverse=True) or [[]]
-    unknown = [rank for rank in case.group.ranks if progress.get(rank) is None]
-    agree = [[*largest, *unknown], *others] if progress else None
+    """Cover everything changed by training, except differences between ranks of the same progress."""
+    tensors = tuple(exclude_names(case.tensors, case.frozen))
+    values = tuple(name for name in case.values if not is_setting(name) or _SCHEDULED.search(name))
+    agree = _find_sets_of_progress(case, progress) if progress else None
     return Match(tensors, ranks, facts, values, agree=agree)
 
 
-def _differs(diff: ValueDiff) -> bool:
+def _find_sets_of_progress(case: Case, progress: Mapping[int, Any]) -> list[list[int]]:
+    """Return the sets of ranks of the same progress."""
+    known_progress = {rank: value for rank, value in progress.items() if value is not None}
+    sets = sorted(group_ranks(known_progress).values(), key=len, reverse=True) or [[]]
+    # A rank of unknown progress may have the progress of the largest set of ranks.
+    unknown_ranks = [rank for rank in case.group.ranks if progress.get(rank) is None]
+    return [[*sets[0], *unknown_ranks], *sets[1:]]
+
+
+def _differs(progress: ValueDiff) -> bool:
     """Whether two replicas record different values. A replica without a value does not differ."""
-    return len({value for value in _comparable_values(diff).values() if value is not None}) > 1
+    return are_unequal(value for value in _comparable_values(progress).values() if value is not None)
 
 
-def _comparable_values(diff: ValueDiff) -> dict[int, Any]:
+def _comparable_values(progress: ValueDiff) -> dict[int, Any]:
     """Return the value of each rank, with NaN as text, because NaN is not equal to itself."""
-    return {rank: value if value == value else "nan" for rank, value in diff.by_rank.items()}
+    return {rank: value if value == value else "nan" for rank, value in progress.by_rank.items()}

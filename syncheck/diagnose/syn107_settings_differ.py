@@ -30,17 +30,26 @@ huggingface/transformers#48162 (buffers registered in the order of a set).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, follower_facts, largest_difference, limit_facts
-from syncheck.diagnose.counters import find_minority
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.rank_values import find_minority
+from syncheck.diagnose.selection import (
+    count_kinds,
+    exclude_names,
+    has_kind,
+    last_part,
+    list_names,
+    select_kinds,
+    select_names,
+)
 from syncheck.diagnose.settings_effect import (
     choose_only_rounding,
     find_explained,
     has_equal_settings,
     has_gradient_averages,
 )
+from syncheck.diagnose.statements import follower_facts, largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 from syncheck.tensors.value_kinds import ORDERS, REQUIRES_GRAD, SETTINGS, TRAINING
@@ -121,53 +130,71 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match different settings, and cover the tensors that differ only between ranks with different settings."""
-    settings = [diff for diff in case.of_values() if diff.kind == "setting"]
-    modes = [diff for diff in case.group.values if not diff.counts and diff.name.rpartition(".")[2] == TRAINING]
+    settings = case.of_values("setting")
+    modes = [value for value in case.group.values if not value.counts and last_part(value.name) == TRAINING]
     if not settings:
         return _match_modes(case, modes) if modes else None
-    orders = [diff for diff in settings if diff.name in ORDERS]
-    others = [diff for diff in settings if diff.name not in ORDERS]
+    orders = [setting for setting in settings if setting.name in ORDERS]
     # Settings of the next step come first. A scheduler's counters and best loss take effect later.
-    others.sort(key=lambda diff: not _changes_next_step(diff))
-    acting = [diff for diff in others if _changes_next_step(diff)]
-    covered = _find_exchanged(case, orders)
-    facts = _order_facts(case, orders, covered)
-    if others:
-        explained, unexplained = find_explained(case, acting, others) if acting else ((), ())
-        facts += [*_settings_facts(others), *_parameter_facts(case, explained), *follower_facts(explained)]
+    acting, delayed = _split_by_effect(settings)
+    unordered = [*acting, *delayed]
+
+    exchanged = _find_exchanged(case, orders)
+    explained, unexplained = find_explained(case, acting, unordered) if acting else ((), ())
+    covered = (*exchanged, *exclude_names(explained, list_names(exchanged)))
+    facts = _order_facts(case, orders, exchanged)
+    if unordered:
+        facts += _settings_facts(unordered)
+        facts += _parameter_facts(case, explained)
+        facts += follower_facts(explained)
         facts += _unexplained_facts(acting, unexplained)
-        exchanged = {diff.name for diff in covered}
-        covered = (*covered, *(diff for diff in explained if diff.name not in exchanged))
     facts += _mode_facts(modes)
     if covered:
         facts += case.agreement_facts(covered)
-    cause, fix = _choose_cause(orders, others)
-    names = tuple(diff.name for diff in (*orders, *others))
-    match = Match(covered, _find_odd(case, [*orders, *others]), facts, names, cause, fix)
+
+    ordered_first = (*orders, *unordered)
+    names = tuple(setting.name for setting in ordered_first)
+    cause, fix = _choose_cause(orders, unordered)
+    match = Match(covered, _find_suspects(case, ordered_first), facts, names, cause, fix)
     return _limit_certainty(case, match, acting)
+
+
+def _split_by_effect(settings: Sequence[ValueDiff]) -> tuple[list[ValueDiff], list[ValueDiff]]:
+    """Return the settings with an effect on the next step, and those with a later effect, without orders."""
+    acting, delayed = [], []
+    for setting in settings:
+        if setting.name in ORDERS:
+            continue
+        if _changes_next_step(setting):
+            acting.append(setting)
+        else:
+            delayed.append(setting)
+    return acting, delayed
 
 
 def _limit_certainty(case: Case, match: Match, acting: Sequence[ValueDiff]) -> Match:
     """Return the match; without moments, unequal gradients may be a cause of covered parameters too."""
-    is_covered = any(diff.kind == "parameter" for diff in match.tensors)
-    if not acting or not is_covered or has_gradient_averages(case):
+    if not acting or not has_kind(match.tensors, "parameter") or has_gradient_averages(case):
         return match
-    others = ("SYN213",) if has_equal_settings(case, acting) else ("SYN211", "SYN213")
-    return replace(match, certainty="consistent", alternatives=others)
+    if has_equal_settings(case, acting):
+        return match.as_consistent("SYN213")
+    return match.as_consistent("SYN211", "SYN213")
 
 
-def _choose_cause(orders: Sequence[ValueDiff], others: Sequence[ValueDiff]) -> tuple[Sentence | None, Sentence | None]:
+def _choose_cause(
+    orders: Sequence[ValueDiff], unordered: Sequence[ValueDiff]
+) -> tuple[Sentence | None, Sentence | None]:
     """Return cause and fix; None for an optimizer or a scheduler."""
     if orders:
         return Text.CAUSE_ORDER, Text.FIX_ORDER
-    if all(diff.name.endswith(f".{REQUIRES_GRAD}") for diff in others):
+    if all(setting.name.endswith(f".{REQUIRES_GRAD}") for setting in unordered):
         return Text.CAUSE_GRADIENTS, Text.FIX_GRADIENTS
-    return (Text.CAUSE_ROUNDING, None) if choose_only_rounding(others) else (None, None)
+    return (Text.CAUSE_ROUNDING, None) if choose_only_rounding(unordered) else (None, None)
 
 
 def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[TensorDiff]) -> list[Message]:
     """State how many parameters differ by more than the settings explain."""
-    count = sum(diff.kind == "parameter" for diff in unexplained)
+    count = count_kinds(unexplained, "parameter")
     if not count:
         return []
     sentence = Text.ONLY_ROUNDING if choose_only_rounding(acting) else Text.UNEXPLAINED
@@ -177,19 +204,20 @@ def _unexplained_facts(acting: Sequence[ValueDiff], unexplained: Sequence[Tensor
 def _find_exchanged(case: Case, orders: Sequence[ValueDiff]) -> tuple[TensorDiff, ...]:
     """Return the differing parameters and buffers that are not at the same positions on all ranks."""
     moved: set[str] = set()
-    for diff in orders:
-        for names in diff.by_rank.values():
+    for order in orders:
+        for names in order.by_rank.values():
             moved.update(names or ())
-    model = case.differing("parameter", "buffer", *BN_STATISTICS) if moved else ()
-    return tuple(diff for diff in model if diff.name in moved)
+    return tuple(select_names(case.differing("parameter", "buffer", *BN_STATISTICS), moved))
 
 
 def _order_facts(case: Case, orders: Sequence[ValueDiff], exchanged: Sequence[TensorDiff]) -> list[Message]:
+    """State which ranks register which names in another order, and how many tensors hold other values there."""
     facts: list[Message] = []
-    for diff in orders:
-        odd = _find_odd(case, [diff])
-        names = next(names for rank, names in diff.by_rank.items() if rank in odd)
-        facts.append(Text.ORDER_OF_NAMES(ranks=tuple(sorted(odd)), names=names))
+    for order in orders:
+        suspects = _find_suspects(case, [order])
+        first_suspect = next(rank for rank in order.by_rank if rank in suspects)
+        names = order.by_rank[first_suspect]
+        facts.append(Text.ORDER_OF_NAMES(ranks=tuple(sorted(suspects)), names=names))
     if exchanged:
         facts.append(Text.EXCHANGED(count=len(exchanged)))
     return facts
@@ -197,51 +225,57 @@ def _order_facts(case: Case, orders: Sequence[ValueDiff], exchanged: Sequence[Te
 
 def _match_modes(case: Case, modes: Sequence[ValueDiff]) -> Match:
     """Match modules that are in training mode on some ranks only."""
-    names = tuple(diff.name for diff in modes)
-    odd = _find_odd(case, modes)
-    return Match((), odd, _mode_facts(modes), names, Text.CAUSE_MODES, Text.FIX_MODES, only_warns=True)
+    names = tuple(mode.name for mode in modes)
+    match = Match((), _find_suspects(case, modes), _mode_facts(modes), names, only_warns=True)
+    return match.with_cause(Text.CAUSE_MODES, Text.FIX_MODES)
 
 
 def _mode_facts(modes: Sequence[ValueDiff]) -> list[Message]:
-    return [Text.MODE(name=diff.name, values=dict(diff.by_rank)) for diff in modes[:_MOST]]
+    """State the mode of the first modules on each rank."""
+    return [Text.MODE(name=mode.name, values=dict(mode.by_rank)) for mode in modes[:_MOST]]
 
 
-def _find_odd(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
+def _find_suspects(case: Case, settings: Sequence[ValueDiff]) -> Sequence[int]:
     """Return the ranks outside the majority of the first setting that has one, else all ranks."""
-    for diff in settings:
-        minority = find_minority({rank: str(value) for rank, value in diff.by_rank.items()})
+    for setting in settings:
+        minority = find_minority({rank: str(value) for rank, value in setting.by_rank.items()})
         if minority:
-            return tuple(minority)
+            return minority
     return case.group.ranks
 
 
 def _settings_facts(settings: Sequence[ValueDiff]) -> tuple[Message, ...]:
-    first, *others = limit_facts([_describe_setting(diff) for diff in settings], _MOST, Text.MORE)
-    return (Text.SETTINGS(setting=first), *others)
+    """State the first settings and their values by rank."""
+    first, *further = limit_facts([_describe_setting(setting) for setting in settings], _MOST, Text.MORE)
+    return (Text.SETTINGS(setting=first), *further)
 
 
 def _parameter_facts(case: Case, covered: Sequence[TensorDiff]) -> tuple[Message, ...]:
-    parameters = [diff for diff in covered if diff.kind == "parameter"]
+    """State how many parameters differ because of the settings, and how this developed."""
+    parameters = select_kinds(covered, "parameter")
     if not parameters:
         return ()
     total, size = case.compared("parameter"), largest_difference(parameters)
     facts = [Text.PARAMETERS(count=len(parameters), total=total, size=size)]
     if not case.with_moment():
         facts.append(Text.GRADIENTS_UNKNOWN())
-    return (*facts, *case.trend_facts("parameter")[1])
+    _, since = case.trend_facts("parameter")
+    return (*facts, *since)
 
 
-def _changes_next_step(diff: ValueDiff) -> bool:
+def _changes_next_step(setting: ValueDiff) -> bool:
     """Whether a setting changes the next step: a value in a parameter group, a learning rate or the like."""
-    parts = diff.name.split(".")
-    return "param_groups" in parts or "_last_lr" in parts or parts[-1] in (*SETTINGS, REQUIRES_GRAD)
+    parts = setting.name.split(".")
+    return not {"param_groups", "_last_lr"}.isdisjoint(parts) or parts[-1] in (*SETTINGS, REQUIRES_GRAD)
 
 
-def _describe_setting(diff: ValueDiff) -> Message:
+def _describe_setting(setting: ValueDiff) -> Message:
     """State the value of each rank, or the members of a parameter group missing on some ranks."""
-    if not diff.name.endswith((".params", ".(positions)")):
-        return Text.VALUE(name=diff.name, values=dict(diff.by_rank))
-    members = [set(str(value).split(", ")) for value in diff.by_rank.values() if value is not None]
-    first, *others = members
-    partial = tuple(sorted(first.union(*others) - first.intersection(*others)))
-    return Text.MEMBERS(name=diff.name, names=partial) if partial else Text.ORDER(name=diff.name)
+    if not setting.name.endswith((".params", ".(positions)")):
+        return Text.VALUE(name=setting.name, values=dict(setting.by_rank))
+    texts = [str(value) for value in setting.by_rank.values() if value is not None]
+    first, *further = [set(text.split(", ")) for text in texts]
+    partial_members = first.union(*further) - first.intersection(*further)
+    if not partial_members:
+        return Text.ORDER(name=setting.name)
+    return Text.MEMBERS(name=setting.name, names=tuple(sorted(partial_members)))

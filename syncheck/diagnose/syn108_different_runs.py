@@ -20,19 +20,20 @@ Incidents: none known; measured with runs of the trainer that differ in the seed
 
 from __future__ import annotations
 
-from statistics import median
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose import syn240_rounding_only
-from syncheck.diagnose.case import Case, Match, cosines, evidence_of, limit_facts
-from syncheck.diagnose.counters import find_minority
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.localized import localized_damage
+from syncheck.diagnose.measures import evidence_of, median_cosine
+from syncheck.diagnose.rank_values import find_minority
+from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks
 from syncheck.tensors.value_kinds import is_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from syncheck.findings import Certainty
     from syncheck.records import TensorDiff
@@ -77,9 +78,6 @@ def apply(case: Case) -> Match | None:
         return None
     run_of = _identify_runs(case, identities or list(evidence.runs))
     certainty = _choose_certainty(case, identities)
-    alternatives: tuple[str, ...] = ()
-    if certainty == "consistent":
-        alternatives = _list_alternatives(case, evidence.runs)
     tensors = _select_undamaged(case)
     return Match(
         tensors,
@@ -89,7 +87,7 @@ def apply(case: Case) -> Match | None:
         # A difference within one run has another cause.
         agree=list(group_ranks(run_of).values()),
         certainty=certainty,
-        alternatives=alternatives,
+        alternatives=_list_alternatives(case) if certainty == "consistent" else (),
     )
 
 
@@ -105,8 +103,7 @@ def _needs_other_runs(case: Case) -> bool:
     if not case.values and not _select_undamaged(case):
         return False
     # Two runs that should be equal may still differ in one element or by rounding.
-    is_small = bool(localized_damage(case)) or syn240_rounding_only.apply(case) is not None
-    return not is_small
+    return not localized_damage(case) and syn240_rounding_only.apply(case) is None
 
 
 def _identify_runs(case: Case, names: Sequence[str]) -> dict[int, str]:
@@ -132,28 +129,31 @@ def _is_plausible(case: Case) -> bool:
     differing = trained & case.differing_parameters().keys()
     if not trained or len(differing) < MOST * len(trained):
         return False
+    # Equal averages of gradients show a common run.
     if case.with_moment() and case.agrees("optimizer"):
         return False
-    measured = cosines(case.differing_moments().values())
-    return not measured or median(measured) < ALIKE
+    cosine = median_cosine(case.differing_moments().values())
+    return cosine is None or cosine < ALIKE
 
 
-def _list_alternatives(case: Case, settings: Iterable[str]) -> tuple[str, ...]:
+def _list_alternatives(case: Case) -> tuple[str, ...]:
     """Return the causes within one run that fit as well: other settings on a host, or a seed of each rank."""
     if any(diff.reason == "shape" for diff in case.tensors):
         return ("SYN102",)
-    only_seeds = all(is_seed(name) for name in settings)
-    return ("SYN210", "SYN211") if only_seeds else ("SYN107", "SYN211")
+    if all(map(is_seed, case.group.evidence.runs)):
+        return ("SYN210", "SYN211")
+    return ("SYN107", "SYN211")
 
 
 def _list_facts(case: Case, tensors: Sequence[TensorDiff], certainty: Certainty) -> tuple[Message, ...]:
+    """State the settings that differ, and how many parameters."""
     evidence = case.group.evidence
     settings: list[Message] = []
     for name, values in evidence.runs.items():
         settings.append(Text.SETTING(name=name, values=dict(values)))
-    first, *others = limit_facts(settings, _MOST_SETTINGS, Text.MORE)
+    first, *further = limit_facts(settings, _MOST_SETTINGS, Text.MORE)
     sentence = Text.CONSISTENT if certainty == "consistent" else Text.PROVED
-    facts = [sentence(setting=first), *others]
+    facts = [sentence(setting=first), *further]
     if evidence.repeated_ranks:
         facts.append(Text.REPEATED(ranks=evidence.repeated_ranks))
     return (*facts, *case.parameter_facts(tensors))

@@ -19,9 +19,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, largest_difference
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.counters import may_be_old
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 

@@ -19,10 +19,14 @@ Incidents: pytorch/pytorch#22192 (fixed).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import others_agree
-from syncheck.diagnose.case import Case, Match, largest_difference
+from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Sentence
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case, Match
 
 CODE = "SYN204"
 SLUG = "bn-variance-only"

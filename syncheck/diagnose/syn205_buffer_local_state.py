@@ -36,8 +36,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import changed_on_some_ranks, is_batchnorm, running_statistics, statistics_of_copies
-from syncheck.diagnose.case import TOUCHED, Case, Match, evidence_of, is_share_below, is_weight, largest_difference
+from syncheck.diagnose.case import Case, Match, is_weight
 from syncheck.diagnose.history import last_agreement, trend_of
+from syncheck.diagnose.measures import TOUCHED, evidence_of, is_share_below
+from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 

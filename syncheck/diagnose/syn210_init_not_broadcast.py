@@ -35,13 +35,15 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, cosines, differing_share, follower_facts
 from syncheck.diagnose.history import last_agreement, suspects
+from syncheck.diagnose.measures import cosines, differing_share
 from syncheck.diagnose.moments import decay_share, only_decay
 from syncheck.diagnose.sentences import is_sharded
+from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
 CODE = "SYN210"

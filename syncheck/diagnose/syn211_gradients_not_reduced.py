@@ -40,21 +40,23 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import TOUCHED, Case, Match, cosines, follower_facts, is_share_below
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.measures import TOUCHED, cosines, is_share_below
 from syncheck.diagnose.moments import (
     BOTH_SIDES,
     COMMON_START,
     count_squares,
-    differing_squares,
     mean_cosine,
     median_sidedness,
     only_decay,
     share_smaller,
 )
+from syncheck.diagnose.selection import list_names
+from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case, Match
     from syncheck.findings import Certainty
     from syncheck.records import TensorDiff
 
@@ -127,43 +129,63 @@ _UNCOUNTED = ("SYN214", "SYN215")
 _STATELESS = ("SYN213", "SYN214")
 
 
+class _Differing(NamedTuple):
+    """The differing tensors of the optimizer's parameters."""
+
+    parameters: list[TensorDiff]
+    moments: list[TensorDiff]
+    """The first moments."""
+
+
 def apply(case: Case) -> Match | None:
     """Match a model whose trained parameters all differ because each rank used its own gradients."""
-    parameters, moments = case.differing_parameters(), case.differing_moments()
-    model, states = case.trained_parameters(), case.with_moment()
-    # If the names of the optimizer's ids are unknown, their number is still the number of trained parameters.
-    total = min(len(model), len(states)) if states and not states & model else len(model)
-    if not parameters or len(model & set(parameters)) < MOST * total or not case.in_step():
+    differing = _Differing(list(case.differing_parameters().values()), list(case.differing_moments().values()))
+    if not differing.parameters or not case.in_step() or not _is_whole_model(case, differing):
         return None
-    if is_share_below(parameters.values(), TOUCHED) or len(moments) < MOST * len(states):
+    # Few differing elements are damage, or a mask.
+    if is_share_below(differing.parameters, TOUCHED):
         return None
-    differing = list(parameters.values())
     trend, since = case.trend_facts("parameter")
-    if differing_squares(case):
-        reason = _judge_squares(case, differing, list(moments.values()))
-    elif count_squares(case):
-        return None  # the second moments agree, and so do the squares of all gradients
-    elif states:
-        reason = _judge_first_moments(case, differing, list(moments.values()))
-    else:
-        reason = _judge_parameters(case, differing, trend)
+    reason = _find_reason(case, differing, trend)
     if reason is None:
         return None
-    covered = case.with_followers(differing)
+    covered = case.with_followers(differing.parameters)
     facts = [
         reason.summary,
-        *case.parameter_facts(differing),
+        *case.parameter_facts(differing.parameters),
         *reason.details,
         *since,
         *follower_facts(covered, "optimizer"),
     ]
-    match = case.make_match(differing, facts, covered)
-    cosine = mean_cosine(differing)
+    match = case.make_match(differing.parameters, facts, covered)
+    cosine = mean_cosine(differing.parameters)
     if cosine is not None and cosine < COMMON_START:
         # Ranks without a common start may be separate runs, whose files do not say so.
-        alternatives = tuple(dict.fromkeys((*reason.alternatives, "SYN108")))
-        return replace(match, certainty="consistent", alternatives=alternatives)
+        return match.as_consistent(*dict.fromkeys((*reason.alternatives, "SYN108")))
     return replace(match, certainty=reason.certainty, alternatives=reason.alternatives)
+
+
+def _is_whole_model(case: Case, differing: _Differing) -> bool:
+    """Whether nearly all trained parameters and their first moments differ."""
+    trained, with_moment = case.trained_parameters(), case.with_moment()
+    total = len(trained)
+    if with_moment and trained.isdisjoint(with_moment):
+        # If the names of the optimizer's ids are unknown, their number is still the number of trained parameters.
+        total = min(total, len(with_moment))
+    if len(trained.intersection(list_names(differing.parameters))) < MOST * total:
+        return False
+    return len(differing.moments) >= MOST * len(with_moment)
+
+
+def _find_reason(case: Case, differing: _Differing, trend: str | None) -> _Reason | None:
+    """Return what the best evidence shows: second moments, else first moments, else the parameters alone."""
+    if case.differing_squares():
+        return _judge_squares(case, differing)
+    if count_squares(case):
+        return None  # the second moments agree, and so do the squares of all gradients
+    if case.with_moment():
+        return _judge_first_moments(case, differing)
+    return _judge_parameters(case, differing.parameters, trend)
 
 
 class _Reason(NamedTuple):
@@ -175,23 +197,24 @@ class _Reason(NamedTuple):
     alternatives: tuple[str, ...] = ()
 
 
-def _judge_squares(case: Case, parameters: list[TensorDiff], moments: list[TensorDiff]) -> _Reason | None:
+def _judge_squares(case: Case, differing: _Differing) -> _Reason | None:
     """Return what second moments show, and first moments beside them; None if the gradients were only scaled."""
-    squares = differing_squares(case)
-    shares, sides = share_smaller(squares), median_sidedness(squares)
-    cosine = mean_cosine(moments)
+    squares = case.differing_squares()
+    shares = share_smaller(squares)
     if not shares:  # of digests
-        return _judge_first_moments(case, parameters, moments)
-    number = _count_moments(case, moments)
+        return _judge_first_moments(case, differing)
+    number = _count_moments(case, differing)
+    cosine = mean_cosine(differing.moments)
     is_turned = cosine is not None and cosine < ALIKE
-    if cosine is not None and is_turned and _no_two_agree(case, parameters):
-        return _Reason(_summary(case, parameters, cosine), number)
+    no_two_agree = _no_two_agree(case, differing.parameters)
+    if is_turned and no_two_agree:
+        return _Reason(_summarize(case, differing, cosine), number)
     both_sides = all(BOTH_SIDES[0] <= share <= BOTH_SIDES[1] for share in shares.values())
-    if both_sides and sides <= SIDED and not only_decay(case):
-        summary = Text.EACH_RANK_BY_SQUARES() if cosine is None else _summary(case, parameters, cosine)
+    if both_sides and median_sidedness(squares) <= SIDED and not only_decay(case):
+        summary = _summarize(case, differing, cosine)
         # Two ranks that clip by their local norms have a scale each, whose side changes from step to step. Gradients
         # that are nearly equal now were averaged, and changed afterwards.
-        if is_turned and (_no_two_agree(case, parameters) or len(case.group.replicas) == 2):
+        if is_turned and case.number_of_ranks == 2:
             return _Reason(summary, number)
         return _Reason(summary, number, "consistent", ("SYN213",))
     if cosine is None or cosine > ALIKE_COUNTED:
@@ -199,65 +222,81 @@ def _judge_squares(case: Case, parameters: list[TensorDiff], moments: list[Tenso
     return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
 
 
-def _count_moments(case: Case, moments: list[TensorDiff]) -> tuple[Message, ...]:
+def _count_moments(case: Case, differing: _Differing) -> tuple[Message, ...]:
     """State how many first moments differ; empty if the optimizer has none."""
     total = len(case.with_moment())
-    return (Text.MOMENTS(count=len(moments), total=total),) if total else ()
+    return (Text.MOMENTS(count=len(differing.moments), total=total),) if total else ()
 
 
-def _judge_first_moments(case: Case, parameters: list[TensorDiff], moments: list[TensorDiff]) -> _Reason | None:
+def _judge_first_moments(case: Case, differing: _Differing) -> _Reason | None:
     """Return what first moments show; None if they do not show different gradients."""
-    counting = case.counts_steps()
-    number = _count_moments(case, moments)
     if only_decay(case):
         return None
-    cosine = mean_cosine(moments)
+    cosine = mean_cosine(differing.moments)
     if cosine is None:
-        # If a single rank of three or more differs, it may have clipped its gradients.
-        certain = counting and (len(case.group.replicas) == 2 or _no_two_agree(case, parameters))
-        return _Reason(Text.CONSISTENT_DIGESTS(), number, "consistent") if certain else None
-    if counting:
-        if cosine >= ALIKE_COUNTED:
-            return None
-        # A single rank of two may have changed its own gradients.
-        if cosine >= COMMON_START and not _no_two_agree(case, parameters):
-            return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
-        return _Reason(_summary(case, parameters, cosine), number)
+        return _judge_digests(case, differing)
+    if case.counts_steps():
+        return _judge_counted_moments(case, differing, cosine)
+    # At the first differing step, a skipped step or a lost momentum is as likely.
     if cosine >= ALIKE or case.just_began():
         return None
-    if _no_two_agree(case, parameters):
-        return _Reason(_summary(case, parameters, cosine), number)
+    number = _count_moments(case, differing)
+    if _no_two_agree(case, differing.parameters):
+        return _Reason(_summarize(case, differing, cosine), number)
     details = (*number, Text.UNCOUNTED())
     return _Reason(Text.CONSISTENT(cosine=cosine), details, "consistent", _UNCOUNTED)
 
 
-def _summary(case: Case, parameters: list[TensorDiff], cosine: float) -> Message:
-    odd = suspects(parameters, case.group)
-    if set(odd) == set(case.group.ranks):
+def _judge_digests(case: Case, differing: _Differing) -> _Reason | None:
+    """Return what the digests of first moments show, which have no direction."""
+    # If a single rank of three or more differs, it may have clipped its gradients.
+    all_differ = case.number_of_ranks == 2 or _no_two_agree(case, differing.parameters)
+    if not all_differ or not case.counts_steps():
+        return None
+    return _Reason(Text.CONSISTENT_DIGESTS(), _count_moments(case, differing), "consistent")
+
+
+def _judge_counted_moments(case: Case, differing: _Differing, cosine: float) -> _Reason | None:
+    """Return what first moments show if the ranks took equal numbers of steps."""
+    if cosine >= ALIKE_COUNTED:
+        return None
+    number = _count_moments(case, differing)
+    # A single rank of two may have changed its own gradients.
+    if cosine >= COMMON_START and not _no_two_agree(case, differing.parameters):
+        return _Reason(Text.CONSISTENT(cosine=cosine), number, "consistent", ("SYN213",))
+    return _Reason(_summarize(case, differing, cosine), number)
+
+
+def _summarize(case: Case, differing: _Differing, cosine: float | None) -> Message:
+    """State which ranks stepped with gradients of their own. cosine: of the first moments, if there are any."""
+    if cosine is None:
+        return Text.EACH_RANK_BY_SQUARES()
+    deviating = suspects(differing.parameters, case.group)
+    if case.are_all_ranks(deviating):
         return Text.EACH_RANK(cosine=cosine)
-    return Text.SOME_RANKS(ranks=odd, cosine=cosine)
+    return Text.SOME_RANKS(ranks=deviating, cosine=cosine)
 
 
-def _judge_parameters(case: Case, differing: list[TensorDiff], trend: str | None) -> _Reason | None:
+def _judge_parameters(case: Case, parameters: list[TensorDiff], trend: str | None) -> _Reason | None:
     """Return why the parameters alone are consistent with this finding; None if another cause is as likely."""
     if not case.agrees("optimizer"):
         return None
-    measured = cosines(differing)
+    measured = cosines(parameters)
     summary = Text.CONSISTENT_WITHOUT_MOMENTS()
     common_start = bool(measured) and median(measured) >= ELSEWHERE
-    if common_start and _no_two_agree(case, differing):
+    if common_start and _no_two_agree(case, parameters):
         return _Reason(summary, (Text.ALL_RANKS_DIFFER(),), "consistent", ("SYN213",))
-    if trend == "growing" and len(case.group.replicas) == 2 and not case.agreed_before():
+    if trend == "growing" and case.number_of_ranks == 2 and not case.agreed_before():
         return _Reason(summary, (), "consistent", _STATELESS)
+    # A tensor without a common direction, such as a zero bias, was moved by each rank's own gradients.
     if common_start and min(measured) < ELSEWHERE:
         details = (Text.COSINES(least=min(measured), most=max(measured)),)
         return _Reason(summary, details, "consistent", _STATELESS)
     return None
 
 
-def _no_two_agree(case: Case, differing: list[TensorDiff]) -> bool:
+def _no_two_agree(case: Case, parameters: list[TensorDiff]) -> bool:
     """Whether each replica group has three or more ranks, and no two of them agree on a differing tensor."""
     ranks = case.group.ranks
-    return all(
-        len(diff.clusters) == len(ranks) and min(map(len, diff.replica_groups or (ranks,))) > 2 for diff in differing
-    )
+    smallest_groups = [min(map(len, diff.replica_groups or (ranks,))) for diff in parameters]
+    return case.ranks_differ(parameters) and min(smallest_groups, default=3) > 2

@@ -28,17 +28,10 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import (
-    TOUCHED,
-    Case,
-    Match,
-    cosines,
-    follower_facts,
-    is_adapter,
-    is_share_below,
-    largest_difference,
-)
+from syncheck.diagnose.case import Case, Match, is_adapter
+from syncheck.diagnose.measures import TOUCHED, cosines, is_share_below
 from syncheck.diagnose.moments import COMMON_START, mean_cosine, only_decay
+from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 

@@ -33,27 +33,30 @@ pytorch/torchtitan#766, pytorch/pytorch#170862, NVIDIA-NeMo/RL#3788.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, cosines, evidence_of, follower_facts
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.measures import cosines, evidence_of, median_cosine
 from syncheck.diagnose.moments import (
     count_squares,
     decay_share,
-    differing_squares,
     mean_cosine,
     median_share_differing,
     median_sidedness,
     only_decay,
     share_smaller,
 )
+from syncheck.diagnose.optimizer_names import is_momentum
+from syncheck.diagnose.selection import minorities_of, ranks_outside
+from syncheck.diagnose.statements import follower_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
-    from syncheck.records import TensorDiff
+    from collections.abc import Mapping, Sequence
 
-    Bounds = tuple[tuple[float, float, float], ...]
+    from syncheck.records import TensorDiff
 
 CODE = "SYN213"
 SLUG = "per-rank-gradient-scale"
@@ -132,6 +135,19 @@ class Text(Sentence):
 
 # Share of the elements of second moments that are on one side, and the least mean cosine of first moments with it.
 ONE_SIDED, ALIKE = 0.98, 0.95
+
+
+class Bound(NamedTuple):
+    """When the lengths of moments show a scale."""
+
+    factor: float
+    """The least factor between the lengths."""
+    cosine: float
+    """The least median cosine."""
+    width: float
+    """The largest factor of a tensor from the median. A clip has a different factor at each step."""
+
+
 # Least share of the elements of second moments that differ: all elements with a gradient.
 NEARLY_ALL = 0.75
 # Least median of the one-sidedness within a tensor, if each rank has a scale of its own, which varies over the steps.
@@ -140,131 +156,168 @@ EACH_SIDED = 0.75
 MOST, ONE_SIDE, NEAR = 0.9, 0.95, 0.85
 # A tensor shows nothing about the gradients unless its momentum is this many times its weight decay.
 ABOVE_DECAY = 4.0
-# (least factor, least median cosine, largest factor from the median). The last bound is for a clip with a different
-# factor at each step. In measurements, no gradients of different batches had a cosine over 0.5 and this factor.
-SURE = ((1.1, 0.97, 1.3), (1.3, 0.93, 1.3), (3.0, 0.5, 2.0))
+# In measurements, no gradients of different batches had a cosine over 0.5 and the factor of the last bound.
+SURE = (Bound(1.1, 0.97, 1.3), Bound(1.3, 0.93, 1.3), Bound(3.0, 0.5, 2.0))
 # Bounds of a scale that all recent steps had. A single lost gradient changes the moments less evenly.
-STEADY = ((1.2, 0.99, 1.2), (3.0, 0.5, 2.0))
+STEADY = (Bound(1.2, 0.99, 1.2), Bound(3.0, 0.5, 2.0))
 # The same without step counts: a momentum lost k steps ago is 1 / (1 - 0.9**k) times shorter, at most 10 times, with
 # cosines under 0.9 if the factor is over 1.3.
-LIKELY = ((1.3, 0.93, 1.3), (12.0, 0.5, 2.0))
+LIKELY = (Bound(1.3, 0.93, 1.3), Bound(12.0, 0.5, 2.0))
 # If a rank's momentum contains only weight decay, it is shorter than a lost momentum, in any direction.
-DECAY_ALONE = ((12.0, 0.3, 20.0),)
+DECAY_ALONE = (Bound(12.0, 0.3, 20.0),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """First moments whose lengths differ between ranks."""
+
+    moments: Sequence[TensorDiff]
+    reference_of: Mapping[int, int]
+    """By deviating rank, a rank of its replica group to compare with."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The deviating ranks."""
+        return tuple(sorted(self.reference_of))
+
+    def factors(self, rank: int) -> list[float]:
+        """Return the norms of a deviating rank as multiples of the norms of its reference."""
+        reference = self.reference_of[rank]
+        factors = []
+        for diff in self.moments:
+            norms = evidence_of(diff).norms
+            if rank in norms and reference in norms:
+                factors.append(norms[rank] / norms[reference])
+        return factors
+
+    def fit(self, bounds: Sequence[Bound]) -> bool:
+        """Whether the moments of each deviating rank are a multiple of the moments of its reference."""
+        cosine = median_cosine(self.moments)
+        if cosine is None or not self.reference_of:
+            return False
+        return all(_is_scale(self.factors(rank), cosine, bounds) for rank in self.reference_of)
 
 
 def apply(case: Case) -> Match | None:
     """Match moments with the same direction, but another length on some ranks in nearly all tensors."""
-    moments = case.differing_moments()
+    moments = list(case.differing_moments().values())
     if not case.in_step() or len(moments) < MOST * len(case.with_moment()):
         return None
-    shares = share_smaller(differing_squares(case))
+    squares = case.differing_squares()
+    shares = share_smaller(squares)
     if shares:
         return _match_squares(case, moments, shares)
-    if not moments or (count_squares(case) and not differing_squares(case)):
+    if count_squares(case) and not squares:
         return None  # equal second moments belong to gradients of equal size
-    return _match_first_moments(case, moments)
+    return _match_first_moments(case, moments) if moments else None
 
 
-def _match_squares(case: Case, moments: dict[str, TensorDiff], shares: dict[int, float]) -> Match | None:
-    """Match second moments whose elements are nearly all smaller, or nearly all larger, on the odd ranks."""
-    squares = differing_squares(case)
-    is_smaller = all(share >= ONE_SIDED for share in shares.values())
-    is_larger = all(share <= 1 - ONE_SIDED for share in shares.values())
-    cosine = mean_cosine(moments.values())
+def _match_squares(case: Case, moments: list[TensorDiff], shares: dict[int, float]) -> Match | None:
+    """Match second moments whose elements are nearly all smaller, or nearly all larger, on the deviating ranks."""
+    squares = case.differing_squares()
     # A gradient with lost elements has smaller second moments in these elements alone.
     if len(squares) < MOST * count_squares(case) or median_share_differing(squares) < NEARLY_ALL:
         return None
-    if not (is_smaller or is_larger):
-        return _match_unequal_scales(case, moments, squares)
+    is_smaller = all(share >= ONE_SIDED for share in shares.values())
+    is_larger = all(share <= 1 - ONE_SIDED for share in shares.values())
+    if is_smaller or is_larger:
+        return _match_scaled_squares(case, moments, shares, is_smaller=is_smaller)
+    # The ranks may all have scales of their own, as if each clipped by its local norm.
+    if _is_each_scaled(case, moments) and median_sidedness(squares) >= EACH_SIDED:
+        return _make_unequal_match(case, moments)
+    return None
+
+
+def _match_scaled_squares(
+    case: Case, moments: list[TensorDiff], shares: dict[int, float], *, is_smaller: bool
+) -> Match | None:
+    """Match second moments that are on one side. is_smaller: on the deviating ranks; larger otherwise."""
+    cosine = mean_cosine(moments)
     # The gradients of a single rank are larger than averaged gradients, but have another direction.
-    if is_larger and cosine is not None and cosine < ALIKE:
+    if not is_smaller and cosine is not None and cosine < ALIKE:
         return None
     # A rank that has lost all gradients since the start has moments of zero, whose length is no factor.
-    measurable = [diff for diff in moments.values() if all(norm > 0 for norm in evidence_of(diff).norms.values())]
-    sides = _find_odd_ranks(measurable)
-    is_steady = _are_scaled(measurable, sides, STEADY)
-    if _are_scaled(measurable, sides, SURE):
-        summary = _summary(case, measurable, sides)
-        ranks = tuple(sides)
+    lengths = _compare_lengths([diff for diff in moments if min(evidence_of(diff).norms.values(), default=1.0) > 0])
+    if lengths.fit(SURE):
+        ranks, summary = lengths.ranks, _summarize(case, lengths)
     else:
-        ranks, others = _name_sides(case, shares, is_smaller=is_smaller)
-        side = Text.SMALLER if is_smaller or len(case.group.replicas) == 2 else Text.LARGER
-        summary = Text.SCALED(ranks=ranks, others=others, side=side())
-    facts = [summary]
-    measured = cosines(moments.values())
-    if measured:
-        facts.append(Text.COSINE(count=len(measured), cosine=median(measured)))
+        ranks, reference_ranks = _name_sides(case, shares, is_smaller=is_smaller)
+        side = Text.SMALLER if is_smaller or case.number_of_ranks == 2 else Text.LARGER
+        summary = Text.SCALED(ranks=ranks, others=reference_ranks, side=side())
+    facts = [summary, *_describe_cosine(moments)]
     differing = case.with_followers(case.differing_parameters().values())
     match = _make_match(case, differing, ranks, facts, moments)
     if case.agrees("parameter"):
         # Adam divides by the size of the gradients, so that equal parameters are possible; a changed state is, too.
-        return replace(match, certainty="consistent", alternatives=("SYN215",))
-    if is_steady:
+        return match.as_consistent("SYN215")
+    if lengths.fit(STEADY):
         return match
     # Lost parts of one gradient make second moments smaller too, and the gradients of one rank alone make them larger.
-    return replace(match, certainty="consistent", alternatives=("SYN211",) if is_larger else ())
+    return match.as_consistent() if is_smaller else match.as_consistent("SYN211")
 
 
-def _match_unequal_scales(case: Case, moments: dict[str, TensorDiff], squares: list[TensorDiff]) -> Match | None:
-    """Match ranks that all have scales of their own, as if each clipped by its local norm."""
-    if not _is_each_scaled(case, moments):
-        return None
-    if median_sidedness(squares) < EACH_SIDED:
-        return None
-    return _make_unequal_match(case, moments)
-
-
-def _is_each_scaled(case: Case, moments: dict[str, TensorDiff]) -> bool:
+def _is_each_scaled(case: Case, moments: list[TensorDiff]) -> bool:
     """Whether all ranks differ, and their first moments have nearly the same direction."""
-    cosine = mean_cosine(moments.values())
-    differ = all(len(diff.clusters) == len(case.group.ranks) for diff in moments.values())
-    return differ and cosine is not None and cosine >= ALIKE
+    cosine = mean_cosine(moments)
+    return cosine is not None and cosine >= ALIKE and case.ranks_differ(moments)
 
 
-def _make_unequal_match(case: Case, moments: dict[str, TensorDiff]) -> Match:
+def _make_unequal_match(case: Case, moments: list[TensorDiff]) -> Match:
     """Return the match for ranks that each have a scale of their own."""
     facts: list[Message] = [Text.EACH_SCALED()]
-    measured = cosines(moments.values())
+    measured = cosines(moments)
     facts.append(Text.COSINE(count=len(measured), cosine=median(measured)))
     covered = case.with_followers(case.differing_parameters().values())
-    match = _make_match(case, covered, case.group.ranks, facts, moments)
-    return replace(match, certainty="consistent", alternatives=("SYN211",))
+    return _make_match(case, covered, case.group.ranks, facts, moments).as_consistent("SYN211")
+
+
+def _describe_cosine(moments: Sequence[TensorDiff]) -> list[Message]:
+    """State the median cosine of first moments; empty if none was measured."""
+    measured = cosines(moments)
+    return [Text.COSINE(count=len(measured), cosine=median(measured))] if measured else []
 
 
 def _name_sides(case: Case, shares: dict[int, float], *, is_smaller: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks with scaled gradients, and the others. Of two ranks, the rank with smaller moments is odd."""
-    odd = tuple(sorted(shares))
-    others = tuple(rank for rank in case.group.ranks if rank not in shares)
-    if len(case.group.replicas) == 2 and not is_smaller:
-        return others, odd
-    return odd, others
+    """Return the ranks with scaled gradients, and all other ranks."""
+    deviating_ranks = tuple(sorted(shares))
+    reference_ranks = ranks_outside(case.group.ranks, shares)
+    # Of two ranks, the rank with smaller moments is suspect.
+    if case.number_of_ranks == 2 and not is_smaller:
+        return reference_ranks, deviating_ranks
+    return deviating_ranks, reference_ranks
 
 
-def _match_first_moments(case: Case, moments: dict[str, TensorDiff]) -> Match | None:
+def _match_first_moments(case: Case, moments: list[TensorDiff]) -> Match | None:
     """Match first moments with the same direction, but another length on some ranks in nearly all tensors."""
-    counting = case.counts_steps()
-    if not counting and case.just_began():
+    if case.counts_steps():
+        lengths = _compare_lengths(_select_above_decay(case, moments, ABOVE_DECAY))
+        return _match_lengths(case, moments, lengths) if lengths.fit(SURE) else None
+    # The start of a fault looks like a skipped step or a lost momentum.
+    if case.just_began():
         return None
-    used = _moments_above_decay(case, moments)
-    sides = _find_odd_ranks(used)
-    if not _are_scaled(used, sides, SURE if counting else LIKELY):
-        used = _moments_above_decay(case, moments, 0.0)
-        sides = _find_odd_ranks(used)
-        if counting or not _are_scaled(used, sides, DECAY_ALONE):
-            is_unequal = not counting and len(case.group.ranks) > 2 and not only_decay(case)
-            is_unequal = is_unequal and _is_each_scaled(case, moments)
-            return _make_unequal_match(case, moments) if is_unequal else None
+    for bounds, above_decay in ((LIKELY, ABOVE_DECAY), (DECAY_ALONE, 0.0)):
+        lengths = _compare_lengths(_select_above_decay(case, moments, above_decay))
+        if lengths.fit(bounds):
+            return _match_lengths(case, moments, lengths)
+    if case.number_of_ranks > 2 and _is_each_scaled(case, moments) and not only_decay(case):
+        return _make_unequal_match(case, moments)
+    return None
+
+
+def _match_lengths(case: Case, moments: list[TensorDiff], lengths: _Lengths) -> Match:
+    """Return the match for first moments with other lengths on some ranks."""
     covered = case.with_followers(case.differing_parameters().values())
-    facts = [_summary(case, used, sides), Text.COSINE(count=len(used), cosine=median(cosines(used)))]
-    if len(used) < len(moments):
-        facts.append(Text.MOSTLY_DECAY(count=len(moments) - len(used)))
-    if not counting:
+    facts = [
+        _summarize(case, lengths),
+        Text.COSINE(count=len(lengths.moments), cosine=median(cosines(lengths.moments))),
+    ]
+    if len(lengths.moments) < len(moments):
+        facts.append(Text.MOSTLY_DECAY(count=len(moments) - len(lengths.moments)))
+    if not case.counts_steps():
         facts.append(Text.UNCOUNTED())
-    match = _make_match(case, covered, tuple(sides), facts, moments)
-    if counting:
-        # Lion has no second moments, and the first moments alone do not tell a factor from lost gradients.
-        return replace(match, certainty="consistent", alternatives=("SYN214", "SYN215"))
-    return replace(match, cause=Text.CAUSE_UNCOUNTED, certainty="consistent", alternatives=("SYN214", "SYN215"))
+    # Lion has no second moments, and the first moments alone do not tell a factor from lost gradients.
+    match = _make_match(case, covered, lengths.ranks, facts, moments).as_consistent("SYN214", "SYN215")
+    return match if case.counts_steps() else match.with_cause(Text.CAUSE_UNCOUNTED, None)
 
 
 def _make_match(
@@ -272,87 +325,87 @@ def _make_match(
     covered: tuple[TensorDiff, ...],
     ranks: tuple[int, ...],
     facts: list[Message],
-    moments: dict[str, TensorDiff],
+    moments: list[TensorDiff],
 ) -> Match:
     """Return the match, and state the trend, what follows, and which ranks agree."""
-    facts += case.trend_facts("parameter")[1]
-    facts += follower_facts(covered, "optimizer")
-    facts += case.agreement_facts(list(moments.values()))
-    return Match(covered, ranks, facts)
+    _, since = case.trend_facts("parameter")
+    followers = follower_facts(covered, "optimizer")
+    return Match(covered, ranks, [*facts, *since, *followers, *case.agreement_facts(moments)])
 
 
-def _summary(case: Case, moments: list[TensorDiff], sides: dict[int, int]) -> Message:
+def _summarize(case: Case, lengths: _Lengths) -> Message:
     """State which ranks clipped or scaled their gradients, and by which factors."""
-    ranks, counting = tuple(sorted(sides)), case.counts_steps()
-    others = tuple(rank for rank in case.group.ranks if rank not in sides)
-    ratios = {rank: float(f"{median(_factors(moments, rank, sides[rank])):.3g}") for rank in ranks}
+    ranks, is_counted = lengths.ranks, case.counts_steps()
+    reference_ranks = ranks_outside(case.group.ranks, ranks)
+    ratios = {rank: float(f"{median(lengths.factors(rank)):.3g}") for rank in ranks}
     if len(set(ratios.values())) > 1:
-        sentence = Text.CLIPPED_UNEQUALLY if counting else Text.CONSISTENT_UNEQUALLY
-        return sentence(ranks=ranks, ratios=ratios, others=others)
-    sentence = Text.CLIPPED if counting else Text.CONSISTENT
-    return sentence(ranks=ranks, ratio=ratios[ranks[0]], others=others)
+        sentence = Text.CLIPPED_UNEQUALLY if is_counted else Text.CONSISTENT_UNEQUALLY
+        return sentence(ranks=ranks, ratios=ratios, others=reference_ranks)
+    sentence = Text.CLIPPED if is_counted else Text.CONSISTENT
+    return sentence(ranks=ranks, ratio=ratios[ranks[0]], others=reference_ranks)
 
 
-def _moments_above_decay(case: Case, moments: dict[str, TensorDiff], times: float = ABOVE_DECAY) -> list[TensorDiff]:
-    """Return the moments with norms, except SGD's momenta if they are mostly weight decay on some rank."""
+def _select_above_decay(case: Case, moments: list[TensorDiff], times: float) -> list[TensorDiff]:
+    """Return the moments with norms, except SGD's momenta if they are mostly weight decay on some rank.
+
+    times: how many times a momentum must be as long as its weight decay.
+    """
     share, parameters = decay_share(case), case.differing_parameters()
-    used = []
-    for name, diff in moments.items():
+    selected = []
+    for diff in moments:
         norms = evidence_of(diff).norms
+        # A number, or a tensor of zeros on some rank, has no direction.
         if not norms or not all(norms.values()) or diff.numel < 2:
             continue
-        of_momentum = name in parameters and diff.name.endswith(".momentum_buffer")
-        decay = evidence_of(parameters[name]).norms if of_momentum else {}
-        if all(norm > times * share * decay.get(rank, 0.0) for rank, norm in norms.items()):
-            used.append(diff)
-    return used
+        parameter = parameters.get(case.owner_of(diff.name))
+        decay_of_rank: Mapping[int, float] = {}
+        if parameter is not None and is_momentum(diff.name):
+            decay_of_rank = evidence_of(parameter).norms
+        if all(norm > times * share * decay_of_rank.get(rank, 0.0) for rank, norm in norms.items()):
+            selected.append(diff)
+    return selected
 
 
-def _find_odd_ranks(moments: list[TensorDiff]) -> dict[int, int]:
-    """Return the odd ranks, each with a rank of its replica group to compare with.
-
-    Odd ranks are outside the majority. Without a majority they are shorter than the longest rank.
-    """
-    norms = [(diff, evidence_of(diff).norms) for diff in moments]
-    groups = {group for diff, by_rank in norms for group in diff.replica_groups or (tuple(sorted(by_rank)),)}
-    sides = {}
+def _compare_lengths(moments: list[TensorDiff]) -> _Lengths:
+    """Return the moments with the deviating ranks of each replica group, and a rank to compare each with."""
+    groups: set[tuple[int, ...]] = set()
+    for diff in moments:
+        groups.update(diff.replica_groups or (tuple(sorted(evidence_of(diff).norms)),))
+    reference_of: dict[int, int] = {}
     for group in sorted(groups):
-        within = [(diff, by_rank) for diff, by_rank in norms if set(group) <= set(by_rank)]
-        odd = {rank for diff, _ in within for rank in diff.minority if rank in group}
-        if not within or len(group) < 2:
-            continue
-        if not odd or odd >= set(group):
-            middle = {rank: median(math.log(by_rank[rank]) for _, by_rank in within) for rank in group}
-            longest = max(group, key=lambda rank: middle[rank])
-            odd = {rank for rank in group if middle[rank] < middle[longest]}
-        else:
-            longest = next(rank for rank in group if rank not in odd)
-        sides.update(dict.fromkeys(odd, longest))
-    return sides
+        measured = [diff for diff in moments if evidence_of(diff).norms.keys() >= set(group)]
+        if measured and len(group) > 1:
+            reference_of.update(_find_references(measured, group))
+    return _Lengths(moments, reference_of)
 
 
-def _factors(moments: list[TensorDiff], rank: int, other: int) -> list[float]:
-    """Return a rank's norms as multiples of another rank's norms."""
-    norms = [evidence_of(diff).norms for diff in moments]
-    return [by_rank[rank] / by_rank[other] for by_rank in norms if rank in by_rank and other in by_rank]
+def _find_references(moments: list[TensorDiff], group: tuple[int, ...]) -> dict[int, int]:
+    """Return a rank to compare with by deviating rank of a replica group.
+
+    Deviating ranks are outside the majority. Without a majority they are shorter than the longest rank.
+    """
+    minority = minorities_of(moments).intersection(group)
+    if minority and len(minority) < len(group):
+        reference = next(rank for rank in group if rank not in minority)
+        return dict.fromkeys(minority, reference)
+    lengths = {}
+    for rank in group:
+        lengths[rank] = median(math.log(evidence_of(diff).norms[rank]) for diff in moments)
+    longest = max(group, key=lengths.__getitem__)
+    return {rank: longest for rank in group if lengths[rank] < lengths[longest]}
 
 
-def _are_scaled(moments: list[TensorDiff], sides: dict[int, int], bounds: Bounds) -> bool:
-    """Whether the moments of each odd rank are a multiple of the other rank's moments."""
-    measured = cosines(moments)
-    return bool(measured and sides) and all(
-        _is_scale(_factors(moments, rank, other), median(measured), bounds) for rank, other in sides.items()
-    )
-
-
-def _is_scale(factors: list[float], cosine: float, bounds: Bounds) -> bool:
+def _is_scale(factors: list[float], cosine: float, bounds: Sequence[Bound]) -> bool:
     """Whether the factors of all tensors are about the same, and not 1."""
     logs = [math.log(factor) for factor in factors]
     middle = median(logs)
-    same_side = sum(log * middle > 0 for log in logs) / len(logs)
-    return same_side >= ONE_SIDE and any(
-        abs(middle) >= math.log(least)
-        and cosine >= alike
-        and sum(abs(log - middle) <= math.log(width) for log in logs) >= NEAR * len(logs)
-        for least, alike, width in bounds
-    )
+    on_one_side = [log for log in logs if log * middle > 0]
+    if len(on_one_side) / len(logs) < ONE_SIDE:
+        return False
+    for bound in bounds:
+        if abs(middle) < math.log(bound.factor) or cosine < bound.cosine:
+            continue
+        close = [log for log in logs if abs(log - middle) <= math.log(bound.width)]
+        if len(close) >= NEAR * len(logs):
+            return True
+    return False

@@ -26,7 +26,6 @@ and #2724 (the same). Checkpoints of several steps show whether a rank skips ste
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
@@ -38,20 +37,15 @@ from syncheck.diagnose.counters import (
     counters_of,
     earlier_lag,
     farthest,
-    fitting,
-    followers,
-    forwards_lag,
     healthy_count,
     lag_grew,
     may_be_old,
     names_of_values,
-    only_skipped,
-    parameters_agree,
-    scales_of,
-    stale_at_first,
-    stale_facts,
-    trackers,
 )
+from syncheck.diagnose.loss_scales import find_scaler_values, scales_of
+from syncheck.diagnose.selection import has_kind, join_ranks, ranks_outside
+from syncheck.diagnose.skipped_steps import counters_of_skipped_steps, followers, forwards_lag
+from syncheck.diagnose.stale_ranks import only_skipped, stale_at_first, stale_facts
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
@@ -114,113 +108,122 @@ class Text(Sentence):
 def apply(case: Case) -> Match | None:
     """Match step counters with a small lag, or a rank with stale values after its forward pass."""
     first = stale_at_first(case)
-    if first is not None and (not only_skipped(first) or scales_of(case.group)):
-        first = None
-    if first is not None:
+    # A lower loss scale shows an overflow, which is SYN216.
+    if first is not None and only_skipped(first) and not scales_of(case.group):
         return _match_stale(case, first)
-    counters = fitting(case, far=False)
-    most = farthest(counters)
+    counters = counters_of_skipped_steps(case)
+    largest = farthest(counters)
     # A rank with equal parameters took every step.
-    if most is None or parameters_agree(case):
+    if largest is None or case.is_in_sync("parameter"):
         return None
-    return _match_lag(case, counters, most)
+    return _match_lag(case, counters, largest)
 
 
 def _match_stale(case: Case, first: Comparison) -> Match | None:
     """Return the match for ranks with the values of the step before. first: the group that shows them."""
     counters = counters_of(case)
     tensors = followers(case, counters)
-    if not any(diff.kind in ("parameter", "optimizer") for diff in tensors) and not counters:
+    if not counters and not has_kind(tensors, "parameter", "optimizer"):
         return None
-    ranks, most = tuple(first.evidence.stale), farthest(counters)
+    ranks, largest = tuple(first.evidence.stale), farthest(counters)
+    summary = Text.SKIPPED_AFTER_FORWARD(ranks=ranks) if largest is None else _Progress(case, largest).facts()[0]
     facts = [
-        Text.SKIPPED_AFTER_FORWARD(ranks=ranks) if most is None else _Progress(case, most).facts()[0],
+        summary,
         *counter_facts(counters),
         *case.parameter_facts(tensors),
         *stale_facts(first),
         Text.BATCHES_COUNTED(),
     ]
-    if most is not None:
-        facts += _repetition_facts(case, most)
-    return Match(tensors, ranks, facts, (*names_of_values(counters), *trackers(case, ranks)))
+    if largest is not None:
+        facts += _repetition_facts(case, largest)
+    return Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
 
 
-def _match_lag(case: Case, counters: tuple[StepCounter, ...], most: StepCounter) -> Match:
-    """Return the match for step counters with a small lag. most: the counter with the largest lag."""
-    tensors, progress = followers(case, counters), _Progress(case, most)
-    ranks = tuple(sorted({rank for counter in counters for rank in _Progress(case, counter).odd}))
+def _match_lag(case: Case, counters: tuple[StepCounter, ...], largest: StepCounter) -> Match:
+    """Return the match for step counters with a small lag. largest: the counter with the largest lag."""
+    tensors, progress = followers(case, counters), _Progress(case, largest)
+    ranks = tuple(sorted(join_ranks(_Progress(case, counter).deviating for counter in counters)))
     facts = [
         *progress.facts(),
         *counter_facts(counters),
         *case.parameter_facts(tensors),
         *_forward_facts(case, counters),
-        *_repetition_facts(case, most),
-        *_doubts(case, most),
+        *_repetition_facts(case, largest),
+        *_doubts(case, largest),
     ]
-    match = Match(tensors, ranks, facts, (*names_of_values(counters), *trackers(case, ranks)))
+    match = Match(tensors, ranks, facts, (*names_of_values(counters), *find_scaler_values(case, ranks)))
     if not case.group.labels:  # two runs have a cause of their own
-        match = replace(match, cause=progress.choose_cause(), fix=progress.choose_fix())
-    others = _find_alternatives(case, most)
-    return replace(match, certainty="consistent", alternatives=others or ("SYN217",))
+        match = match.with_cause(progress.choose_cause(), progress.choose_fix())
+    alternatives = _find_alternatives(case, largest)
+    return match.as_consistent(*alternatives or ("SYN217",))
 
 
 class _Progress:
     """Which ranks took fewer or more steps than the healthy ranks, by a step counter.
 
-    healthy: the count of the healthy ranks; the highest count if nothing shows it.
+    healthy_count: the count of the healthy ranks; the highest count if nothing shows it.
     """
 
     def __init__(self, case: Case, counter: StepCounter) -> None:
         """Find the healthy ranks of a counter."""
         count = healthy_count(case, counter)
-        self.by_rank = counter.by_rank
         self.is_known = count is not None
-        self.healthy = max(counter.by_rank.values()) if count is None else count
-        self.behind = tuple(sorted(rank for rank, count in self.by_rank.items() if count < self.healthy))
-        self.ahead = tuple(sorted(rank for rank, count in self.by_rank.items() if count > self.healthy))
+        self.healthy_count = counter.highest if count is None else count
+        self.by_rank = dict(sorted(counter.by_rank.items()))
+        self.behind = tuple(rank for rank, count in self.by_rank.items() if count < self.healthy_count)
+        self.ahead = tuple(rank for rank, count in self.by_rank.items() if count > self.healthy_count)
+        self.healthy = ranks_outside(self.by_rank, self.deviating)
 
     @property
-    def odd(self) -> tuple[int, ...]:
+    def deviating(self) -> tuple[int, ...]:
         """The ranks that took fewer or more steps."""
         return (*self.behind, *self.ahead)
 
     def facts(self) -> list[Message]:
         """State which ranks took how many steps fewer or more than the healthy ranks."""
-        others = tuple(sorted(rank for rank, count in self.by_rank.items() if count == self.healthy))
         facts = []
-        for ranks, single, several in (
-            (self.behind, Text.SKIPPED, Text.SKIPPED_UP_TO),
-            (self.ahead, Text.EXTRA, Text.EXTRA_UP_TO),
-        ):
-            lags = {abs(self.by_rank[rank] - self.healthy) for rank in ranks}
-            if lags:
-                sentence = single if len(lags) == 1 else several
-                facts.append(sentence(ranks=ranks, lag=int(max(lags)), others=others))
+        if self.behind:
+            facts.append(self._describe(self.behind, Text.SKIPPED, Text.SKIPPED_UP_TO))
+        if self.ahead:
+            facts.append(self._describe(self.ahead, Text.EXTRA, Text.EXTRA_UP_TO))
         return facts
+
+    def _describe(self, ranks: tuple[int, ...], equally: Sentence, up_to: Sentence) -> Message:
+        """State by how many steps some ranks deviate. equally: if all of them deviate by as many steps."""
+        lags = {abs(self.by_rank[rank] - self.healthy_count) for rank in ranks}
+        sentence = equally if len(lags) == 1 else up_to
+        return sentence(ranks=ranks, lag=int(max(lags)), others=self.healthy)
+
+    @property
+    def is_only_ahead(self) -> bool:
+        """Whether some ranks took more steps, and none fewer."""
+        return bool(self.ahead) and not self.behind
 
     def choose_cause(self) -> Sentence | None:
         """Return the cause; None for ranks that skipped a step."""
         if not self.is_known:
             return Text.CAUSE_UNEQUAL
-        return Text.CAUSE_EXTRA if self.ahead and not self.behind else None
+        return Text.CAUSE_EXTRA if self.is_only_ahead else None
 
     def choose_fix(self) -> Sentence | None:
         """Return the fix; None for ranks that skipped a step."""
-        return Text.FIX_EXTRA if self.ahead and not self.behind else None
+        return Text.FIX_EXTRA if self.is_only_ahead else None
 
 
 def _repetition_facts(case: Case, counter: StepCounter) -> list[Message]:
     """State that steps were skipped more than once, if the lag changed since an earlier step."""
     earlier = earlier_lag(counter, case.series)
-    return [Text.REPEATED(step=earlier[0], lag=earlier[1])] if earlier else []
+    if earlier is None:
+        return []
+    step, lag = earlier
+    return [Text.REPEATED(step=step, lag=lag)]
 
 
 def _forward_facts(case: Case, counters: tuple[StepCounter, ...]) -> list[Message]:
+    """State whether the ranks ran the forward pass, as far as BatchNorm's counts show it."""
     if forwards_lag(case, counters):
         return [Text.FORWARD_MISSING()]
-    if case.compared("bn_count") and case.agrees("bn_count"):
-        return [Text.FORWARD_RAN()]
-    return []
+    return [Text.FORWARD_RAN()] if case.is_in_sync("bn_count") else []
 
 
 def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
@@ -229,23 +232,22 @@ def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
     if lag_grew(counter, case.series) and not are_partial(case):
         return ()
     # The state of earlier steps, loaded together with the model or alone, has the same counters.
-    others = ["SYN215"]
+    codes = ["SYN215"]
     if are_partial(case):
-        others.append("SYN225")
+        codes.append("SYN225")
     if may_be_old(case):
-        others.append("SYN217")
-    return tuple(others)
+        codes.append("SYN217")
+    return tuple(codes)
 
 
 def _doubts(case: Case, counter: StepCounter) -> list[Message]:
     """State other causes with the same evidence."""
     if lag_grew(counter, case.series):
         return []
-    doubts, lag = [], int(counter.lag)
-    if lag > FEW or max(counter.by_rank.values()) <= SHORT:
-        doubts.append(Text.LOST_STATE(lag=lag))
-    else:
-        doubts.append(Text.LOADED_STATE(lag=lag))
+    lag = int(counter.lag)
+    # A lag of more than a few steps, or in a short run, is as large as that of state lost at the start.
+    is_loss = lag > FEW or counter.highest <= SHORT
+    doubts = [Text.LOST_STATE(lag=lag) if is_loss else Text.LOADED_STATE(lag=lag)]
     if may_be_old(case):
         doubts.append(Text.STEP_UNKNOWN())
     return doubts

@@ -26,23 +26,24 @@ from syncheck.diagnose.counters import (
     BURST,
     are_partial,
     counter_facts,
+    deviating_ranks,
     earlier_lag,
     farthest,
-    fitting,
-    followers,
     healthy_count,
     lag_stayed,
     may_be_old,
     names_of_values,
-    odd_ranks,
-    parameters_agree,
-    trackers,
-    without_state,
 )
+from syncheck.diagnose.loss_scales import find_scaler_values
+from syncheck.diagnose.lost_state import ranks_without_state
+from syncheck.diagnose.selection import count_kinds, ranks_outside, select_missing
+from syncheck.diagnose.skipped_steps import counters_of_lost_state, counters_of_skipped_steps, followers
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from syncheck.diagnose.counters import StepCounter
     from syncheck.records import TensorDiff
 
@@ -88,78 +89,98 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match step counters with a large lag, and optimizers without state beside optimizers with state."""
-    empty, lacking = without_state(case), tuple(diff for diff in case.tensors if _is_lost(diff))
-    if empty and lacking:
-        return _match_empty_state(case, empty, lacking)
-    counters = fitting(case, far=True)
+    empty_ranks = ranks_without_state(case)
+    lost_tensors = tuple(select_missing(case.tensors, *OPTIMIZER))
+    if empty_ranks and lost_tensors:
+        return _match_empty_state(case, empty_ranks, lost_tensors)
+    counters = counters_of_lost_state(case)
     # A skipped step changes parameters, so a small lag of equal parameters was loaded too.
-    if not counters and parameters_agree(case):
-        counters = fitting(case, far=False)
-    most = farthest(counters)
-    if most is None:
+    if not counters and case.is_in_sync("parameter"):
+        counters = counters_of_skipped_steps(case)
+    largest = farthest(counters)
+    if largest is None:
         return None
-    tensors, ranks = followers(case, counters), odd_ranks(counters)
-    scaler = trackers(case, ranks)
-    facts = [_summary(case, ranks), *counter_facts(counters)]
-    if state := sum(diff.kind == "optimizer" for diff in tensors):
-        facts.append(Text.STATE_DIFFERS(count=state))
+    tensors, ranks = followers(case, counters), deviating_ranks(counters)
+    scaler_values = find_scaler_values(case, ranks)
     parameters = case.parameter_facts(tensors)
-    facts += parameters
-    if not parameters and parameters_agree(case):
+    took_no_step = not parameters and case.is_in_sync("parameter")
+    facts = [
+        _summarize(case, ranks),
+        *counter_facts(counters),
+        *_state_facts(tensors),
+        *parameters,
+    ]
+    if took_no_step:
         facts.append(Text.NO_STEP_SINCE())
-    if scaler:
+    if scaler_values:
         facts.append(Text.SCALER_DIFFERS())
-    if earlier := earlier_lag(most, case.series):
-        facts.append(Text.REPEATED(step=earlier[0], lag=earlier[1]))
-    if may_be_old(case):
-        facts.append(Text.STEP_UNKNOWN())
-    match = Match(tensors, ranks, facts, (*names_of_values(counters), *scaler))
-    others = _find_alternatives(case, most, parameters_differ=bool(parameters))
-    if not parameters and parameters_agree(case):
+    facts += _doubts(case, largest)
+    match = Match(tensors, ranks, facts, (*names_of_values(counters), *scaler_values))
+    if took_no_step:
         # No step changes the state and leaves the parameters equal.
         return replace(match, certainty="proved")
-    return replace(match, certainty="consistent", alternatives=others or ("SYN214",))
+    alternatives = _find_alternatives(case, largest) if parameters else ()
+    return match.as_consistent(*alternatives or ("SYN214",))
 
 
-def _summary(case: Case, ranks: tuple[int, ...]) -> Message:
+def _summarize(case: Case, ranks: tuple[int, ...]) -> Message:
     """State which ranks have state of another step."""
-    if len(ranks) == len(case.group.replicas):
+    if len(ranks) == case.number_of_ranks:
         return Text.OF_DIFFERENT_STEPS()
     return Text.ON_SOME_RANKS(ranks=ranks)
 
 
-def _find_alternatives(case: Case, counter: StepCounter, *, parameters_differ: bool) -> tuple[str, ...]:
-    """Return the codes of other causes with the same evidence."""
-    if not parameters_differ:
-        return ()
-    others = []
+def _state_facts(tensors: Sequence[TensorDiff]) -> list[Message]:
+    """State how many optimizer tensors differ beside the counters."""
+    count = count_kinds(tensors, "optimizer")
+    return [Text.STATE_DIFFERS(count=count)] if count else []
+
+
+def _doubts(case: Case, counter: StepCounter) -> list[Message]:
+    """State other causes with the same evidence."""
+    doubts: list[Message] = []
+    earlier = earlier_lag(counter, case.series)
+    if earlier is not None:
+        step, lag = earlier
+        doubts.append(Text.REPEATED(step=step, lag=lag))
+    if may_be_old(case):
+        doubts.append(Text.STEP_UNKNOWN())
+    return doubts
+
+
+def _find_alternatives(case: Case, counter: StepCounter) -> tuple[str, ...]:
+    """Return the codes of other causes with the same evidence, if parameters differ."""
+    codes = []
     if are_partial(case):
-        others.append("SYN225")
-    # A rank that skips steps takes at least half of them. A lag of the same size at two steps has a single cause, but a
-    # rank may skip a few steps in a row. A rank ahead may have taken extra steps.
-    is_small = 2 * counter.lag < max(counter.by_rank.values())
-    is_single = counter.lag > BURST and lag_stayed(counter, case.series)
-    healthy = healthy_count(case, counter)
-    is_ahead = healthy is not None and max(counter.by_rank.values()) > healthy
-    if (is_small or is_ahead) and not is_single:
-        others.append("SYN214")
+        codes.append("SYN225")
+    if _may_be_skipped(case, counter):
+        codes.append("SYN214")
     if may_be_old(case):
         # Files of two epochs, each complete, or a file that a later checkpoint did not replace.
-        others += ["SYN106", "SYN217"]
-    return tuple(others[:MOST_ALTERNATIVES])
+        codes += ["SYN106", "SYN217"]
+    return tuple(codes[:MOST_ALTERNATIVES])
 
 
-def _is_lost(diff: TensorDiff) -> bool:
-    return diff.reason == "missing" and diff.kind in OPTIMIZER
+def _may_be_skipped(case: Case, counter: StepCounter) -> bool:
+    """Whether skipped or additional steps explain the lag too."""
+    # A lag of the same size at two steps has a single cause, but a rank may skip a few steps in a row.
+    if counter.lag > BURST and lag_stayed(counter, case.series):
+        return False
+    # A rank that skips steps takes at least half of them.
+    if 2 * counter.lag < counter.highest:
+        return True
+    # A rank ahead may have taken extra steps.
+    healthy = healthy_count(case, counter)
+    return healthy is not None and counter.highest > healthy
 
 
-def _match_empty_state(case: Case, ranks: tuple[int, ...], lacking: tuple[TensorDiff, ...]) -> Match:
+def _match_empty_state(case: Case, empty_ranks: tuple[int, ...], lost_tensors: tuple[TensorDiff, ...]) -> Match:
     """Return the match for ranks without optimizer state. The smaller set is suspect, of two equal sets the empty."""
-    others = tuple(rank for rank in case.group.ranks if rank not in ranks)
-    facts = [Text.EMPTY(ranks=ranks, others=others, tensors=len(lacking))]
-    match = Match(lacking, others if len(others) < len(ranks) else ranks, facts)
-    if parameters_agree(case):
+    holders = ranks_outside(case.group.ranks, empty_ranks)
+    facts = [Text.EMPTY(ranks=empty_ranks, others=holders, tensors=len(lost_tensors))]
+    suspects = holders if len(holders) < len(empty_ranks) else empty_ranks
+    if case.is_in_sync("parameter"):
         facts.append(Text.PARAMETERS_AGREE())
-        return replace(match, certainty="proved")
+        return Match(lost_tensors, suspects, facts, certainty="proved")
     # The rank may not have taken any step so far.
-    return replace(match, certainty="consistent", alternatives=("SYN214",))
+    return Match(lost_tensors, suspects, facts).as_consistent("SYN214")

@@ -19,20 +19,16 @@ Incidents: pytorch/pytorch#136009, pytorch/pytorch#90057 (join, uneven inputs), 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, evidence_of, limit_facts
-from syncheck.diagnose.counters import (
-    below_highest,
-    counters_of,
-    farthest,
-    find_minority,
-    names_of_values,
-    scales_of,
-    steps_by_rank,
-    trackers,
-)
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.counters import counters_of, farthest, names_of_values, steps_by_rank
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.loss_scales import find_scaler_values, scales_of
+from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.rank_values import below_highest, find_minority
+from syncheck.diagnose.selection import exclude_names, join_ranks
+from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -73,35 +69,54 @@ class Text(Sentence):
 _MOST = 3  # listed values
 
 
+class _ScalerState(NamedTuple):
+    """The state of a loss scaler that differs, as Python values and as tensors."""
+
+    scales: Mapping[int, float]
+    """The loss scale by rank; empty unless it differs."""
+    values: Mapping[str, Mapping[int, object]]
+    """The differing Python values, by name and rank."""
+    tensors: tuple[TensorDiff, ...]
+
+
 def apply(case: Case) -> Match | None:
     """Match a loss scaler whose state differs; if the scale differs, cover all trained tensors."""
-    # Other modules may be named scaler too; the state of a loss scaler consists of single numbers.
-    values, own = trackers(case), tuple(diff for diff in case.of_kind("scaler") if diff.numel == 1)
-    if not values and not own:
+    state = _find_state(case)
+    if not state.values and not state.tensors:
         return None
-    scales = scales_of(case.group)
-    moved = _trained_tensors(case) if scales else ()
-    by_name = {value.name: value.by_rank for value in case.group.values if value.name in values}
-    facts = [_summary(scales), *_value_facts(by_name, own)]
-    counters = counters_of(case) if moved else ()
-    if most := farthest(counters):
-        facts.append(Text.OVERFLOW(steps=steps_by_rank(most)))
-    facts += case.parameter_facts(moved)
-    ranks = _suspects(case, scales, by_name, own)
-    return Match((*own, *moved), ranks, facts, (*values, *names_of_values(counters)))
+    affected = _trained_tensors(case) if state.scales else ()
+    counters = counters_of(case) if affected else ()
+    facts = [_summarize(state.scales), *_value_facts(state)]
+    largest = farthest(counters)
+    if largest is not None:
+        facts.append(Text.OVERFLOW(steps=steps_by_rank(largest)))
+    facts += case.parameter_facts(affected)
+    names = (*state.values, *names_of_values(counters))
+    return Match((*state.tensors, *affected), _find_suspects(case, state), facts, names)
 
 
-def _summary(scales: Mapping[int, float]) -> Message:
+def _find_state(case: Case) -> _ScalerState:
+    """Return the differing state of the loss scaler."""
+    names = find_scaler_values(case)
+    values = {value.name: value.by_rank for value in case.group.values if value.name in names}
+    # Other modules may be named scaler too; the state of a loss scaler consists of single numbers.
+    tensors = tuple(diff for diff in case.of_kind("scaler") if diff.numel == 1)
+    return _ScalerState(scales_of(case.group), values, tensors)
+
+
+def _summarize(scales: Mapping[int, float]) -> Message:
+    """State by which factor the scales differ, if they are known."""
     if not scales:
         return Text.STATES_DIFFER()
     least, most = min(scales.values()), max(scales.values())
     return Text.SCALES_DIFFER(ratio=most / least) if least > 0 else Text.ZERO_SCALE()
 
 
-def _value_facts(by_name: Mapping[str, Mapping[int, object]], own: tuple[TensorDiff, ...]) -> list[Message]:
-    names = sorted(by_name, key=lambda name: (not name.endswith("scale"), name))
-    facts = [Text.VALUE(name=name, values=dict(by_name[name])) for name in names]
-    for diff in own:
+def _value_facts(state: _ScalerState) -> list[Message]:
+    """State the differing values by rank, the scale first."""
+    names = sorted(state.values, key=lambda name: (not name.endswith("scale"), name))
+    facts = [Text.VALUE(name=name, values=dict(state.values[name])) for name in names]
+    for diff in state.tensors:
         values = dict(evidence_of(diff).values)
         facts.append(Text.VALUE(name=diff.name, values=values) if values else Text.VALUE_UNKNOWN(name=diff.name))
     return limit_facts(facts, _MOST, Text.MORE)
@@ -110,31 +125,36 @@ def _value_facts(by_name: Mapping[str, Mapping[int, object]], own: tuple[TensorD
 def _trained_tensors(case: Case) -> tuple[TensorDiff, ...]:
     """Return all trained tensors, which different scales affect; empty if only a few parameters differ."""
     frozen = case.frozen
-    parameters = [diff for diff in case.of_kind("parameter") if diff.name not in frozen]
+    parameters = exclude_names(case.of_kind("parameter"), frozen)
     if 2 * len(parameters) < case.compared("parameter") - len(frozen):
         return ()
+    # If the counts differ, the statistics have a cause of their own.
     statistics = BN_STATISTICS if case.agrees("bn_count") else ()
     return (*parameters, *case.of_kind("optimizer", "optimizer_step", "ema", *statistics))
 
 
-def _suspects(
-    case: Case,
-    scales: Mapping[int, float],
-    by_name: Mapping[str, Mapping[int, object]],
-    own: tuple[TensorDiff, ...],
-) -> tuple[int, ...]:
+def _find_suspects(case: Case, state: _ScalerState) -> tuple[int, ...]:
     """Return the ranks outside the majority; without a majority the ranks with a reduced scale, if known."""
-    for by_rank in (scales, *by_name.values()):
-        if odd := find_minority(by_rank):
-            return odd
-    lowest = set(below_highest(scales))
-    behind = {rank for counter in counters_of(case) for rank in counter.behind}
-    trackers_by_rank = [v for name, v in by_name.items() if name.endswith("_growth_tracker") and None not in v.values()]
-    recent = {rank for v in trackers_by_rank for rank in below_highest({r: _number(n) for r, n in v.items()})}
-    if lowest and lowest in (behind, recent):
-        return tuple(lowest)
-    return suspects(own, case.group)
+    for by_rank in (state.scales, *state.values.values()):
+        minority = find_minority(by_rank)
+        if minority:
+            return minority
+    reduced = set(below_highest(state.scales))
+    behind = join_ranks(counter.behind for counter in counters_of(case))
+    if reduced and reduced in (behind, _ranks_after_overflow(state)):
+        return tuple(reduced)
+    return suspects(state.tensors, case.group)
 
 
-def _number(value: object) -> float:
+def _ranks_after_overflow(state: _ScalerState) -> set[int]:
+    """Return the ranks with fewer steps since the last overflow than another rank."""
+    ranks: set[int] = set()
+    for name, by_rank in state.values.items():
+        if name.endswith("_growth_tracker") and None not in by_rank.values():
+            ranks.update(below_highest({rank: _as_number(value) for rank, value in by_rank.items()}))
+    return ranks
+
+
+def _as_number(value: object) -> float:
+    """Return the number; infinity for any other value."""
     return float(value) if isinstance(value, (int, float)) else math.inf

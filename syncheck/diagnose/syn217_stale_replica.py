@@ -18,20 +18,15 @@ gather).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import Case, Match
-from syncheck.diagnose.counters import (
-    FEW,
-    fitting,
-    is_optimizer_behind,
-    only_skipped,
-    ran_forward,
-    scales_of,
-    stale_at_first,
-    stale_facts,
-)
+from syncheck.diagnose.counters import FEW, is_optimizer_behind
+from syncheck.diagnose.loss_scales import scales_of
+from syncheck.diagnose.rank_values import are_unequal
+from syncheck.diagnose.selection import count_kinds, has_kind, holders_of, select_kinds
+from syncheck.diagnose.skipped_steps import counters_of_skipped_steps
+from syncheck.diagnose.stale_ranks import only_skipped, ran_forward, stale_at_first, stale_facts
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -80,28 +75,36 @@ _MOST = 4  # described ranks
 
 def apply(case: Case) -> Match | None:
     """Match ranks at an earlier step of the other ranks, and cover all differences that follow."""
-    group = case.group
     # Frozen tensors have the values of an earlier step on every healthy rank.
     if not case.differing_parameters():
         return None
-    if group.evidence.stale:
-        # The other optimizers of a stale rank would be old too.
-        return None if _skipped_step(group) or is_optimizer_behind(case) else _match_stale(case)
-    # A rank is not stale any more if it was set back and continued training, but the series shows when it was.
+    if not case.group.evidence.stale:
+        return _match_set_back(case)
+    # The other optimizers of a stale rank would be old too.
+    if _skipped_step(case.group) or is_optimizer_behind(case):
+        return None
+    return _match_stale(case)
+
+
+def _match_set_back(case: Case) -> Match | None:
+    """Match ranks that were set back at an earlier step and continued training, as the series shows."""
     first = stale_at_first(case)
-    if first is None or _skipped_step(first) or ran_forward(first) is True:
+    if first is None or _skipped_step(first):
         return None
-    if ran_forward(first) is None and fitting(case, far=False):  # the optimizer's counters show a skipped step
+    forward = ran_forward(first)
+    if forward is True:
         return None
-    stale = tuple(first.evidence.stale)
-    covered = tuple(diff for diff in case.tensors if _is_explained(diff, stale) and set(diff.minority) <= set(stale))
-    if not any(diff.kind == "parameter" for diff in covered):
+    if forward is None and counters_of_skipped_steps(case):  # the optimizer's counters show a skipped step
+        return None
+    stale = frozenset(first.evidence.stale)
+    covered = [diff for diff in case.tensors if _is_explained(diff, stale) and stale.issuperset(diff.minority)]
+    if not has_kind(covered, "parameter"):
         return None
     facts = [Text.SET_BACK(ranks=tuple(sorted(stale))), *stale_facts(first)]
-    if ran_forward(first) is False:
+    if forward is False:
         facts.append(Text.BATCHNORM_SET_BACK())
-    match = Match(covered, stale, facts)
-    return match if _is_certain(first, ()) else replace(match, certainty="consistent", alternatives=("SYN214",))
+    match = Match(tuple(covered), tuple(first.evidence.stale), facts)
+    return match if _is_certain(first, ()) else match.as_consistent("SYN214")
 
 
 def _is_certain(group: Comparison, values: Sequence[ValueDiff]) -> bool:
@@ -109,56 +112,63 @@ def _is_certain(group: Comparison, values: Sequence[ValueDiff]) -> bool:
 
     The stored step differs, the rank did not see the batches, or it lacks more steps than a rank skips in a row.
     """
-    if any(value.kind == "progress" for value in values) or ran_forward(group) is False:
+    if ran_forward(group) is False or any(value.kind == "progress" for value in values):
         return True
-    return all(group.step is not None and group.step - earlier > FEW for earlier in group.evidence.stale.values())
+    step = group.step
+    return step is not None and all(step - earlier > FEW for earlier in group.evidence.stale.values())
 
 
 def _skipped_step(group: Comparison) -> bool:
     """Whether the stale ranks ran the forward pass, or found an overflow, and skipped the optimizer step."""
-    return only_skipped(group) or (bool(scales_of(group)) and ran_forward(group) is not False)
+    has_overflow = bool(scales_of(group)) and ran_forward(group) is not False
+    return has_overflow or only_skipped(group)
 
 
 def _match_stale(case: Case) -> Match | None:
+    """Match ranks with the values of an earlier step at this step."""
     stale = case.group.evidence.stale
-    covered = tuple(diff for diff in case.tensors if _is_explained(diff, tuple(stale)))
-    if not any(diff.kind == "parameter" for diff in covered):
+    covered = [diff for diff in case.tensors if _is_explained(diff, stale)]
+    if not has_kind(covered, "parameter"):
         return None
+    values = [value for value in case.of_values() if _is_value_explained(value, stale)]
     facts: list[Message] = []
     for rank, earlier in sorted(stale.items())[:_MOST]:
         facts += _rank_facts(case, covered, rank, earlier)
     if len(stale) > _MOST:
         facts.append(Text.MORE_RANKS(count=len(stale) - _MOST))
-    if statistics := sum(diff.kind in (*BN_STATISTICS, "bn_count") for diff in covered):
-        facts.append(Text.BATCHNORM_DIFFERS(count=statistics))
-    values = [value for value in case.of_values() if _is_value_explained(value, stale)]
+    of_batchnorm = count_kinds(covered, "bn_count", *BN_STATISTICS)
+    if of_batchnorm:
+        facts.append(Text.BATCHNORM_DIFFERS(count=of_batchnorm))
     if any(value.kind == "progress" for value in values):
         facts.append(Text.STORED_STEP_DIFFERS(ranks=tuple(sorted(stale))))
-    match = Match(covered, stale, facts, tuple(value.name for value in values))
-    if _is_certain(case.group, values):
-        return match
-    return replace(match, certainty="consistent", alternatives=("SYN214",))
+    match = Match(tuple(covered), stale, facts, tuple(value.name for value in values))
+    return match if _is_certain(case.group, values) else match.as_consistent("SYN214")
 
 
 def _rank_facts(case: Case, covered: Sequence[TensorDiff], rank: int, earlier: int) -> tuple[Message, Message]:
     """State which step a stale rank is at, and how many tensors show it."""
-    same = [diff for diff in covered if diff.kind in _STATE and any(rank in ranks for ranks in diff.clusters)]
-    parameters = sum(diff.kind == "parameter" for diff in same)
-    states, step = len(same) - parameters, case.group.step
-    return (
-        Text.STALE(rank=rank, earlier=earlier, step=step)
-        if step is not None
-        else Text.STALE_STEP_UNKNOWN(rank=rank, earlier=earlier),
-        Text.TENSORS_EQUAL(parameters=parameters, states=states, earlier=earlier)
-        if states
-        else Text.PARAMETERS_EQUAL(parameters=parameters, earlier=earlier),
-    )
+    equal = [diff for diff in select_kinds(covered, *_STATE) if rank in holders_of([diff])]
+    parameters = count_kinds(equal, "parameter")
+    states = len(equal) - parameters
+    step = case.group.step
+    if step is None:
+        stale = Text.STALE_STEP_UNKNOWN(rank=rank, earlier=earlier)
+    else:
+        stale = Text.STALE(rank=rank, earlier=earlier, step=step)
+    if states:
+        return stale, Text.TENSORS_EQUAL(parameters=parameters, states=states, earlier=earlier)
+    return stale, Text.PARAMETERS_EQUAL(parameters=parameters, earlier=earlier)
 
 
 def _is_explained(diff: TensorDiff, stale: Collection[int]) -> bool:
     """Whether a tensor differs only on stale ranks. Running statistics may differ on all ranks."""
-    return diff.kind in BN_STATISTICS or sum(not set(ranks) <= set(stale) for ranks in diff.clusters) <= 1
+    if diff.kind in BN_STATISTICS:
+        return True
+    with_healthy_ranks = [ranks for ranks in diff.clusters if not set(ranks).issubset(stale)]
+    return len(with_healthy_ranks) <= 1
 
 
 def _is_value_explained(value: ValueDiff, stale: Collection[int]) -> bool:
-    return len({str(own) for rank, own in value.by_rank.items() if rank not in stale}) <= 1
+    """Whether all healthy ranks have the same value."""
+    texts = [str(value.by_rank[rank]) for rank in value.by_rank if rank not in stale]
+    return not are_unequal(texts)

@@ -33,14 +33,17 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, follower_facts, is_share_below, largest_difference
 from syncheck.diagnose.history import last_agreement
+from syncheck.diagnose.measures import is_share_below
 from syncheck.diagnose.sentences import is_sharded
+from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from syncheck.diagnose.case import Case, Match
 
 CODE = "SYN218"
 SLUG = "frozen-not-broadcast"

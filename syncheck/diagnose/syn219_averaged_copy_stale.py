@@ -29,8 +29,10 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import TOUCHED, Case, Match, evidence_of, is_share_below, largest_difference
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import difference_ratios
+from syncheck.diagnose.measures import TOUCHED, evidence_of, is_share_below
+from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 

@@ -36,8 +36,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, element_name, evidence_of, parameters_of
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.localized import MOST, follower_facts, is_one_bit, localized_damage, rest_facts
+from syncheck.diagnose.measures import evidence_of, parameters_of
+from syncheck.diagnose.statements import element_name
 from syncheck.findings import RelationKind
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.names import is_code_constant

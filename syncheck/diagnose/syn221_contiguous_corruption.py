@@ -28,13 +28,15 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from syncheck.diagnose.bn import running_statistics
-from syncheck.diagnose.case import Case, Match, element_name, evidence_of, largest_difference
 from syncheck.diagnose.localized import Localized, follower_facts, localized_damage, rest_facts
+from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.statements import element_name, largest_difference
 from syncheck.messages import Message, Sentence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
 CODE = "SYN221"

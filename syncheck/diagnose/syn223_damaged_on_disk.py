@@ -16,7 +16,8 @@ loading; nothing checks the integrity of the files.
 
 from __future__ import annotations
 
-from syncheck.diagnose.case import Case, Match, evidence_of
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.measures import evidence_of
 from syncheck.messages import Sentence
 
 CODE = "SYN223"

@@ -22,10 +22,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, evidence_of, limit_facts
+from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Sentence
 
 if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
 CODE = "SYN224"

@@ -23,11 +23,13 @@ Incidents: microsoft/dion#89 (an expert without tokens on one rank has no optimi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import Case, Match, largest_difference
-from syncheck.diagnose.counters import counters_of, is_whole_optimizer, odd_ranks, steps_by_rank, without_state
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.counters import counters_of, deviating_ranks, farthest, is_whole_optimizer, steps_by_rank
+from syncheck.diagnose.lost_state import ranks_without_state
+from syncheck.diagnose.selection import holders_of, join_ranks, list_names, ranks_outside, select_missing, select_names
+from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
@@ -91,8 +93,8 @@ def apply(case: Case) -> Match | None:
     changed = _find_parameters(case, part.names)
     if not changed:
         return None
-    names = part.names | {diff.name for diff in changed}
-    covered = tuple(diff for diff in case.tensors if _follows(case, diff.name, diff.kind, names))
+    names = part.names.union(list_names(changed))
+    covered = tuple(diff for diff in case.tensors if _follows(case, diff, names))
     total = len(case.names_of("parameter") - case.untrained)
     facts = [
         part.fact,
@@ -103,25 +105,23 @@ def apply(case: Case) -> Match | None:
         facts.append(Text.REST(count=len(agreeing)))
     facts += case.agreement_facts(changed)
     match = Match(covered, part.ranks, facts, cause=part.cause)
-    return replace(match, certainty="consistent", alternatives=part.alternatives) if part.alternatives else match
+    return match.as_consistent(*part.alternatives) if part.alternatives else match
 
 
 def _find_parameters(case: Case, names: Collection[str]) -> list[TensorDiff]:
-    """Return the differing parameters with these names.
-
-    Without metadata, the optimizer has numbers instead of names. Then as many parameters must differ.
-    """
-    differing = case.differing_parameters()
-    if all(name.isdigit() for name in names) and len(names) == len(differing):
-        return list(differing.values())
-    return [diff for name, diff in differing.items() if name in names]
+    """Return the differing parameters with these names."""
+    differing = list(case.differing_parameters().values())
+    # Without metadata, the optimizer has numbers instead of names. Then as many parameters must differ.
+    if len(names) == len(differing) and all(map(str.isdigit, names)):
+        return differing
+    return select_names(differing, names)
 
 
-def _follows(case: Case, name: str, kind: str, parameters: Collection[str]) -> bool:
+def _follows(case: Case, diff: TensorDiff, parameters: Collection[str]) -> bool:
     """Whether a tensor differs because these parameters do."""
-    if kind in OPTIMIZER:
-        return case.owner_of(name) in parameters
-    return name in parameters or kind in ("ema", *BN_STATISTICS)
+    if diff.kind in OPTIMIZER:
+        return case.owner_of(diff.name) in parameters
+    return diff.name in parameters or diff.kind in ("ema", *BN_STATISTICS)
 
 
 def _counted(case: Case) -> frozenset[str]:
@@ -131,28 +131,29 @@ def _counted(case: Case) -> frozenset[str]:
 
 def _find_without_state(case: Case) -> _Part | None:
     """Return the parameters without any optimizer state on some ranks."""
-    missing = [diff for diff in case.tensors if diff.reason == "missing" and diff.kind in OPTIMIZER]
-    if not missing or without_state(case):
+    missing = select_missing(case.tensors, *OPTIMIZER)
+    if not missing or ranks_without_state(case):
         return None
-    names = frozenset(case.owner_of(diff.name) for diff in missing)
-    states = [name for name, kind in case.group.evidence.names.items() if kind in OPTIMIZER]
-    lost = {diff.name for diff in missing}
-    is_whole = all(name in lost for name in states if case.owner_of(name) in names)
-    holders = {rank for diff in missing for ranks in diff.clusters for rank in ranks}
-    ranks = tuple(rank for rank in case.group.ranks if rank not in holders)
-    if not is_whole or not ranks or lost >= set(states):
+    missing_names = frozenset(list_names(missing))
+    states = case.names_of(*OPTIMIZER)
+    parameters = case.owners_of(missing)
+    states_of_parameters = [name for name in states if case.owner_of(name) in parameters]
+    ranks = ranks_outside(case.group.ranks, holders_of(missing))
+    # If all state is missing, the optimizer itself is; a part of the state of a parameter was lost.
+    if not ranks or missing_names >= states or not missing_names.issuperset(states_of_parameters):
         return None
-    return _Part(names, ranks, Text.NEVER(ranks=ranks, names=tuple(sorted(names)), count=len(names)))
+    names = tuple(sorted(parameters))
+    return _Part(parameters, ranks, Text.NEVER(ranks=ranks, names=names, count=len(names)))
 
 
 def _find_behind(case: Case) -> _Part | None:
     """Return the parameters whose step counters are behind on some ranks, if those of other parameters agree."""
     counters = [counter for counter in counters_of(case) if counter.diff is not None]
-    names = frozenset(case.owner_of(diff.name) for diff in case.of_kind("optimizer_step"))
-    if not counters or not _counted(case) - names or is_whole_optimizer(case, names):
+    names = case.owners_of(case.of_kind("optimizer_step"))
+    largest = farthest(counters)
+    if largest is None or not _counted(case) - names or is_whole_optimizer(case, names):
         return None
-    largest = max(counters, key=lambda counter: counter.lag)
-    ranks = odd_ranks(counters)
+    ranks = deviating_ranks(counters)
     fact = Text.LESS_OFTEN(ranks=ranks, names=tuple(sorted(names)), name=largest.name, steps=steps_by_rank(largest))
     # Any lag fits lost or loaded state. The file of an earlier step would have other counters of all parameters.
     return _Part(names, ranks, fact, Text.CAUSE_BEHIND, ("SYN215",))
@@ -162,19 +163,22 @@ def _find_unchanged(case: Case) -> _Part | None:
     """Return the parameters with the values of an earlier saved step on some ranks, if others agree."""
     stale = case.group.evidence.stale
     names = frozenset(case.differing_parameters())
-    trained = case.trained_parameters()
-    if not stale or not names or not trained - names or _is_divided(case) or is_whole_optimizer(case, names):
+    if not stale or not names or not case.trained_parameters() - names:
+        return None
+    if _is_divided(case) or is_whole_optimizer(case, names):
         return None
     ranks = tuple(sorted(stale))
     fact = Text.UNCHANGED(ranks=ranks, names=tuple(sorted(names)), step=max(stale.values()))
     # An optimizer with counters or moments changes a parameter with a zero gradient, unlike SGD.
+    cause = None if case.counts_steps() else Text.CAUSE_UNCOUNTED
     # A frozen part keeps its values on every healthy rank, and an old file has all values of an earlier step.
-    others = ("SYN217", "SYN218")
-    return _Part(names, ranks, fact, None if case.counts_steps() else Text.CAUSE_UNCOUNTED, others)
+    return _Part(names, ranks, fact, cause, ("SYN217", "SYN218"))
 
 
 def _is_divided(case: Case) -> bool:
     """Whether ranks hold different parameters, as with pipeline stages. A rank may then be stale as a whole."""
-    ranks = set(case.group.ranks)
-    groups = [diff.replica_groups for diff in case.differing_parameters().values() if diff.replica_groups]
-    return any(set().union(*map(set, sets)) < ranks for sets in groups)
+    all_ranks = set(case.group.ranks)
+    for diff in case.differing_parameters().values():
+        if diff.replica_groups and join_ranks(diff.replica_groups) < all_ranks:
+            return True
+    return False

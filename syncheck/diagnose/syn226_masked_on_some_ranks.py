@@ -22,7 +22,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, evidence_of, follower_facts, largest_difference
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.statements import follower_facts, largest_difference
 from syncheck.messages import Message, Sentence
 from syncheck.records import sets_within
 from syncheck.tensors.kinds import BN_STATISTICS

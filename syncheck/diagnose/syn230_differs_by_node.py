@@ -27,9 +27,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference, limit_facts
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.measures import agrees_within
 from syncheck.diagnose.moments import mean_cosine
+from syncheck.diagnose.statements import largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks, sets_within
 from syncheck.tensors.kinds import BN_STATISTICS

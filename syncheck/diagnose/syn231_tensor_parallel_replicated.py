@@ -24,8 +24,10 @@ pytorch/torchtitan#2532, NVIDIA-NeMo/Automodel#3822, pytorch/pytorch#160169.
 
 from __future__ import annotations
 
-from syncheck.diagnose.case import Case, Match, agrees_within, largest_difference
+from syncheck.diagnose.case import Case, Match
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.measures import agrees_within
+from syncheck.diagnose.statements import largest_difference
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
 from syncheck.records import group_ranks

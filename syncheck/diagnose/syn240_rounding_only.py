@@ -35,13 +35,16 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Case, Match, evidence_of, largest_difference
+from syncheck.diagnose.averaging import find_averaging
+from syncheck.diagnose.measures import evidence_of
 from syncheck.diagnose.moments import only_decay
+from syncheck.diagnose.statements import largest_difference
 from syncheck.messages import Sentence
 from syncheck.records import MEASURED
 from syncheck.tensors.kinds import BN_STATISTICS
 
 if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case, Match
     from syncheck.records import TensorDiff
 
 CODE = "SYN240"
@@ -103,7 +106,7 @@ def apply(case: Case) -> Match | None:
     others = [diff for diff in case.tensors if diff.kind not in BN_STATISTICS]
     statistics = [diff for diff in case.tensors if diff.kind in BN_STATISTICS]
     # With local SGD (SYN241), the first differences are small too.
-    if case.averaging() is not None or not all(map(is_rounding, others)) or case.values:
+    if find_averaging(case.group) is not None or not all(map(is_rounding, others)) or case.values:
         return None
     tensors = tuple(case.tensors) if all(map(is_rounding, statistics)) else tuple(others)
     elements = sum(diff.mismatched or 0 for diff in tensors)

@@ -21,7 +21,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from syncheck.diagnose.case import Averaging, Case, Match, parameter_of
+from syncheck.diagnose.averaging import Averaging, find_averaging
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.optimizer_names import parameter_of
 from syncheck.messages import Message, Sentence
 from syncheck.tensors.kinds import BN_STATISTICS
 
@@ -64,7 +66,7 @@ class Text(Sentence):
 
 def apply(case: Case) -> Match | None:
     """Match the differences of local SGD at this step: all trained tensors, or after an average all but parameters."""
-    averaging = case.averaging()
+    averaging = find_averaging(case.group)
     if averaging is None or not case.agrees("optimizer_step"):
         return None
     parameters = _find_trained(case)

@@ -19,18 +19,11 @@ from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import (
-    Case,
-    Match,
-    OtherCode,
-    agrees_within,
-    cosines,
-    is_adapter,
-    largest_difference,
-    limit_facts,
-)
+from syncheck.diagnose.case import Case, Match, is_adapter
 from syncheck.diagnose.history import suspects
+from syncheck.diagnose.measures import agrees_within, cosines
 from syncheck.diagnose.moments import only_decay
+from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
 from syncheck.layout.replica_groups import PIPELINE
 from syncheck.messages import Message, Sentence
 from syncheck.records import group_ranks

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncheck.diagnose.case import evidence_of, parameter_of
+from syncheck.diagnose.measures import evidence_of
+from syncheck.diagnose.optimizer_names import parameter_of
 from syncheck.tensors.kinds import OPTIMIZER
 
 if TYPE_CHECKING:

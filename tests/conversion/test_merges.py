@@ -11,7 +11,7 @@ import pytest
 from test_adapters import ALPHA, MODULES, RANK, codes, compare, make_adapter, merge, to_bfloat16
 
 import syncheck
-from syncheck.diagnose.case import Common
+from syncheck.diagnose.statements import Common
 from syncheck.options import DiffOptions
 
 if TYPE_CHECKING:

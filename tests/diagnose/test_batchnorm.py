@@ -13,7 +13,7 @@ from checkpoints import save_pth
 import syncheck
 from syncheck.diagnose import syn201_bn_local_stats, syn202_bn_drift_growing, syn204_bn_variance_only
 from syncheck.diagnose.bn import Statistics
-from syncheck.diagnose.case import Common
+from syncheck.diagnose.statements import Common
 from syncheck.records import Evidence, FreeRunning
 from syncheck.snapshots import Metadata
 

@@ -15,8 +15,8 @@ from syncheck.diagnose import syn220_bit_flip as syn220
 from syncheck.diagnose import syn221_contiguous_corruption as syn221
 from syncheck.diagnose import syn222_nonfinite_on_some_ranks as syn222
 from syncheck.diagnose import syn223_damaged_on_disk as syn223
-from syncheck.diagnose.case import Common
 from syncheck.diagnose.localized import Localized
+from syncheck.diagnose.statements import Common
 from syncheck.diagnose.syn240_rounding_only import Text as Rounding
 from syncheck.records import MEASURED, Evidence, Finding, Group, TensorDiff, ValueDiff
 

@@ -28,7 +28,7 @@ from syncheck.diagnose import syn211_gradients_not_reduced as syn211
 from syncheck.diagnose import syn212_outside_the_wrapper as syn212
 from syncheck.diagnose import syn213_per_rank_gradient_scale as syn213
 from syncheck.diagnose import syn299_unexplained_difference as syn299
-from syncheck.diagnose.case import Common, Course
+from syncheck.diagnose.statements import Common, Course
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from progress_cases import STATE, batches, diff, group, missing, statistics, tra
 from syncheck.diagnose import syn106_different_progress
 from syncheck.diagnose import syn214_step_skipped as syn214
 from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
-from syncheck.diagnose.case import Common
 from syncheck.diagnose.counters import Origin
+from syncheck.diagnose.statements import Common
 from syncheck.records import ValueDiff
 from syncheck.snapshots import Metadata
 

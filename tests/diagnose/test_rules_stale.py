@@ -14,8 +14,8 @@ from syncheck.diagnose import syn215_optimizer_state_not_restored as syn215
 from syncheck.diagnose import syn216_grad_scaler_diverged as syn216
 from syncheck.diagnose import syn217_stale_replica as syn217
 from syncheck.diagnose import syn241_periodic_averaging as syn241
-from syncheck.diagnose.case import Common
 from syncheck.diagnose.counters import Origin
+from syncheck.diagnose.statements import Common
 from syncheck.records import Group, ValueDiff
 from syncheck.snapshots import Metadata
 

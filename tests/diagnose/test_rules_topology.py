@@ -15,7 +15,7 @@ from groups import facts_of
 import syncheck
 from syncheck.diagnose import syn230_differs_by_node as syn230
 from syncheck.diagnose import syn231_tensor_parallel_replicated as syn231
-from syncheck.diagnose.case import Common
+from syncheck.diagnose.statements import Common
 from syncheck.layout.replica_groups import find_replicated
 from syncheck.records import TensorDiff
 

@@ -14,7 +14,7 @@ from syncheck.diagnose import syn210_init_not_broadcast as syn210
 from syncheck.diagnose import syn218_frozen_not_broadcast as syn218
 from syncheck.diagnose import syn219_averaged_copy_stale as syn219
 from syncheck.diagnose import syn299_unexplained_difference as syn299
-from syncheck.diagnose.case import Common, Course
+from syncheck.diagnose.statements import Common, Course
 from syncheck.snapshots import Metadata
 
 if TYPE_CHECKING:

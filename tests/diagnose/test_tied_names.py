@@ -10,7 +10,7 @@ from test_tied_averages import Tied
 from torch import nn
 
 import syncheck
-from syncheck.diagnose.case import Common
+from syncheck.diagnose.statements import Common
 
 if TYPE_CHECKING:
     from pathlib import Path

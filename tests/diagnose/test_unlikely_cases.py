@@ -15,7 +15,7 @@ from groups import facts_of
 
 from syncheck.api import compare
 from syncheck.comparison import histograms
-from syncheck.diagnose.case import Common
+from syncheck.diagnose.statements import Common
 from syncheck.records import TensorDiff, ValueDiff
 from syncheck.tensors.blocks import Files
 

@@ -12,7 +12,7 @@ from checkpoints import changed, network, save_pth, save_safetensors
 import syncheck
 from syncheck.api import Options, compare
 from syncheck.diagnose import syn203_bn_count_mismatch
-from syncheck.diagnose.case import Common
+from syncheck.diagnose.statements import Common
 from syncheck.messages import Detail, Note
 from syncheck.readers.fingerprints import fingerprint, write
 from syncheck.report import html, json_document, markdown, plain, text

@@ -10,7 +10,7 @@ from planted import NEEDED_OPTIONS, QUIET, differing_tensors
 from scenarios import run, tensors
 
 import syncheck
-from syncheck.diagnose.case import Course
+from syncheck.diagnose.statements import Course
 from train.errors import UserError
 from train.faults import FAULTS
 from train.faults.buffers import BatchNormFault

@@ -1,0 +1,58 @@
+"""Local SGD: at which point between two averages of the parameters a step is, by the metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from syncheck.records import Comparison
+
+_SETTINGS = frozenset({"period", "warmup_steps", "last_step"})
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """A step of local SGD."""
+
+    period: int
+    """Number of steps from one average of the parameters to the next."""
+    warmup: int
+    """Number of first steps with averaged gradients."""
+    last: int
+    """The last step after which parameters were averaged; 0 before the first average."""
+    step: int
+
+    @property
+    def just_averaged(self) -> bool:
+        """Whether the ranks averaged their parameters right after this step."""
+        return self.step == self.last
+
+    @property
+    def own_steps(self) -> int:
+        """The number of separate steps of each rank since the parameters were equal."""
+        return self.step - max(self.last, self.warmup)
+
+
+def find_averaging(group: Comparison) -> Averaging | None:
+    """Return the position of the group in local SGD, or None if its metadata does not mention averaging.
+
+    Also None during warm-up, when gradients are averaged at every step, and when an averaging step is overdue: the
+    method does not explain differences then.
+    """
+    settings = group.evidence.metadata.averaging
+    step = recorded_step(group)
+    if step is None or not settings.keys() >= _SETTINGS:
+        return None
+    averaging = Averaging(settings["period"], settings["warmup_steps"], settings["last_step"], step)
+    is_warmup = step <= averaging.warmup
+    # A file of a later average than its own step has metadata of another moment.
+    is_inconsistent = averaging.last > step
+    is_overdue = averaging.own_steps >= averaging.period
+    return None if is_warmup or is_inconsistent or is_overdue else averaging
+
+
+def recorded_step(group: Comparison) -> int | None:
+    """Return the step of the metadata, else of the group; None if neither is known."""
+    metadata = group.evidence.metadata
+    return group.step if metadata.step is None else metadata.step

@@ -1,0 +1,34 @@
+"""Optimizers without state on some ranks, although other ranks have state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.optimizer_names import is_setting
+from syncheck.diagnose.selection import join_ranks, ranks_outside, select_missing
+from syncheck.tensors.kinds import OPTIMIZER
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+
+
+def ranks_without_state(case: Case) -> tuple[int, ...]:
+    """Return the ranks whose optimizer has parameter groups but no state, although other ranks have both.
+
+    Empty if the optimizer itself is missing, as in files of the model only, or if each rank holds a part of the state.
+    """
+    group = case.group
+    # Without parameter groups, no file has an optimizer. A part of the state on each rank is no loss.
+    if not group.evidence.hyperparameters or group.evidence.metadata.optimizer_sharded:
+        return ()
+    # Look at all missing tensors, because an earlier rule may cover some of them, for example for NaNs beside them.
+    missing = select_missing(group.tensors, *OPTIMIZER)
+    is_whole_state = len(missing) >= len(case.names_of(*OPTIMIZER))
+    sets_of_holders = {frozenset(join_ranks(diff.clusters)) for diff in missing}
+    if not is_whole_state or len(sets_of_holders) != 1:
+        return ()
+    (holders,) = sets_of_holders
+    without_state = ranks_outside(group.ranks, holders)
+    # A rank without parameter groups has no optimizer in its file.
+    without_groups = join_ranks(value.lost for value in group.values if is_setting(value.name))
+    return () if without_groups.intersection(without_state) else without_state

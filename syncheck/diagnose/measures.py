@@ -1,0 +1,109 @@
+"""Measurements of differing tensors: their evidence, shares of elements, and cosines between replicas."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from syncheck.records import Evidence, sets_within
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+    from syncheck.findings import RelationKind
+    from syncheck.records import TensorDiff
+
+# Share of elements. Gradients of different batches change every element of a parameter; damage changes few elements.
+TOUCHED = 0.1
+# Extents of differences that damage explains, unlike the updates of a whole tensor.
+_CONFINED = ("one", "contiguous")
+
+
+def evidence_of(diff: TensorDiff) -> Evidence:
+    """Return the evidence of a tensor, without any content if it was not collected."""
+    return diff.evidence or Evidence()
+
+
+def relation_of(diff: TensorDiff) -> RelationKind | None:
+    """Return how a tensor of model B follows from A; None if no relation was found."""
+    relation = evidence_of(diff).relation
+    return None if relation is None else relation.kind
+
+
+def parameters_of(diff: TensorDiff) -> Mapping[str, Any]:
+    """Return the parameters of the relation of a tensor, empty without one."""
+    relation = evidence_of(diff).relation
+    return {} if relation is None else relation.parameters
+
+
+def differing_share(diffs: Iterable[TensorDiff]) -> float | None:
+    """Return the median share of differing elements, or None if only digests were compared."""
+    shares = []
+    for diff in diffs:
+        if diff.mismatched is not None and diff.numel:
+            shares.append(diff.mismatched / diff.numel)
+    return median(shares) if shares else None
+
+
+def is_share_below(diffs: Iterable[TensorDiff], least: float) -> bool:
+    """Whether a smaller share of the elements than `least` differs. False if the share is unknown."""
+    share = differing_share(diffs)
+    return share is not None and share < least
+
+
+def is_confined(diff: TensorDiff) -> bool:
+    """Whether a single element or a run of adjacent elements differs."""
+    return diff.extent in _CONFINED
+
+
+def cosines(diffs: Iterable[TensorDiff]) -> list[float]:
+    """Return the measured cosines between replicas, without tensors of one element."""
+    measured = []
+    for diff in diffs:
+        cosine = evidence_of(diff).cosine
+        if diff.numel > 1 and cosine is not None:
+            measured.append(cosine)
+    return measured
+
+
+def median_cosine(diffs: Iterable[TensorDiff]) -> float | None:
+    """Return the median of the cosines between replicas; None if none was measured."""
+    measured = cosines(diffs)
+    return median(measured) if measured else None
+
+
+def largest_norm(diff: TensorDiff, default: float) -> float:
+    """Return the largest Euclidean norm of a replica. default: if no norm was measured."""
+    return max(evidence_of(diff).norms.values(), default=default)
+
+
+def values_by_rank(diff: TensorDiff) -> dict[int, int | float | str]:
+    """Return the value of the differing element by rank, in the order of the ranks; empty if it is unknown."""
+    return dict(sorted(evidence_of(diff).values.items()))
+
+
+def is_partly_nonfinite(diff: TensorDiff) -> bool:
+    """Whether the replicas have different numbers of NaN and infinite elements."""
+    return len(set(diff.nonfinite.values())) > 1
+
+
+def agrees_within(diff: TensorDiff, locations: Mapping[int, Hashable]) -> bool:
+    """Whether ranks of one location hold the same bytes of a differing tensor, within each replica group.
+
+    locations: by rank, a host or a mesh coordinate.
+    """
+    groups = sets_within(diff)
+    for clusters in groups:
+        if not _is_one_cluster_each(clusters, locations):
+            return False
+    return bool(groups)
+
+
+def _is_one_cluster_each(clusters: Sequence[Sequence[int]], locations: Mapping[int, Hashable]) -> bool:
+    """Whether all ranks of a location are in the same cluster."""
+    cluster_of: dict[Hashable, int] = {}
+    for number, ranks in enumerate(clusters):
+        for rank in ranks:
+            if cluster_of.setdefault(locations[rank], number) != number:
+                return False
+    return True

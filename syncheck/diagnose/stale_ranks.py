@@ -1,0 +1,57 @@
+"""Ranks with the values of an earlier step: since when, and whether they skipped a step or were set back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.counters import Origin
+from syncheck.diagnose.loss_scales import scales_of
+from syncheck.diagnose.selection import out_of_sync
+from syncheck.records import group_ranks
+from syncheck.tensors.kinds import OPTIMIZER
+
+if TYPE_CHECKING:
+    from syncheck.diagnose.case import Case
+    from syncheck.messages import Message
+    from syncheck.records import Comparison
+
+
+def stale_at_first(case: Case) -> Comparison | None:
+    """Return the first group since which parameters have differed at every step, if ranks were stale in it.
+
+    Without a series this is the group of the case. A difference from before a step in sync has another cause.
+    """
+    first = None
+    for group in reversed(case.series):
+        if not out_of_sync(group, "parameter"):
+            break
+        first = group
+    return first if first is not None and first.evidence.stale else None
+
+
+def ran_forward(group: Comparison) -> bool | None:
+    """Whether stale ranks ran the forward pass, by BatchNorm's counts. None without BatchNorm."""
+    counts = group.kinds.get("bn_count")
+    if counts is None or not counts.compared:
+        return None
+    return not out_of_sync(group, "bn_count")
+
+
+def only_skipped(group: Comparison) -> bool:
+    """Whether stale ranks ran the forward pass and skipped the optimizer step: parameters and state are old.
+
+    After an early parameter gather the parameters are old and the optimizer state is new. If loss scales differ, an
+    overflow caused the skipped step, which is SYN216.
+    """
+    if not group.evidence.stale or not out_of_sync(group, *OPTIMIZER):
+        return False
+    return ran_forward(group) is True and not scales_of(group)
+
+
+def stale_facts(group: Comparison) -> tuple[Message, ...]:
+    """State which ranks were bitwise equal to the other ranks at which earlier step."""
+    facts = []
+    ranks_of_steps = group_ranks(dict(sorted(group.evidence.stale.items())))
+    for earlier, ranks in ranks_of_steps.items():
+        facts.append(Origin.STALE(step=group.step, ranks=tuple(ranks), earlier=earlier))
+    return tuple(facts)
