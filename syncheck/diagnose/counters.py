@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.case import evidence_of, parameter_of
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks, largest_first, minority_of
+from syncheck.records import largest_first, minority_of
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 from syncheck.tensors.value_kinds import SCALES, is_lbfgs_state
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -38,7 +38,7 @@ from syncheck.diagnose.counters import (
 )
 from syncheck.diagnose.history import suspects
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -28,8 +28,8 @@ from syncheck.diagnose.case import Case, Match, cosines, evidence_of, limit_fact
 from syncheck.diagnose.counters import find_minority
 from syncheck.diagnose.localized import localized_damage
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
 from syncheck.tensors.value_kinds import is_seed
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -31,8 +31,9 @@ from syncheck.diagnose.case import Case, Match, agrees_within, largest_differenc
 from syncheck.diagnose.history import suspects
 from syncheck.diagnose.moments import mean_cosine
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks, sets_within
+from syncheck.records import sets_within
 from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

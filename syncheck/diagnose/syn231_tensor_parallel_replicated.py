@@ -28,7 +28,7 @@ from syncheck.diagnose.case import Case, Match, agrees_within, largest_differenc
 from syncheck.diagnose.history import suspects
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
-from syncheck.records import group_ranks
+from syncheck.text import group_ranks
 
 CODE = "SYN231"
 SLUG = "tensor-parallel-replicated"

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
 _Value = TypeVar("_Value")
 
@@ -77,14 +77,6 @@ def list_spellings(path: str) -> list[str]:
         plain = plain.removeprefix("module.")
         spellings.append(plain)
     return spellings
-
-
-def make_unique_name(name: str, taken: Container[str]) -> str:
-    """Return the name, or `name#2`, `name#3`, ... if it is taken."""
-    free, i = name, 2
-    while free in taken:
-        free, i = f"{name}#{i}", i + 1
-    return free
 
 
 def is_rng_state(parts: Iterable[str]) -> bool:
