@@ -60,7 +60,7 @@ class ModelsItem(pytest.Item):
         __tracebackhide__ = True
         import contextlib
 
-        from syncheck.conversion.diff import diff
+        from syncheck.api import diff
         from syncheck.errors import PYTEST, SyncheckError, spelling
         from syncheck.report import failure
 

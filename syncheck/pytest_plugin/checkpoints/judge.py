@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from syncheck import api
-from syncheck.diagnose import baseline
 from syncheck.errors import PYTEST, CheckpointError, spelling
 from syncheck.messages import Hint
 from syncheck.report import failure, words
@@ -89,7 +88,7 @@ class Judge:
         with contextlib.chdir(self.start):
             try:
                 report = api.judge(found, self.options, histograms=self._histograms)
-                return baseline.apply_baseline(report, baseline.find_failing(report)) if self._accepting else report
+                return api.finish(report, self.options, accept_all=self._accepting)
             except CheckpointError as error:
                 return error
 
