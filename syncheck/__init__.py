@@ -10,8 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from syncheck.api import compare
-    from syncheck.conversion.diff import diff
+    from syncheck.api import compare, diff
     from syncheck.errors import CheckpointError, SyncheckError, UsageError
     from syncheck.options import DiffOptions, Options
     from syncheck.readers.metadata_block import metadata
@@ -66,7 +65,7 @@ _HOME = {
     "compare": "syncheck.api",
     "DiffOptions": "syncheck.options",
     "Options": "syncheck.options",
-    "diff": "syncheck.conversion.diff",
+    "diff": "syncheck.api",
     "CheckpointError": "syncheck.errors",
     "SyncheckError": "syncheck.errors",
     "UsageError": "syncheck.errors",

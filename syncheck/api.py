@@ -16,8 +16,8 @@ from syncheck.layout.grouping import group_replicas
 from syncheck.layout.groups import select_last_steps
 from syncheck.layout.second_weights import separate_copies
 from syncheck.messages import Note
+from syncheck.options import DiffOptions, build_selection
 from syncheck.options import Options as Options  # users import it from here too
-from syncheck.options import build_selection
 from syncheck.readers import find as finder
 from syncheck.readers.find import find_shared_files, open_checkpoints, remove_aliases, unify_paths
 from syncheck.records import Alias, Report, Unreadable
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from syncheck.diagnose.baseline import Known
+    from syncheck.conversion.sides import Source
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import Comparison
 
@@ -58,14 +58,9 @@ def find(*paths: str | os.PathLike[str], options: Options | None = None) -> Foun
     """Open the checkpoints under the paths and group the replicas.
 
     paths: files, folders or globs. Raises UsageError for a glob without a match, a folder without a checkpoint, no path
-    at all, an unknown reference, and a baseline that cannot be read. A checkpoint that cannot be read does not raise:
-    it is listed in `unreadable`.
+    at all, and an unknown reference. A checkpoint that cannot be read does not raise: it is listed in `unreadable`.
     """
     options = options or Options()
-    if options.baseline is not None:
-        from syncheck.diagnose import baseline  # most runs have none
-
-        baseline.read(options.baseline)  # a broken baseline raises before anything is compared
     if not paths:
         raise UsageError("no path given; pass checkpoint files, folders or globs, as in: syncheck compare ckpts/*.pth")
     opened = open_checkpoints([str(path) for path in paths])
@@ -87,7 +82,7 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
 
 
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:
-    """Compare the replicas in each group, and diagnose the differences.
+    """Compare the replicas in each group, and diagnose the differences. `finish` then applies the baseline.
 
     histograms: add histograms of the tensors that differ most at the last step of each run (for HTML pages). If a file
     breaks while it is read, it is listed as unreadable, and the verdict is never "in sync".
@@ -113,7 +108,7 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         from syncheck.diagnose.course import decide_over_steps  # only needed if several steps differ
 
         judged = decide_over_steps(judged)
-    report = Report(
+    return Report(
         verdict=overall(judged, unreadable),
         groups=judged,
         unreadable=tuple(dict.fromkeys(unreadable)),  # a file may break in more than one comparison
@@ -123,11 +118,6 @@ def judge(found: Found, options: Options | None = None, *, histograms: bool = Fa
         drift=series.drifts(runs),
         closures=series.closures(runs),
     )
-    if options.baseline is None:
-        return report
-    from syncheck.diagnose import baseline
-
-    return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
 def compare(*paths: str | os.PathLike[str], options: Options | None = None, histograms: bool = False) -> Report:
@@ -140,10 +130,81 @@ def compare(*paths: str | os.PathLike[str], options: Options | None = None, hist
         print(report.verdict, report.counts.different)
 
     Returns the report; `report.exit_code` is the exit code of the command line. Memory does not grow with the size of
-    tensors. Raises UsageError for a glob without a match, a folder without a checkpoint, and no path at all. A file
-    that cannot be read does not raise: it is listed, and the verdict is never "in sync".
+    tensors. Raises UsageError for a glob without a match, a folder without a checkpoint, no path at all, and a baseline
+    that cannot be read. A checkpoint that cannot be read does not raise: it is listed, and the verdict is never "in
+    sync".
     """
-    return judge(find(*paths, options=options), options, histograms=histograms)
+    options = options or Options()
+    check_baseline(options)
+    return finish(judge(find(*paths, options=options), options, histograms=histograms), options)
+
+
+def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms: bool = False) -> Report:
+    """Compare two models in any layout, and diagnose the differences.
+
+    a: the source. b: the copy. Each is a file, folder or glob, several of them joined by commas, or a sequence of
+    paths: the files of all ranks that hold parts or copies of one model. options: how to compare; bitwise by default.
+    histograms: add what only an HTML page shows: histograms, and how each side stores its tensors.
+
+        report = diff("ckpts/fsdp_rank*.pth", "hf_export/")
+        print(report.verdict, report.counts.different)
+
+    Copies within a side are compared first. Returns the report, whose last group compares A (rank 0) with B (rank 1).
+    Memory does not grow with the size of tensors. Raises UsageError if a side is not one model or the models have no
+    tensor in common, and CheckpointError if parts are missing or a file cannot be read.
+    """
+    from syncheck.conversion.diff import diff as compare_models
+
+    options = options or DiffOptions()
+    check_baseline(options)
+    return finish(compare_models(a, b, options=options, histograms=histograms), options)
+
+
+def check_baseline(options: Options, *, update: bool = False) -> None:
+    """Check the baseline of the options, if any, before the comparison.
+
+    update: the file will be updated, so it may be missing, and must be writable. Raises UsageError if the file cannot
+    be used.
+    """
+    if options.baseline is None:
+        return
+    from syncheck.diagnose import baseline  # most runs have none
+    from syncheck.readers import outputs
+
+    baseline.read(options.baseline, may_be_missing=update)
+    if update:
+        outputs.check(options.baseline, baseline.OPTION)
+
+
+def finish(report: Report, options: Options, *, may_be_missing: bool = False, accept_all: bool = False) -> Report:
+    """Return a report with the findings in the baseline of the options accepted. Every comparison ends here.
+
+    may_be_missing: whether a missing file is an empty baseline. accept_all: accept all findings, because they become
+    the content of the file. Raises UsageError if the file cannot be read.
+    """
+    if options.baseline is None:
+        return report
+    from syncheck.diagnose import baseline
+
+    if accept_all:
+        accepted = baseline.find_failing(report)
+    else:
+        accepted = baseline.read(options.baseline, may_be_missing=may_be_missing)
+    return baseline.apply_baseline(report, accepted)
+
+
+def update_baseline(report: Report, path: str) -> str:
+    """Add the failing findings of a report to a baseline, remove fixed ones, and return a description of the change.
+
+    The file is replaced atomically. Raises UsageError if it cannot be written, and for an undecided report.
+    """
+    from syncheck.diagnose import baseline
+    from syncheck.readers import outputs
+
+    before = baseline.read(path, may_be_missing=True)
+    after = baseline.update_baseline(report, before)
+    outputs.write(path, baseline.serialize(after), baseline.OPTION)
+    return f"{path}: {baseline.describe_change(before, after)}"
 
 
 def _compare(
@@ -186,24 +247,3 @@ def _with_note(groups: list[Comparison], idle: Sequence[str]) -> list[Comparison
         return groups
     note = Note.UNUSED_TOLERANCES(names=tuple(idle), kinds=tuple(kinds.KINDS))
     return [replace(groups[0], notes=(*groups[0].notes, note)), *groups[1:]]
-
-
-def read_baseline_for_update(path: str) -> Known:
-    """Read a baseline before updating it; empty if the file does not exist.
-
-    Raises UsageError as `baseline.read` does, and if the file is obviously not writable.
-    """
-    from syncheck.diagnose import baseline
-    from syncheck.readers import outputs
-
-    known = baseline.read(path, may_be_missing=True)
-    outputs.check(path, baseline.OPTION)
-    return known
-
-
-def write_baseline(path: str, known: Known) -> None:
-    """Write a baseline atomically. Raises UsageError if it cannot be written."""
-    from syncheck.diagnose import baseline
-    from syncheck.readers import outputs
-
-    outputs.write(path, baseline.serialize(known), baseline.OPTION)

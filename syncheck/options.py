@@ -180,8 +180,6 @@ NOT_IN_DIFF = frozenset({"group_by", "reference", "quick"})
 class Options:
     """How to compare replicas; bitwise by default.
 
-    `baseline` applies to checkpoints only: objects in memory are compared without it.
-
     Raises OptionError (a UsageError) if a value has the wrong type or is out of range, or if tolerances contradict each
     other.
     """

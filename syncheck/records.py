@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.errors import SyncheckError
 from syncheck.findings import (
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from syncheck.findings import Stored
     from syncheck.messages import Message
 
-_Value = TypeVar("_Value")
 
 __all__ = [
     "DECADES", "FIRST_MOMENTS", "MEASURED", "Alias", "Certainty", "Closure", "Comparison", "Counts", "DriftPoint",
@@ -409,14 +408,6 @@ class OutOfSync(SyncheckError, AssertionError):
     def __reduce__(self) -> tuple[type[OutOfSync], tuple[str, Report]]:
         # Test runners send exceptions from one process to another.
         return type(self), (str(self), self.report)
-
-
-def group_ranks(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
-    """Return the ranks of each value, in the order of the first occurrence of the values."""
-    ranks: dict[_Value, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return ranks
 
 
 def largest_first(sets: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import reprlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
+
+_Rank = TypeVar("_Rank")
+_Value = TypeVar("_Value")
 
 _MOST_WHOLE = 2**53  # larger floating-point numbers stand for several whole numbers
 
@@ -18,6 +21,8 @@ _HASHES = re.compile(r"##(?=\w*\[)")
 
 def one_line(text: str) -> str:
     r"""Escape line breaks and control characters, because names in a file are untrusted."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -61,11 +66,34 @@ def brief(value: object, most: int = 60) -> str:
         return f"a huge {type(value).__name__}"
 
 
-def shorten(text: str) -> str:
-    """Return text from a file in one line, without the middle of a long text: names may be megabytes."""
-    if len(text) > 400:
-        text = f"{text[:200]}...{text[-200:]}"
-    return one_line(text)
+def shorten(text: str, most: int = 400) -> str:
+    """Return text in one line of at most `most` characters, without the middle of a long text.
+
+    Both ends of a name distinguish it.
+    """
+    if len(text) > 2 * most:  # a name in a file may be megabytes, and escaping takes longer than cutting
+        text = text[:most] + text[-most:]
+    line = one_line(text)
+    if len(line) <= most:
+        return line
+    return f"{line[: most // 2 - 2]}...{line[1 - most // 2 :]}"
+
+
+def make_unique_name(name: str, taken: Container[str], separator: str = "#", first: int = 2) -> str:
+    """Return the name, or `name#2`, `name#3`, ... if it is taken. first: the first number to try."""
+    unique_name, number = name, first
+    while unique_name in taken:
+        unique_name = f"{name}{separator}{number}"
+        number += 1
+    return unique_name
+
+
+def group_ranks(values: Mapping[_Rank, _Value]) -> dict[_Value, list[_Rank]]:
+    """Return the ranks of each value, in the order of the first occurrence of the values. values: hashable, by rank."""
+    ranks_of: dict[_Value, list[_Rank]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def ranks_text(ranks: Sequence[int | str]) -> str:

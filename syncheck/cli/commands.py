@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncheck.config import Config
-    from syncheck.diagnose.baseline import Known
     from syncheck.options import Options, RunOptions
     from syncheck.records import Report
 
@@ -53,11 +52,11 @@ def diff(arguments: argparse.Namespace) -> int:
     project = _load_project(arguments)
     applicable = {name: value for name, value in project.comparison.items() if name not in options.NOT_IN_DIFF}
     settings = _read_settings(arguments, replace(project, comparison=applicable), options.DiffOptions)
-    known = _read_baseline(settings)
-    compared = replace(settings.options, baseline=None)
-    page = formats.needs_histograms(settings.run.output)
-    found = compare_models(arguments.a, arguments.b, options=compared, histograms=page)  # type: ignore[arg-type]  # of the kind above
-    return _print_errors_and_report(settings, found, "comparison", known)
+    _check_baseline(settings.options, settings.run)
+    compared: Any = settings.options  # DiffOptions
+    histograms = formats.needs_histograms(settings.run.output)
+    report = compare_models(arguments.a, arguments.b, options=compared, histograms=histograms)
+    return _print_errors_and_report(settings, report, "comparison")
 
 
 def _compare_across_ranks(arguments: argparse.Namespace) -> int:
@@ -69,12 +68,13 @@ def _compare_across_ranks(arguments: argparse.Namespace) -> int:
 
     def prepare() -> ranks.Task:
         settings = _read_settings(arguments, _load_project(arguments))
-        # Only the first process needs the file, whose path may not exist on other machines.
-        known = _read_baseline(settings) if ranks.is_first() else frozenset()
+        # Only the first process needs the baseline, whose path may not exist on other machines.
+        if ranks.is_first():
+            _check_baseline(settings.options, settings.run)
         return ranks.Task(
-            replace(settings.options, baseline=None),
+            settings.options,
             formats.needs_histograms(settings.run.output),
-            lambda found: write_report(settings, found, "comparison", known),
+            lambda report: write_report(settings, report, "comparison"),
         )
 
     ranks.run(arguments.paths, prepare)
@@ -90,8 +90,8 @@ def report(arguments: argparse.Namespace) -> int:
     if events.are_events(arguments.paths):
         _refuse_comparison_options(arguments)
         settings = _read_settings(arguments, replace(project, comparison={}))
-        known = _read_baseline(settings)
-        return write_report(settings, events.read_events(settings.paths), "overview", known)
+        _check_baseline(settings.options, settings.run)
+        return write_report(settings, events.read_events(settings.paths), "overview")
     if not arguments.paths and not project.checkpoints and not Path("ckpts").exists():
         raise UsageError("ckpts: no such folder; train with --save-per-rank, or pass the paths of checkpoints")
     return _compare(arguments, project, "overview")
@@ -151,9 +151,9 @@ def _check_outputs(comparison: Options, run: RunOptions, output_name: str, input
     if map_path is not None:
         named.append((outputs.MAP, map_path))
     if comparison.baseline is not None and run.update_baseline:
-        from syncheck.diagnose import baseline
+        from syncheck import api
 
-        baseline.read(comparison.baseline, may_be_missing=True)  # a file that is no baseline has its own error
+        api.check_baseline(comparison, update=True)
         named.append(("{baseline}", comparison.baseline))
     elif comparison.baseline is not None:
         inputs = [*inputs, comparison.baseline]
@@ -174,91 +174,83 @@ def _list_inputs(paths: Sequence[str], comparison: Options) -> list[str]:
     return [*paths, reference] if isinstance(reference, str) else [*paths]
 
 
-def _read_baseline(settings: Settings) -> Known:
-    """Read the baseline before anything is compared; empty without one. Raises UsageError if it cannot be used."""
-    path, update = settings.options.baseline, settings.run.update_baseline
-    if path is None:
-        if update:
-            raise OptionError(
-                "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
-            )
-        return frozenset()
+def _check_baseline(options: Options, run: RunOptions) -> None:
+    """Check the baseline before anything is compared. Raises UsageError if it cannot be used."""
+    if options.baseline is None and run.update_baseline:
+        raise OptionError(
+            "requires {baseline} FILE, or baseline in the table tool.syncheck", "baseline", update_baseline=True
+        )
     from syncheck import api
-    from syncheck.diagnose import baseline
 
-    return api.read_baseline_for_update(path) if update else baseline.read(path)
-
-
-def _apply_baseline(settings: Settings, found: Report, known: Known) -> tuple[Report, UsageError | None]:
-    """Return the report with known findings accepted, after an update of the file if one was requested.
-
-    known: the content of the file. Also returns the error of a failed update, for example after an undecided report;
-    the file is then unchanged.
-    """
-    path, failed = settings.options.baseline, None
-    if path is None:
-        return found, None
-    from syncheck import api
-    from syncheck.diagnose import baseline
-
-    if settings.run.update_baseline:
-        try:
-            updated = baseline.update_baseline(found, known)
-            api.write_baseline(path, updated)
-        except UsageError as error:
-            failed = error
-            output.print_message(f"error: {path}: {error}")
-        else:
-            if not settings.run.quiet:
-                output.print_message(f"{path}: {baseline.describe_change(known, updated)}")
-            known = updated
-    return baseline.apply_baseline(found, known), failed
+    api.check_baseline(options, update=run.update_baseline)
 
 
 def _compare(arguments: argparse.Namespace, project: Config, layout: str) -> int:
     from syncheck import api
 
     settings = _read_settings(arguments, project)
-    known = _read_baseline(settings)
-    options = replace(settings.options, baseline=None)
+    _check_baseline(settings.options, settings.run)
+    checkpoints = api.find(*settings.paths, options=settings.options)
     histograms = formats.needs_histograms(settings.run.output)
-    found = api.compare(*settings.paths, options=options, histograms=histograms)
-    return _print_errors_and_report(settings, found, layout, known)
+    report = api.judge(checkpoints, settings.options, histograms=histograms)
+    return _print_errors_and_report(settings, report, layout)
 
 
-def _print_errors_and_report(settings: Settings, found: Report, layout: str, known: Known) -> int:
-    for broken in found.unreadable:
+def _print_errors_and_report(settings: Settings, report: Report, layout: str) -> int:
+    for broken in report.unreadable:
         output.print_message(f"error: {broken.path}: {broken.reason}")
-    return write_report(settings, found, layout, known)
+    return write_report(settings, report, layout)
 
 
-def write_report(settings: Settings, found: Report, layout: str, known: Known) -> int:
-    """Print a report and write it to the output files; return the exit code.
+def write_report(settings: Settings, report: Report, layout: str) -> int:
+    """Apply the baseline, print the report and write it to the output files; return the exit code.
 
     A file that cannot be written is reported and makes the exit code 2; all other output is still written.
     """
+    from syncheck import api
+
     run = settings.run
-    found, failed = _apply_baseline(settings, found, known)
+    exit_codes = []
+    if run.update_baseline:
+        exit_codes.append(_update_baseline(settings, report))
+    report = api.finish(report, settings.options, may_be_missing=run.update_baseline)
     for path in run.output:
         try:
-            formats.write_file(path, found, settings.output_name, settings.options)
+            formats.write_file(path, report, settings.output_name, settings.options)
         except UsageError as error:
-            failed = error
+            exit_codes.append(error.exit_code)
             output.print_message(f"error: {error}")
     if not run.quiet:
-        _print_report(run, found, layout)
-    if failed is not None:
-        return failed.exit_code
-    return 0 if run.exit_zero and found.exit_code == 1 else found.exit_code
+        _print_report(run, report, layout)
+    if any(exit_codes):
+        return max(exit_codes)
+    return 0 if run.exit_zero and report.exit_code == 1 else report.exit_code
 
 
-def _print_report(run: RunOptions, found: Report, layout: str) -> None:
+def _update_baseline(settings: Settings, report: Report) -> int:
+    """Update the baseline and print the change. Return the exit code of an error, for which the file is unchanged."""
+    from syncheck import api
+
+    path = settings.options.baseline
+    assert path is not None
+    try:
+        change = api.update_baseline(report, path)
+    except UsageError as error:
+        output.print_message(f"error: {path}: {error}")
+        return error.exit_code
+    if not settings.run.quiet:
+        output.print_message(change)
+    return 0
+
+
+def _print_report(run: RunOptions, report: Report, layout: str) -> None:
+    """Print a report on stdout. layout: the function of `report.text`, `comparison` or `overview`."""
     if run.format != "text":
-        output.print_text(formats.render_format(run.format, found))
-    elif found.groups:
+        output.print_text(formats.render_format(run.format, report))
+    elif report.groups:
         from syncheck.report import text
 
-        output.print_parts(getattr(text, layout)(found, run.limit), run.color)
+        output.print_parts(getattr(text, layout)(report, run.limit), run.color)
 
 
 def show(arguments: argparse.Namespace) -> int:

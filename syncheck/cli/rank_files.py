@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from syncheck.errors import OptionError, UsageError
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.groups import title_of
-from syncheck.live.channel import MAX_VALUES, group_ranks_by_value
+from syncheck.live.channel import MAX_VALUES
 from syncheck.live.exchange import compare_snapshots
 from syncheck.live.exchange.manifest import FileBytes
 from syncheck.messages import Grouping
@@ -20,7 +20,7 @@ from syncheck.snapshots import Metadata, contiguous_strides
 from syncheck.tensors.blocks import Files, is_plain
 from syncheck.tensors.kinds import make_selector
 from syncheck.tensors.names import normalize
-from syncheck.text import brief, ranks_text
+from syncheck.text import brief, group_ranks, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -163,7 +163,7 @@ def _check_owners(files: Mapping[int, FileInfo]) -> None:
                 "the path, and start node N with --node-rank N. To compare copies of one rank's file, run 'syncheck "
                 "fingerprint' on each node and 'syncheck compare' on the fingerprints"
             )
-    runs = group_ranks_by_value({rank: file.run for rank, file in files.items() if file.run is not None})
+    runs = group_ranks({rank: file.run for rank, file in files.items() if file.run is not None})
     if len(runs) > 1:
         texts = "; ".join(f"{ranks_text(of)} of {_run_text(*run)}" for run, of in list(runs.items())[:MAX_VALUES])
         raise UsageError(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.layout.dtensors import is_whole, layout_text
 from syncheck.messages import SHARD_REFUSALS, Detail, Refusal
-from syncheck.records import Reason, TensorDiff, group_ranks, largest_first, minority_of
+from syncheck.records import Reason, TensorDiff, largest_first, minority_of
 from syncheck.tensors.clustering import cluster_replicas
-from syncheck.text import sets_text
+from syncheck.text import group_ranks, sets_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -51,19 +51,7 @@ _MOST_STORED = 200
 
 
 def diff(a: Source, b: Source, *, options: DiffOptions | None = None, histograms: bool = False) -> Report:
-    """Compare two models in any layout, and diagnose the differences.
-
-    a: the source. b: the copy. Each is a file, folder or glob, several of them joined by commas, or a sequence of
-    paths: the files of all ranks that hold parts or copies of one model. options: how to compare; bitwise by default.
-    histograms: add what only an HTML page shows: histograms, and how each side stores its tensors.
-
-        report = diff("ckpts/fsdp_rank*.pth", "hf_export/")
-        print(report.verdict, report.counts.different)
-
-    Copies within a side are compared first. Returns the report, whose last group compares A (rank 0) with B (rank 1).
-    Memory does not grow with the size of tensors. Raises UsageError if a side is not one model or the models have no
-    tensor in common, and CheckpointError if parts are missing or a file cannot be read.
-    """
+    """Compare two models in any layout, without a baseline. Parameters and errors as for `api.diff`."""
     options = options or DiffOptions()
     if options.write_map is not None:
         outputs.check(options.write_map, outputs.MAP, inputs=list_inputs((a, b), options))
@@ -155,18 +143,13 @@ def compare_sides(
         if own is not None and (own.verdict == "out_of_sync" or any(diff.unknown for diff in own.tensors))
     ]
     groups = (*doubtful, judge_difference(comparison, _allowed(options)))
-    report = Report(
+    return Report(
         verdict=overall(groups, ()),
         groups=groups,
         skipped=sum(side.skipped for side in sides),
         aliases=tuple(alias for side in sides for alias in side.aliases),
         command="diff",
     )
-    if options.baseline is None:
-        return report
-    from syncheck.diagnose import baseline
-
-    return baseline.apply_baseline(report, baseline.read(options.baseline))
 
 
 def _note_copies(sides: Sequence[Side], copies: Sequence[Group | None]) -> list[Message]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.measures import evidence_of
 from syncheck.diagnose.selection import join_ranks
-from syncheck.records import group_ranks, largest_first, minority_of
+from syncheck.records import largest_first, minority_of
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

@@ -15,7 +15,7 @@ from syncheck.diagnose.measures import cosines, evidence_of
 from syncheck.diagnose.moments import unexplained_by_decay
 from syncheck.diagnose.syn240_rounding_only import is_rounding
 from syncheck.findings import MEASURED
-from syncheck.records import group_ranks
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,6 +9,7 @@ from syncheck.diagnose.loss_scales import scales_of
 from syncheck.diagnose.selection import out_of_sync
 from syncheck.records import group_ranks
 from syncheck.tensors.kinds import OPTIMIZER
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from syncheck.diagnose.case import Case

@@ -34,7 +34,7 @@ from syncheck.diagnose.rank_values import are_unequal, find_minority
 from syncheck.diagnose.selection import exclude_names
 from syncheck.diagnose.skipped_steps import counters_of_lost_state, counters_of_skipped_steps, forwards_lag
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

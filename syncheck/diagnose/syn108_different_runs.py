@@ -29,8 +29,8 @@ from syncheck.diagnose.measures import evidence_of, median_cosine
 from syncheck.diagnose.rank_values import find_minority
 from syncheck.diagnose.statements import limit_facts
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
 from syncheck.tensors.value_kinds import is_seed
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -33,8 +33,9 @@ from syncheck.diagnose.measures import agrees_within
 from syncheck.diagnose.moments import mean_cosine
 from syncheck.diagnose.statements import largest_difference, limit_facts
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks, sets_within
+from syncheck.records import sets_within
 from syncheck.tensors.kinds import BN_STATISTICS
+from syncheck.text import group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -30,7 +30,7 @@ from syncheck.diagnose.measures import agrees_within
 from syncheck.diagnose.statements import largest_difference
 from syncheck.layout.replica_groups import TENSOR_PARALLEL
 from syncheck.messages import Sentence
-from syncheck.records import group_ranks
+from syncheck.text import group_ranks
 
 CODE = "SYN231"
 SLUG = "tensor-parallel-replicated"

@@ -26,9 +26,8 @@ from syncheck.diagnose.moments import only_decay
 from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
 from syncheck.layout.replica_groups import PIPELINE
 from syncheck.messages import Message, Sentence
-from syncheck.records import group_ranks
 from syncheck.tensors.names import is_code_constant
-from syncheck.text import brief
+from syncheck.text import brief, group_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

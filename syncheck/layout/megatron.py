@@ -22,8 +22,7 @@ from syncheck.layout import views
 from syncheck.layout.replica_groups import find_replicated
 from syncheck.messages import Refusal
 from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
-from syncheck.tensors.names import make_unique_name
-from syncheck.text import brief
+from syncheck.text import brief, make_unique_name
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

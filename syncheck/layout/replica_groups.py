@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from syncheck.layout.dtensors import find_coordinate, find_mesh_rank, is_whole, layout_text
-from syncheck.records import group_ranks
-from syncheck.text import ranks_text
+from syncheck.text import group_ranks, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping

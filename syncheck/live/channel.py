@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck.errors import RankFailed, SyncheckError, UsageError
-from syncheck.text import one_line, ranks_text
+from syncheck.text import group_ranks, one_line, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -66,14 +66,6 @@ def world_size() -> int:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 0
     return int(dist.get_world_size())
-
-
-def group_ranks_by_value(values: Mapping[int, A]) -> dict[A, list[int]]:
-    """Return the ranks of each distinct value. values: by rank, hashable."""
-    ranks: dict[A, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
-    return ranks
 
 
 class Channel:
@@ -257,7 +249,7 @@ class Channel:
     def _make_error(self, failures: Mapping[int, Failure]) -> SyncheckError:
         """Return the error that all ranks raise. It lists the ranks unless all failed in the same way."""
         self.ended = True
-        by_text = group_ranks_by_value({rank: failure.text for rank, failure in failures.items()})
+        by_text = group_ranks({rank: failure.text for rank, failure in failures.items()})
         everyone = len(by_text) == 1 and len(failures) == len(self.ranks)
         texts = (text if everyone else f"{ranks_text(of)}: {text}" for text, of in list(by_text.items())[:MAX_VALUES])
         kind = UsageError if all(failure.usage for failure in failures.values()) else RankFailed

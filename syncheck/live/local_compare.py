@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.api import Found, Options, find, judge
+from syncheck.api import Found, Options, find, finish, judge
 from syncheck.comparison import reference
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
@@ -67,7 +67,7 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
     agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
     groups = (ReplicaGroup("model", None, agreed, (Grouping.MEMORY(),)),) if agreed else ()
     reference.check_reference(options.reference, groups, unreadable)
-    return judge(Found(groups, tuple(unreadable)), options)
+    return finish(judge(Found(groups, tuple(unreadable)), options), options)
 
 
 def _check_objects(things: Sequence[Any]) -> None:

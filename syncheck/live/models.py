@@ -15,7 +15,8 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.conversion.diff import compare_copies, compare_sides, diff
+from syncheck.api import diff, finish
+from syncheck.conversion.diff import compare_copies, compare_sides
 from syncheck.conversion.sides import LABELS, Side, open_side
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
@@ -42,7 +43,7 @@ def compare_models(a: Any, b: Any, group: Any, options: Callable[[], DiffOptions
 
     a, b: each a path, several paths separated by commas, or an object in memory as in `memory.snapshot`. group: a
     process group, all ranks by default. options: a function that returns the options; if it raises, all ranks raise.
-    Raises UsageError for objects without tensors, and as `conversion.diff.diff` does; in a process group the same error
+    Raises UsageError for objects without tensors, and as `api.diff` does; in a process group the same error
     on all ranks.
     """
     if _is_path(a) and _is_path(b):
@@ -57,7 +58,8 @@ def compare_models(a: Any, b: Any, group: Any, options: Callable[[], DiffOptions
             else _make_side(label, {0: _take_snapshot(thing)}, class_title(thing))
             for label, thing in zip(LABELS, (a, b), strict=True)
         ]
-        return compare_sides(sides, [compare_copies(side, chosen) for side in sides], chosen)
+        report = compare_sides(sides, [compare_copies(side, chosen) for side in sides], chosen)
+        return finish(report, chosen)
     channel = Channel(group)
     return channel.run_together(lambda: _compare_on_ranks(channel, (a, b), options()))
 
@@ -131,7 +133,7 @@ def _compare_on_ranks(channel: Channel, things: tuple[Any, Any], options: DiffOp
                 for rank, described in by_rank.items()
             }
             sides.append(_make_side(label, snapshots, class_title(thing)))
-        return compare_sides(sides, copies, options)
+        return finish(compare_sides(sides, copies, options), options)
 
     return channel.run_on_leader(compare, lambda pieces: read_pieces(own_bytes, pieces))
 

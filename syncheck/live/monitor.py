@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from syncheck.api import Options
 from syncheck.errors import RankFailed, SyncheckError, UsageError
-from syncheck.live.channel import MAX_VALUES, Channel, group_ranks_by_value, world_size
+from syncheck.live.channel import MAX_VALUES, Channel, world_size
 from syncheck.live.checks import check, group_of, make_options, run_check
 from syncheck.live.reporter import CheckRecord, Reporter
 from syncheck.messages import Note
 from syncheck.records import OutOfSync, Report
-from syncheck.text import brief, ranks_text
+from syncheck.text import brief, group_ranks, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def check_agreement(channel: Channel, own: tuple[int, int, str, str]) -> None:
 
 def _format_answers(answers: Mapping[int, object]) -> str:
     """Format values by rank: '5 on rank 0, 10 on ranks 1, 2'."""
-    ranks = group_ranks_by_value(dict(sorted(answers.items())))
+    ranks = group_ranks(dict(sorted(answers.items())))
     return ", ".join(f"{answer} on {ranks_text(of)}" for answer, of in list(ranks.items())[:MAX_VALUES])
 
 

@@ -37,15 +37,15 @@ class ModelsPlugin:
         report = yield
         if isinstance(collector, pytest.Session) and report.passed:
             for a, b in self.pairs:
-                name = f"syncheck-diff::{_shorten(a)}::{_shorten(b)}"
+                name = f"syncheck-diff::{_write_side(a)}::{_write_side(b)}"
                 report.result.append(ModelsItem.from_parent(collector, name=name, nodeid=name, a=a, b=b))
         return report
 
 
-def _shorten(path: str) -> str:
-    from syncheck.text import one_line
+def _write_side(path: str) -> str:
+    from syncheck.text import shorten
 
-    return one_line(path if len(path) <= _MOST else f"{path[:_MOST]}...").replace("::", ":")
+    return shorten(path, _MOST).replace("::", ":")
 
 
 class ModelsItem(pytest.Item):
@@ -60,7 +60,7 @@ class ModelsItem(pytest.Item):
         __tracebackhide__ = True
         import contextlib
 
-        from syncheck.conversion.diff import diff
+        from syncheck.api import diff
         from syncheck.errors import PYTEST, SyncheckError, spelling
         from syncheck.report import failure
 

@@ -12,8 +12,7 @@ from syncheck.errors import MalformedFile
 from syncheck.messages import Note
 from syncheck.readers.formats import read_file
 from syncheck.snapshots import Metadata, Snapshot, Tensor
-from syncheck.tensors.names import make_unique_name
-from syncheck.text import brief
+from syncheck.text import brief, make_unique_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -28,8 +28,7 @@ from syncheck.snapshots import (
     contiguous_strides,
 )
 from syncheck.tensors.dtypes import BY_SAFETENSORS, DType
-from syncheck.tensors.names import make_unique_name
-from syncheck.text import brief
+from syncheck.text import brief, make_unique_name
 
 FORMAT = "safetensors"
 # The header limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE), in bytes.

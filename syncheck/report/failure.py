@@ -10,7 +10,7 @@ from syncheck.messages import Hint, Undecided
 from syncheck.records import Reason, Report
 from syncheck.report import plain, words
 from syncheck.report import text as text_of
-from syncheck.text import logged, names_text, one_line
+from syncheck.text import logged, names_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,14 +40,14 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
     if hidden:
         lines += [f"and {hidden} more groups not in sync", ""]
     for file in report.unreadable[:MOST_UNREADABLE]:
-        lines.append(f"unreadable: {one_line(_cut(file.path))}: {one_line(_cut(file.reason, _SENTENCE))}")
+        lines.append(f"unreadable: {shorten(file.path, _NAME)}: {shorten(file.reason, _SENTENCE)}")
     lines += [_verdict(report), words.counts_line(report)]
     codes = dict.fromkeys(f.code for group in failing for f in group.findings if f.fails)
     subject = "A and B" if report.command == "diff" else "replicas"
     title = f"{subject} are not known to be in sync{': ' + ', '.join(codes) if codes else ''}"
     if report.verdict == "out_of_sync":
         title = f"{subject} are out of sync: {', '.join(codes)}"
-    return logged("\n".join(_cut(line, MOST_COLUMNS) for line in [title, "", *lines]))
+    return logged("\n".join(shorten(line, MOST_COLUMNS) for line in [title, "", *lines]))
 
 
 def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
@@ -57,7 +57,7 @@ def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
     """
     report = Report(group.verdict, (_cut_group(group, MOST_ROWS),))
     lines = plain.render(text_of.comparison(report, MOST_ROWS, all_rows)).splitlines()[:-2]
-    return "\n".join(_cut(line, MOST_COLUMNS) for line in lines).rstrip()
+    return "\n".join(shorten(line, MOST_COLUMNS) for line in lines).rstrip()
 
 
 def uncompared_tensors(report: Report) -> list[TensorDiff]:
@@ -78,12 +78,8 @@ def _verdict(report: Report) -> str:
     refused = uncompared_tensors(report)
     if report.verdict == "out_of_sync" or report.unreadable or not refused:
         return words.verdict_line(report)
-    names = names_text([f"{one_line(_cut(diff.name))} ({_cut(str(diff.detail or ''))})" for diff in refused])
+    names = names_text([f"{shorten(diff.name, _NAME)} ({shorten(str(diff.detail or ''), _NAME)})" for diff in refused])
     return f"{words.VERDICTS['undecided']}: {Undecided.REFUSED(count=len(refused), tensors=names)}"
-
-
-def _cut(text: str, most: int = _NAME) -> str:
-    return words.shorten(text, most)
 
 
 def _cut_group(group: Group, limit: int) -> Group:
@@ -93,13 +89,13 @@ def _cut_group(group: Group, limit: int) -> Group:
     rest += [diff for diff in group.tensors if limit and diff.reason is Reason.SHARDED]
     return replace(
         group,
-        name=_cut(group.name),
-        replicas=tuple(replace(replica, path=_cut(replica.path)) for replica in group.replicas),
+        name=shorten(group.name, _NAME),
+        replicas=tuple(replace(replica, path=shorten(replica.path, _NAME)) for replica in group.replicas),
         notes=group.notes[:MOST_FINDINGS],
         # Keep the tensors beyond the limit, because the table reports their number.
-        tensors=(*(replace(diff, name=_cut(diff.name)) for diff in shown), *rest),
+        tensors=(*(replace(diff, name=shorten(diff.name, _NAME)) for diff in shown), *rest),
         findings=tuple(_cut_findings(group.findings)),
-        values=tuple(replace(value, name=_cut(value.name)) for value in group.values),
+        values=tuple(replace(value, name=shorten(value.name, _NAME)) for value in group.values),
     )
 
 
@@ -108,5 +104,7 @@ def _cut_findings(findings: Iterable[Finding]) -> Iterable[Finding]:
     for finding in failing_first[:MOST_FINDINGS]:
         history = finding.history
         if history is not None:
-            history = replace(history, tensors=tuple(_cut(name) for name in history.tensors[:1]) + history.tensors[1:])
+            history = replace(
+                history, tensors=tuple(shorten(name, _NAME) for name in history.tensors[:1]) + history.tensors[1:]
+            )
         yield replace(finding, history=history)

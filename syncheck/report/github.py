@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from syncheck.diagnose.series import step_order
 from syncheck.report import words
-from syncheck.text import one_line
+from syncheck.text import one_line, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,9 +54,9 @@ def render(report: Report) -> str:
 
 def _command(annotation: Annotation) -> str:
     """Return an annotation as an escaped command on one line."""
-    properties = {"file": one_line(annotation.file), "title": words.shorten(one_line(annotation.title), _MOST_TITLE)}
+    properties = {"file": one_line(annotation.file), "title": shorten(annotation.title, _MOST_TITLE)}
     header = ",".join(f"{name}={_escape_property(value)}" for name, value in properties.items() if value.strip())
-    text = "\n".join(words.shorten(one_line(line), _MOST_LINE) for line in annotation.text)
+    text = "\n".join(shorten(line, _MOST_LINE) for line in annotation.text)
     return f"::{annotation.level} {header}::{_escape(text)}"
 
 
@@ -157,4 +157,4 @@ def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
 def _row(name: str, differing: str, absolute: str, relative: str, ulp: str) -> str:
     cells = (("max abs", absolute), ("max rel", relative), ("max ulp", ulp))
     differences = [f"{label} {value}" for label, value in cells if value not in ("", "-")]
-    return f"- {words.shorten(one_line(name), _MOST_TITLE)}: {', '.join([differing, *differences])}"
+    return f"- {shorten(name, _MOST_TITLE)}: {', '.join([differing, *differences])}"

@@ -17,7 +17,7 @@ from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.records import Counts
 from syncheck.report import words
 from syncheck.report.page_data import bin_counts, bin_label, bins_in_use, encode, make_curves, make_data
-from syncheck.text import one_line
+from syncheck.text import make_unique_name, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -134,9 +134,10 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
     if not found:
         return []
     found.sort(key=lambda pair: _rank(pair[0]))
-    parts, used = ['<section id="findings">'], set()
+    parts = ['<section id="findings">']
+    used: set[str] = set()
     for finding, group in found:
-        anchor = next(a for n in range(1, len(found) + 1) if (a := finding.code + f"-{n}" * (n > 1)) not in used)
+        anchor = make_unique_name(finding.code, used, "-")
         used.add(anchor)
         parts.append(_finding(finding, group, anchor, numbers[group.run], one_of_many=len(runs) > 1))
     return [*parts, "</section>"]

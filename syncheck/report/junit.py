@@ -20,7 +20,7 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
 from syncheck.report import failure, items, words
-from syncheck.text import logged, one_line
+from syncheck.text import logged, one_line, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,16 +34,16 @@ def render(report: Report) -> str:
     """Return the document in ASCII, which is valid in every encoding."""
     root = ET.Element("testsuites", name="syncheck")
     for group in report.groups:
-        _group(ET.SubElement(root, "testsuite", name=_short(group.name)), group, report)
+        _group(ET.SubElement(root, "testsuite", name=shorten(group.name, _MOST)), group, report)
     if report.unreadable:
         suite = ET.SubElement(root, "testsuite", name="unreadable files")
         for file in report.unreadable:
-            case = ET.SubElement(suite, "testcase", classname=_short(file.path), name=items.READABLE)
+            case = ET.SubElement(suite, "testcase", classname=shorten(file.path, _MOST), name=items.READABLE)
             _add_result(case, "error", "unreadable", f"could not tell: {file.path}: {file.reason}")
     if report.aliases or report.skipped:
         suite = ET.SubElement(root, "testsuite", name="files that were not compared")
         for alias in report.aliases:
-            case = ET.SubElement(suite, "testcase", classname=_short(alias.path), name="alias")
+            case = ET.SubElement(suite, "testcase", classname=shorten(alias.path, _MOST), name="alias")
             _add_result(case, "skipped", "alias", f"a link to {alias.of}, which was compared instead")
         if report.skipped:
             case = ET.SubElement(suite, "testcase", classname="syncheck", name="skipped")
@@ -72,7 +72,7 @@ def _set_counts(element: ET.Element, names: Sequence[str]) -> None:
 def _group(suite: ET.Element, group: Group, report: Report) -> None:
     _add_properties(suite, group)
     if group.verdict == "alone":
-        case = ET.SubElement(suite, "testcase", classname=_short(group.name), name=items.ALONE)
+        case = ET.SubElement(suite, "testcase", classname=shorten(group.name, _MOST), name=items.ALONE)
         result = "error" if report.verdict == "undecided" else "skipped"
         reason = f"no replica to compare with: {group.replicas[0].path}"
         _add_result(case, result, "alone", reason, "\n".join(words.note_lines(group)))
@@ -81,7 +81,7 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
     if any(value.counts for value in group.values):
         siblings.append(items.VALUES)
     for item in siblings or [items.NOTHING]:
-        case = ET.SubElement(suite, "testcase", classname=_short(group.name), name=_short(item))
+        case = ET.SubElement(suite, "testcase", classname=shorten(group.name, _MOST), name=shorten(item, _MOST))
         part, reason = items.judge_item(group, item, siblings or [items.NOTHING])
         _add_judgement(case, part, reason, is_decisive=report.verdict == group.verdict == "undecided")
 
@@ -99,7 +99,7 @@ def _add_properties(suite: ET.Element, group: Group) -> None:
         values["fixed"] = "; ".join(words.fixed_lines([group]))
     properties = ET.SubElement(suite, "properties")
     for name, value in values.items():
-        ET.SubElement(properties, "property", name=f"syncheck_{name}", value=_short(value))
+        ET.SubElement(properties, "property", name=f"syncheck_{name}", value=shorten(value, _MOST))
 
 
 def _add_judgement(case: ET.Element, part: Group, reason: str, *, is_decisive: bool) -> None:
@@ -116,13 +116,8 @@ def _add_judgement(case: ET.Element, part: Group, reason: str, *, is_decisive: b
 
 
 def _add_result(case: ET.Element, tag: str, kind: str, message: str, body: str = "") -> None:
-    result = ET.SubElement(case, tag, type=kind, message=_short(message))
+    result = ET.SubElement(case, tag, type=kind, message=shorten(message, _MOST))
     result.text = _clean(body or message)
-
-
-def _short(text: str) -> str:
-    text = one_line(text)
-    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 
 def _clean(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.series import step_order
 from syncheck.report import words
-from syncheck.text import logged, names_text, one_line
+from syncheck.text import logged, names_text, one_line, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +187,7 @@ def _row(diff: TensorDiff, group: Group) -> str:
 def name(raw: str) -> str:
     """Return a name from a file as a code span, shortened in its middle."""
     # Code spans end at backticks and table cells at bars, so both are escaped like control characters.
-    escaped = words.shorten(logged(one_line(raw)).replace("`", "\\x60").replace("|", "\\x7c"), _MOST_NAME)
+    escaped = shorten(logged(one_line(raw)).replace("`", "\\x60").replace("|", "\\x7c"), _MOST_NAME)
     return f"`{escaped}`" if escaped.strip() else "`(blank)`"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.messages import Hint, Message, Note, Undecided
 from syncheck.records import Reason, sets_within
-from syncheck.text import brief, names_text, one_line
+from syncheck.text import brief, names_text, one_line, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +30,7 @@ _MOST_VALUES = 5
 _MOST_FIXED = 3
 _MOST_PATHS = 6
 _MOST_STEPS = 3
+_MOST_NAME = 120  # characters
 # The findings that affect neither the training nor the file of rank 0.
 _HARMLESS = ("SYN201",)
 # The findings that name no cause.
@@ -183,13 +184,8 @@ def omission_lines(report: Report, format_name: Callable[[str], str] | None = No
     return lines
 
 
-def shorten(text: str, most: int) -> str:
-    """Cut the middle of a text longer than `most` characters; both ends of a name distinguish it."""
-    return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[1 - most // 2 :]}"
-
-
 def _shorten_name(name: str) -> str:
-    return shorten(one_line(name), 120)
+    return shorten(name, _MOST_NAME)
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
 _Value = TypeVar("_Value")
 
@@ -85,16 +85,6 @@ def list_spellings(path: str) -> list[str]:
         spellings.append(plain)
 
     return spellings
-
-
-def make_unique_name(name: str, used_names: Container[str]) -> str:
-    """Return the name, or `name#2`, `name#3`, ... if it is in use."""
-    unique_name, number = name, 2
-    while unique_name in used_names:
-        unique_name = f"{name}#{number}"
-        number += 1
-
-    return unique_name
 
 
 def is_rng_state(parts: Iterable[str]) -> bool:

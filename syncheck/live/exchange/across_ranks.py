@@ -13,7 +13,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from syncheck.api import Found, Options, judge
+from syncheck.api import Found, Options, finish, judge
 from syncheck.comparison import reference
 from syncheck.comparison.replicas import hyperparameters, selected_kinds
 from syncheck.errors import UsageError
@@ -83,7 +83,7 @@ def compare_across_ranks(
         local = snapshot(*things, attributes=True)
         if coordinates:
             local = replace(local, metadata=replace(local.metadata or Metadata(), mesh=dict(coordinates)))
-        return compare_snapshots(channel, local, chosen, budget, cache=cache)
+        return finish(compare_snapshots(channel, local, chosen, budget, cache=cache), chosen)
 
     # Garbage collection stays enabled: pausing it would affect the whole process, and saves only about 3 % of a check
     # of 2,400 small tensors (62 instead of 64 ms for snapshot, digests and manifest).

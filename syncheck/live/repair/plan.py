@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
-from syncheck.live.channel import group_ranks_by_value
 from syncheck.live.memory.objects import EXTRA_STATE
 from syncheck.tensors.kinds import BUFFERS, OPTIMIZER
-from syncheck.text import names_text, ranks_text
+from syncheck.text import group_ranks, names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -135,7 +134,7 @@ def _make_value_job(value: ValueDiff, ranks: Ranks) -> Job:
     """Return the job of a value. A report does not distinguish None from a missing value."""
     by_rank = {rank: value.by_rank.get(rank) for rank in ranks}
     # repr, so that NaN equals NaN
-    sets = group_ranks_by_value({rank: repr(held) for rank, held in by_rank.items()}).values()
+    sets = group_ranks({rank: repr(held) for rank, held in by_rank.items()}).values()
     absent = tuple(rank for rank, held in by_rank.items() if held is None)
     return Job(value.name, "value", ranks, _largest_first(map(tuple, sets)), absent, (ranks,))
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from syncheck import api
-from syncheck.diagnose import baseline
 from syncheck.errors import PYTEST, CheckpointError, spelling
 from syncheck.messages import Hint
 from syncheck.report import failure, words
 from syncheck.report.items import ALONE, headline, item_of, judge_item
-from syncheck.text import names_text, one_line
+from syncheck.text import names_text, shorten
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +88,7 @@ class Judge:
         with contextlib.chdir(self.start):
             try:
                 report = api.judge(found, self.options, histograms=self._histograms)
-                return baseline.apply_baseline(report, baseline.find_failing(report)) if self._accepting else report
+                return api.finish(report, self.options, accept_all=self._accepting)
             except CheckpointError as error:
                 return error
 
@@ -139,7 +138,7 @@ def judge_planned(planned: Planned, judge: Judge) -> Outcome:
         return Outcome("passed", properties=properties)
     if group.verdict == "undecided":
         return _failed(f"could not tell: {reason}", properties)
-    return Outcome("skipped", _limit(reason), _limit(reason), properties)
+    return Outcome("skipped", shorten(reason, _MOST), shorten(reason, _MOST), properties)
 
 
 def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
@@ -151,17 +150,13 @@ def _judge_alone(planned: Planned, judge: Judge) -> Outcome:
     grouping = "; ".join(map(str, replicas.grouping))
     grouping += f"; links to this file: {names_text(links)}" if links else ""
     advice = str(Hint.GROUP_FILES())
-    return _failed(headline, body=f"{headline}\n{_limit(grouping)}\n{advice}")
-
-
-def _limit(text: str, most: int = _MOST) -> str:
-    return words.shorten(one_line(text), most)
+    return _failed(headline, body=f"{headline}\n{shorten(grouping, _MOST)}\n{advice}")
 
 
 def _failed(
     headline: str, properties: tuple[tuple[str, str], ...] = (("syncheck_verdict", "undecided"),), body: str = ""
 ) -> Outcome:
-    headline = _limit(headline)
+    headline = shorten(headline, _MOST)
     return Outcome("failed", headline, body or headline, properties)
 
 
@@ -169,11 +164,11 @@ def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str,
     """Return the properties of an item. part: the compared part of the group."""
     properties = {"verdict": part.verdict, "replicas": str(len(group.replicas))}
     if group.fixed:
-        properties["fixed"] = _limit("; ".join(words.fixed_lines([group])), 1000)
+        properties["fixed"] = shorten("; ".join(words.fixed_lines([group])), 1000)
     fact = words.describe_not_finite(group)
     notes = [*group.notes] if fact is None else [fact, *group.notes]
     if notes:
-        properties["notes"] = _limit("; ".join(map(str, notes)), 500)
+        properties["notes"] = shorten("; ".join(map(str, notes)), 500)
     properties |= _unjudged(group, planned)
     for name, findings in (
         ("findings", part.findings),
@@ -187,7 +182,7 @@ def _properties(group: Group, planned: Planned, part: Group) -> tuple[tuple[str,
     measured = [diff for diff in words.sort_worst_first(part.tensors) if diff.max_abs is not None]
     if measured:
         properties["max_abs"] = f"{measured[0].max_abs:.6g}"
-        properties["worst"] = _limit(measured[0].name)
+        properties["worst"] = shorten(measured[0].name, _MOST)
     return tuple((f"syncheck_{name}", value) for name, value in properties.items())
 
 
@@ -198,5 +193,5 @@ def _unjudged(group: Group, planned: Planned) -> dict[str, str]:
     if group.left_out:
         parts.append(f"{group.left_out} tensors excluded by options")
     values = words.values_text([value for value in group.values if not value.counts])
-    properties = {"not_judged": "; ".join(parts), "values_that_differ": _limit(values, 500)}
+    properties = {"not_judged": "; ".join(parts), "values_that_differ": shorten(values, 500)}
     return {name: value for name, value in properties.items() if value}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from syncheck import api
 from syncheck.report.items import ALONE, NOTHING, READABLE, item_of
-from syncheck.text import one_line
+from syncheck.text import make_unique_name, one_line, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +57,7 @@ def plan_items(found: api.Found, options: api.Options, start: Path, root: Path) 
 
     start: the folder to which paths are relative. root: pytest's rootdir, to which ids are relative.
     """
-    used: Counter[tuple[str, str]] = Counter()
+    used: dict[str, set[str]] = {}
     planned: list[Planned] = []
     folders = _folders(found, start)
     steps = Counter(replicas.run for replicas in found.groups)
@@ -68,7 +68,7 @@ def plan_items(found: api.Found, options: api.Options, start: Path, root: Path) 
         several = steps[replicas.run] > 1 and replicas.step is not None
         owner = _id_part(f"{run}-step-{replicas.step}" if several else run)
         shown = _folder_part(folder, root)
-        owner = _make_unique(shown, owner, used)
+        owner = _add_owner(owner, used.setdefault(shown, set()))
         if len(replicas.ranks) < 2:
             items: tuple[str, ...] = (ALONE,)
         else:
@@ -77,7 +77,7 @@ def plan_items(found: api.Found, options: api.Options, start: Path, root: Path) 
     for file in found.unreadable:
         folder = Path(os.path.abspath(start / file.path)).parent
         shown = _folder_part(folder, root)
-        owner = _make_unique(shown, _id_part(os.path.basename(file.path)), used)
+        owner = _add_owner(_id_part(os.path.basename(file.path)), used.setdefault(shown, set()))
         planned.append(Planned(folder, shown, owner, READABLE, (READABLE,), unreadable=file))
     return planned
 
@@ -107,8 +107,7 @@ def _folder_part(folder: Path, root: Path) -> str:
 
 
 def _id_part(text: str) -> str:
-    text = _escape(text)
-    return (text if len(text) <= _MOST else f"{text[:_MOST]}...") or "files"
+    return shorten(_escape(text), _MOST) or "files"
 
 
 def _escape(text: str) -> str:
@@ -117,8 +116,8 @@ def _escape(text: str) -> str:
     return re.sub(r":{2,}", ":", text).strip(":").replace("[", "(").replace("]", ")")
 
 
-def _make_unique(shown: str, owner: str, used: Counter[tuple[str, str]]) -> str:
-    """Append a number to a repeated owner. The numbers are stable, because the order of groups is."""
-    used[shown, owner] += 1
-    count = used[shown, owner]
-    return owner if count == 1 else _make_unique(shown, f"{owner}~{count}", used)
+def _add_owner(owner: str, owners: set[str]) -> str:
+    """Add an owner to those of its folder, with a number if it is repeated. The numbers follow the order of groups."""
+    unique_owner = make_unique_name(owner, owners, "~")
+    owners.add(unique_owner)
+    return unique_owner

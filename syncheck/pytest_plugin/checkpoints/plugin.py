@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,13 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
     from pathlib import Path
 
-    from syncheck.diagnose.baseline import Known
+    from syncheck.options import Options
     from syncheck.pytest_plugin.checkpoints.arguments import Selection
     from syncheck.pytest_plugin.checkpoints.judge import Judge
     from syncheck.pytest_plugin.checkpoints.plan import Planned
-
-    # The file of a baseline to update, and its content.
-    Update = tuple[str, Known] | None
 
 
 class Checkpoints(pytest.Collector):
@@ -185,12 +181,12 @@ def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> 
     check_extensions(outputs, option=PYTEST.name("output"))
     # The project's options are searched from the rootdir, like pytest's own options.
     compare_options = project.merge_options(project.load(config.rootpath), **options.read_options(config))
-    update = None
+    updates: bool = bool(config.getoption("syncheck_update_baseline"))
     with contextlib.chdir(start):
-        if config.getoption("syncheck_update_baseline"):
-            update = _start_update(compare_options.baseline, selection)
-            compare_options = replace(compare_options, baseline=None)
-        _protect_inputs(config, outputs, selection, compare_options.baseline, update)
+        if updates:
+            _require_all_checkpoints(compare_options, selection)
+        api.check_baseline(compare_options, update=updates)
+        _protect_inputs(config, outputs, selection, compare_options.baseline)
         found = api.find(*selection.paths, options=compare_options)
     root = start if is_same(start, config.rootpath) else config.rootpath
     planned = plan_items(found, compare_options, start, root)
@@ -199,28 +195,26 @@ def _plugin(config: pytest.Config, selection: Selection, outputs: list[str]) -> 
         found,
         compare_options,
         start,
-        whole=(bool(outputs) or update is not None) and writes,
+        whole=(bool(outputs) or updates) and writes,
         histograms=needs_histograms(outputs) and writes,
-        accepting=update is not None,
+        accepting=updates,
     )
-    return CheckpointPlugin(judge, _select_items(planned, selection, config), outputs, update)
+    return CheckpointPlugin(judge, _select_items(planned, selection, config), outputs, updates=updates)
 
 
-def _protect_inputs(
-    config: pytest.Config, written: list[str], selection: Selection, baseline: str | None, update: Update
-) -> None:
+def _protect_inputs(config: pytest.Config, written: list[str], selection: Selection, baseline: str | None) -> None:
     """Raise OptionError, before the comparison, if an output file would replace an input or a checkpoint.
 
-    written: the reports. baseline: the file to read. update: the baseline to update, if any.
+    written: the reports. baseline: the file to read or to update.
     """
     from syncheck.errors import PYTEST
     from syncheck.readers.outputs import protect_all
 
     named = [(PYTEST.name("output"), path) for path in written]
-    if update is not None:
-        named.append(("{baseline}", update[0]))
     inputs = list(selection.paths)
-    if baseline is not None:
+    if baseline is not None and config.getoption("syncheck_update_baseline"):
+        named.append(("{baseline}", baseline))
+    elif baseline is not None:
         inputs.append(baseline)
     for pair in config.getoption("syncheck_diff") or ():
         for side in pair:
@@ -229,17 +223,15 @@ def _protect_inputs(
     protect_all(named, inputs)
 
 
-def _start_update(path: str | None, selection: Selection) -> tuple[str, Known]:
-    """Return the file of the baseline and its content. Raises UsageError if an update is impossible."""
-    from syncheck import api
+def _require_all_checkpoints(options: Options, selection: Selection) -> None:
+    """Raise OptionError unless there is a baseline, and its update would see the tests of all checkpoints."""
     from syncheck.errors import OptionError
 
-    if path is None:
+    if options.baseline is None:
         message = "requires {baseline} FILE, or baseline in the table tool.syncheck"
         raise OptionError(message, "baseline", update_baseline=True)
     if selection.ids:
         raise OptionError(f"requires the tests of all checkpoints: remove {selection.ids[0]}", update_baseline=True)
-    return path, api.read_baseline_for_update(path)
 
 
 def _select_items(planned: list[Planned], selection: Selection, config: pytest.Config) -> list[Planned]:
@@ -273,13 +265,13 @@ def _is_worker(config: pytest.Config) -> bool:
 
 
 class CheckpointPlugin:
-    """The hooks of a run with checkpoints. update: the file of the baseline to update, and its content."""
+    """The hooks of a run with checkpoints. updates: whether to update the baseline."""
 
-    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str], update: Update) -> None:
+    def __init__(self, judge: Judge, planned: list[Planned], outputs: list[str], *, updates: bool) -> None:
         self.judge = judge
         self.planned = planned
         self.outputs = outputs
-        self.update = update
+        self.updates = updates
         self.updated = ""
         self.ran: set[str] = set()
         self.written: list[str] = []
@@ -338,8 +330,8 @@ class CheckpointPlugin:
                 except SyncheckError as error:
                     self.errors.append(str(error))
             try:
-                if self.update is not None:
-                    self.updated = self._update_baseline(*self.update)
+                if self.updates:
+                    self.updated = self._update_baseline()
             except SyncheckError as error:
                 self.errors.append(str(error))
         if self.errors and session.exitstatus == pytest.ExitCode.OK:
@@ -354,10 +346,9 @@ class CheckpointPlugin:
             write_file(path, report, PYTEST.name("output"), self.judge.options)
         self.written.append(path)
 
-    def _update_baseline(self, path: str, known: Known) -> str:
+    def _update_baseline(self) -> str:
         """Write the baseline and return a description of the change."""
         from syncheck import api
-        from syncheck.diagnose import baseline
         from syncheck.errors import UsageError
 
         not_run = [item.nodeid for item in self.planned if item.nodeid not in self.ran]
@@ -366,10 +357,10 @@ class CheckpointPlugin:
                 f"the baseline was not updated, because {len(not_run)} tests of checkpoints did not run, for example "
                 f"{not_run[0]}"
             )
-        updated = baseline.update_baseline(self.judge.report(), known)
+        path = self.judge.options.baseline
+        assert path is not None
         with contextlib.chdir(self.judge.start):
-            api.write_baseline(path, updated)
-        return f"{path}: {baseline.describe_change(known, updated)}"
+            return api.update_baseline(self.judge.report(), path)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the results by group: https://docs.pytest.org/en/stable/reference/reference.html#reporting-hooks."""

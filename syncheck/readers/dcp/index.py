@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TypeGuard
 
-    from syncheck.layout.boxes import Span
+    from syncheck.layout.boxes import Box
 
 METADATA = ".metadata"
 # Limit in bytes. A chunk takes about 200 bytes, so this is five million chunks, or 10 GB when loaded.
@@ -193,7 +193,7 @@ def _start_of(chunk: Chunk) -> tuple[int, ...]:
     return chunk.start
 
 
-def _check_box(pickled_chunk: Any, shape: tuple[int, ...], label: str, folder: str) -> Span:
+def _check_box(pickled_chunk: Any, shape: tuple[int, ...], label: str, folder: str) -> Box:
     """Return the box of a chunk, start and size in elements, with the dimensions of its tensor."""
     fields = _get_fields(pickled_chunk, "ChunkStorageMetadata", folder, label)
     start, size = fields.get("offsets"), fields.get("sizes")

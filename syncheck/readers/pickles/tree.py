@@ -32,6 +32,7 @@ from syncheck.readers.pickles.stand_ins import Compound, Inert, Storage, TensorL
 from syncheck.snapshots import Membership
 from syncheck.tensors.names import MODEL_CONTAINERS
 from syncheck.tensors.value_kinds import MODULES, is_aside
+from syncheck.text import make_unique_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,13 +105,10 @@ class Flat:
     def unique_name(self, name: str, used_names: Mapping[str, Any]) -> str:
         """Return the name, or `name#2` if it is used: {'a': {'b': t}, 'a.b': t} has the name 'a.b' twice."""
         name = name or "tensor"
-        unique_name = name
-        number = self.repeated.get(name, 1)
-        while unique_name in used_names:
-            number += 1
-            unique_name = f"{name}#{number}"
-        if number > 1:
-            self.repeated[name] = number
+        # Without the last number, a name that is repeated a million times would take as many tries each time.
+        unique_name = make_unique_name(name, used_names, first=self.repeated.get(name, 1) + 1)
+        if unique_name != name:
+            self.repeated[name] = int(unique_name.rpartition("#")[2])
         return unique_name
 
 
