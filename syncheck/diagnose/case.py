@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.history import difference_ratios, suspects, trend_of
 from syncheck.messages import Message, Sentence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
     from syncheck.findings import Certainty, RelationKind
-    from syncheck.records import Comparison, Severity, TensorDiff, Trend, ValueDiff
+    from syncheck.records import Comparison, TensorDiff, Trend, ValueDiff
 
 # Kinds of tensors affected by differing parameters, without a cause of their own.
 _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
@@ -76,15 +76,6 @@ class Case:
     def related(self, kind: RelationKind) -> tuple[TensorDiff, ...]:
         """Return the uncovered tensors of two models with this relation."""
         return tuple(diff for diff in self.tensors if relation_of(diff) is kind)
-
-    def related_by(self, keys: str | tuple[str, ...], kind: RelationKind) -> dict[Any, list[TensorDiff]]:
-        """Return the uncovered tensors with this relation by the values of its parameters."""
-        found: dict[Any, list[TensorDiff]] = {}
-        for diff in self.related(kind):
-            own = parameters_of(diff)
-            value = own[keys] if isinstance(keys, str) else tuple(own[key] for key in keys)
-            found.setdefault(value, []).append(diff)
-        return found
 
     def of_values(self) -> tuple[ValueDiff, ...]:
         """Return the uncovered, differing Python values."""
@@ -335,24 +326,6 @@ class Match:
     only_warns: bool = False
     certainty: Certainty | None = None
     alternatives: tuple[str, ...] = ()
-
-
-class Rule(Protocol):
-    """A module of this package. `syncheck explain` prints its docstring.
-
-    Text contains the sentences of the finding. CAUSE and FIX are one or two sentences each, and part of every finding.
-    IN_A_JOB, if present, replaces FIX for the ranks of a running job.
-    """
-
-    CODE: str
-    SLUG: str
-    SEVERITY: Severity
-    CERTAINTY: Certainty
-    Text: type[Sentence]
-    __doc__: str | None
-
-    def apply(self, case: Case) -> Match | None:
-        """Return the explained differences, or None if the signature does not match."""
 
 
 def is_weight(name: str) -> bool:
