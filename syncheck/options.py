@@ -449,10 +449,10 @@ def _check_codes(codes: tuple[str, ...]) -> None:
         return
     from syncheck.diagnose.rules import RULES
 
-    known = {rule.CODE for rule in RULES}
+    known = {rule.code for rule in RULES}
     for code in codes:
         if code.upper() not in known:
-            slug = next((f"its code is {rule.CODE}" for rule in RULES if code.lower() == rule.SLUG), "")
+            slug = next((f"its code is {rule.code}" for rule in RULES if code.lower() == rule.slug), "")
             raise OptionError(f"no such code; {slug or 'syncheck explain lists all codes'}", allow=code)
 
 

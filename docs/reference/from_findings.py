@@ -35,15 +35,15 @@ def example() -> str:
 def table_of_findings() -> str:
     """Return the table of all findings, by code."""
     rows = []
-    for rule in sorted(RULES, key=lambda rule: rule.CODE):
-        summary = cell((rule.__doc__ or "").partition("\n")[0])
-        rows.append((f"[{rule.CODE}](findings/{rule.CODE.lower()}.md)", rule.SLUG, rule.SEVERITY, summary))
+    for rule in sorted(RULES, key=lambda rule: rule.code):
+        summary = cell(rule.explanation.partition("\n")[0])
+        rows.append((f"[{rule.code}](findings/{rule.code.lower()}.md)", rule.slug, rule.severity, summary))
     return table(("code", "finding", "severity", "meaning"), rows)
 
 
 def order() -> str:
     """Return the order in which rules are applied, without rules of severity info."""
-    return " ".join(rule.CODE[3:] for rule in RULES if rule.SEVERITY != "info")
+    return " ".join(rule.code[3:] for rule in RULES if rule.severity != "info")
 
 
 def pages() -> dict[str, str]:
@@ -51,22 +51,22 @@ def pages() -> dict[str, str]:
     commands, pairs = _commands_by_code(), print_pairs()
     made = {}
     for rule in RULES:
-        first, *rest = textwrap.dedent(rule.__doc__ or "").strip().split("\n\n")
-        parts = [f"# {rule.CODE} {rule.SLUG}", f"Severity: {rule.SEVERITY}. {escaped(first)}"]
+        first, *rest = rule.explanation.split("\n\n")
+        parts = [f"# {rule.code} {rule.slug}", f"Severity: {rule.severity}. {escaped(first)}"]
         for text in rest:
             items = re.split(r"^- ", text, flags=re.MULTILINE) if text.startswith("- ") else []
             parts += ["\n".join(f"- {_paragraph(' '.join(item.split()))}" for item in items[1:])] if items else []
             parts += [] if items else [_paragraph(" ".join(text.split()))]
-        if rule.CODE in commands:
-            parts.append("Examples: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.CODE]))
-            parts.append(f"```\n{print_finding(commands[rule.CODE][0], rule.CODE)}\n```")
-        elif rule.CODE in pairs:
-            about, printed = pairs[rule.CODE]
+        if rule.code in commands:
+            parts.append("Examples: " + ", ".join(code(f"syncheck {line}") for line in commands[rule.code]))
+            parts.append(f"```\n{print_finding(commands[rule.code][0], rule.code)}\n```")
+        elif rule.code in pairs:
+            about, printed = pairs[rule.code]
             parts += [f"Example: {about}", f"```\n{printed}\n```"]
         links = "[All findings](../findings.md)"
-        if rule.CODE.startswith("SYN2"):
+        if rule.code.startswith("SYN2"):
             links += ", [how often a stated cause is right](../../diagnosis-trials.md)"
-        made[f"{rule.CODE.lower()}.md"] = "\n\n".join((*parts, links)) + "\n"
+        made[f"{rule.code.lower()}.md"] = "\n\n".join((*parts, links)) + "\n"
     return made
 
 

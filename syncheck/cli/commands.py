@@ -303,14 +303,14 @@ def explain(arguments: argparse.Namespace) -> int:
     from syncheck.diagnose.rules import RULES
     from syncheck.report import text
 
-    if RULES[0].__doc__ is None:
+    if not RULES[0].explanation:
         raise UsageError("explain: `python -OO` removes the docstrings that explain prints; run Python without -OO")
-    rules = sorted(RULES, key=lambda rule: rule.CODE)
+    rules = sorted(RULES, key=lambda rule: rule.code)
     if arguments.code is None:
         output.print_parts(text.list_rules(rules), arguments.color)
         return 0
     asked = arguments.code.lower()
-    found = next((rule for rule in rules if asked in (rule.CODE.lower(), rule.CODE[3:], rule.SLUG)), None)
+    found = next((rule for rule in rules if asked in (rule.code.lower(), rule.code[3:], rule.slug)), None)
     if found is None:
         raise UsageError(f"{arguments.code}: no such finding; `syncheck explain` without a code lists all")
     output.print_parts(text.explain_rule(found), arguments.color)

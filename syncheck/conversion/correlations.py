@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.merges import unit_roundoff
-from syncheck.conversion.recognition import is_readable, read_pairs
+from syncheck.conversion.recognition import read_pairs
 from syncheck.findings import Relation, RelationKind
 from syncheck.tensors.names import is_code_constant
 
@@ -35,9 +35,7 @@ def relate_unrelated(name: str, models: Models) -> dict[str, Relation]:
     """Find the absence of a correlation, and a constant tensor."""
     a, b = models.a[name], models.b[name]
     # The constants of other code are not loaded from A.
-    if is_code_constant(name) or a.shape != b.shape or a.numel < _LEAST:
-        return {}
-    if not (is_readable(a) and is_readable(b)):
+    if is_code_constant(name) or a.numel < _LEAST:
         return {}
     unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
     plain, clipped = _Correlation(), _Correlation()

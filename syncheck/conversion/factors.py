@@ -7,10 +7,11 @@ range of the values is wider than the rounding, and a constant needs `_LEAST_BIT
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.merges import unit_roundoff
-from syncheck.conversion.recognition import is_readable, read_pairs
+from syncheck.conversion.recognition import read_pairs
 from syncheck.findings import Relation, RelationKind
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _SAMPLE = 1 << 18
 def relate_constants(name: str, models: Models) -> dict[str, Relation]:
     """Find a constant factor or a constant offset between two tensors of equal shape."""
     a, b = models.a[name], models.b[name]
-    if a.shape != b.shape or a.numel < 2 or not (is_readable(a) and is_readable(b)):
+    if a.numel < 2:
         return {}
     unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
     smallest = max(_SMALLEST.get(tensor.dtype, 0.0) for tensor in (a, b))
@@ -157,7 +158,7 @@ class _Offset(_Fit):
 def relate_blocks(name: str, models: Models) -> dict[str, Relation]:
     """Find a factor for each row, column or block of a matrix, or of a convolution as a matrix."""
     a, b = models.a[name], models.b[name]
-    if a.shape != b.shape or len(a.shape) < 2 or not (is_readable(a) and is_readable(b)):
+    if len(a.shape) < 2:
         return {}
     rows, columns = a.shape[0], math.prod(a.shape[1:])
     if min(rows, columns) < 2:
@@ -165,7 +166,9 @@ def relate_blocks(name: str, models: Models) -> dict[str, Relation]:
     unit = max(unit_roundoff(tensor.dtype) for tensor in (a, b))
     smallest = max(_SMALLEST.get(tensor.dtype, 0.0) for tensor in (a, b))
     blocks = BlockFactors(rows, columns, _ROUNDINGS * unit, _ROUNDINGS * smallest)
-    if not blocks.fit(lambda first, count: _read_rows(name, models, first, count)) or not blocks.is_evident():
+    if not blocks.fit(partial(_read_rows, name, models)):
+        return {}
+    if not blocks.is_evident():
         return {}
     return {name: Relation(RelationKind.FACTORS, blocks.describe())}
 

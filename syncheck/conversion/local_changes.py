@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert
 from syncheck.conversion.merges import unit_roundoff
-from syncheck.conversion.recognition import is_readable
 from syncheck.findings import Relation, RelationKind
 from syncheck.snapshots import unravel_index
 from syncheck.tensors.blocks import ranges
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
 
 # Largest share of the elements. Conversions and updates change nearly all elements of a tensor.
 _SHARE = 0.1
-# Fewer elements than this are no evidence that a tensor was converted.
-_LEAST = 16
 
 
 def list_local(diffs: Sequence[TensorDiff]) -> frozenset[str]:
     """Return the names of tensors with few different elements: a single element, or a small share."""
     names = set()
     for diff in diffs:
-        if diff.status != "different" or diff.reason is not None or not diff.mismatched:
+        # Without a reason, the values differ; the number of different elements may be unknown.
+        if diff.status != "different" or diff.reason is not None:
             continue
-        if diff.numel > 1 and diff.mismatched <= max(1, _SHARE * diff.numel):
+        most = max(1, _SHARE * diff.numel)
+        if diff.mismatched and diff.mismatched <= most and diff.numel > 1:
             names.add(diff.name)
     return frozenset(names)
 
@@ -40,7 +39,7 @@ def list_local(diffs: Sequence[TensorDiff]) -> frozenset[str]:
 def relate_local(name: str, models: Models) -> dict[str, Relation]:
     """Find the single element of B that a conversion of A to another dtype does not explain."""
     a, b = models.a[name], models.b[name]
-    if a.dtype == b.dtype or a.shape != b.shape or a.numel < _LEAST or not (is_readable(a) and is_readable(b)):
+    if a.dtype == b.dtype:
         return {}
     # The more precise tensor is converted.
     if unit_roundoff(a.dtype) > unit_roundoff(b.dtype):

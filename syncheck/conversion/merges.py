@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.casts import convert, round_values
 from syncheck.conversion.recognition import is_readable
+from syncheck.findings import Relation, RelationKind
 from syncheck.layout import views
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
 from syncheck.tensors.blocks import ranges
@@ -21,6 +22,7 @@ from syncheck.tensors.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from syncheck.conversion.model_pairs import Models
     from syncheck.snapshots import Sliced
     from syncheck.tensors.blocks import Files
     from syncheck.tensors.dtypes import DType
@@ -379,6 +381,14 @@ def _read_blocks(
     for start, count in ranges([delta]):
         weight, added, terms, value = (read_float64(t, files, start, count, i) for i, t in enumerate(sources))
         yield weight, added, terms, value
+
+
+def relate_merge(name: str, models: Models) -> dict[str, Relation]:
+    """Find another multiple of the product of the adapter of A."""
+    factor = fit_factor(models.a[name], models.b[name], models.files)
+    if factor is None:
+        return {}
+    return {name: Relation(RelationKind.ADAPTER, {"factor": factor})}
 
 
 def fit_factor(tensor: Tensor, partner: Tensor, files: Files) -> float | None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.merges import unit_roundoff
 from syncheck.conversion.quantized import Quantized
-from syncheck.conversion.recognition import get_computed, is_readable
+from syncheck.conversion.recognition import get_computed
 from syncheck.findings import Relation, RelationKind
-from syncheck.tensors.blocks import has_elements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +31,7 @@ def relate_unscaled(name: str, models: Models) -> dict[str, Relation]:
     pairs = (("B", models.a[name], models.b[name]), ("A", models.b[name], models.a[name]))
     for side, source, copy in pairs:
         quantized = get_computed(source, Quantized)
-        if quantized is None or source.shape != copy.shape or not has_elements(copy):
+        if quantized is None:
             continue
         if _holds_numbers(quantized, copy, models):
             parameters: dict[str, Any] = {"side": side, "block": _get_block(quantized), "of": quantized.shape}
@@ -68,28 +67,38 @@ def _holds_numbers(quantized: Quantized, copy: Tensor, models: Models) -> bool:
 
 def relate_fitted(name: str, models: Models) -> dict[str, Relation]:
     """Find integers, stored as floats, that are the values of the other model with a scale for each row or block."""
-    for side, own, other in (("B", models.b[name], models.a[name]), ("A", models.a[name], models.b[name])):
-        if own.shape != other.shape or len(own.shape) < 2 or not (is_readable(own) and is_readable(other)):
-            continue
-        columns = math.prod(own.shape[1:])
-        lengths = [columns, *(length for length in _LENGTHS if columns > length and columns % length == 0)]
-        for length in lengths:
-            fitted = _fit(own, other, length, models) if _SHORTEST <= length <= _BLOCK else None
-            if fitted is not None:
-                least, most = fitted
-                shape: dict[str, Any] = {"block": (1, length), "of": (own.shape[0], columns)}
-                fit: dict[str, Any] = {"side": side, "least": least, "most": most, "fitted": "fitted"}
-                return {name: Relation(RelationKind.UNSCALED, {**shape, **fit})}
+    a, b = models.a[name], models.b[name]
+    if len(a.shape) < 2:
+        return {}
+    columns = math.prod(a.shape[1:])
+    for side, integers, original in (("B", b, a), ("A", a, b)):
+        for length in _list_lengths(columns):
+            scales = _fit(integers, original, length, models)
+            if scales is None:
+                continue
+            least, most = scales
+            parameters: dict[str, Any] = {"block": (1, length), "of": (a.shape[0], columns), "side": side}
+            parameters |= {"least": least, "most": most, "fitted": "fitted"}
+            return {name: Relation(RelationKind.UNSCALED, parameters)}
     return {}
 
 
-def _fit(own: Tensor, other: Tensor, length: int, models: Models) -> tuple[float, float] | None:
+def _list_lengths(columns: int) -> Iterator[int]:
+    """Yield possible numbers of columns with one scale: the whole row first."""
+    if _SHORTEST <= columns <= _BLOCK:
+        yield columns
+    for length in _LENGTHS:
+        if length < columns and columns % length == 0:
+            yield length
+
+
+def _fit(integers: Tensor, original: Tensor, length: int, models: Models) -> tuple[float, float] | None:
     """Return the smallest and the largest scale if one tensor has integers within half a step of the other tensor."""
     import numpy as np
 
     least, most = math.inf, 0.0
-    rounding = 2 * unit_roundoff(other.dtype)
-    for numbers, values in _read_blocks(own, other, length, models):
+    rounding = 2 * unit_roundoff(original.dtype)
+    for numbers, values in _read_blocks(integers, original, length, models):
         if not np.isfinite(values).all() or not _are_integers(numbers):
             return None
         # A value within half a step of its number bounds the scale from below and from above.
@@ -103,7 +112,9 @@ def _fit(own: Tensor, other: Tensor, length: int, models: Models) -> tuple[float
             return None
         least, most = min(least, float(lowest.min())), max(most, float(highest.max()))
     # With a scale of 1, the numbers are rounded values, and no scale is missing.
-    return (least, most) if not least <= 1 <= most else None
+    if least <= 1 <= most:
+        return None
+    return least, most
 
 
 def _are_integers(numbers: Any) -> bool:
@@ -116,15 +127,13 @@ def _are_integers(numbers: Any) -> bool:
     return bool((np.abs(numbers) <= _MOST).all() and (ranges >= _LEAST).all())
 
 
-def _read_blocks(own: Tensor, other: Tensor, length: int, models: Models) -> Iterator[tuple[Any, Any]]:
+def _read_blocks(integers: Tensor, original: Tensor, length: int, models: Models) -> Iterator[tuple[Any, Any]]:
     """Yield blocks of both tensors: (blocks, length)."""
     from syncheck.tensors.differences import read_float64
 
     step = length * max(1, _BLOCK // length)
-    for start in range(0, own.numel, step):
-        count = min(step, own.numel - start)
-        numbers, values = (
-            read_float64(tensor, models.files, start, count, slot).reshape(-1, length)
-            for slot, tensor in enumerate((own, other))
-        )
-        yield numbers, values
+    for start in range(0, integers.numel, step):
+        count = min(step, integers.numel - start)
+        numbers = read_float64(integers, models.files, start, count, 0)
+        values = read_float64(original, models.files, start, count, 1)
+        yield numbers.reshape(-1, length), values.reshape(-1, length)

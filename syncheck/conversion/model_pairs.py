@@ -54,14 +54,21 @@ class Models:
         """Return the parameters of an additional conversion if a view has the bytes of a tensor of B, else None."""
         if view.shape != b.shape or not has_elements(view):
             return None
-        converted = view.dtype != b.dtype
-        if converted:
-            if not (is_readable(view) and is_readable(b)):
-                return None
-            view = convert(view, (b.dtype,), self.files)
-        if self.probe(view) != self.probe(b) or len(cluster_replicas([view, b], self.files)) > 1:
+        converted = self._convert(view, b)
+        # The probes spare most tensors from being read.
+        if converted is None or self.probe(converted) != self.probe(b):
             return None
-        return {"dtype": b.dtype} if converted else {}
+        if len(cluster_replicas([converted, b], self.files)) > 1:
+            return None
+        return {} if converted is view else {"dtype": b.dtype}
+
+    def _convert(self, view: Tensor, b: Tensor) -> Tensor | None:
+        """Return a view in the dtype of a tensor of B: itself if the dtypes are equal, None if it has no floats."""
+        if view.dtype == b.dtype:
+            return view
+        if not is_readable(view) or not is_readable(b):
+            return None
+        return convert(view, (b.dtype,), self.files)
 
     def is_part(self, name: str) -> bool:
         """Whether a tensor is a part of a tensor that is compared in parts, like the values of a sparse tensor."""
@@ -71,7 +78,9 @@ class Models:
     def probe(self, tensor: Tensor) -> bytes:
         """Return some elements from all parts of a tensor."""
         count = min(_PROBE, tensor.numel)
-        starts = sorted({(tensor.numel - count) * i // (_PROBES - 1) for i in range(_PROBES)})
+        last = tensor.numel - count
+        # The positions coincide in a small tensor.
+        starts = dict.fromkeys(last * i // (_PROBES - 1) for i in range(_PROBES))
         return b"".join(bytes(self.files.read(tensor, start, count, 0)) for start in starts)
 
     def is_constant(self, tensor: Tensor) -> bool:
@@ -89,19 +98,17 @@ class Models:
         transposed: whether to look for matrices with exchanged dimensions.
         """
         b = self.b[name]
-        probe = self.probe(b)
         if b.numel < FEW or self.is_constant(b):
             return None
         key = b.dtype, b.shape, transposed
         if key not in self._probes:
             self._probes[key] = self._probe_all(b, transposed=transposed)
-        for other in self._probes[key].get(probe, ()):
-            if other == name:
+        for candidate in self._probes[key].get(self.probe(b), ()):
+            if candidate == name:
                 continue
-            view = views.permute(self.a[other], (1, 0)) if transposed else self.a[other]
-            extra = self.equals(view, b)
-            if extra is not None:
-                return other, extra
+            conversion = self.equals(_view(self.a[candidate], transposed=transposed), b)
+            if conversion is not None:
+                return candidate, conversion
         return None
 
     def _probe_all(self, b: Tensor, *, transposed: bool) -> dict[bytes, list[str]]:
@@ -111,10 +118,14 @@ class Models:
         for name, tensor in self.a.items():
             if tensor.shape != shape or not has_elements(tensor):
                 continue
-            view = views.permute(tensor, (1, 0)) if transposed else tensor
-            if tensor.dtype != b.dtype:
-                if not (is_readable(tensor) and is_readable(b)):
-                    continue
-                view = convert(view, (b.dtype,), self.files)
-            names_by_probe[self.probe(view)].append(name)
+            view = self._convert(_view(tensor, transposed=transposed), b)
+            if view is not None:
+                names_by_probe[self.probe(view)].append(name)
         return names_by_probe
+
+
+def _view(tensor: Tensor, *, transposed: bool) -> Tensor:
+    """Return a tensor, with exchanged dimensions if it is compared as a transposed matrix."""
+    if transposed:
+        return views.permute(tensor, (1, 0))
+    return tensor

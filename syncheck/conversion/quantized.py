@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.conversion.recognition import is_readable
+from syncheck.conversion.recognition import get_computed, is_readable
 from syncheck.conversion.scales import SHARES, are_plausible
+from syncheck.findings import Relation, RelationKind
 from syncheck.snapshots import Tensor, contiguous_strides
 from syncheck.tensors.blocks import has_elements
 from syncheck.tensors.dtypes import DTYPES
@@ -22,29 +24,42 @@ from syncheck.tensors.dtypes import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.conversion.model_pairs import Models
     from syncheck.tensors.blocks import Files
 
 _STORED = re.compile(r"(.*\.|)weight(_packed)?")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _ROWS = 1 << 18  # elements of the rows that are read at once
 _INTEGERS = ("int8", "uint8", "int32")
+# Largest difference of a quantized value, relative to half a step and the rounding of its scale.
+_MOST_ROUNDING = 1.001
+# Largest number of scales of a weight.
+_MOST_SCALES = 1 << 22
+# The formats of the two numbers in a stored shape.
+_SHAPE_DTYPES = {"int64": "=2q", "int32": "=2i"}
+# The unit roundoff of dtypes with less than single precision.
+_UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_SINGLE = 2.0**-24
 _FLOATS = {"float8_e4m3fn": (3, -6), "float8_e5m2": (2, -14)}  # bits of the mantissa, smallest normal exponent
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The values of a quantized matrix as float32. bits: of each number; smaller numbers are packed into int32.
+    """The values of a quantized matrix as float32."""
 
-    scales: (1,) or (rows blocks, columns blocks), float64. unit: unit roundoff of the stored scales.
-    """
-
-    stored: Tensor
+    numbers: Tensor
+    """The stored numbers."""
     shape: tuple[int, int]
+    """The numbers of rows and columns."""
     bits: int
+    """The bits of each number. Numbers of less than 8 bits are packed into int32."""
     scales: Any
+    """The scale of each block: (blocks of rows, blocks of columns), float64."""
     unit: float
+    """The unit roundoff of the stored scales."""
     files: Files
     scheme: str
+    """The quantization in words."""
     fitted: bool = False
     """Whether the scales were computed from the other tensor, because the file has none."""
 
@@ -57,35 +72,41 @@ class Quantized:
     @property
     def least_peak(self) -> float:
         """The smallest plausible value of the largest stored number of a block; see `scales`."""
-        if self.stored.dtype in _FLOATS:
-            return float(2.0 ** _FLOATS[self.stored.dtype][1])
+        if self.numbers.dtype in _FLOATS:
+            return float(2.0 ** _FLOATS[self.numbers.dtype][1])
         return SHARES[self.bits] * float(2 ** (self.bits - 1) - 1)
 
     def read(self, start: int, count: int) -> tuple[Any, Any]:
         """Return whole rows around elements `start` to `start + count`: values, and the bound of their rounding."""
         import numpy as np
 
-        row, columns = DTYPES[self.stored.dtype], self.shape[1]
+        columns = self.shape[1]
         first, last = start // columns, -(-(start + count) // columns)
-        width = self.stored.shape[1]
-        raw = np.frombuffer(
-            self.files.read(self.stored, first * width, (last - first) * width, -get_ident()), row.dtype()
-        )
-        if self.bits < 8:
-            # Low bits first; compressed-tensors adds half of the range to make numbers positive.
-            shifts = np.arange(0, 32, self.bits, dtype=np.uint32)
-            parts = (raw.view(np.uint32)[:, None] >> shifts) & ((1 << self.bits) - 1)
-            numbers = parts.reshape(last - first, -1)[:, :columns].astype(np.float64) - 2 ** (self.bits - 1)
-        else:
-            numbers = raw.astype(np.float32).astype(np.float64).reshape(last - first, columns)
+        numbers = self._read_numbers(first, last)
         block_rows, block_columns = self.blocks
         scales = self.scales[np.arange(first, last) // block_rows][:, np.arange(columns) // block_columns]
         step = np.ones_like(numbers)
-        if self.stored.dtype in _FLOATS:
-            mantissa, least = _FLOATS[self.stored.dtype]
+        if self.numbers.dtype in _FLOATS:
+            mantissa, least = _FLOATS[self.numbers.dtype]
             exponents = np.floor(np.log2(np.maximum(np.abs(numbers), 2.0**least)))
             step = 2.0 ** (exponents - mantissa)
         return numbers * scales, (step / 2 + np.abs(numbers) * self.unit) * np.abs(scales)
+
+    def _read_numbers(self, first: int, last: int) -> Any:
+        """Return the numbers of rows `first` to `last` without their scales, as float64."""
+        import numpy as np
+
+        count, columns = last - first, self.shape[1]
+        width = self.numbers.shape[1]
+        # A comparison of two tensors uses slots from 0 on in each of its threads.
+        data = self.files.read(self.numbers, first * width, count * width, -get_ident())
+        numbers = np.frombuffer(data, DTYPES[self.numbers.dtype].dtype())
+        if self.bits == 8:
+            return numbers.astype(np.float32).astype(np.float64).reshape(count, columns)
+        # Low bits first; compressed-tensors adds half of the range to make numbers positive.
+        shifts = np.arange(0, 32, self.bits, dtype=np.uint32)
+        parts = (numbers.view(np.uint32)[:, None] >> shifts) & ((1 << self.bits) - 1)
+        return parts.reshape(count, -1)[:, :columns].astype(np.float64) - 2 ** (self.bits - 1)
 
     def __getitem__(self, part: slice) -> bytes:
         import numpy as np
@@ -96,120 +117,194 @@ class Quantized:
         return bytes(values.reshape(-1)[first : first + count].astype(np.float32).tobytes())
 
 
-def dequantize(tensors: Mapping[str, Tensor], other: Mapping[str, Tensor], files: Files) -> Mapping[str, Tensor]:
+def dequantize(tensors: Mapping[str, Tensor], partner: Mapping[str, Tensor], files: Files) -> Mapping[str, Tensor]:
     """Return the tensors with the values of quantized weights, and without their scales.
 
-    other: the other model. Two models with the same scales are compared as they are stored.
+    partner: the other model. Two models with the same scales are compared as they are stored.
     """
-    found: dict[str, Tensor] = {}
-    used: set[str] = set()
+    weights: dict[str, Tensor] = {}
+    replaced_names: set[str] = set()
     for name, tensor in tensors.items():
         match = _STORED.fullmatch(name)
-        scale = next((f"{match[1]}{key}" for key in _SCALES if f"{match[1]}{key}" in tensors), "") if match else ""
-        if not match or not scale or scale in other:
+        if match is None:
             continue
-        quantized = _open(tensor, tensors[scale], tensors.get(f"{match[1]}weight_shape"), bool(match[2]), files)
-        zero = f"{match[1]}weight_zero_point"
-        if quantized is None or zero in tensors:
+        prefix, is_packed = match[1], bool(match[2])
+        scale_name = _find_scale(prefix, tensors)
+        # Zero points shift the numbers, which no format here does.
+        if scale_name is None or scale_name in partner or f"{prefix}weight_zero_point" in tensors:
             continue
-        used |= {name, scale, *([f"{match[1]}weight_shape"] if match[2] else [])}
-        full, shape = f"{match[1]}weight", quantized.shape
-        found[full] = Tensor(full, "float32", shape, contiguous_strides(shape), tensor.path, 0, data=quantized)
-    return {name: tensor for name, tensor in tensors.items() if name not in used} | found if found else tensors
+        scales = tensors[scale_name]
+        shape_name = f"{prefix}weight_shape"
+        if is_packed:
+            quantized = _open_packed(tensor, scales, tensors.get(shape_name), files)
+        else:
+            quantized = _open_plain(tensor, scales, files)
+        if quantized is None:
+            continue
+        replaced_names |= {name, scale_name}
+        if is_packed:
+            replaced_names.add(shape_name)
+        weights[f"{prefix}weight"] = _make_weight(f"{prefix}weight", quantized, tensor.path)
+    if not weights:
+        return tensors
+    remaining = {name: tensor for name, tensor in tensors.items() if name not in replaced_names}
+    return remaining | weights
 
 
-def _open(tensor: Tensor, scale: Tensor, shape: Tensor | None, packed: bool, files: Files) -> Quantized | None:
-    """Return the values of a weight, None for an unknown format."""
+def _find_scale(prefix: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the scales of a weight. prefix: the name of the weight without its last part."""
+    for suffix in _SCALES:
+        if f"{prefix}{suffix}" in tensors:
+            return f"{prefix}{suffix}"
+    return None
+
+
+def _make_weight(name: str, quantized: Quantized, path: str) -> Tensor:
+    """Return a tensor of the values of a quantized weight."""
+    shape = quantized.shape
+    return Tensor(name, "float32", shape, contiguous_strides(shape), path, 0, data=quantized)
+
+
+def _open_plain(tensor: Tensor, scale: Tensor, files: Files) -> Quantized | None:
+    """Return the values of a weight of one number for each element; None for an unknown format."""
+    if tensor.dtype == "int32" or not _may_be_quantized(tensor):
+        return None
+    return _add_scales(tensor, (tensor.shape[0], tensor.shape[1]), 8, scale, files)
+
+
+def _open_packed(tensor: Tensor, scale: Tensor, shape: Tensor | None, files: Files) -> Quantized | None:
+    """Return the values of a weight of several numbers in each int32; None for an unknown format.
+
+    shape: the stored shape of the weight.
+    """
+    if tensor.dtype != "int32" or not _may_be_quantized(tensor):
+        return None
+    if shape is None or not has_elements(shape) or shape.numel != 2 or shape.dtype not in _SHAPE_DTYPES:
+        return None
+    data = bytes(files.read(shape, 0, 2, 0))
+    rows, columns = struct.unpack(_SHAPE_DTYPES[shape.dtype], data)
+    for bits in (2, 4):
+        packed_columns = -(-columns * bits // 32)
+        if tensor.shape == (rows, packed_columns):
+            return _add_scales(tensor, (rows, columns), bits, scale, files)
+    return None
+
+
+def _may_be_quantized(tensor: Tensor) -> bool:
+    """Whether a tensor is a matrix of a dtype of quantized weights."""
+    is_matrix = len(tensor.shape) == 2 and tensor.numel > 0
+    return is_matrix and tensor.dtype in (*_INTEGERS, *_FLOATS) and has_elements(tensor)
+
+
+def _add_scales(tensor: Tensor, shape: tuple[int, int], bits: int, scale: Tensor, files: Files) -> Quantized | None:
+    """Return the values of a weight of this shape; None if the scales do not fit it, or are not finite."""
     import numpy as np
 
     from syncheck.tensors.differences import read_float64
 
-    known = tensor.dtype in (*_INTEGERS, *_FLOATS) and len(tensor.shape) == 2 and has_elements(tensor)
-    if not known or not is_readable(scale) or not 0 < scale.numel <= 1 << 22 or not tensor.numel:
-        return None
-    full, bits = (tensor.shape[0], tensor.shape[1]), 8
-    if packed:
-        if tensor.dtype != "int32" or shape is None or not has_elements(shape):
-            return None
-        if shape.numel != 2 or shape.dtype not in ("int64", "int32"):
-            return None
-        kind = np.int64 if shape.dtype == "int64" else np.int32
-        rows, columns = np.frombuffer(bytes(files.read(shape, 0, 2, 0)), kind).tolist()
-        bits = next((n for n in (2, 4) if rows == full[0] and -(-columns * n // 32) == full[1]), 0)
-        full = (rows, columns)
-        if not bits:
-            return None
-    elif tensor.dtype == "int32":
+    if not is_readable(scale) or not 0 < scale.numel <= _MOST_SCALES:
         return None
     scales = read_float64(scale, files, 0, scale.numel, 0)
-    grid = _find_grid(full, scale.shape)
+    grid = _find_grid(shape, scale.shape)
     if grid is None or not np.isfinite(scales).all():
         return None
-    named = f"int{bits}" if tensor.dtype in _INTEGERS else tensor.dtype
-    blocks = [_find_block(size, n) for size, n in zip(full, grid, strict=True)]
-    each = {(1, 1): "tensor", (full[0], 1): "row"}.get(grid, f"block of {blocks[0]} x {blocks[1]}")
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(scale.dtype, 2.0**-24)
-    return Quantized(tensor, full, bits, scales.reshape(grid), unit, files, f"{named} with a scale for each {each}")
+    number = f"int{bits}" if tensor.dtype in _INTEGERS else tensor.dtype
+    scheme = f"{number} with a scale for each {_name_block(shape, grid)}"
+    unit = _UNITS.get(scale.dtype, _SINGLE)
+    return Quantized(tensor, shape, bits, scales.reshape(grid), unit, files, scheme)
+
+
+def _name_block(shape: tuple[int, int], grid: tuple[int, int]) -> str:
+    """Return the name of a part of a matrix with one scale. grid: the numbers of blocks."""
+    if grid == (shape[0], 1):
+        return "row"
+    if grid == (1, 1):
+        return "tensor"
+    return f"block of {_find_block(shape[0], grid[0])} x {_find_block(shape[1], grid[1])}"
 
 
 def _find_grid(shape: tuple[int, int], scales: Sequence[int]) -> tuple[int, int] | None:
-    """Return the numbers of blocks of rows and of columns with one scale each."""
-    count = math.prod(scales)
-    if count == 1:
+    """Return the numbers of blocks of rows and of columns with one scale each. scales: the shape of the scales."""
+    if math.prod(scales) == 1:
         return 1, 1
-    if [*scales] in ([shape[0]], [shape[0], 1]):
+    if tuple(scales) in ((shape[0],), (shape[0], 1)):
         return shape[0], 1
-    fits = len(scales) == 2 and all(0 < n <= m for n, m in zip(scales, shape, strict=True))
-    return (scales[0], scales[1]) if fits else None
+    if len(scales) != 2:
+        return None
+    rows, columns = scales
+    if 0 < rows <= shape[0] and 0 < columns <= shape[1]:
+        return rows, columns
+    return None
 
 
 def _find_block(size: int, count: int) -> int:
     """Return the length of so many blocks of a dimension; the last block may be shorter if the length is 128."""
-    return 128 if -(-size // 128) == count else -(-size // count)
+    if -(-size // 128) == count:
+        return 128
+    return -(-size // count)
 
 
 def has_scales(name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a model has scales for a tensor, which may be invalid."""
-    return any(name.endswith("weight") and f"{name[:-6]}{key}" in tensors for key in _SCALES)
+    prefix = name.removesuffix("weight")
+    return prefix != name and _find_scale(prefix, tensors) is not None
 
 
-def fit_scales(tensor: Tensor, other: Tensor, files: Files) -> Quantized | None:
+def fit_scales(tensor: Tensor, original: Tensor, files: Files) -> Quantized | None:
     """Return the values of integers without scales: one scale for each row, fitted to another tensor."""
     import numpy as np
 
     from syncheck.tensors.differences import read_float64
 
-    if tensor.dtype not in (*_INTEGERS[:2], *_FLOATS) or len(tensor.shape) != 2 or tensor.shape != other.shape:
+    if tensor.dtype not in (*_INTEGERS[:2], *_FLOATS) or len(tensor.shape) != 2 or tensor.shape != original.shape:
         return None
-    shape = (tensor.shape[0], tensor.shape[1])
-    plain = Quantized(tensor, shape, 8, np.ones((1, 1)), 0.0, files, "")
-    scales = np.ones((shape[0], 1))
-    step = max(1, (1 << 18) // shape[1])
-    for first in range(0, shape[0], step):
-        count = min(step, shape[0] - first)
-        numbers, _ = plain.read(first * shape[1], count * shape[1])
-        values = read_float64(other, files, first * shape[1], count * shape[1], 0).reshape(count, -1)
+    rows, columns = tensor.shape
+    plain = Quantized(tensor, (rows, columns), 8, np.ones((1, 1)), 0.0, files, "")
+    scales = np.ones((rows, 1))
+    step = max(1, _ROWS // columns)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        numbers, _ = plain.read(first * columns, count * columns)
+        values = read_float64(original, files, first * columns, count * columns, 0).reshape(count, -1)
         with np.errstate(all="ignore"):
             fitted = (numbers * values).sum(1) / (numbers * numbers).sum(1)
         scales[first : first + count, 0] = np.where(np.isfinite(fitted), fitted, 0.0)
-    named = f"int{DTYPES[tensor.dtype].size * 8}" if tensor.dtype in _INTEGERS else tensor.dtype
     # Fitted scales are not exact: by up to 1.6 % for 8-bit floats, and 0.2 % for integers.
-    scheme = f"{named}, with scales fitted to A by row, because the file has no scales"
-    unit = 2.0**-6 if tensor.dtype in _FLOATS else 2.0**-9
+    number, unit = tensor.dtype, 2.0**-6
+    if tensor.dtype in _INTEGERS:
+        number, unit = f"int{DTYPES[tensor.dtype].size * 8}", 2.0**-9
+    scheme = f"{number}, with scales fitted to A by row, because the file has no scales"
     return replace(plain, scales=scales, unit=unit, scheme=scheme, fitted=True)
 
 
 class Rounding(NamedTuple):
-    """The difference between a quantized matrix and the original.
-
-    largest: in units of the bound of rounding, which is half a step. plausible: whether the scales are plausible.
-    """
+    """The difference between a quantized matrix and the original."""
 
     largest: float
+    """The largest difference in units of the bound of rounding, which is half a step."""
     plausible: bool
+    """Whether the scales are plausible."""
 
 
-def measure_rounding(quantized: Quantized, other: Tensor, files: Files) -> Rounding:
+def relate_quantized(name: str, models: Models) -> dict[str, Relation]:
+    """Compare quantized values with the original values, within half a step of plausible scales."""
+    for tensors, partner in ((models.b, models.a), (models.a, models.b)):
+        tensor, original = tensors[name], partner[name]
+        if not is_readable(original) or isinstance(original.data, Quantized):
+            continue
+        quantized = get_computed(tensor, Quantized)
+        if quantized is None and not has_scales(name, tensors):
+            quantized = fit_scales(tensor, original, models.files)
+        if quantized is None:
+            continue
+        rounding = measure_rounding(quantized, original, models.files)
+        if rounding.plausible and rounding.largest <= _MOST_ROUNDING:
+            steps = rounding.largest / 2
+            return {name: Relation(RelationKind.QUANTIZED, {"scheme": quantized.scheme, "steps": steps})}
+    return {}
+
+
+def measure_rounding(quantized: Quantized, original: Tensor, files: Files) -> Rounding:
     """Compare a quantized matrix with the original, a tensor of equal shape."""
     import numpy as np
 
@@ -220,14 +315,14 @@ def measure_rounding(quantized: Quantized, other: Tensor, files: Files) -> Round
     starts = np.arange(0, columns, block_columns)
     peaks = np.zeros(quantized.scales.shape)
     step, largest = max(1, _ROWS // columns), 0.0
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}.get(other.dtype, 2.0**-24)
+    unit = _UNITS.get(original.dtype, _SINGLE)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         values, bound = quantized.read(first * columns, count * columns)
-        original = read_float64(other, files, first * columns, count * columns, 0).reshape(count, columns)
-        sizes = np.abs(original)
+        expected = read_float64(original, files, first * columns, count * columns, 0).reshape(count, columns)
+        sizes = np.abs(expected)
         with np.errstate(all="ignore"):
-            ratios = np.abs(values - original) / (bound + unit * sizes + 1e-30)
+            ratios = np.abs(values - expected) / (bound + unit * sizes + 1e-30)
         # A NaN or an infinity is not within half a step of anything.
         largest = max(largest, float(np.nan_to_num(ratios, nan=np.inf).max()))
         np.maximum.at(peaks, np.arange(first, first + count) // block_rows, np.maximum.reduceat(sizes, starts, axis=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from syncheck.conversion.map_files import list_built_in, read_map
 from syncheck.conversion.mapped_models import apply_map
@@ -34,28 +34,46 @@ class _Computed(Protocol):
 _Data = TypeVar("_Data", bound=_Computed)
 
 
+class _Joined(NamedTuple):
+    """A stored tensor of one model whose parts the other model may store separately."""
+
+    rule: Rule
+    """The rule that divides it."""
+    values: Mapping[str, str]
+    """The values of the placeholders of the rule."""
+    tensor: Tensor
+    """The stored tensor."""
+    partner: Mapping[str, Tensor]
+    """The tensors of the other model."""
+
+
 def recognize_map(models: Sequence[Mapping[str, Tensor]], variables: Mapping[str, int]) -> NameMap | None:
     """Return the built-in map with the most matching names of two models, None if no map helps.
 
     models: tensors by name.
     """
-    best, most = None, _count_matches(models)
-    if most == max(map(len, models)):
+    matches_without_map = _count_matches(models)
+    sizes = [len(model) for model in models]
+    if matches_without_map == max(sizes):
         return None
+    best: NameMap | None = None
     # A name or two, like `output.weight`, do not show a library.
-    most += (min(map(len, models)) - most) // 2
+    most = matches_without_map + (min(sizes) - matches_without_map) // 2
+    # Placeholders for unknown variables: the names of the parts do not depend on them.
+    placeholders = {"heads": 1, "kv_heads": 1, "head_dim": 2}
     for title in list_built_in():
         names = read_map(title)
-        # Placeholders for unknown variables: the names of the parts do not depend on them.
-        mapped, _ = apply_map(names, models, {"heads": 1, "kv_heads": 1, "head_dim": 2, **variables})
-        matches = _count_matches([own.tensors for own in mapped])
+        mapped, _ = apply_map(names, models, {**placeholders, **variables})
+        matches = _count_matches([model.tensors for model in mapped])
         if matches > most:
             best, most = names, matches
     return best
 
 
 def _count_matches(models: Sequence[Mapping[str, Tensor]]) -> int:
-    return len(models[0].keys() & models[1].keys())
+    """Return the number of names that both models have."""
+    model_a, model_b = models
+    return len(model_a.keys() & model_b.keys())
 
 
 def complete_variables(
@@ -66,33 +84,54 @@ def complete_variables(
     The number of heads follows from the rows of the other model's tensors for each part. The size of a head is the size
     that makes the parts of the first layers most similar to the other model.
     """
-    joined = [
-        (rule, values, own[name], other)
-        for own, other in (models, models[::-1])
-        for name in own
-        if name not in other and (found := names.find_rule(name)) and found[0].variables
-        for rule, values in [found]
-    ]
-    if not joined or all(rule.variables <= variables.keys() for rule, *_ in joined):
+    joined_tensors = _list_joined(names, models)
+    needed: set[str] = set()
+    for joined in joined_tensors:
+        needed |= joined.rule.variables
+    if needed <= variables.keys():
         return dict(variables)
+    if "head_dim" in variables:
+        return {**variables, **_count_heads(joined_tensors, variables["head_dim"])}
     best, highest = dict(variables), _LEAST
-    sizes = [variables["head_dim"]] if "head_dim" in variables else HEAD_SIZES
-    for size in sizes:
-        tried = {**variables, "head_dim": size, **_count_heads(joined, size)}
-        usable = [row for row in joined if row[0].variables <= tried.keys()]
-        if len(sizes) == 1:
-            return tried
-        similar: list[float] = []
-        for rule, values, tensor, other in usable[: _LAYERS * 4]:
-            for name, part in (split_tensor(rule, values, tensor, tried) or {}).items():
-                if name not in other or other[name].shape != part.shape:
-                    continue
-                cosine = _cosine(part, other[name], files)
-                if cosine is not None:
-                    similar.append(cosine)
-        if similar and (mean := math.fsum(similar) / len(similar)) > highest + 1e-9:
-            best, highest = tried, mean
+    for size in HEAD_SIZES:
+        sized_variables = {**variables, "head_dim": size, **_count_heads(joined_tensors, size)}
+        similarity = _measure_similarity(joined_tensors, sized_variables, files)
+        # The first of several sizes that fit equally well.
+        if similarity is not None and similarity > highest + 1e-9:
+            best, highest = sized_variables, similarity
     return best
+
+
+def _list_joined(names: NameMap, models: Sequence[Mapping[str, Tensor]]) -> list[_Joined]:
+    """Return the stored tensors of both models that a rule with variables divides."""
+    joined_tensors = []
+    for model, partner in (models, models[::-1]):
+        for name, tensor in model.items():
+            match = names.find_rule(name)
+            if match is None or name in partner:
+                continue
+            rule, values = match
+            if rule.variables:
+                joined_tensors.append(_Joined(rule, values, tensor, partner))
+    return joined_tensors
+
+
+def _measure_similarity(joined_tensors: Sequence[_Joined], variables: Mapping[str, int], files: Files) -> float | None:
+    """Return the mean cosine between the parts of some tensors and the other model; None without a comparable part."""
+    usable_tensors = [joined for joined in joined_tensors if joined.rule.variables <= variables.keys()]
+    cosines = []
+    for joined in usable_tensors[: _LAYERS * 4]:
+        parts = split_tensor(joined.rule, joined.values, joined.tensor, variables) or {}
+        for name, part in parts.items():
+            partner = joined.partner.get(name)
+            if partner is None or partner.shape != part.shape:
+                continue
+            cosine = _cosine(part, partner, files)
+            if cosine is not None:
+                cosines.append(cosine)
+    if not cosines:
+        return None
+    return math.fsum(cosines) / len(cosines)
 
 
 def find_guessed(
@@ -103,8 +142,8 @@ def find_guessed(
     variables: those that a configuration states.
     """
     guessed: set[str] = set()
-    for own, other in (models, models[::-1]):
-        for name in own.keys() - other.keys():
+    for model, partner in (models, models[::-1]):
+        for name in model.keys() - partner.keys():
             match = names.find_rule(name)
             if match is None:
                 continue
@@ -129,16 +168,18 @@ def require_equal_heads(variables: Sequence[Mapping[str, int]]) -> None:
         )
 
 
-def _count_heads(
-    joined: Sequence[tuple[Rule, Mapping[str, str], Tensor, Mapping[str, Tensor]]], size: int
-) -> dict[str, int]:
+def _count_heads(joined_tensors: Sequence[_Joined], size: int) -> dict[str, int]:
     """Return the numbers of heads of this size, from the other model's tensors for the parts of a rule."""
     counts = {}
-    for rule, values, _, other in joined:
-        for template, share in zip(rule.parts, rule.sizes, strict=False):
-            part = other.get(parse_template(template).fill(values))
-            if isinstance(share, str) and part is not None and part.shape and part.shape[0] % size == 0:
-                counts[share] = part.shape[0] // size
+    for joined in joined_tensors:
+        # Parts beyond the sizes, and sizes beyond the parts, do not occur in valid rules.
+        for template, share in zip(joined.rule.parts, joined.rule.sizes, strict=False):
+            part = joined.partner.get(parse_template(template).fill(joined.values))
+            if part is None or not part.shape or not isinstance(share, str):
+                continue
+            heads, remainder = divmod(part.shape[0], size)
+            if not remainder:
+                counts[share] = heads
     return counts
 
 
@@ -149,7 +190,7 @@ def _cosine(a: Tensor, b: Tensor, files: Files) -> float | None:
     """
     import numpy as np
 
-    if not all(is_readable(tensor) for tensor in (a, b)):
+    if not is_readable(a) or not is_readable(b):
         return None
     products = np.zeros(3)
     with np.errstate(all="ignore"):
@@ -168,14 +209,19 @@ def is_readable(tensor: Tensor) -> bool:
 def get_computed(tensor: Tensor, kind: type[_Data]) -> _Data | None:
     """Return the computed data of a tensor; None if it has other data, or is a view of a part of it."""
     data = tensor.data
-    if not isinstance(data, kind) or not has_elements(tensor) or tensor.offset or tensor.shape != data.shape:
+    if not isinstance(data, kind) or not has_elements(tensor):
         return None
-    return data if is_contiguous(tensor.shape, tensor.strides) else None
+    is_complete = not tensor.offset and tensor.shape == data.shape
+    if is_complete and is_contiguous(tensor.shape, tensor.strides):
+        return data
+    return None
 
 
 def read_pairs(a: Tensor, b: Tensor, files: Files) -> Iterator[tuple]:  # type: ignore[type-arg]  # arrays of numpy
     """Yield the elements of two tensors of equal shape as float64, in blocks. Infinities and NaNs stay as they are."""
     from syncheck.tensors.differences import read_float64
 
-    for start, count in ranges([max(a, b, key=lambda tensor: DTYPES[tensor.dtype].size)]):
-        yield tuple(read_float64(tensor, files, start, count, slot) for slot, tensor in enumerate((a, b)))
+    # Blocks of the wider dtype have the fewest elements.
+    wider = b if DTYPES[b.dtype].size > DTYPES[a.dtype].size else a
+    for start, count in ranges([wider]):
+        yield read_float64(a, files, start, count, 0), read_float64(b, files, start, count, 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.conversion.merges import unit_roundoff
 from syncheck.conversion.quantized import Quantized
-from syncheck.conversion.recognition import get_computed, is_readable
+from syncheck.conversion.recognition import get_computed
 from syncheck.findings import Relation, RelationKind
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ def relate_grid(name: str, models: Models) -> dict[str, Relation]:
     """Find the steps of one model, if the other model has the values before they were rounded."""
     for side, tensors, others in (("B", models.b, models.a), ("A", models.a, models.b)):
         rounded, original = tensors[name], others[name]
-        if rounded.shape != original.shape or not (is_readable(rounded) and is_readable(original)):
-            continue
         # Quantized weights have scales of their own, which may be wrong.
         if any(get_computed(tensor, Quantized) is not None for tensor in (rounded, original)):
             continue
@@ -87,11 +85,9 @@ def _read(rounded: Tensor, original: Tensor, length: int, models: Models) -> Ite
     start, count = 0, length * max(1, min(_SAMPLE // 64, rounded.numel) // length)
     while start < rounded.numel:
         count = min(count, rounded.numel - start)
-        values, before = (
-            read_float64(tensor, models.files, start, count, slot).reshape(-1, length)
-            for slot, tensor in enumerate((rounded, original))
-        )
-        yield values, before
+        values = read_float64(rounded, models.files, start, count, 0)
+        before = read_float64(original, models.files, start, count, 1)
+        yield values.reshape(-1, length), before.reshape(-1, length)
         start += count
         count = length * max(1, _SAMPLE // length)
 

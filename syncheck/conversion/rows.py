@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -27,16 +28,28 @@ _MOST_RUNS = 8
 def digest_rows(tensor: Tensor, files: Files, rows: int) -> list[bytes]:
     """Return the digest of each row. rows: their number, a divisor of the number of elements."""
     length = tensor.numel // rows
+    if length * DTYPES[tensor.dtype].size <= BLOCK:
+        return _digest_short_rows(tensor, files, rows, length)
+    return _digest_long_rows(tensor, files, rows, length)
+
+
+def _digest_short_rows(tensor: Tensor, files: Files, rows: int, length: int) -> list[bytes]:
+    """Return the digest of each row, reading several rows at once. length: of a row, in elements."""
     size = length * DTYPES[tensor.dtype].size
+    step = max(1, BLOCK // size)
     digests = []
-    if size <= BLOCK:
-        step = max(1, BLOCK // size)
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            data = memoryview(files.read(tensor, first * length, count * length, 0))
-            digests += [blake2b(data[i * size : (i + 1) * size], digest_size=_DIGEST).digest() for i in range(count)]
-        return digests
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        data = memoryview(files.read(tensor, first * length, count * length, 0))
+        for start in range(0, count * size, size):
+            digests.append(blake2b(data[start : start + size], digest_size=_DIGEST).digest())
+    return digests
+
+
+def _digest_long_rows(tensor: Tensor, files: Files, rows: int, length: int) -> list[bytes]:
+    """Return the digest of each row, reading a part of a row at once. length: of a row, in elements."""
     step = BLOCK // DTYPES[tensor.dtype].size
+    digests = []
     for row in range(rows):
         state = blake2b(digest_size=_DIGEST)
         for start in range(0, length, step):
@@ -47,12 +60,16 @@ def digest_rows(tensor: Tensor, files: Files, rows: int) -> list[bytes]:
 
 def may_have_rows(a: Tensor, b: Tensor, rows: int, files: Files) -> bool:
     """Whether `a` contains the beginning of a row of `b`, whose rows have this number. Much faster than digests."""
-    length, size = b.numel // rows, DTYPES[b.dtype].size
-    start = bytes(files.read(b, rows // 2 * length, min(length, _BEGIN), 0))
-    step = BLOCK // size
-    # Blocks overlap by one beginning.
-    blocks = (files.read(a, at, min(step + _BEGIN, a.numel - at), 0) for at in range(0, a.numel, step))
-    return any(start in bytes(block) for block in blocks)
+    length = b.numel // rows
+    row = rows // 2
+    beginning = bytes(files.read(b, row * length, min(length, _BEGIN), 0))
+    step = BLOCK // DTYPES[b.dtype].size
+    for start in range(0, a.numel, step):
+        # Blocks overlap by one beginning.
+        count = min(step + _BEGIN, a.numel - start)
+        if beginning in bytes(files.read(a, start, count, 0)):
+            return True
+    return False
 
 
 def find_order(a: Sequence[bytes], b: Sequence[bytes]) -> list[int] | None:
@@ -60,15 +77,16 @@ def find_order(a: Sequence[bytes], b: Sequence[bytes]) -> list[int] | None:
 
     Equal rows are taken in their order.
     """
-    places: dict[bytes, list[int]] = defaultdict(list)
-    for i in range(len(a) - 1, -1, -1):
-        places[a[i]].append(i)
+    # The last position of each digest is the next one in order.
+    positions: dict[bytes, list[int]] = defaultdict(list)
+    for position in range(len(a) - 1, -1, -1):
+        positions[a[position]].append(position)
     order = []
     for digest in b:
-        found = places.get(digest)
-        if not found:
+        unused_positions = positions.get(digest)
+        if not unused_positions:
             return None
-        order.append(found.pop())
+        order.append(unused_positions.pop())
     return order
 
 
@@ -78,26 +96,40 @@ def describe_order(order: Sequence[int]) -> dict[str, str | int | tuple[int, ...
     `pattern` is "blocks" (few runs of rows; `runs` lists their first rows and lengths), "interleaved" (one row of each
     of `size` blocks in turn), "within" (each block of `size` rows has the same order), or "other".
     """
-    count = len(order)
     runs = _find_runs(order)
     if len(runs) <= _MOST_RUNS:
-        return {"pattern": "blocks", "runs": tuple(number for run in runs for number in run)}
-    for size in [n for n in range(2, count // 2 + 1) if count % n == 0]:
-        if all(at == (i % size) * (count // size) + i // size for i, at in enumerate(order)):
+        return {"pattern": "blocks", "runs": tuple(itertools.chain.from_iterable(runs))}
+    count = len(order)
+    for size in range(2, count // 2 + 1):
+        if count % size:
+            continue
+        if _is_interleaved(order, size):
             return {"pattern": "interleaved", "size": size}
-        if all(at == order[i % size] + i - i % size for i, at in enumerate(order)):
+        if _is_within_blocks(order, size):
             return {"pattern": "within", "size": size}
     return {"pattern": "other"}
+
+
+def _is_interleaved(order: Sequence[int], blocks: int) -> bool:
+    """Whether the order takes one row of each of so many blocks in turn."""
+    length = len(order) // blocks
+    return all(row == i % blocks * length + i // blocks for i, row in enumerate(order))
+
+
+def _is_within_blocks(order: Sequence[int], size: int) -> bool:
+    """Whether each block of so many rows has the order of the first block."""
+    return all(row == order[i % size] + i - i % size for i, row in enumerate(order))
 
 
 def _find_runs(order: Sequence[int]) -> list[tuple[int, int]]:
     """Return runs of consecutive rows: (first, length), at most one more than are listed."""
     runs: list[tuple[int, int]] = []
-    for at in order:
-        if runs and at == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((at, 1))
+    for row in order:
+        first, length = runs[-1] if runs else (row, 0)
+        if row == first + length:
+            runs[-1:] = [(first, length + 1)]
+            continue
+        runs.append((row, 1))
         if len(runs) > _MOST_RUNS:
             break
     return runs
@@ -109,22 +141,39 @@ def describe_copies(a: list[bytes], b: list[bytes]) -> dict[str, str | int] | No
     `pattern` is "tile" (`size` rows from row `start` on, `times` times), "each" (each block of `size` rows `times`
     times in succession), or "other" (copies of other rows take the place of `missing` rows of `a`).
     """
-    positions = {digest: row for row, digest in reversed(list(enumerate(a)))}
-    if not positions.keys() >= set(b):
+    if not set(a) >= set(b):
         return None
-    start, count = positions[b[0]], len(b)
-    part = list(a[start:])
+    start = a.index(b[0])
+    copies = _find_tiles(a, b, start) or _find_repeated_blocks(a, b, start)
+    if copies is None:
+        return {"pattern": "other", "missing": len(set(a)) - len(set(b))}
+    return copies
+
+
+def _find_tiles(a: list[bytes], b: list[bytes], start: int) -> dict[str, str | int] | None:
+    """Return the parameters of "tile", see `describe_copies`. start: the first of the repeated rows in `a`."""
+    count = len(b)
     for times in range(2, count + 1):
-        size = count // times
-        if count % times == 0 and b == part[:size] * times:
-            whole = int(size == len(a))
-            return {"pattern": "tile", "start": start, "size": size, "times": times, "whole": whole}
+        size, remainder = divmod(count, times)
+        if not remainder and b == a[start : start + size] * times:
+            is_whole = size == len(a)
+            return {"pattern": "tile", "start": start, "size": size, "times": times, "whole": int(is_whole)}
+    return None
+
+
+def _find_repeated_blocks(a: list[bytes], b: list[bytes], start: int) -> dict[str, str | int] | None:
+    """Return the parameters of "each", see `describe_copies`. start: the first of the repeated rows in `a`."""
+    if b.count(b[0]) < 2:
+        return None
     # The first block ends where its first row occurs again.
-    block = b.index(b[0], 1) if b[0] in b[1:] else count
+    block, count = b.index(b[0], 1), len(b)
     for times in range(2, count // block + 1):
-        if count % (block * times) == 0 and b == _repeat_blocks(part[: count // times], block, times):
+        if count % (block * times):
+            continue
+        rows = a[start : start + count // times]
+        if b == _repeat_blocks(rows, block, times):
             return {"pattern": "each", "start": start, "size": block, "times": times}
-    return {"pattern": "other", "missing": len(set(a)) - len(set(b))}
+    return None
 
 
 def _repeat_blocks(rows: Sequence[bytes], size: int, times: int) -> list[bytes]:
@@ -145,17 +194,19 @@ def describe_heads(order: Sequence[int]) -> dict[str, str | int] | None:
 
     count = len(order)
     rows = np.asarray(order)
-    sizes = [size for size in range(4, count + 1, 2) if count % size == 0]
-    interleaved = {size: _interleave(np.arange(count), size) for size in sizes}
-    for size, expected in interleaved.items():
-        if np.array_equal(rows, expected):
+    interleaved_orders = {}
+    for size in range(4, count + 1, 2):
+        if count % size == 0:
+            interleaved_orders[size] = _interleave(np.arange(count), size)
+    for size, interleaved in interleaved_orders.items():
+        if np.array_equal(rows, interleaved):
             return {"head_dim": size, "to": "interleaved"}
-        if np.array_equal(rows, np.argsort(expected)):
+        if np.array_equal(rows, np.argsort(interleaved)):
             return {"head_dim": size, "to": "half"}
-    for size, expected in interleaved.items():
-        for back, other in interleaved.items():
-            if np.array_equal(rows, expected[np.argsort(other)]):
-                return {"head_dim": size, "to": "interleaved", "back": back}
+    for size, interleaved in interleaved_orders.items():
+        for size_back, interleaved_back in interleaved_orders.items():
+            if np.array_equal(rows, interleaved[np.argsort(interleaved_back)]):
+                return {"head_dim": size, "to": "interleaved", "back": size_back}
     return None
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from syncheck.diagnose.history import count_agreeing, difference_ratios, suspects, trend_of
-from syncheck.diagnose.measures import parameters_of, relation_of
+from syncheck.diagnose.measures import relation_of
 from syncheck.diagnose.optimizer_names import (
     is_gradient_average,
     is_rmsprop_momentum,
@@ -17,7 +17,7 @@ from syncheck.diagnose.optimizer_names import (
     parameter_of,
 )
 from syncheck.diagnose.selection import has_kind, list_names, out_of_sync, select_kinds
-from syncheck.diagnose.statements import Common, Course, OtherCode, describe_clusters, largest_difference, limit_facts
+from syncheck.diagnose.statements import Common, Course, describe_clusters, largest_difference
 from syncheck.tensors.kinds import BN_STATISTICS, OPTIMIZER
 
 if TYPE_CHECKING:
@@ -25,13 +25,8 @@ if TYPE_CHECKING:
 
     from syncheck.findings import Certainty, RelationKind
     from syncheck.messages import Message, Sentence
-    from syncheck.records import Comparison, Severity, TensorDiff, Trend, ValueDiff
+    from syncheck.records import Comparison, TensorDiff, Trend, ValueDiff
 
-# The rules for two models import these names from here.
-__all__ = [
-    "Case", "Match", "OtherCode", "Rule", "is_adapter", "is_weight", "largest_difference", "limit_facts",
-    "parameters_of", "relation_of",
-]  # fmt: skip
 
 # Kinds of tensors affected by differing parameters, without a cause of their own.
 _FOLLOWERS = ("optimizer", *BN_STATISTICS, "buffer", "ema")
@@ -96,15 +91,6 @@ class Case:
     def related(self, kind: RelationKind) -> tuple[TensorDiff, ...]:
         """Return the uncovered tensors of two models with this relation."""
         return tuple(diff for diff in self.tensors if relation_of(diff) is kind)
-
-    def related_by(self, keys: str | tuple[str, ...], kind: RelationKind) -> dict[Any, list[TensorDiff]]:
-        """Return the uncovered tensors with this relation by the values of its parameters."""
-        by_value: dict[Any, list[TensorDiff]] = {}
-        for diff in self.related(kind):
-            parameters = parameters_of(diff)
-            value = parameters[keys] if isinstance(keys, str) else tuple(parameters[key] for key in keys)
-            by_value.setdefault(value, []).append(diff)
-        return by_value
 
     def of_values(self, *kinds: str) -> tuple[ValueDiff, ...]:
         """Return the uncovered, differing Python values of these kinds; without kinds, all."""
@@ -380,24 +366,6 @@ class Match:
         alternatives: codes of other causes that fit as well.
         """
         return replace(self, certainty="consistent", alternatives=alternatives)
-
-
-class Rule(Protocol):
-    """A module of this package. `syncheck explain` prints its docstring.
-
-    Text contains the sentences of the finding. CAUSE and FIX are one or two sentences each, and part of every finding.
-    IN_A_JOB, if present, replaces FIX for the ranks of a running job.
-    """
-
-    CODE: str
-    SLUG: str
-    SEVERITY: Severity
-    CERTAINTY: Certainty
-    Text: type[Sentence]
-    __doc__: str | None
-
-    def apply(self, case: Case) -> Match | None:
-        """Return the explained differences, or None if the signature does not match."""
 
 
 def is_weight(name: str) -> bool:

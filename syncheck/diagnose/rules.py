@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from syncheck.diagnose import (
     syn101_missing_tensors,
@@ -42,29 +42,13 @@ from syncheck.diagnose import (
     syn240_rounding_only,
     syn241_periodic_averaging,
     syn299_unexplained_difference,
-    syn301_not_updated,
-    syn302_partially_updated,
-    syn303_adapter_not_merged,
-    syn304_transposed,
-    syn305_fused_order,
-    syn306_rotary_permuted,
-    syn307_cast,
-    syn308_quantized,
-    syn309_padded,
-    syn310_expert_misplaced,
-    syn311_unrelated,
-    syn312_scaled,
-    syn313_wrong_shard,
-    syn314_tie_changed,
-    syn315_offset,
-    syn316_scales_missing,
-    syn317_repeated,
-    syn399_unexplained_model_difference,
     two_runs,
 )
-from syncheck.diagnose.case import Case, Rule
+from syncheck.diagnose.case import Case
+from syncheck.diagnose.conversion_rules import CONVERSION_RULES
 from syncheck.diagnose.history import history_of
 from syncheck.diagnose.remainder import find_unexplained_tensors, find_unexplained_values
+from syncheck.diagnose.rule import Turn, replica_rule
 from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper
 from syncheck.diagnose.tied_names import add_copies, fold_ties
 from syncheck.messages import relabel
@@ -73,107 +57,51 @@ from syncheck.records import Finding
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from syncheck.diagnose.rule import Rule
     from syncheck.records import Comparison
 
 
-# These rules explain a difference between any two ranks. All other rules explain how the suspects differ from the rest.
-_EVERY_RANK = frozenset(
-    "SYN101 SYN102 SYN107 SYN201 SYN202 SYN204 SYN205 SYN206 SYN226 SYN231 SYN240 SYN241 SYN299 SYN399".split()
-) | {f"SYN{code}" for code in range(301, 318)}
 # In the order of precedence. SYN103, SYN104 and SYN105 cover no tensor, so their position does not matter.
-RULES: tuple[Rule, ...] = cast(
-    "tuple[Rule, ...]",
-    (
-        syn108_different_runs,
-        syn206_metric_states,
-        syn225_not_updated_on_some_ranks,
-        syn101_missing_tensors,
-        syn102_shape_or_dtype_mismatch,
-        syn223_damaged_on_disk,
-        syn222_nonfinite_on_some_ranks,
-        syn220_bit_flip,
-        syn221_contiguous_corruption,
-        syn217_stale_replica,
-        syn106_different_progress,
-        syn215_optimizer_state_not_restored,
-        syn214_step_skipped,
-        syn216_grad_scaler_diverged,
-        syn107_settings_differ,
-        syn224_contents_exchanged,
-        syn226_masked_on_some_ranks,
-        syn231_tensor_parallel_replicated,
-        syn230_differs_by_node,
-        syn240_rounding_only,
-        syn205_buffer_local_state,
-        syn203_bn_count_mismatch,
-        syn204_bn_variance_only,
-        syn202_bn_drift_growing,
-        syn201_bn_local_stats,
-        syn219_averaged_copy_stale,
-        syn218_frozen_not_broadcast,
-        syn212_outside_the_wrapper,
-        syn213_per_rank_gradient_scale,
-        syn210_init_not_broadcast,
-        syn211_gradients_not_reduced,
-        syn241_periodic_averaging,
-        syn299_unexplained_difference,
-        syn103_prefix_normalized,
-        syn104_sharded_by_design,
-        syn105_tie_broken,
-        syn310_expert_misplaced,
-        syn301_not_updated,
-        syn302_partially_updated,
-        syn303_adapter_not_merged,
-        syn304_transposed,
-        syn305_fused_order,
-        syn306_rotary_permuted,
-        syn307_cast,
-        syn308_quantized,
-        syn309_padded,
-        syn312_scaled,
-        syn313_wrong_shard,
-        syn314_tie_changed,
-        syn315_offset,
-        syn316_scales_missing,
-        syn317_repeated,
-        syn311_unrelated,
-        syn399_unexplained_model_difference,
-    ),
+REPLICA_RULES = (
+    replica_rule(syn108_different_runs),
+    replica_rule(syn206_metric_states, every_rank=True),
+    replica_rule(syn225_not_updated_on_some_ranks),
+    replica_rule(syn101_missing_tensors, every_rank=True, two_models=Turn.REPLICAS),
+    replica_rule(syn102_shape_or_dtype_mismatch, every_rank=True, two_models=Turn.REPLICAS),
+    replica_rule(syn223_damaged_on_disk, two_models=Turn.DAMAGE),
+    replica_rule(syn222_nonfinite_on_some_ranks),
+    replica_rule(syn220_bit_flip, two_models=Turn.REPLICAS),
+    replica_rule(syn221_contiguous_corruption),
+    replica_rule(syn217_stale_replica),
+    replica_rule(syn106_different_progress, two_models=Turn.REPLICAS),
+    replica_rule(syn215_optimizer_state_not_restored),
+    replica_rule(syn214_step_skipped, two_models=Turn.REPLICAS),
+    replica_rule(syn216_grad_scaler_diverged),
+    replica_rule(syn107_settings_differ, every_rank=True, two_models=Turn.REPLICAS),
+    replica_rule(syn224_contents_exchanged),
+    replica_rule(syn226_masked_on_some_ranks, every_rank=True),
+    replica_rule(syn231_tensor_parallel_replicated, every_rank=True),
+    replica_rule(syn230_differs_by_node),
+    replica_rule(syn240_rounding_only, every_rank=True),
+    replica_rule(syn205_buffer_local_state, every_rank=True),
+    replica_rule(syn203_bn_count_mismatch),
+    replica_rule(syn204_bn_variance_only, every_rank=True),
+    replica_rule(syn202_bn_drift_growing, every_rank=True),
+    replica_rule(syn201_bn_local_stats, every_rank=True),
+    replica_rule(syn219_averaged_copy_stale),
+    replica_rule(syn218_frozen_not_broadcast),
+    replica_rule(syn212_outside_the_wrapper),
+    replica_rule(syn213_per_rank_gradient_scale, two_models=Turn.REPLICAS),
+    replica_rule(syn210_init_not_broadcast),
+    replica_rule(syn211_gradients_not_reduced),
+    replica_rule(syn241_periodic_averaging, every_rank=True),
+    replica_rule(syn299_unexplained_difference, every_rank=True),
+    replica_rule(syn103_prefix_normalized, two_models=Turn.INFORMATION),
+    replica_rule(syn104_sharded_by_design),
+    replica_rule(syn105_tie_broken),
 )
-# The rules for two models, A and B.
-DIFF_RULES: tuple[Rule, ...] = cast(
-    "tuple[Rule, ...]",
-    (
-        syn223_damaged_on_disk,
-        syn310_expert_misplaced,
-        syn301_not_updated,
-        syn302_partially_updated,
-        syn303_adapter_not_merged,
-        syn304_transposed,
-        syn305_fused_order,
-        syn306_rotary_permuted,
-        syn307_cast,
-        syn308_quantized,
-        syn309_padded,
-        syn312_scaled,
-        syn313_wrong_shard,
-        syn314_tie_changed,
-        syn315_offset,
-        syn316_scales_missing,
-        syn317_repeated,
-        syn311_unrelated,
-        syn101_missing_tensors,
-        syn102_shape_or_dtype_mismatch,
-        syn220_bit_flip,
-        syn106_different_progress,
-        syn214_step_skipped,
-        syn107_settings_differ,
-        syn213_per_rank_gradient_scale,
-        syn399_unexplained_model_difference,
-        syn103_prefix_normalized,
-    ),
-)
-REPLICA_RULES = tuple(rule for rule in RULES if not rule.CODE.startswith("SYN3"))
+RULES = (*REPLICA_RULES, *CONVERSION_RULES)
+DIFF_RULES = tuple(rule for turn in Turn for rule in RULES if rule.two_models is turn)
 
 
 def diagnose(
@@ -188,7 +116,8 @@ def diagnose(
     """
     # Running statistics may be local beside another cause, so SYN201 runs again after the rules on parameters.
     rules = list(REPLICA_RULES)
-    rules.insert(rules.index(cast("Rule", syn299_unexplained_difference)), cast("Rule", syn201_bn_local_stats))
+    codes = [rule.code for rule in rules]
+    rules.insert(codes.index("SYN299"), rules[codes.index("SYN201")])
     folded = fold_ties(group)
     steps = tuple(folded.group if step is group else fold_ties(step).group for step in series)
     findings: list[Finding] = []
@@ -224,26 +153,27 @@ def _apply_rules(
     findings: list[Finding] = []
     for rule in rules:
         case = Case(group, tensors, values, series or (group,))
-        of_runs = bool(group.labels) and rule.CODE in two_runs.CODES
-        if of_runs and not two_runs.may_explain(rule.CODE, case):
+        of_runs = bool(group.labels) and rule.code in two_runs.CODES
+        if of_runs and not two_runs.may_explain(rule.code, case):
             continue
         match = rule.apply(case)
         if match is None:
             continue
         if of_runs:
-            certainty, alternatives = two_runs.limit_certainty(rule.CODE, match, case)
+            certainty, alternatives = two_runs.limit_certainty(rule.code, match, case)
             match = replace(match, certainty=certainty, alternatives=alternatives)
         agree = match.agree
         if agree is None:
-            odd = frozenset(match.ranks)
-            agree = () if rule.CODE in _EVERY_RANK else (tuple(rank for rank in group.ranks if rank not in odd),)
+            suspects = frozenset(match.ranks)
+            unsuspected = tuple(rank for rank in group.ranks if rank not in suspects)
+            agree = (unsuspected,) if unsuspected and not rule.every_rank else ()
         tensors = find_unexplained_tensors(tensors, match.tensors, agree)
         values = find_unexplained_values(values, match.values, by_rank, agree)
         findings.append(
             Finding(
-                code=rule.CODE,
-                slug=rule.SLUG,
-                severity="warning" if match.only_warns else rule.SEVERITY,
+                code=rule.code,
+                slug=rule.slug,
+                severity="warning" if match.only_warns else rule.severity,
                 ranks=tuple(sorted(match.ranks)),
                 tensors=tuple(dict.fromkeys(diff.name for diff in match.tensors)),
                 facts=(*match.facts, *describe_wrapper(rule, case)),
@@ -251,9 +181,9 @@ def _apply_rules(
                 fix=choose_fix(rule, match, case)(),
                 values=match.values,
                 counts=not match.only_warns,
-                certainty=match.certainty or rule.CERTAINTY,
+                certainty=match.certainty or rule.certainty,
                 alternatives=match.alternatives,
-                allowed=rule.CODE in allow,
+                allowed=rule.code in allow,
                 history=history_of({diff.name for diff in match.tensors}, series),
             )
         )

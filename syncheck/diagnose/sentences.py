@@ -21,7 +21,8 @@ from syncheck.records import sets_within
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncheck.diagnose.case import Case, Match, Rule
+    from syncheck.diagnose.case import Case, Match
+    from syncheck.diagnose.rule import Rule
     from syncheck.records import Comparison, TensorDiff
 
 # A mesh dimension along which a DTensor is sharded, with its name if it has one: see `layout.dtensors.layout_text`.
@@ -43,30 +44,30 @@ def choose_cause(rule: Rule, match: Match, case: Case) -> Sentence:
     if match.cause is not None:
         return match.cause
     is_active = case.group.evidence.metadata.no_sync == "active"
-    return rule.Text["CAUSE_NO_SYNC" if is_active and "CAUSE_NO_SYNC" in rule.Text.__members__ else "CAUSE"]
+    return rule.sentences["CAUSE_NO_SYNC" if is_active and "CAUSE_NO_SYNC" in rule.sentences.__members__ else "CAUSE"]
 
 
 def choose_fix(rule: Rule, match: Match, case: Case) -> Sentence:
     """Return the sentence of the fix."""
     if match.fix is not None:
         return match.fix
-    sentences = rule.Text.__members__
+    sentences = rule.sentences.__members__
     if case.group.labels:  # two models, which have neither ranks nor a wrapper
-        return rule.Text["FIX"]
+        return rule.sentences["FIX"]
     if case.group.evidence.metadata.no_sync and "FIX_NO_SYNC" in sentences:
-        return rule.Text["FIX_NO_SYNC"]
+        return rule.sentences["FIX_NO_SYNC"]
     if is_sharded(case.group) and "FIX_SHARDED" in sentences:
-        return rule.Text["FIX_SHARDED"]
+        return rule.sentences["FIX_SHARDED"]
     name = "IN_A_JOB" if case.in_memory and "IN_A_JOB" in sentences else "FIX"
     if f"{name}_NO_MAJORITY" in sentences and not has_majority(match.tensors):
         name = f"{name}_NO_MAJORITY"
-    return rule.Text[name]
+    return rule.sentences[name]
 
 
 def describe_wrapper(rule: Rule, case: Case) -> tuple[Message, ...]:
     """State whether DDP's `no_sync()` is or was active, for rules on gradients."""
     no_sync = case.group.evidence.metadata.no_sync
-    if not no_sync or "FIX_NO_SYNC" not in rule.Text.__members__:
+    if not no_sync or "FIX_NO_SYNC" not in rule.sentences.__members__:
         return ()
     return (Wrapper.NO_SYNC() if no_sync == "active" else Wrapper.LAST_FORWARD(),)
 

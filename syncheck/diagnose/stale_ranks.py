@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from syncheck.diagnose.counters import Origin
 from syncheck.diagnose.loss_scales import scales_of
 from syncheck.diagnose.selection import out_of_sync
-from syncheck.records import group_ranks
 from syncheck.tensors.kinds import OPTIMIZER
 from syncheck.text import group_ranks
 

@@ -38,7 +38,7 @@ def judge_difference(comparison: Comparison, allow: frozenset[str]) -> Group:
     lack tensors, tensors of A alone. Equal data shows that a map is possible, not that it is right, so a verdict that
     rests on an inferred map is undecided.
     """
-    from syncheck.diagnose.case import relation_of
+    from syncheck.diagnose.measures import relation_of
     from syncheck.diagnose.rules import diagnose_difference
 
     group = Group(**{part.name: getattr(comparison, part.name) for part in fields(comparison)})

@@ -119,6 +119,6 @@ def _is_softened(finding: Finding) -> bool:
 
     severities = {}
     for rule in RULES:
-        severities[rule.CODE] = rule.SEVERITY
+        severities[rule.code] = rule.severity
     severity = severities.get(finding.code, "info")
     return severity != "info"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 from syncheck.diagnose.series import by_run, shown_steps
@@ -15,6 +14,7 @@ from syncheck.text import names_text, one_line
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncheck.diagnose.rule import Rule
     from syncheck.records import Finding, Group, History, Report
 
 STYLES = {"in_sync": "bold green", "out_of_sync": "bold red", "undecided": "bold yellow", "alone": "dim"}
@@ -234,17 +234,17 @@ def _number_cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def list_rules(rules: Sequence[Any]) -> list[Part]:
-    """Return the table of all findings, one row per rule module."""
+def list_rules(rules: Sequence[Rule]) -> list[Part]:
+    """Return the table of all findings, one row per rule."""
     grid = Grid(("code", "finding", "severity", "summary"))
     for rule in rules:
-        grid.add(rule.CODE, Span(rule.SLUG), rule.SEVERITY, rule.__doc__.partition("\n")[0])
+        grid.add(rule.code, Span(rule.slug), rule.severity, rule.explanation.partition("\n")[0])
     return [grid]
 
 
-def explain_rule(rule: Any) -> list[Part]:
-    """Return the docstring of a rule module, one paragraph per line."""
-    parts: list[Part] = [line(f"{rule.CODE} {rule.SLUG} ({rule.SEVERITY})", "bold")]
-    for paragraph in textwrap.dedent(rule.__doc__).strip().split("\n\n"):
+def explain_rule(rule: Rule) -> list[Part]:
+    """Return the explanation of a rule, one paragraph per line."""
+    parts: list[Part] = [line(f"{rule.code} {rule.slug} ({rule.severity})", "bold")]
+    for paragraph in rule.explanation.split("\n\n"):
         parts += [BLANK, line(" ".join(paragraph.split("\n")))]
     return parts

@@ -421,7 +421,7 @@ def _name_findings(codes: Sequence[str]) -> str:
     # All rules are loaded only for a finding with alternatives.
     from syncheck.diagnose.rules import RULES
 
-    names = {rule.CODE: rule.SLUG for rule in RULES}
+    names = {rule.code: rule.slug for rule in RULES}
     # A saved report may have codes of another version.
     return ", ".join(f"{code} {names[code]}" if code in names else code for code in codes)
 

@@ -14,7 +14,7 @@ from syncheck.diagnose.rules import REPLICA_RULES
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ENTRIES: list[dict[str, Any]] = json.loads((FIXTURES / "MANIFEST.json").read_text(encoding="utf-8"))["fixtures"]
-CODES = [rule.CODE for rule in REPLICA_RULES]
+CODES = [rule.code for rule in REPLICA_RULES]
 
 
 @cache

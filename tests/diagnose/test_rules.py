@@ -12,7 +12,8 @@ from cases import diagnose_case, diff, group
 
 from syncheck.diagnose import rules, syn101_missing_tensors, syn103_prefix_normalized, syn201_bn_local_stats
 from syncheck.diagnose.bn import Statistics
-from syncheck.diagnose.rules import RULES
+from syncheck.diagnose.conversion_rules import CONVERSION_RULES
+from syncheck.diagnose.rules import DIFF_RULES, REPLICA_RULES, RULES
 from syncheck.diagnose.syn102_shape_or_dtype_mismatch import Text as Mismatch
 from syncheck.diagnose.syn104_sharded_by_design import Text as Sharded
 from syncheck.diagnose.syn105_tie_broken import Text as Tied
@@ -26,6 +27,8 @@ HOME = Path(rules.__file__).parent
 # The order of precedence in DESIGN, without the rules that cover no difference.
 PRECEDENCE = """108 206 225 101 102 223 222 220 221 217 106 215 214 216 107 224 226 231 230 240 205 203 204 202 201 219
 218 212 213 210 211 241 299 310 301 302 303 304 305 306 307 308 309 312 313 314 315 316 317 311 399""".split()
+PRECEDENCE_FOR_MODELS = """223 310 301 302 303 304 305 306 307 308 309 312 313 314 315 316 317 311 101 102 220 106
+214 107 213 399 103""".split()
 MEAN, VAR = diff("bn.running_mean", "bn_mean"), diff("bn.running_var", "bn_var")
 COUNT = diff("bn.num_batches_tracked", "bn_count", max_abs=3)
 WEIGHT = diff("fc.weight", "parameter")
@@ -35,25 +38,35 @@ EPOCH = ValueDiff("epoch", {0: 1, 1: 2}, counts=True, kind="progress")
 RATE = ValueDiff("optimizer.param_groups.0.lr", {0: 1, 1: 2}, counts=True, kind="setting")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.CODE)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_every_rule_is_complete(rule: Any) -> None:
     """Each rule has a code, slug, severity, cause and fix, and a docstring with the sections printed by `explain`."""
-    assert re.fullmatch(r"SYN\d{3}", rule.CODE)
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.SLUG)
-    assert rule.SEVERITY in get_args(Severity)
-    assert all(str(rule.Text[name]()).endswith(".") for name in ("CAUSE", "FIX"))
-    assert Path(rule.__file__).stem == f"{rule.CODE.lower()}_{rule.SLUG.replace('-', '_')}"
-    parts = re.split(r"^(Signature|Cause|Fix|Incidents)\b", rule.__doc__, flags=re.MULTILINE)
+    assert re.fullmatch(r"SYN\d{3}", rule.code)
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.slug)
+    assert rule.severity in get_args(Severity)
+    assert all(str(rule.sentences[name]()).endswith(".") for name in ("CAUSE", "FIX"))
+    parts = re.split(r"^(Signature|Cause|Fix|Incidents)\b", rule.explanation, flags=re.MULTILINE)
     assert parts[1::2] == ["Signature", "Cause", "Fix", "Incidents"]
     assert all(len(text.split()) > 1 for text in parts[2::2])
 
 
 def test_rules_are_listed_in_the_order_of_precedence() -> None:
-    """RULES contains every module of the folder once, in the order of DESIGN."""
-    codes = [rule.CODE[3:] for rule in RULES]
-    assert sorted(f"syn{code}" for code in codes) == sorted(path.name[:6] for path in HOME.glob("syn*.py"))
+    """RULES contains every module of the folder and every relation of two models once, in the order of DESIGN."""
+    modules = [f"{rule.code.lower()}_{rule.slug.replace('-', '_')}" for rule in REPLICA_RULES]
+    assert sorted(modules) == sorted(path.stem for path in HOME.glob("syn*.py"))
+    codes = [rule.code[3:] for rule in RULES]
+    assert len(set(codes)) == len(codes)
     covering = [code for code in codes if code not in ("103", "104", "105")]
     assert covering == PRECEDENCE, "a new rule has its place in RULES and in PRECEDENCE above"
+    assert [rule.code[3:] for rule in DIFF_RULES] == PRECEDENCE_FOR_MODELS
+
+
+def test_every_relation_has_one_rule() -> None:
+    """A rule of the table covers one relation, and no two rules cover the same relation."""
+    relations = [rule.relation for rule in CONVERSION_RULES if rule.relation is not None]
+    assert len(set(relations)) == len(relations)
+    for rule in CONVERSION_RULES:
+        assert (rule.match is None) == (rule.relation is not None) == (rule.state is not None), rule.code
 
 
 def make_missing(name: str, *ranks: int, reason: Any = "missing") -> TensorDiff:

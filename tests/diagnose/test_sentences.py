@@ -76,8 +76,8 @@ def test_statistics_beside_settings() -> None:
 def test_every_sentence_about_a_case_replaces_another() -> None:
     """A sentence for a case stands beside the sentence for all cases, and has no parameters."""
     for rule in RULES:
-        for name, sentence in rule.Text.__members__.items():
+        for name, sentence in rule.sentences.__members__.items():
             if name.startswith(("FIX", "IN_A_JOB", "CAUSE")):
                 assert str(sentence())
             if name.endswith("_NO_MAJORITY"):
-                assert name.removesuffix("_NO_MAJORITY") in rule.Text.__members__
+                assert name.removesuffix("_NO_MAJORITY") in rule.sentences.__members__

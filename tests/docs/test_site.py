@@ -28,8 +28,8 @@ def test_pages(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     pages = tmp_path / "pages"
     for rule in RULES:
-        text = (pages / "reference" / "findings" / f"{rule.CODE.lower()}.md").read_text(encoding="utf-8")
-        assert text.startswith(f"# {rule.CODE} {rule.SLUG}")
+        text = (pages / "reference" / "findings" / f"{rule.code.lower()}.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {rule.code} {rule.slug}")
     printed = (pages / "reference" / "findings" / "syn201.md").read_text(encoding="utf-8")
     assert re.search(r"^    fix   ", printed, re.MULTILINE)
     listed = re.findall(r"- (?:\w[\w ]*: )?([\w/-]+\.md)$", (tmp_path / "mkdocs.yml").read_text(), re.MULTILINE)

@@ -140,7 +140,7 @@ def test_code_stays_in_one_piece() -> None:
     assert markdown.text("in (conv_1.weight[0, 12, 3], which grows)") == "in (`conv_1.weight[0, 12, 3]`, which grows)"
     words = "and so on " * 5
     assert markdown.text(f"open_( {words}@team") == f"`open_(` {words}`@team`"
-    assert not [rule.CODE for rule in RULES if "\\x60" in markdown.text(str(rule.Text["FIX"]()))]
+    assert not [rule.code for rule in RULES if "\\x60" in markdown.text(str(rule.sentences["FIX"]()))]
 
 
 def test_sentences_stay_sentences() -> None:

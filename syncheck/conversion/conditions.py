@@ -1,0 +1,47 @@
+"""Conditions of two tensors with one name, without which a relation between them is not searched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncheck.conversion.model_pairs import FEW
+from syncheck.conversion.recognition import is_readable
+from syncheck.tensors.kinds import OPTIMIZER
+
+if TYPE_CHECKING:
+    from syncheck.conversion.model_pairs import Models
+
+
+def have_same_shape(name: str, models: Models) -> bool:
+    """Whether the shapes are equal."""
+    return models.a[name].shape == models.b[name].shape
+
+
+def have_same_dtype(name: str, models: Models) -> bool:
+    """Whether the dtypes are equal."""
+    return models.a[name].dtype == models.b[name].dtype
+
+
+def are_readable(name: str, models: Models) -> bool:
+    """Whether both tensors have floating-point numbers."""
+    return is_readable(models.a[name]) and is_readable(models.b[name])
+
+
+def have_many_elements(name: str, models: Models) -> bool:
+    """Whether equal elements are no coincidence."""
+    return min(models.a[name].numel, models.b[name].numel) >= FEW
+
+
+def are_whole(name: str, models: Models) -> bool:
+    """Whether the tensors are no parts of tensors that are compared in parts."""
+    return not models.is_part(name)
+
+
+def differ_widely(name: str, models: Models) -> bool:
+    """Whether more than a few elements differ. A few wrong elements are no property of the whole tensor."""
+    return name not in models.local
+
+
+def are_weights(name: str, models: Models) -> bool:
+    """Whether the tensors are no state of an optimizer, which training changes."""
+    return models.kinds[name] not in OPTIMIZER

@@ -1,0 +1,167 @@
+"""Find tensors of A that B holds at another position: under another name, or in the shards of another rank."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncheck.conversion.fused_parts import are_parts_of_one
+from syncheck.conversion.rows import digest_rows
+from syncheck.findings import Relation, RelationKind
+from syncheck.layout import views
+from syncheck.layout.copies import find_shared_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncheck.conversion.model_pairs import Models
+    from syncheck.snapshots import Shard, Tensor
+    from syncheck.tensors.blocks import Files
+
+# The name of a tensor of an expert: before its number, the number, and the rest.
+_EXPERT = re.compile(r"(.*\bexperts?\.(?:local_experts\.)?)(\d+)(\..*)")
+# Limit of the compared boxes of a tensor.
+_MOST_BOXES = 1 << 12
+
+
+def relate_elsewhere(name: str, models: Models) -> dict[str, Relation]:
+    """Find the tensor of A that B holds under another name."""
+    match = models.find_elsewhere(name)
+    if match is None:
+        return _relate_transposed_elsewhere(name, models)
+    source, conversion = match
+    if _are_experts_of_one_layer(name, source):
+        return {name: Relation(RelationKind.EXPERT, {**conversion, "other": source})}
+    if any(are_parts_of_one(name, source, stored) for stored in models.stored):
+        parameters = {**conversion, "pattern": "other-part", "other": source}
+        return {name: Relation(RelationKind.FUSED_ORDER, parameters)}
+    return {name: Relation(RelationKind.SHARD, {**conversion, "other": source})}
+
+
+def _are_experts_of_one_layer(first: str, second: str) -> bool:
+    """Whether two names differ in the number of an expert only."""
+    match_first, match_second = _EXPERT.fullmatch(first), _EXPERT.fullmatch(second)
+    if match_first is None or match_second is None:
+        return False
+    return match_first.group(1, 3) == match_second.group(1, 3)
+
+
+def _relate_transposed_elsewhere(name: str, models: Models) -> dict[str, Relation]:
+    """Find the matrix of A that B holds transposed under another name."""
+    shape = models.b[name].shape
+    if len(shape) != 2 or min(shape) < 2:
+        return {}
+    match = models.find_elsewhere(name, transposed=True)
+    if match is None:
+        return {}
+    source, conversion = match
+    return {name: Relation(RelationKind.SHARD, {**conversion, "other": source, "dims": (0, 1)})}
+
+
+class _Box(NamedTuple):
+    """A shard of one model, beside the whole tensor of the other model."""
+
+    name: str
+    """The name of the tensor of which the shard is a box."""
+    shard: Shard
+    """The position in the tensor, and the bytes."""
+
+
+def relate_boxes(name: str, models: Models) -> dict[str, Relation]:
+    """Find the shards of B among the boxes of A, and of the other parts of A's stored tensor. Or the reverse.
+
+    Uneven shards, like shards of a padded vocabulary, are compared as far as the smallest of them.
+    """
+    model_a, model_b = models.a, models.b
+    for side, sharded, partner in (("B", model_b, model_a), ("A", model_a, model_b)):
+        stored = models.stored["AB".index(side)]
+        names = _list_parts_of_one(name, stored, sharded, partner)
+        boxes = []
+        for part_name in names:
+            boxes += [_Box(part_name, shard) for shard in views.list_shards(sharded[part_name])]
+        if not _are_comparable(boxes, names, sharded, partner):
+            continue
+        wrong_boxes = _find_wrong_boxes(name, boxes, partner, models.files)
+        if wrong_boxes:
+            count = sum(box.name == name for box in boxes)
+            return {name: _describe_wrong_boxes(name, wrong_boxes, count, side)}
+    return {}
+
+
+def _list_parts_of_one(
+    name: str, stored: Mapping[str, Tensor], sharded: Mapping[str, Tensor], partner: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the names of the parts of one stored tensor that both models have, this name first.
+
+    stored: the stored tensor of each name of the sharded model.
+    """
+    names = [name]
+    whole = stored.get(name)
+    if whole is None:
+        return names
+    for part_name in sharded:
+        if part_name == name or part_name not in partner or stored.get(part_name) is not whole:
+            continue
+        # A tied weight is the same part under a second name.
+        if not find_shared_tensors((sharded[name], sharded[part_name])):
+            names.append(part_name)
+    return names
+
+
+def _are_comparable(
+    boxes: Sequence[_Box], names: Sequence[str], sharded: Mapping[str, Tensor], partner: Mapping[str, Tensor]
+) -> bool:
+    """Whether there are several boxes of equal dimensions, and the other model has tensors of the same shapes."""
+    if not 1 < len(boxes) <= _MOST_BOXES:
+        return False
+    if any(sharded[name].shape != partner[name].shape for name in names):
+        return False
+    dimensions = {len(box.shard.start) for box in boxes}
+    return len(dimensions) == 1
+
+
+def _find_wrong_boxes(
+    name: str, boxes: Sequence[_Box], partner: Mapping[str, Tensor], files: Files
+) -> list[tuple[_Box, str]]:
+    """Return the boxes of a tensor that differ, each with the name of the tensor that has its elements.
+
+    Empty if there is no such tensor for one of the boxes.
+    partner: the whole tensors of the other model.
+    """
+    shapes = [box.shard.tensor.shape for box in boxes]
+    least = [min(sizes) for sizes in zip(*shapes, strict=True)]
+    digests = [_digest_region(partner[box.name], box.shard.start, least, files) for box in boxes]
+    names_by_digest: dict[bytes, str] = {}
+    for box, digest in zip(boxes, digests, strict=True):
+        # Equal boxes belong to the first part.
+        names_by_digest.setdefault(digest, box.name)
+    zeros = (0,) * len(least)
+    wrong_boxes = []
+    for box, expected in zip(boxes, digests, strict=True):
+        if box.name != name:
+            continue
+        digest = _digest_region(box.shard.tensor, zeros, least, files)
+        if digest == expected:
+            continue
+        if digest not in names_by_digest:
+            return []
+        wrong_boxes.append((box, names_by_digest[digest]))
+    return wrong_boxes
+
+
+def _describe_wrong_boxes(name: str, wrong_boxes: Sequence[tuple[_Box, str]], count: int, side: str) -> Relation:
+    """Return the relation of a tensor with wrong boxes. count: the number of its boxes."""
+    paths = {box.shard.tensor.path for box, _ in wrong_boxes}
+    # Rows of another part are an error of the order of parts, all others of the order of ranks.
+    kind = RelationKind.SHARD
+    if any(source != name for _, source in wrong_boxes):
+        kind = RelationKind.FUSED_ORDER
+    parameters: dict[str, Any] = {"pattern": "boxes", "boxes": len(wrong_boxes), "of": count}
+    return Relation(kind, {**parameters, "files": ", ".join(sorted(paths)), "side": side})
+
+
+def _digest_region(tensor: Tensor, start: Sequence[int], shape: Sequence[int], files: Files) -> bytes:
+    """Return the digest of a box of a tensor."""
+    for dim, (first, size) in enumerate(zip(start, shape, strict=True)):
+        tensor = views.narrow(tensor, dim, first, size)
+    return digest_rows(tensor, files, 1)[0]

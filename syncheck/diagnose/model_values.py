@@ -1,0 +1,340 @@
+"""SYN307, SYN308, SYN311, SYN312, SYN315, SYN316 and SYN399: the values of B were computed from A, or are unrelated."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from syncheck.diagnose.case import Case, Match
+from syncheck.diagnose.measures import parameters_of, relation_of
+from syncheck.diagnose.rule import MOST_FACTS, other_model, state_tensors
+from syncheck.diagnose.statements import OtherCode, largest_difference, limit_facts
+from syncheck.findings import RelationKind
+from syncheck.messages import Message, Sentence
+from syncheck.tensors.names import is_code_constant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.records import TensorDiff
+
+# A tensor of 64 elements is called uncorrelated below a correlation of 0.5, which strong changes of A reach too. In the
+# trials of `syncheck diff`, all wrong statements were of smaller tensors alone.
+_ENOUGH_ELEMENTS = 256
+# Statements with the values of both sides, in a finding without an explanation.
+_MOST_VALUES = 3
+
+
+class Cast(Sentence):
+    """The difference is exactly one conversion to another dtype.
+
+    Signature: one model is the other one after a conversion of its dtype, bit by bit: B has another dtype, or it has
+    the dtype of A and was rounded to a smaller dtype in between, such as float32 to bfloat16 and back.
+
+    Cause: an export, a saved copy in low precision or an engine converted the weights. Weights that were rounded and
+    stored as float32 look exact, and training that continues from them loses the difference.
+
+    Fix: if the conversion is intended, pass `--cast DTYPE`. Otherwise save the float32 weights of the optimizer instead
+    of their low-precision copies.
+
+    Incidents: none with a public thread. DeepSpeed's model states are low-precision copies of the weights in its
+    optimizer; see docs/same-model.md.
+    """
+
+    CAUSE = "These weights were converted to another dtype, and nothing else changed in them."
+    FIX = "If the conversion is intended, pass {cast:option DTYPE}. Otherwise export the original weights."
+    CAST = (
+        "{count:count tensor} of {side} {count:verb equals|equal} {other} after a conversion to {dtype}: {names:names}"
+    )
+
+
+def state_cast(tensors: Sequence[TensorDiff]) -> Message:
+    """State which model was converted, and to which dtype."""
+    parameters = parameters_of(tensors[0])
+    side = parameters["side"]
+    return state_tensors(Cast.CAST, tensors, side=side, other=other_model(side), dtype=parameters["dtype"])
+
+
+class Quantized(Sentence):
+    """One model is the other one, quantized: each value is within half a step of its scheme.
+
+    Signature: B stores integers or 8-bit floats with scales, and each value of B times its scale is within half a
+    quantization step of A. Or B stores floats that are multiples of one step for each tensor, row or block, with at
+    most 255 steps: weights that were quantized and stored as floats again. Or the reverse, with A quantized. The scales
+    are plausible: the largest value in the block of a scale uses a part of the range of the stored numbers, so that the
+    values are not just rounded to zero. Without scales in the file, the evidence states bounds only.
+
+    Cause: the copy was exported in a quantized format. Quantization is intended in most cases, but an uninitialized or
+    exchanged scale is not.
+
+    Fix: if quantization is intended, accept this finding with `--allow SYN308`: values beyond half a step, and values
+    with scales that are NaN, infinite, negative or too large, are still reported as SYN399.
+
+    Incidents: sgl-project/sglang#28546 (uninitialized scales).
+    """
+
+    CAUSE = "One model is a quantized copy of the other: each value is within half a step of its quantization scheme."
+    FIX = "If quantization is intended, pass {allow:option=SYN308}."
+    QUANTIZED = (
+        "{count:count tensor} {count:verb is|are} within half a step of {scheme}, at most {steps:number 3} steps: "
+        "{names:names}"
+    )
+
+
+def state_quantized(tensors: Sequence[TensorDiff]) -> Message:
+    """State the scheme of the quantization, and the largest difference in its steps."""
+    steps = max(float(parameters_of(diff)["steps"]) for diff in tensors)
+    return state_tensors(Quantized.QUANTIZED, tensors, scheme=parameters_of(tensors[0])["scheme"], steps=steps)
+
+
+class Unrelated(Sentence):
+    """Tensors of B have nothing to do with those of A.
+
+    Signature: nearly all elements differ, and their correlation is zero within the noise of independent numbers, with
+    and without the largest elements. Or B is constant where A is not. No other relation was found. States of an
+    optimizer are not compared in this way: a few steps later, they have no correlation either. If only small tensors
+    are unrelated, the finding is consistent with a strong change too.
+
+    Cause: B was initialized and never loaded: a name was not found (`strict=False`), a module was created after
+    loading, or B is another model.
+
+    Fix: load with `strict=True` and list the names that the loader did not find. Check that modules exist before the
+    weights are loaded.
+
+    Incidents: vllm-project/speculators#1131 (random weights were saved), huggingface/transformers#46650 (names
+    corrupted on save, so that loading initializes the tensors).
+    """
+
+    CAUSE = "These tensors of B were not loaded from A: they have fresh or foreign values."
+    FIX = "Load with strict=True, and check the names that the loader did not find."
+    UNRELATED = "{count:count tensor} of B {count:verb is|are} not correlated with A: {names:names}"
+    CONSTANT = "{count:count tensor} of B {count:verb is|are} constant: {names:names}"
+
+
+def match_unrelated(case: Case) -> Match | None:
+    """Match tensors without a relation to A."""
+    unrelated = case.related(RelationKind.UNRELATED)
+    if not unrelated:
+        return None
+    constant = [diff for diff in unrelated if "value" in parameters_of(diff)]
+    constant_names = {diff.name for diff in constant}
+    uncorrelated = [diff for diff in unrelated if diff.name not in constant_names]
+    facts = []
+    if uncorrelated:
+        facts.append(state_tensors(Unrelated.UNRELATED, uncorrelated))
+    if constant:
+        facts.append(state_tensors(Unrelated.CONSTANT, constant))
+    match = Match(unrelated, case.group.ranks, facts)
+    if constant or any(diff.numel >= _ENOUGH_ELEMENTS for diff in unrelated):
+        return match
+    return replace(match, certainty="consistent", alternatives=("SYN399",))
+
+
+class Scaled(Sentence):
+    """Tensors of B are those of A times a constant factor.
+
+    Signature: B equals A times one factor, within the rounding of the dtype, in all elements of a tensor. The elements
+    are so many and so different that the factor does not fit by chance.
+
+    Cause: a scale was applied twice or not at all: the scale of an adapter or a quantized tensor, a normalization
+    folded into a weight, an average over ranks, or the scale of an embedding.
+
+    Fix: compare the factor in the evidence with the scales of the conversion: alpha / r, the number of ranks, the
+    square root of the width.
+
+    Incidents: pytorch/torchtitan#2318 (a gradient norm too large by a factor of 8) shows the same mistake in gradients.
+    """
+
+    CAUSE = "These tensors of B were multiplied by a constant."
+    FIX = (
+        "Look for a scale of this size in the conversion: alpha / r, the scale of a quantized tensor, a number of "
+        "ranks, or the square root of a width."
+    )
+    MORE = "{count:count more factor}"
+    SCALED = "{count:count tensor} of B {count:verb is|are} {factor:number} times A: {names:names}"
+
+
+def state_factor(tensors: Sequence[TensorDiff]) -> Message:
+    """State the factor between A and B."""
+    return state_tensors(Scaled.SCALED, tensors, factor=parameters_of(tensors[0])["factor"])
+
+
+class Offset(Sentence):
+    """Tensors of B are tensors of A plus a constant.
+
+    Signature: B equals A plus one number, within the rounding of the dtype, in all elements of a tensor. The elements
+    are so many and so different that the number does not fit by chance.
+
+    Cause: the libraries store the tensor around another center. The norms of Gemma multiply by `1 + weight`, so that a
+    conversion adds 1, or forgets this step. Zero-centered norms of Megatron-Core (`--apply-layernorm-1p`) have the same
+    offset. A bias or the mean of an image may have been folded into a tensor.
+
+    Fix: add or subtract the constant of the evidence in the conversion, once, for the tensors that the evidence lists.
+
+    Incidents: ggml-org/llama.cpp#5631 (the norms of Gemma need an offset of 1).
+    """
+
+    CAUSE = "A constant was added to these tensors of B, as between norms that multiply by weight and by 1 + weight."
+    FIX = "Add or subtract the constant in the conversion, once, where the library of B expects another center."
+    MORE = "{count:count more constant}"
+    OFFSET = "{count:count tensor} of B {count:verb is|are} A plus {offset:number}: {names:names}"
+
+
+def state_offset(tensors: Sequence[TensorDiff]) -> Message:
+    """State the constant that was added."""
+    return state_tensors(Offset.OFFSET, tensors, offset=parameters_of(tensors[0])["offset"])
+
+
+class ScalesMissing(Sentence):
+    """Scales were applied in one model only: of a quantized tensor, or of each row, column or block.
+
+    Signature: one model holds the stored numbers of a quantized tensor without their scales, bit by bit, and the other
+    model has the numbers and the scales. This case is proved. Or B equals A times a factor for each row, column or
+    block, within the rounding of the dtype.
+
+    Cause: a loader did not find the scales (another name, `weight_scale` instead of `weight_scale_inv`), read the
+    numbers as if they were weights, or applied the scales twice. The scales of a weight normalization, of SmoothQuant
+    or AWQ, or of a norm may have been folded into one of the models only.
+
+    Fix: multiply the numbers by their scales when you convert or load them, and make the loader fail for unused scales
+    (`strict=True`). The evidence states the blocks and the range of the factors.
+
+    Incidents: unslothai/unsloth#6978 (block scales ignored), Lightricks/LTX-2#172 (scales of tensors ignored).
+    """
+
+    CAUSE = "Scales were applied in one of the models only, for each tensor, row, column or block."
+    FIX = (
+        "Apply the scales once in the conversion: of a quantized tensor, a weight normalization or a folded norm. Let "
+        "the loader fail for unused scales."
+    )
+    STORED = (
+        "{count:count tensor} of {side} {count:verb is|are} the stored numbers of quantized weights of {other}, "
+        "without the scales for each {unit} (from {least:number 3} to {most:number 3}): {names:names}"
+    )
+    FITTED = (
+        "{count:count tensor} of {side} {count:verb has|have} integers, within half a step of {other} with a scale for "
+        "each {unit} (from {least:number 3} to {most:number 3}): {names:names}"
+    )
+    FACTORS = (
+        "{count:count tensor} of B {count:verb is|are} A with a factor for each {unit} (from {least:number 3} to "
+        "{most:number 3}): {names:names}"
+    )
+    TENSOR = "tensor"
+    ROW = "row"
+    COLUMN = "column"
+    BLOCK = "block of {rows} x {columns}"
+    MORE = "{count:count more kind} of scales"
+
+
+def match_missing_scales(case: Case) -> Match | None:
+    """Match tensors without their scales, and tensors with a factor for each block."""
+    tensors = (*case.related(RelationKind.UNSCALED), *case.related(RelationKind.FACTORS))
+    if not tensors:
+        return None
+    tensors_by_kind: dict[tuple[Sentence, str, Message], list[TensorDiff]] = defaultdict(list)
+    for diff in tensors:
+        parameters = parameters_of(diff)
+        sentence: Sentence = ScalesMissing.FACTORS
+        if relation_of(diff) is RelationKind.UNSCALED:
+            sentence = ScalesMissing.FITTED if "fitted" in parameters else ScalesMissing.STORED
+        unit = _name_unit(parameters["block"], parameters["of"])
+        tensors_by_kind[sentence, parameters.get("side", ""), unit].append(diff)
+    facts = []
+    for (sentence, side, unit), similar in tensors_by_kind.items():
+        facts.append(_state_scales(sentence, side, unit, similar))
+    match = Match(tensors, case.group.ranks, limit_facts(facts, MOST_FACTS, ScalesMissing.MORE))
+    # Only stored numbers are equal, bit by bit. All other scales are fitted.
+    if all(sentence is ScalesMissing.STORED for sentence, _, _ in tensors_by_kind):
+        return replace(match, certainty="proved")
+    return match
+
+
+def _state_scales(sentence: Sentence, side: str, unit: Message, tensors: Sequence[TensorDiff]) -> Message:
+    """State which tensors have scales of one kind, and the range of the scales."""
+    least = min(parameters_of(diff)["least"] for diff in tensors)
+    most = max(parameters_of(diff)["most"] for diff in tensors)
+    return state_tensors(sentence, tensors, side=side, other=other_model(side), unit=unit, least=least, most=most)
+
+
+def _name_unit(block: tuple[int, int], shape: tuple[int, int]) -> Message:
+    """Name the part of a matrix that has one scale."""
+    if block == shape:
+        return ScalesMissing.TENSOR()
+    if block == (1, shape[1]):
+        return ScalesMissing.ROW()
+    if block == (shape[0], 1):
+        return ScalesMissing.COLUMN()
+    return ScalesMissing.BLOCK(rows=block[0], columns=block[1])
+
+
+class Unexplained(Sentence):
+    """Two models differ, and no rule explains why.
+
+    Signature: all differences between A and B that no other rule covers.
+
+    Cause: unknown. The most common causes: B was made from another step or another run, a conversion changed values, or
+    training went on after B was saved.
+
+    Fix: check the step and the run of both models. A few tensors that differ point to the code that converts them; if
+    all tensors differ, the models are different.
+
+    Incidents: please send a report with the JSON attached.
+    """
+
+    CAUSE = (
+        "No rule explains this difference. Often B was made from another step or another run, or a conversion changed "
+        "values."
+    )
+    FIX = (
+        "Check the step and the run of both models. If only some tensors differ, look at the code that converts or "
+        "saves them. If a conversion to another dtype rounded the values, pass {cast:option DTYPE}."
+    )
+    CAUSE_NOT_FINITE = (
+        "NaN or infinity is in one of the models only: a conversion or a merge overflowed, divided by zero, or read "
+        "damaged weights, or the training of one model diverged."
+    )
+    FIX_NOT_FINITE = (
+        "Look for the listed elements in the code that converts or merges the weights: overflow in float16, scales of "
+        "zero, and factors with NaN. Then compare the remaining differences again."
+    )
+    NOT_FINITE = "the number of NaN and infinite elements in {name} is {values:by_rank}"
+    MORE_NOT_FINITE = "{count:count more tensor} with another number of them"
+    TENSORS = "{count:count tensor} {count:verb differs|differ} ({kinds:list}), {size}"
+    KIND = "{count} {kind}"
+    AGREE = "all {count:count other tensor} {count:verb agrees|agree}"
+    VALUE = "{name} is {values:by_rank}"
+    MORE_VALUES = "{count:count more value} {count:verb differs|differ}"
+
+
+def match_remaining(case: Case) -> Match | None:
+    """Match all remaining differences."""
+    if not case.tensors and not case.values:
+        return None
+    facts: list[Message] = []
+    if case.tensors:
+        facts += _summarize_tensors(case)
+    values = [Unexplained.VALUE(name=diff.name, values=dict(diff.by_rank)) for diff in case.of_values()]
+    facts += limit_facts(values, _MOST_VALUES, Unexplained.MORE_VALUES)
+    overflows = [diff for diff in case.tensors if len(set(diff.nonfinite.values())) > 1]
+    counts = [Unexplained.NOT_FINITE(name=diff.name, values=dict(diff.nonfinite)) for diff in overflows]
+    facts += limit_facts(counts, _MOST_VALUES, Unexplained.MORE_NOT_FINITE)
+    match = Match(case.tensors, case.group.ranks, facts, case.values)
+    if overflows:
+        return replace(match, cause=Unexplained.CAUSE_NOT_FINITE, fix=Unexplained.FIX_NOT_FINITE)
+    if case.tensors and all(is_code_constant(diff.name) for diff in case.tensors):
+        return replace(match, cause=OtherCode.CAUSE, fix=OtherCode.FIX)
+    return match
+
+
+def _summarize_tensors(case: Case) -> list[Message]:
+    """State how many tensors of each kind differ, by how much, and how many agree."""
+    kinds = []
+    for kind, count in Counter(diff.kind for diff in case.tensors).items():
+        kinds.append(Unexplained.KIND(count=count, kind=kind))
+    size = largest_difference(case.tensors)
+    facts = [Unexplained.TENSORS(count=len(case.tensors), kinds=tuple(kinds), size=size)]
+    agreeing = case.group.counts.identical + case.group.counts.equal
+    if agreeing:
+        facts.append(Unexplained.AGREE(count=agreeing))
+    return facts

@@ -1,0 +1,139 @@
+"""The record of a rule: its code, its sentences, and how it recognizes the differences that it explains."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from syncheck.diagnose.case import Match
+from syncheck.diagnose.measures import parameters_of
+from syncheck.diagnose.statements import limit_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from types import ModuleType
+
+    from syncheck.diagnose.case import Case
+    from syncheck.findings import Certainty, RelationKind
+    from syncheck.messages import Message, Sentence
+    from syncheck.records import Severity, TensorDiff
+
+# Number of statements of one finding, if its sentences have MORE.
+MOST_FACTS = 4
+
+
+class Turn(IntEnum):
+    """When a rule is applied to two models. Within one turn, the order of the rules is their precedence."""
+
+    DAMAGE = 1
+    """Damaged files explain a difference before any relation does."""
+    RELATION = 2
+    """The tensors of B follow from those of A."""
+    REPLICAS = 3
+    """Rules for replicas, which also explain how two models differ."""
+    REMAINDER = 4
+    """All differences that no other rule explains."""
+    INFORMATION = 5
+    """Rules that cover no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule: it calls `match`, or it covers the tensors of two models that have a `relation`."""
+
+    code: str
+    """The code of the finding: 'SYN304'."""
+    slug: str
+    """The name of the finding: 'transposed'."""
+    sentences: type[Sentence]
+    """The sentences of the finding. CAUSE and FIX are part of every finding, see also `diagnose.sentences`."""
+    docstring: str | None = None
+    """The text of `syncheck explain`. None: the docstring of the sentences."""
+    severity: Severity = "error"
+    """The severity of the finding, unless its `Match` only warns."""
+    certainty: Certainty = "proved"
+    """The certainty of the finding, unless its `Match` has another certainty."""
+    every_rank: bool = False
+    """Whether the rule explains a difference between any two ranks, not only how suspects differ from all others."""
+    two_models: Turn | None = None
+    """When the rule is applied to two models; None for rules that explain replicas only."""
+    match: Callable[[Case], Match | None] | None = None
+    """Returns the explained differences. None for rules that the remaining fields describe."""
+    relation: RelationKind | None = None
+    """The relation of the covered tensors of two models."""
+    key: tuple[str, ...] | None = None
+    """Parameters of the relation. One statement is about all tensors with equal values; None: about one tensor each."""
+    state: Callable[[Sequence[TensorDiff]], Message] | None = None
+    """Returns the statement about the tensors of one key."""
+    amend: Callable[[Match], Match] | None = None
+    """Replaces cause, fix or certainty of the match, or adds statements, if the tensors require it."""
+
+    def apply(self, case: Case) -> Match | None:
+        """Return the explained differences, or None if the rule explains none."""
+        if self.match is not None:
+            return self.match(case)
+        if self.relation is None or self.state is None:
+            return None
+        tensors = case.related(self.relation)
+        if not tensors:
+            return None
+        facts = []
+        for similar in group_by_parameters(tensors, self.key):
+            facts.append(self.state(similar))
+        if "MORE" in self.sentences.__members__:
+            facts = limit_facts(facts, MOST_FACTS, self.sentences["MORE"])
+        match = Match(tensors, case.group.ranks, facts)
+        return match if self.amend is None else self.amend(match)
+
+    @property
+    def explanation(self) -> str:
+        """The text of `syncheck explain`: a line that summarizes the finding, and paragraphs. Empty under `-OO`."""
+        docstring = self.docstring or self.sentences.__doc__ or ""
+        summary, _, details = docstring.strip().partition("\n")
+        return f"{summary}\n{textwrap.dedent(details)}".strip()
+
+
+def replica_rule(module: ModuleType, *, every_rank: bool = False, two_models: Turn | None = None) -> Rule:
+    """Return the rule of a module of this package: its constants, the function `apply`, and its docstring."""
+    return Rule(
+        code=module.CODE,
+        slug=module.SLUG,
+        sentences=module.Text,
+        docstring=module.__doc__,
+        severity=module.SEVERITY,
+        certainty=module.CERTAINTY,
+        every_rank=every_rank,
+        two_models=two_models,
+        match=module.apply,
+    )
+
+
+def group_by_parameters(tensors: Iterable[TensorDiff], key: tuple[str, ...] | None) -> list[list[TensorDiff]]:
+    """Group tensors by these parameters of their relation; without a key, each tensor is a group.
+
+    Floats are equal if they have the same three digits.
+    """
+    if key is None:
+        return [[diff] for diff in tensors]
+    groups: dict[tuple[Hashable, ...], list[TensorDiff]] = defaultdict(list)
+    for diff in tensors:
+        parameters = parameters_of(diff)
+        groups[tuple(_round_number(parameters.get(name)) for name in key)].append(diff)
+    return list(groups.values())
+
+
+def _round_number(value: Hashable) -> Hashable:
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
+def state_tensors(sentence: Sentence, tensors: Sequence[TensorDiff], **parameters: Any) -> Message:
+    """Return a sentence about tensors, with their number, their names, and these parameters."""
+    return sentence(count=len(tensors), names=tuple(diff.name for diff in tensors), **parameters)
+
+
+def other_model(side: str) -> str:
+    """Return the other one of the models A and B."""
+    return "A" if side == "B" else "B"
