@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from syncheck.comparison import reference
-from syncheck.comparison import replicas as compared
+from syncheck.comparison import classification, reference
 from syncheck.comparison.replicas import compare_group
 from syncheck.comparison.stale import add_stale_ranks
 from syncheck.diagnose import series
@@ -78,7 +77,7 @@ def kinds_in(replicas: ReplicaGroup, options: Options | None = None) -> tuple[st
     The last kind is `value` if the files hold Python values that are compared, such as the step.
     """
     counted = any(has_counted_values(snapshot) for _, snapshot in replicas.ranks)
-    return compared.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
+    return classification.kinds_in(replicas, build_selection(options or Options())) + (("value",) if counted else ())
 
 
 def judge(found: Found, options: Options | None = None, *, histograms: bool = False) -> Report:

@@ -79,6 +79,7 @@ def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:
     for diff in diffs:
         if diff.kind != "attribute":
             continue
+
         if diff.name.startswith(METRIC):
             metrics.append(diff.name.removeprefix(METRIC))
         else:
@@ -92,8 +93,10 @@ def note_attributes(diffs: Sequence[ValueDiff]) -> list[Message]:
     notes: list[Message] = []
     if facts:
         notes.append(Note.ATTRIBUTES(facts=tuple(facts)))
+
     if metrics:
         notes.append(Note.METRICS(names=tuple(metrics)))
+
     return notes
 
 

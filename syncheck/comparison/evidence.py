@@ -9,7 +9,7 @@ import math
 import zlib
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.comparison.exchanged import find_exchanged, find_resembling
 from syncheck.comparison.vectors import MOST, block_size, compare_vectors, select_vectors
@@ -43,71 +43,144 @@ def add_evidence(
     differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
     if not differing:
         return tuple(diffs)
-    fields: dict[str, dict[str, Any]] = {diff.name: {} for diff in differing}
+
+    fields = _inspect_tensors(differing, replicas, files)
     for name, ranks in _find_damage(differing, replicas, files).items():
         fields[name]["damaged"] = ranks
-    for diff in [diff for diff in differing if diff.extent == "one" or diff.numel == 1][:MOST]:
-        fields[diff.name] |= _inspect_element(diff, replicas[diff.name], files)
-    for diff in [diff for diff in differing if diff.extent == "contiguous"][:MOST]:
-        fields[diff.name] |= _find_start(diff, replicas[diff.name], files)
-    for diff in select_vectors(differing):
-        fields[diff.name] |= compare_vectors(diff, replicas[diff.name], files)
+
     for name, holds in find_exchanged(differing, replicas, files).items():
         fields[name]["holds"] = holds
-    measured = {name: values.get("cosine") for name, values in fields.items()}
-    for name, resembles in find_resembling(differing, measured, replicas, files).items():
+
+    cosines = {name: values.get("cosine") for name, values in fields.items()}
+    for name, resembles in find_resembling(differing, cosines, replicas, files).items():
         fields[name]["resembles"] = resembles
-    return tuple(
-        replace(diff, evidence=Evidence(**fields[diff.name])) if fields.get(diff.name) else diff for diff in diffs
-    )
+
+    with_evidence = []
+    for diff in diffs:
+        evidence = fields.get(diff.name)
+        with_evidence.append(replace(diff, evidence=Evidence(**evidence)) if evidence else diff)
+
+    return tuple(with_evidence)
+
+
+def _inspect_tensors(
+    differing: Sequence[TensorDiff], replicas: Mapping[str, Mapping[int, Tensor]], files: Files
+) -> dict[str, dict[str, Any]]:
+    """Return the fields of the evidence on single tensors, by name. The first tensors of each kind are enough."""
+    fields: dict[str, dict[str, Any]] = {}
+    single_elements: list[TensorDiff] = []
+    contiguous_elements: list[TensorDiff] = []
+    for diff in differing:
+        fields[diff.name] = {}
+        if diff.extent == "one" or diff.numel == 1:
+            single_elements.append(diff)
+
+        if diff.extent == "contiguous":
+            contiguous_elements.append(diff)
+
+    for diff in single_elements[:MOST]:
+        fields[diff.name] |= _inspect_element(diff, replicas[diff.name], files)
+
+    for diff in contiguous_elements[:MOST]:
+        fields[diff.name] |= _find_start(diff, replicas[diff.name], files)
+
+    for diff in select_vectors(differing):
+        fields[diff.name] |= compare_vectors(diff, replicas[diff.name], files)
+
+    return fields
+
+
+class _Record(NamedTuple):
+    """The bytes of a tensor, or of a box of it, in a record with a checksum.
+
+    rank: of the file.
+    tensor: as stored.
+    crc32, offset, size: of the record. A stored 0 proves nothing.
+    """
+
+    rank: int
+    tensor: Tensor
+    crc32: int
+    offset: int
+    size: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The file and the position of the record."""
+        return self.tensor.path, self.offset
 
 
 def _find_damage(
     differing: Sequence[TensorDiff], replicas: Mapping[str, Mapping[int, Tensor]], files: Files
 ) -> dict[str, tuple[int, ...]]:
-    """Return the ranks whose bytes do not match the stored CRC-32, by tensor. A stored 0 proves nothing."""
+    """Return the ranks whose bytes do not match the stored CRC-32, by tensor."""
     damaged: dict[str, tuple[int, ...]] = {}
-    shared: dict[tuple[str, int], bool] = {}  # by path and offset: whether a record of several tensors is intact
-    left = CHECKED
+    shared_records: dict[tuple[str, int], bool] = {}  # whether a record of several tensors is intact
+    budget = CHECKED
     for diff in differing:
-        tensors = {rank: replicas[diff.name][rank] for ranks in diff.clusters for rank in ranks}
-        # Only torch.save stores checksums.
-        parts = [
-            (rank, part, part.record)
-            for rank, tensor in tensors.items()
-            for part in ([shard.tensor for shard in tensor.shards] or [tensor])
-            if part.record
-        ]
+        records = _list_records(diff, replicas[diff.name])
         if 2 * (diff.mismatched or 0) >= diff.numel:
-            sizes = {(part.path, record[1]): record[2] for _, part, record in parts}
-            size = sum(sizes[key] for key in sizes.keys() - shared.keys())
-            if size > left:
+            sizes = {record.key: record.size for record in records if record.key not in shared_records}
+            size = sum(sizes.values())
+            if size > budget:
                 continue
-            left -= size
-        ranks = set()
-        for rank, part, record in parts:
-            intact = shared.get((part.path, record[1]))
-            if intact is None:
-                intact = _compute_crc32(part, record, files) == record[0]
-                if part.crc32 is None:  # the record contains other tensors or boxes, too
-                    shared[part.path, record[1]] = intact
-            if not intact:
-                ranks.add(rank)
-        if ranks:
-            damaged[diff.name] = tuple(sorted(ranks))
+
+            budget -= size
+
+        damaged_ranks: set[int] = set()
+        for record in records:
+            if not _is_intact(record, shared_records, files):
+                damaged_ranks.add(record.rank)
+
+        if damaged_ranks:
+            damaged[diff.name] = tuple(sorted(damaged_ranks))
+
     return damaged
 
 
-def _compute_crc32(tensor: Tensor, record: tuple[int, int, int], files: Files) -> int:
-    """Return the CRC-32 of the whole record of a tensor."""
+def _list_records(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> list[_Record]:
+    """Return the records with checksums of a tensor on all ranks. Only torch.save stores checksums."""
+    records = []
+    for ranks in diff.clusters:
+        for rank in ranks:
+            boxes = [shard.tensor for shard in tensors[rank].shards] or [tensors[rank]]
+            records += [_Record(rank, box, *box.record) for box in boxes if box.record]
+
+    return records
+
+
+def _is_intact(record: _Record, shared_records: dict[tuple[str, int], bool], files: Files) -> bool:
+    """Whether the bytes of a record match its checksum. shared_records: known results; changed."""
+    is_intact = shared_records.get(record.key)
+    if is_intact is None:
+        is_intact = _compute_crc32(record, files) == record.crc32
+        # Without its own checksum, the tensor shares the record with other tensors or boxes.
+        if record.tensor.crc32 is None:
+            shared_records[record.key] = is_intact
+
+    return is_intact
+
+
+def _compute_crc32(record: _Record, files: Files) -> int:
+    """Return the CRC-32 of a whole record."""
+    tensor = record.tensor
     if tensor.crc32 is None or not is_plain(tensor):
-        _, offset, size = record
         tensor = replace(
-            tensor, dtype="uint8", shape=(size,), strides=(1,), offset=offset, lazy="", big_endian=False, crc32=None
+            tensor,
+            dtype="uint8",
+            shape=(record.size,),
+            strides=(1,),
+            offset=record.offset,
+            lazy="",
+            big_endian=False,
+            crc32=None,
         )
+
     crc = 0
     for start in range(0, tensor.numel, _BLOCK):
-        crc = zlib.crc32(files.read(tensor, start, min(_BLOCK, tensor.numel - start), 0), crc)
+        count = min(_BLOCK, tensor.numel - start)
+        crc = zlib.crc32(files.read(tensor, start, count, 0), crc)
+
     return crc
 
 
@@ -115,57 +188,78 @@ def _representatives(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> dict[tu
     """Return one tensor of each cluster, by its ranks. Empty if several replica groups differ."""
     if diff.reason is not None:  # missing on some ranks, so not all clusters were compared with each other
         return {}
-    differing = sets_within(diff)
-    return {ranks: tensors[ranks[0]] for ranks in differing[0]} if len(differing) == 1 else {}
+
+    differing_sets = sets_within(diff)
+    if len(differing_sets) != 1:
+        return {}
+
+    return {ranks: tensors[ranks[0]] for ranks in differing_sets[0]}
 
 
 def _inspect_element(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, Any]:
     """Return the values of the only element that differs, and its flipped bits."""
+    position = ravel_index(diff.index, diff.shape)
+    bits: dict[tuple[int, ...], bytes] = {}
+    for ranks, tensor in _representatives(diff, tensors).items():
+        bits[ranks] = bytes(files.read(tensor, position, 1, 0))
+
+    evidence = _compare_bits([int.from_bytes(data, "little") for data in bits.values()])
+    if DTYPES[diff.dtype].family == "complex":
+        return evidence
+
+    values: dict[int, Any] = {}
+    for ranks, data in bits.items():
+        values |= dict.fromkeys(ranks, _decode(data, diff.dtype))
+
+    return evidence | {"values": dict(sorted(values.items()))}
+
+
+def _compare_bits(patterns: Sequence[int]) -> dict[str, Any]:
+    """Return the most flipped bits between two elements, and the position of a single flipped bit."""
+    if not 1 < len(patterns) <= _PAIRED:
+        return {}
+
+    flips = [first ^ second for first, second in combinations(patterns, 2)]
+    flipped_bits = max(flip.bit_count() for flip in flips)
+    bit = flips[0].bit_length() - 1
+    return {"flipped_bits": flipped_bits, "bit": bit if flipped_bits == 1 else None}
+
+
+def _decode(data: bytes, dtype: str) -> Any:
+    """Return the number in the bytes of an element; a text for NaN and infinity, which JSON lacks."""
     import numpy as np
 
-    row = DTYPES[diff.dtype]
-    bits = {
-        ranks: bytes(files.read(tensor, ravel_index(diff.index, diff.shape), 1, 0))
-        for ranks, tensor in _representatives(diff, tensors).items()
-    }
-    numbers = [int.from_bytes(data, "little") for data in bits.values()]
-    evidence: dict[str, Any] = {}
-    if 1 < len(numbers) <= _PAIRED:
-        flips = [a ^ b for a, b in combinations(numbers, 2)]
-        flipped = max(flip.bit_count() for flip in flips)
-        evidence = {"flipped_bits": flipped, "bit": flips[0].bit_length() - 1 if flipped == 1 else None}
-    if row.family == "complex":
-        return evidence
-    values = {}
-    for ranks, data in bits.items():
-        value: Any = np.frombuffer(data, row.dtype())[0]
-        if row.family == "float":
-            value = float(value)
-            value = value if math.isfinite(value) else str(value)
-        else:
-            value = int(value)
-        values.update(dict.fromkeys(ranks, value))
-    return evidence | {"values": dict(sorted(values.items()))}
+    row = DTYPES[dtype]
+    number: Any = np.frombuffer(data, row.dtype())[0]
+    if row.family != "float":
+        return int(number)
+
+    number = float(number)
+    return number if math.isfinite(number) else str(number)
 
 
 def _find_start(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files) -> dict[str, int]:
     """Return the first of a run of adjacent elements, given the length of the run and the index of an element in it."""
     import numpy as np
 
-    row = DTYPES[diff.dtype]
     replicas = list(_representatives(diff, tensors).values())
     if not replicas:
         return {}
+
+    numbers = DTYPES[diff.dtype].dtype()
     worst = ravel_index(diff.index, diff.shape)
+    earliest = max(0, worst - (diff.mismatched or 1) + 1)
     step = block_size(len(replicas))
-    for at in range(max(0, worst - (diff.mismatched or 1) + 1), worst, step):
-        count = min(step, worst - at)
-        raw = [np.frombuffer(bytes(files.read(t, at, count, 0)), np.uint8) for t in replicas]
+    for start in range(earliest, worst, step):
+        count = min(step, worst - start)
+        first, *later = [np.frombuffer(bytes(files.read(tensor, start, count, 0)), np.uint8) for tensor in replicas]
         differs = np.zeros(count, bool)
-        for other in raw[1:]:  # compare bits and values: NaNs with equal bits are equal, and so are 0.0 and -0.0
-            differs |= (raw[0] != other).reshape(count, -1).any(axis=1) & (
-                raw[0].view(row.dtype()) != other.view(row.dtype())
-            )
+        for block in later:
+            # Bits and values: NaNs with equal bits are equal, and so are 0.0 and -0.0.
+            has_other_bits = (first != block).reshape(count, -1).any(axis=1)
+            differs |= has_other_bits & (first.view(numbers) != block.view(numbers))
+
         if differs.any():
-            return {"first": at + int(np.argmax(differs))}
+            return {"first": start + int(np.argmax(differs))}
+
     return {"first": worst}

@@ -65,12 +65,14 @@ def find_exchanged(
                 start = _describe_start(content.tensor, files)
                 if start is not None:
                     by_start[start].append(content)
+
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for contents in by_start.values():
         for odd in contents:
             other = _find_equal(odd, contents, files) if odd.is_odd else None
             if other is not None:
                 found[odd.name].update(dict.fromkeys(odd.ranks, other.name))
+
     return dict(found)
 
 
@@ -81,6 +83,7 @@ def _group_partners(differing: Iterable[TensorDiff]) -> list[Partners]:
         # A tensor with a reason was not compared by value on all ranks.
         if diff.reason is None and diff.numel > 1 and diff.extent != "one":
             by_shape[diff.dtype, diff.shape].append(diff)
+
     return [partners for partners in by_shape.values() if len(partners) > 1]
 
 
@@ -90,6 +93,7 @@ def _list_contents(diff: TensorDiff, tensors: Mapping[int, Tensor]) -> list[_Con
     for sets in sets_within(diff):
         for position, ranks in enumerate(sets):
             contents.append(_Content(diff.name, ranks, tensors[ranks[0]], is_odd=position > 0))
+
     return contents
 
 
@@ -99,6 +103,7 @@ def _describe_start(tensor: Tensor, files: Files) -> bytes | None:
     data = bytes(files.read(tensor, 0, count, 0))
     if data == data[: len(data) // count] * count:
         return None
+
     return hashlib.blake2b(f"{tensor.dtype} {tensor.shape} ".encode() + data, digest_size=16).digest()
 
 
@@ -108,6 +113,7 @@ def _find_equal(odd: _Content, contents: Sequence[_Content], files: Files) -> _C
         is_elsewhere = other.name != odd.name and not set(other.ranks) & set(odd.ranks)
         if is_elsewhere and _hold_equal_bytes(odd.tensor, other.tensor, files):
             return other
+
     return None
 
 
@@ -118,6 +124,7 @@ def _hold_equal_bytes(one: Tensor, other: Tensor, files: Files) -> bool:
         count = min(step, one.numel - start)
         if bytes(files.read(one, start, count, 0)) != bytes(files.read(other, start, count, 1)):
             return False
+
     return True
 
 
@@ -139,11 +146,13 @@ def find_resembling(
             for rank, (vector, reference) in vectors[one].items():
                 if rank not in vectors[other]:
                     continue
+
                 other_vector, other_reference = vectors[other][rank]
                 # Exchanged tensors are alike in both directions.
                 if float(vector @ other_reference) >= ALIKE and float(other_vector @ reference) >= ALIKE:
                     found[one][rank] = other
                     found[other][rank] = one
+
     return dict(found)
 
 
@@ -164,6 +173,7 @@ def _read_vectors(diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files)
             reference = vector
         elif reference is not None:
             vectors.update(dict.fromkeys(content.ranks, (vector, reference)))
+
     return vectors
 
 
@@ -178,4 +188,5 @@ def _read_unit_vector(tensor: Tensor, files: Files) -> Vector:
         norm = float(np.sqrt(vector @ vector))
         # A comparison with NaN is false, so a vector that is not finite is like no other vector.
         unit: Vector = vector / norm if norm else vector
+
     return unit

@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import CheckpointError
 from syncheck.layout.groups import group_by_step
@@ -97,12 +97,15 @@ def add_free_running(
         steps = runs.get(now.run, {})
         if now.step is None or len(steps) < 2 or now.step != max(steps) or not _statistics_differ(group):
             continue
+
         try:
             free_running = _analyze_run(group, list(steps.values()), jobs)
         except CheckpointError as error:
             unreadable.append(Unreadable(error.path, error.reason))
             continue
+
         result[i] = replace(group, evidence=replace(group.evidence, free_running=free_running))
+
     return result
 
 
@@ -118,30 +121,58 @@ def _analyze_run(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | 
     momentum = _find_momentum(group)
     if momentum is None:
         return None
-    names = [name for name, kind in group.evidence.names.items() if kind == "bn_mean"][:LAYERS]
-    # Early steps separate the models best, and the finding is about the last step.
-    chosen = list(series) if len(series) <= STEPS else [*series[: STEPS - 1], series[-1]]
-    with Files(jobs=jobs) as files:
-        read = [_read_moment(replicas, names, files) for replicas in chosen]
-    moments = [moment for moment in read if moment is not None]
+
+    moments = _read_moments(group, series, jobs)
     if len(moments) < 2:
         return None
-    recorded = bool(group.evidence.metadata.bn_momentum)
-    early = _select_usable([m for m in moments if m.batches <= EARLY / momentum], momentum)
+
+    early = _select_usable([moment for moment in moments if moment.batches <= EARLY / momentum], momentum)
     used = early or moments
-    pairs = {(a.batches, b.batches): pair for a, b in combinations(used, 2) if (pair := _make_pair(a, b)) is not None}
-    neighbours = [pairs[at] for a, b in pairwise(used) if (at := (a.batches, b.batches)) in pairs]
-    if not neighbours:
+    pairs: dict[tuple[int, int], _Pair] = {}
+    for first, second in combinations(used, 2):
+        pair = _make_pair(first, second)
+        if pair is not None:
+            pairs[first.batches, second.batches] = pair
+
+    neighbors: list[_Pair] = []
+    for first, second in pairwise(used):
+        if (first.batches, second.batches) in pairs:
+            neighbors.append(pairs[first.batches, second.batches])
+
+    if not neighbors:
         return None
-    ends = pairs.get((used[0].batches, used[-1].batches), neighbours[-1])
+
+    ends = pairs.get((used[0].batches, used[-1].batches), neighbors[-1])
+    # Only a known momentum bounds variances, and only rank 0 is the source of DDP's buffers.
+    below = 0
+    if group.evidence.metadata.bn_momentum and series[-1].ranks[0][0] == 0:
+        below = _count_low_variances(moments, momentum)
+
     return FreeRunning(
         steps=tuple(moment.step for moment in used),
-        cosine=fmean(pair.cosine for pair in neighbours),
+        cosine=fmean(pair.cosine for pair in neighbors),
         growth=ends.growth,
         misfit_free=_fit(pairs.values(), momentum, free=True) if early else None,
         misfit_lag=_fit(pairs.values(), momentum, free=False) if early else None,
-        below=_count_low_variances(moments, momentum) if recorded and series[-1].ranks[0][0] == 0 else 0,
+        below=below,
     )
+
+
+def _read_moments(group: Comparison, series: Sequence[ReplicaGroup], jobs: int | None) -> list[_Moment]:
+    """Return the statistics of the steps that can be used. Parameters as in `_analyze_run`."""
+    names = [name for name, kind in group.evidence.names.items() if kind == "bn_mean"][:LAYERS]
+    # Early steps separate the models best, and the finding is about the last step.
+    if len(series) > STEPS:
+        series = [*series[: STEPS - 1], series[-1]]
+
+    moments: list[_Moment] = []
+    with Files(jobs=jobs) as files:
+        for replicas in series:
+            moment = _read_moment(replicas, names, files)
+            if moment is not None:
+                moments.append(moment)
+
+    return moments
 
 
 def _find_momentum(group: Comparison) -> float | None:
@@ -149,9 +180,11 @@ def _find_momentum(group: Comparison) -> float | None:
     recorded = set(group.evidence.metadata.bn_momentum.values())
     if not recorded:
         return MOMENTUM
+
     momentum = recorded.pop()
     if recorded or not isinstance(momentum, (int, float)) or not 0 < momentum < 1:
         return None
+
     return float(momentum)
 
 
@@ -160,30 +193,59 @@ def _select_usable(early: Sequence[_Moment], momentum: float) -> list[_Moment]:
     between = [b.batches - a.batches for a, b in pairwise(early)]
     if len(early) < 3 or early[0].batches > FIRST / momentum or median(between) > BETWEEN / momentum:
         return []
+
     return list(early)
 
 
 def _read_moment(replicas: ReplicaGroup, names: Sequence[str], files: Files) -> _Moment | None:
     """Read the statistics of one step; None if a statistic is missing, or shapes or batch counts differ."""
     values: dict[int, dict[str, NDArray[np.float64]]] = {}
-    counts = set()
+    counts: set[int] = set()
+    shapes: set[tuple[int, ...]] = set()
     for rank, snapshot in replicas.ranks[: RANKS + 1]:
-        tensors = normalize_keys(snapshot.tensors)
-        values[rank] = {}
-        for mean in names:
-            for name in (mean, sibling_name(mean, "running_var")):
-                vector = _read(tensors.get(name), files)
-                if vector is None:
-                    return None
-                values[rank][name] = vector
-            count = _read(tensors.get(sibling_name(mean, "num_batches_tracked")), files)
-            if count is None or count.size != 1:
-                return None
-            counts.add(int(count[0]))
-    shapes = {tuple(vector.size for vector in vectors.values()) for vectors in values.values()}
-    if len(counts) != 1 or len(shapes) != 1 or len(values) < 2 or 0 in counts or replicas.step is None:
+        vectors = _read_layers(normalize_keys(snapshot.tensors), names, files)
+        if vectors is None:
+            return None
+
+        values[rank] = vectors.statistics
+        counts.update(vectors.counts)
+        shapes.add(tuple(vector.size for vector in vectors.statistics.values()))
+
+    if len(counts) != 1 or len(shapes) != 1:
         return None
-    return _Moment(replicas.step, counts.pop(), values)
+
+    (count,) = counts
+    if count == 0 or len(values) < 2 or replicas.step is None:
+        return None
+
+    return _Moment(replicas.step, count, values)
+
+
+class _Layers(NamedTuple):
+    """The running statistics of one rank by name, and the batch counts of its layers."""
+
+    statistics: dict[str, NDArray[np.float64]]
+    counts: set[int]
+
+
+def _read_layers(tensors: Mapping[str, Tensor], names: Sequence[str], files: Files) -> _Layers | None:
+    """Read the statistics of the layers of one rank; None if one of them is missing. names: of running means."""
+    layers = _Layers({}, set())
+    for mean in names:
+        for name in (mean, sibling_name(mean, "running_var")):
+            vector = _read(tensors.get(name), files)
+            if vector is None:
+                return None
+
+            layers.statistics[name] = vector
+
+        count = _read(tensors.get(sibling_name(mean, "num_batches_tracked")), files)
+        if count is None or count.size != 1:
+            return None
+
+        layers.counts.add(int(count[0]))
+
+    return layers
 
 
 def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
@@ -193,30 +255,45 @@ def _read(tensor: Tensor | None, files: Files) -> NDArray[np.float64] | None:
 
     if tensor is None or not has_elements(tensor):
         return None
+
     values = read_float64(tensor, files, 0, min(tensor.numel, CHANNELS), 0)
     return values if np.isfinite(values).all() else None
 
 
 def _subtract_rank0(moment: _Moment) -> dict[tuple[int, str], NDArray[np.float64]]:
-    (_, base), *others = moment.values.items()
-    return {(rank, name): vector - base[name] for rank, vectors in others for name, vector in vectors.items()}
+    (_, base), *later_ranks = moment.values.items()
+    differences: dict[tuple[int, str], NDArray[np.float64]] = {}
+    for rank, vectors in later_ranks:
+        for name, vector in vectors.items():
+            differences[rank, name] = vector - base[name]
+
+    return differences
 
 
 def _make_pair(a: _Moment, b: _Moment) -> _Pair | None:
     import numpy as np
 
-    before, after = _subtract_rank0(a), _subtract_rank0(b)
-    cosines, growths = [], []
-    for key, x in before.items():
-        y = after.get(key)
-        if y is None or y.shape != x.shape:
+    differences_before = _subtract_rank0(a)
+    differences_after = _subtract_rank0(b)
+    cosines: list[float] = []
+    growths: list[float] = []
+    for key, before in differences_before.items():
+        after = differences_after.get(key)
+        if after is None or after.shape != before.shape:
             continue
+
         with np.errstate(over="ignore"):
-            lengths = float(np.linalg.norm(x)), float(np.linalg.norm(y))
-        if min(lengths) > 0 and max(lengths) < math.inf:
-            cosines.append(float(x @ y) / (lengths[0] * lengths[1]))
-            growths.append(lengths[1] / lengths[0])
-    return _Pair(a.batches, b.batches, fmean(cosines), median(growths)) if cosines and a.batches < b.batches else None
+            length_before = float(np.linalg.norm(before))
+            length_after = float(np.linalg.norm(after))
+
+        if min(length_before, length_after) > 0 and max(length_before, length_after) < math.inf:
+            cosines.append(float(before @ after) / (length_before * length_after))
+            growths.append(length_after / length_before)
+
+    if not cosines or a.batches >= b.batches:
+        return None
+
+    return _Pair(a.batches, b.batches, fmean(cosines), median(growths))
 
 
 def _fit(pairs: Collection[_Pair], momentum: float, *, free: bool) -> float:
@@ -228,7 +305,9 @@ def _fit(pairs: Collection[_Pair], momentum: float, *, free: bool) -> float:
             cosine, growth = _predict_unsynchronized(share, pair, momentum) if free else (share, 1.0)
             width = GROWTH_SPREAD * (1 + math.log(pair.later / pair.earlier))
             total += ((pair.cosine - cosine) / SPREAD) ** 2 + (math.log(pair.growth / growth) / width) ** 2
+
         best = min(best, total / len(pairs))
+
     return best
 
 
@@ -252,17 +331,19 @@ def _count_low_variances(moments: Sequence[_Moment], momentum: float) -> int:
     after a forward pass without gradients.
     """
     most = 0
-    for a, b in combinations(moments, 2):
-        if b.step - a.step < 2:
+    for first, second in combinations(moments, 2):
+        if second.step - first.step < 2:
             continue
-        bound = (1 - momentum) ** (b.batches - a.batches) * (1 - MARGIN)
-        (_, base), *_ = a.values.items()
-        _, *others = b.values.values()
-        below = sum(
-            int((vector < bound * base[name]).sum())
-            for vectors in others
-            for name, vector in vectors.items()
-            if name.endswith("running_var") and vector.shape == base[name].shape
-        )
+
+        factor = (1 - momentum) ** (second.batches - first.batches) * (1 - MARGIN)
+        base, *_ = first.values.values()
+        _, *later_ranks = second.values.values()
+        below = 0
+        for vectors in later_ranks:
+            for name, vector in vectors.items():
+                if name.endswith("running_var") and vector.shape == base[name].shape:
+                    below += int((vector < factor * base[name]).sum())
+
         most = max(most, below)
+
     return most

@@ -37,39 +37,59 @@ def add_histograms(
     replicas: tensors by name and rank. exact: returns False if a tolerance applies, which tests the lowest against the
     highest value of each element. Raises CheckpointError if a file can no longer be read.
     """
-    differing = [
-        diff
-        for diff in diffs
-        if diff.status == "different" and diff.mismatched and DTYPES[diff.dtype].family == "float"
-    ]
-    differing.sort(key=lambda diff: (len(set(diff.nonfinite.values())) < 2, -(diff.max_abs or 0)))
-    histograms = {
-        diff.name: _compute_histogram(diff, replicas[diff.name], files, exact=exact(diff)) for diff in differing[:MOST]
-    }
-    return tuple(replace(diff, histogram=histograms[diff.name]) if diff.name in histograms else diff for diff in diffs)
+    differing = [diff for diff in diffs if diff.status == "different" and diff.mismatched]
+    floats = [diff for diff in differing if DTYPES[diff.dtype].family == "float"]
+    floats.sort(key=_rank_by_difference)
+    histograms: dict[str, Histogram | None] = {}
+    for diff in floats[:MOST]:
+        histograms[diff.name] = _compute_histogram(diff, replicas[diff.name], files, exact=exact(diff))
+
+    with_histograms = []
+    for diff in diffs:
+        if diff.name in histograms:
+            diff = replace(diff, histogram=histograms[diff.name])
+
+        with_histograms.append(diff)
+
+    return tuple(with_histograms)
+
+
+def _rank_by_difference(diff: TensorDiff) -> tuple[bool, float]:
+    """Return a sort key: tensors that are not finite on some ranks first, then by the size of the difference."""
+    is_finite = len(set(diff.nonfinite.values())) < 2
+    return is_finite, -(diff.max_abs or 0)
 
 
 def _compute_histogram(
     diff: TensorDiff, tensors: Mapping[int, Tensor], files: Files, *, exact: bool
 ) -> Histogram | None:
     """Return the histogram of the replica group with the most different elements."""
+    minority = set(diff.minority)
+
+    def is_minority(ranks: Sequence[int]) -> bool:
+        return not minority.isdisjoint(ranks)
+
     histograms = []
     for sets in sets_within(diff):
         # Measure against the only cluster outside the minority, if there is exactly one.
-        sets.sort(key=lambda ranks: not set(ranks).isdisjoint(diff.minority))
-        majority = sum(set(ranks).isdisjoint(diff.minority) for ranks in sets) == 1
+        sets.sort(key=is_minority)
+        majorities = [ranks for ranks in sets if not is_minority(ranks)]
         representatives = [tensors[ranks[0]] for ranks in sets]
-        histograms.append(_count(representatives, files, _choose_blocks(diff), majority=majority and exact))
+        has_majority = len(majorities) == 1 and exact
+        histograms.append(_count(representatives, files, _choose_blocks(diff), majority=has_majority))
+
     return max(histograms, key=lambda histogram: histogram.elements - histogram.equal, default=None)
 
 
 def _choose_blocks(diff: TensorDiff) -> list[int]:
     """Return the starts of the blocks to read: all, or evenly spaced blocks and that of the largest difference."""
-    blocks, most = -(-diff.numel // _BLOCK), ELEMENTS // _BLOCK
-    chosen = set(range(blocks))
-    if blocks > most:
-        worst = ravel_index(diff.index, diff.shape)
-        chosen = {i * blocks // (most - 1) for i in range(most - 1)} | {worst // _BLOCK}
+    blocks = -(-diff.numel // _BLOCK)
+    most = ELEMENTS // _BLOCK
+    if blocks <= most:
+        return [block * _BLOCK for block in range(blocks)]
+
+    chosen = {ravel_index(diff.index, diff.shape) // _BLOCK}
+    chosen.update(number * blocks // (most - 1) for number in range(most - 1))
     return [block * _BLOCK for block in sorted(chosen)]
 
 
@@ -87,6 +107,8 @@ def _count(replicas: Sequence[Tensor], files: Files, starts: Sequence[int], *, m
         not_finite += int(np.count_nonzero(differs & ~finite))
         with np.errstate(over="ignore"):
             differences = [high - low for low, high in pairs([array[finite] for array in arrays], majority)]
+
         bins = np.searchsorted(_EDGES, np.maximum.reduce(differences), side="right")
         counts += np.bincount(bins, minlength=len(counts))
+
     return Histogram(equal, tuple(map(int, counts)), not_finite)

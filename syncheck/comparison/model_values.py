@@ -43,6 +43,7 @@ class ModelValues:
             # The first rank may be the only one that writes settings.
             if any(map(is_adapter_setting, snapshot.model_values)):
                 self._with_settings.add(rank)
+
             self._formats.add(snapshot.format)
             for name, membership in snapshot.model_values.items():
                 known = self._memberships.get(name, membership)
@@ -55,6 +56,7 @@ class ModelValues:
         """
         if name not in self._memberships:
             return False
+
         certain = self._memberships[name] is Membership.MODEL
         # None stands for a value that the rank does not have.
         values = [value for value in by_rank.values() if value is not None]
@@ -65,6 +67,7 @@ class ModelValues:
         # Settings with their default are not listed.
         if is_adapter_setting(name) or self._memberships[name] is not Membership.MODEL:
             return False
+
         return len(by_rank) < len(self._ranks) and len(self._formats) == 1
 
     def compare(self, name: str, by_rank: Mapping[int, Any], *, selected: bool) -> ValueDiff | None:
@@ -75,6 +78,7 @@ class ModelValues:
         values = {rank: to_comparable(value) for rank, value in by_rank.items() if value is not None}
         if not values:
             return None
+
         # A number has no shards: it is divided between the ranks like a scalar tensor.
         scalar = Tensor(name, "uint8", (), (), "", 0)
         replica_sets = self._alignment.find_replica_sets(name, dict.fromkeys(values, scalar))
@@ -83,6 +87,7 @@ class ModelValues:
         counts, unknown = self._judge(name, missing_ranks, differs=differs)
         if not differs and not missing_ranks:
             return None
+
         return ValueDiff(
             name,
             dict.fromkeys(self._ranks) | values,
@@ -98,14 +103,17 @@ class ModelValues:
             # It may change the model or not. Beside other settings, a missing setting has another value than this.
             has_default = not self._with_settings.isdisjoint(missing_ranks)
             return False, differs or has_default
+
         # Equal programs may have different code.
         if name == CODE:
             return False, differs
+
         membership = self._memberships[name]
         if len(self._formats) == 1:
             # A state dict of a pickled module has none of the module's attributes.
             is_required = membership is not Membership.MODULE
             return differs or (bool(missing_ranks) and is_required), False
+
         # Conversions to other formats omit extra states on purpose; a note counts them.
         is_expected = membership is Membership.MODEL and _EXTRA_STATE.search(name) is None
         return differs, bool(missing_ranks) and is_expected
@@ -118,6 +126,7 @@ def _differ(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
         different_ranks = [rank for rank in ranks if not are_equal(values[rank], reference)]
         if different_ranks:
             return True
+
     return False
 
 
@@ -137,13 +146,16 @@ def note_unknown_values(diffs: Sequence[ValueDiff]) -> list[Message]:
         if is_listed_only:
             missing_ranks = tuple(rank for rank, value in diff.by_rank.items() if value is None)
             names_by_ranks[missing_ranks].append(diff.name)
+
     notes = _note_settings(diffs)
     # All ranks have the code, which is the only value that is unknown without being missing.
     code_names = names_by_ranks.pop((), [])
     if CODE in code_names:
         notes.append(Note.CODE_DIFFERS(ranks=tuple(diffs[0].by_rank)))
+
     for ranks, names in names_by_ranks.items():
         notes.append(Note.MODEL_VALUES_ABSENT(ranks=ranks, count=len(names), names=tuple(names)))
+
     return notes
 
 
@@ -156,5 +168,6 @@ def _note_settings(diffs: Sequence[ValueDiff]) -> list[Message]:
     names = tuple(diff.name for diff in diffs if _is_different_setting(diff))
     if not names:
         return []
+
     ranks = tuple(diffs[0].by_rank)
     return [Note.ADAPTER_SETTINGS_DIFFER(ranks=ranks, names=names)]

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.errors import OptionError
+from syncheck.records import Reason
 from syncheck.text import names_text, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.layout.groups import ReplicaGroup
     from syncheck.records import TensorDiff, Unreadable
@@ -30,38 +31,50 @@ def find_reference_rank(reference: str | int | None, replicas: ReplicaGroup) -> 
     reference: a rank, the path of a replica, or a folder with exactly one replica of the group. If a file name
     is a number, the file takes precedence over the rank with this number.
     """
-    if reference is None:
-        return None
-    if isinstance(reference, str) and "\0" in reference:  # path functions raise ValueError
-        return None
     ranks = [rank for rank, _ in replicas.ranks]
     if isinstance(reference, int):
         return reference if reference in ranks else None
+
+    # Path functions raise ValueError for a null character.
+    if reference is None or "\0" in reference:
+        return None
+
     for matches in (_find_path(reference, replicas), _find_below(reference, replicas)):
         if len(matches) == 1:
             return matches[0]
+
     # int() raises ValueError for thousands of digits.
-    short = len(reference) <= _MOST_DIGITS and reference.isdecimal()
-    return int(reference) if short and int(reference) in ranks else None
+    is_number = len(reference) <= _MOST_DIGITS and reference.isdecimal()
+    if not is_number or int(reference) not in ranks:
+        return None
+
+    return int(reference)
 
 
 def check_reference(
     reference: str | int | None, groups: Sequence[ReplicaGroup], unreadable: Sequence[Unreadable] = ()
 ) -> None:
     """Raise OptionError with the available ranks and paths if no group contains the reference."""
-    if (
-        reference is None
-        or not groups
-        or any(find_reference_rank(reference, replicas) is not None for replicas in groups)
-    ):
+    if reference is None or not groups:
         return
+
+    ranks: set[int] = set()
+    paths: list[str] = []
+    for replicas in groups:
+        if find_reference_rank(reference, replicas) is not None:
+            return
+
+        ranks.update(rank for rank, _ in replicas.ranks)
+        paths += [snapshot.path for _, snapshot in replicas.ranks]
+
+    is_path = isinstance(reference, str) and "\0" not in reference
     for file in unreadable:
-        if isinstance(reference, str) and "\0" not in reference and _is_same_path(reference, file.path):
+        if is_path and _is_same_path(str(reference), file.path):
             raise OptionError(f"it cannot be read: {file.reason}", reference=reference)
-    ranks = sorted({rank for replicas in groups for rank, _ in replicas.ranks})
-    paths = [snapshot.path for replicas in groups for _, snapshot in replicas.ranks]
+
+    candidates = names_text(paths, _MOST_PATHS)
     raise OptionError(
-        f"no replica has this rank or path; there are {ranks_text(ranks)}: {names_text(paths, _MOST_PATHS)}",
+        f"no replica has this rank or path; there are {ranks_text(sorted(ranks))}: {candidates}",
         reference=reference,
     )
 
@@ -72,33 +85,60 @@ def describe_from_reference(diff: TensorDiff, rank: int, tensors: Mapping[int, T
     If ranks hold several shards of a tensor (`replica_groups`), only the minority changes, because the numbers are
     taken from the worst shard.
     """
-    own = next((group for group in diff.replica_groups if rank in group), ())
-    others = {other for group in diff.replica_groups if group != own for other in group}
-    clustered = {member for cluster in diff.clusters for member in cluster}
-    # Ranks without the tensor are in no cluster, and count as equal to each other.
-    equal = next((cluster for cluster in diff.clusters if rank in cluster), tuple(r for r in own if r not in clustered))
-    if not own or not equal:
+    ranks_to_compare = _find_set(rank, diff.replica_groups)
+    if ranks_to_compare is None:
         return diff
-    different = [cluster for cluster in diff.clusters if rank not in cluster]
-    minority = {member for member in own if member not in equal} | (others & set(diff.minority))
+
+    equal_ranks = _find_set(rank, diff.clusters)
+    if equal_ranks is None:
+        # Ranks without the tensor are in no cluster, and count as equal to each other.
+        clustered = {member for cluster in diff.clusters for member in cluster}
+        equal_ranks = tuple(member for member in ranks_to_compare if member not in clustered)
+
+    minority = set(ranks_to_compare) - set(equal_ranks)
+    for ranks in diff.replica_groups:
+        if ranks != ranks_to_compare:
+            minority |= set(ranks) & set(diff.minority)
+
     diff = replace(diff, minority=tuple(sorted(minority)))
+    different = [cluster for cluster in diff.clusters if rank not in cluster]
     # With two clusters, the difference is the same from both sides.
-    if len(diff.replica_groups) > 1 or len(different) < 2 or not diff.mismatched or diff.reason == "missing":
+    is_measurable = len(diff.replica_groups) == 1 and len(different) > 1
+    if not is_measurable or not diff.mismatched or diff.reason is Reason.MISSING:
         return diff
+
     from syncheck.tensors.differences import measure_differences  # needs numpy
     from syncheck.tensors.tolerance import Tolerance
 
-    representatives = [tensors[cluster[0]] for cluster in (equal, *different)]
+    representatives = [tensors[cluster[0]] for cluster in (equal_ranks, *different)]
     statistics = measure_differences(representatives, files, Tolerance(), majority=True)
     return replace(diff, **statistics.size(diff.shape))
 
 
+def _find_set(rank: int, sets: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the set of ranks that includes a rank; None if no set does."""
+    for ranks in sets:
+        if rank in ranks:
+            return ranks
+
+    return None
+
+
 def _find_path(path: str, replicas: ReplicaGroup) -> list[int]:
-    exact = [rank for rank, snapshot in replicas.ranks if snapshot.path == path]
-    return exact or [rank for rank, snapshot in replicas.ranks if _is_same_path(path, snapshot.path)]
+    """Return the ranks of the replicas with a path, in this spelling or in another one."""
+    exact: list[int] = []
+    resolved: list[int] = []
+    for rank, snapshot in replicas.ranks:
+        if snapshot.path == path:
+            exact.append(rank)
+        elif _is_same_path(path, snapshot.path):
+            resolved.append(rank)
+
+    return exact or resolved
 
 
 def _find_below(folder: str, replicas: ReplicaGroup) -> list[int]:
+    """Return the ranks of the replicas in a folder."""
     top = os.path.join(os.path.realpath(folder), "")
     return [rank for rank, snapshot in replicas.ranks if os.path.realpath(snapshot.path).startswith(top)]
 

@@ -38,12 +38,14 @@ def find_differing_settings(snapshots: Mapping[int, Snapshot]) -> dict[str, dict
     for rank, snapshot in snapshots.items():
         for name, value in _list_settings(snapshot):
             by_name.setdefault(name, {})[rank] = value
+
     ranks = {rank: rank_of(snapshot) for rank, snapshot in snapshots.items()}
     differing: dict[str, dict[int, Any]] = {}
     for name, values in by_name.items():
         distinct = set(map(str, values.values()))
         if len(distinct) > 1 and not _follows_rank(name, values, ranks):
             differing[name] = {rank: values.get(rank) for rank in snapshots}
+
     return differing
 
 
@@ -53,6 +55,7 @@ def find_repeated_ranks(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
     for snapshot in snapshots.values():
         if snapshot.metadata is not None and snapshot.metadata.rank is not None:
             files[snapshot.metadata.rank] += 1
+
     return tuple(sorted(rank for rank, count in files.items() if count > 1))
 
 
@@ -68,6 +71,7 @@ def find_claimed_twice(snapshots: Mapping[int, Snapshot]) -> tuple[int, ...]:
         if metadata is not None and metadata.rank is not None and metadata.world_size != 1:
             claim = (metadata.rank, metadata.run, metadata.run_id, metadata.step)
             named_ranks[claim].add(rank_in_path(snapshot))
+
     return tuple(sorted({claim[0] for claim, ranks in named_ranks.items() if len(ranks - {None}) > 1}))
 
 
@@ -75,9 +79,11 @@ def _list_settings(snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
     """Yield names and values of the settings of one file."""
     if snapshot.metadata is not None:
         yield from _list_metadata(snapshot.metadata)
+
     for name, value in values_of(snapshot).items():
         if not is_seed(name) and not in_configuration(name):
             continue
+
         # Saved flags often say whether this is the main process.
         is_setting = isinstance(value, (int, float, str)) and not isinstance(value, bool)
         if is_setting and not _belongs_to_rank(name, value):
@@ -89,6 +95,7 @@ def _list_metadata(metadata: Metadata) -> Iterator[tuple[str, Any]]:
         value = getattr(metadata, name)
         if value is not None:
             yield name, value
+
     for name, value in _flatten(metadata.config, "config", _MOST_LEVELS):
         if not _belongs_to_rank(name, value):
             yield name, value
@@ -122,15 +129,20 @@ def _follows_rank(name: str, values: Mapping[int, Any], ranks: Mapping[int, int 
         rank = ranks[position]
         if rank is None:
             return False
+
         known[position] = rank
+
     if len(set(known.values())) < len(known):  # two files of one rank
         return False
+
     kinds = {type(value) for value in values.values()}
     if kinds == {str}:
         patterns = {_without_number(values[position], rank) for position, rank in known.items()}
         return len(patterns) == 1
+
     if not kinds <= {int, float}:
         return False
+
     return _are_on_a_line(sorted((rank, values[position]) for position, rank in known.items()), seeds=is_seed(name))
 
 
@@ -140,9 +152,11 @@ def _are_on_a_line(pairs: Sequence[tuple[int, float]], *, seeds: bool) -> bool:
     slope = (second - first) / (second_rank - first_rank)
     if slope == 0:
         return False
+
     # Any two numbers are on a line, so two seeds follow the rank only if the slope is typical.
     if len(pairs) == 2:
         return seeds and abs(slope) in (1, 10, 100, 1000, 10_000)
+
     return all(value == first + slope * (rank - first_rank) for rank, value in pairs)
 
 

@@ -36,74 +36,109 @@ def add_stale_ranks(
     runs = group_by_step(replicas for _, replicas in compared)
     groups = []
     for group, now in compared:
-        step = now.step
-        earlier = [] if step is None else [(s, r) for s, r in runs[now.run].items() if s < step]
+        stale: dict[int, int] = {}
         try:
-            stale = _find_stale_ranks(group, now, earlier, jobs, quick=quick)
+            search = _Search(group, now, _list_earlier(now, runs))
+            stale = search.find(jobs, quick=quick)
         except CheckpointError as error:  # from this step or from an earlier step
             unreadable.append(Unreadable(error.path, error.reason))
-            stale = {}
-        groups.append(replace(group, evidence=replace(group.evidence, stale=stale)) if stale else group)
+
+        if stale:
+            group = replace(group, evidence=replace(group.evidence, stale=stale))
+
+        groups.append(group)
+
     return groups
 
 
-def _find_stale_ranks(
-    group: Comparison, now: ReplicaGroup, earlier: Sequence[tuple[int, ReplicaGroup]], jobs: int | None, *, quick: bool
-) -> dict[int, int]:
-    """Return stale ranks with the latest step whose parameters and optimizer state they hold.
+def _list_earlier(now: ReplicaGroup, runs: Mapping[str, Mapping[int, ReplicaGroup]]) -> list[tuple[int, ReplicaGroup]]:
+    """Return the earlier steps of the run of a group, from the latest. runs: groups by run and step, in order."""
+    if now.step is None:
+        return []
 
-    A rank is stale if all of its tensors that differ are bitwise equal to another rank's tensors at that step. now: the
-    files of the group. earlier: the files of earlier steps of the run, in order. Raises CheckpointError if a file can
-    no longer be read.
+    earlier = [(step, replicas) for step, replicas in runs[now.run].items() if step < now.step]
+    return earlier[-MOST_STEPS:][::-1]
+
+
+class _Search:
+    """The search for the stale ranks of one group.
+
+    A rank is stale if all of its tensors that differ are bitwise equal to another rank's tensors at an earlier step.
     """
-    differing = [diff for diff in group.tensors if diff.kind in _KINDS and diff.status == "different"]
-    if not earlier or not any(diff.kind == "parameter" for diff in differing):
-        return {}
-    odd = {rank for diff in differing for rank in diff.minority} or set(group.ranks)
-    current = align(dict(now.ranks)).tensors
-    stale: dict[int, int] = {}
-    with Files(jobs=jobs) as files:
-        for step, replicas in reversed(earlier[-MOST_STEPS:]):
-            suspects = sorted(odd - stale.keys())
-            if not suspects:
-                break
-            before = align(dict(replicas.ranks)).tensors
-            for rank in suspects:
-                # One rank of the majority represents it. Without a majority, take any other rank.
-                if len(odd) == len(now.ranks):
-                    sources = {source for source, _ in replicas.ranks if source != rank}
-                else:
-                    sources = {source for source, _ in replicas.ranks if source not in odd}
-                if _equals_earlier(rank, current, before, sources, differing, None if quick else files):
-                    stale[rank] = step
-    # If all ranks match earlier steps, no rank is behind other ranks.
-    return stale if len(stale) < len(now.ranks) else {}
 
+    def __init__(self, group: Comparison, now: ReplicaGroup, earlier: Sequence[tuple[int, ReplicaGroup]]) -> None:
+        self._now = now
+        self._earlier = earlier
+        self._differing: list[TensorDiff] = []
+        self._suspects: set[int] = set()
+        for diff in group.tensors:
+            if diff.kind in _KINDS and diff.status == "different":
+                self._differing.append(diff)
+                self._suspects.update(diff.minority)
 
-def _equals_earlier(
-    rank: int,
-    current: Mapping[str, Mapping[int, Tensor]],
-    before: Mapping[str, Mapping[int, Tensor]],
-    sources: Collection[int],
-    differing: Sequence[TensorDiff],
-    files: Files | None,
-) -> bool:
-    """Whether all differing tensors of a rank equal those of a replica at an earlier step. Usually the first decides.
+        # Without a majority, any rank may be stale.
+        if not self._suspects:
+            self._suspects.update(group.ranks)
 
-    current, before: the tensors of both steps by name and rank.
-    sources: the ranks whose tensors count at the earlier step.
-    files: None to compare stored checksums and digests only.
-    """
-    has_tensors = False
-    for diff in differing:
-        if not any(rank in ranks for ranks in diff.clusters):
-            continue
-        has_tensors = True
-        tensor = current.get(diff.name, {}).get(rank)
-        earlier = _find_replica(diff, rank, before.get(diff.name, {}), sources)
-        if tensor is None or earlier is None or not _are_equal(tensor, earlier, files):
-            return False
-    return has_tensors
+    def find(self, jobs: int | None, *, quick: bool) -> dict[int, int]:
+        """Return stale ranks with the latest step whose parameters and optimizer state they hold.
+
+        Raises CheckpointError if a file can no longer be read.
+        """
+        if not self._earlier or not any(diff.kind == "parameter" for diff in self._differing):
+            return {}
+
+        current = align(dict(self._now.ranks)).tensors
+        stale: dict[int, int] = {}
+        with Files(jobs=jobs) as files:
+            for step, replicas in self._earlier:
+                remaining_ranks = sorted(self._suspects - stale.keys())
+                if not remaining_ranks:
+                    break
+
+                before = align(dict(replicas.ranks)).tensors
+                ranks_before = {rank for rank, _ in replicas.ranks}
+                for rank in remaining_ranks:
+                    sources = self._choose_sources(rank, ranks_before)
+                    if self._equals(rank, current, before, sources, None if quick else files):
+                        stale[rank] = step
+
+        # If all ranks match earlier steps, no rank is behind other ranks.
+        return stale if len(stale) < len(self._now.ranks) else {}
+
+    def _choose_sources(self, rank: int, ranks_before: set[int]) -> set[int]:
+        """Return the ranks of an earlier step to compare with: the majority, or without one, all other ranks."""
+        if len(self._suspects) < len(self._now.ranks):
+            return ranks_before - self._suspects
+
+        return ranks_before - {rank}
+
+    def _equals(
+        self,
+        rank: int,
+        current: Mapping[str, Mapping[int, Tensor]],
+        before: Mapping[str, Mapping[int, Tensor]],
+        sources: Collection[int],
+        files: Files | None,
+    ) -> bool:
+        """Whether all differing tensors of a rank equal those at an earlier step. Usually the first decides.
+
+        current, before: the tensors of both steps by name and rank.
+        sources: the ranks whose tensors count at the earlier step.
+        files: None to compare stored checksums and digests only.
+        """
+        has_tensors = False
+        for diff in self._differing:
+            if not any(rank in ranks for ranks in diff.clusters):
+                continue
+
+            has_tensors = True
+            tensor = current.get(diff.name, {}).get(rank)
+            earlier = _find_replica(diff, rank, before.get(diff.name, {}), sources)
+            if tensor is None or earlier is None or not _are_equal(tensor, earlier, files):
+                return False
+
+        return has_tensors
 
 
 def _find_replica(
@@ -111,23 +146,31 @@ def _find_replica(
 ) -> Tensor | None:
     """Return the tensor of the first rank in the replica group of a rank; None if no rank there holds it."""
     for ranks in diff.replica_groups:
-        if rank not in ranks:
-            continue
-        for source in ranks:
-            if source in sources and source in tensors:
-                return tensors[source]
-        break
+        if rank in ranks:
+            present = [source for source in ranks if source in sources and source in tensors]
+            return tensors[present[0]] if present else None
+
     return None
 
 
 def _are_equal(mine: Tensor, theirs: Tensor, files: Files | None) -> bool:
     """Whether two tensors are bitwise equal. files: None to compare stored checksums and digests only."""
-    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape) or mine.refused or theirs.refused:
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
         return False
+
+    if mine.refused or theirs.refused:
+        return False
+
     if mine.digest is not None and theirs.digest is not None:
         return (mine.digest.algorithm, mine.digest.value) == (theirs.digest.algorithm, theirs.digest.value)
-    if files is None:
-        from syncheck.tensors.digests import compare_checksums
 
-        return mine.digest is theirs.digest and compare_checksums((mine, theirs)).clusters == ((0, 1),)
-    return mine.digest is theirs.digest and len(cluster_replicas((mine, theirs), files)) == 1
+    # A fingerprint and a file of the same run.
+    if mine.digest is not None or theirs.digest is not None:
+        return False
+
+    if files is not None:
+        return len(cluster_replicas((mine, theirs), files)) == 1
+
+    from syncheck.tensors.digests import compare_checksums
+
+    return compare_checksums((mine, theirs)).clusters == ((0, 1),)

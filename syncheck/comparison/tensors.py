@@ -13,7 +13,7 @@ from syncheck.tensors.clustering import cluster_replicas
 from syncheck.text import group_ranks, sets_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.layout.replica_groups import ReplicaSets, Sets
     from syncheck.messages import Message
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from syncheck.tensors.digests import DigestResult
     from syncheck.tensors.finiteness import FiniteScan
     from syncheck.tensors.tolerance import Tolerance
-
-    Compare = Callable[[TensorDiff, Mapping[int, Tensor]], TensorDiff | None]
 
 # From the weakest to the strongest result.
 _ORDER: tuple[Status, ...] = ("identical", "equal", "close", "not_compared", "different")
@@ -51,57 +49,122 @@ def compare_tensor(
     scan: searches the bytes that are read for NaN and infinity.
     Raises CheckpointError if a file can no longer be read.
     """
-
-    def compare(bare: TensorDiff, members: Mapping[int, Tensor]) -> TensorDiff | None:
-        result = _compare_without_bytes(list(members.values()), files, quick=quick)
-        if result is not None:
-            return _make_diff(bare, tuple(members), result)
-        # Replicas of other dtypes than the first one differ from it, so they need no search.
-        is_first_dtype = bare.dtype == next(iter(tensors.values())).dtype
-        return _compare_bytes(bare, members, files, tolerance, scan if is_first_dtype else None)
-
-    missing = tuple(rank for rank in replica_sets.expected if rank not in tensors)
-    bare = _bare(name, kind, tensors)
+    bare = _make_bare_diff(name, kind, tensors)
+    compare = _Compare(files, tolerance, tensors, scan, quick=quick)
     diff = _find_mismatch(bare, tensors, replica_sets)
     if diff is None:
-        diff = _compare_groups(bare, tensors, replica_sets, compare)
-    elif values := _compare_matching(diff, tensors, replica_sets, compare):
-        # A tensor refused by the reader on some ranks is not a difference by itself.
-        diff = replace(diff, facts=(diff, values)) if diff.out_of_sync else replace(values, detail=diff.detail)
-    if not missing:
+        diff = _compare_sets(bare, tensors, replica_sets, compare)
+    else:
+        diff = _add_values(diff, _compare_matching(diff, tensors, replica_sets, compare))
+
+    missing_ranks = tuple(rank for rank in replica_sets.expected if rank not in tensors)
+    if not missing_ranks:
         return diff
+
     if sharded and diff is None and len(tensors) > 1:
         return None  # all ranks with the tensor agree
+
     if sharded and (diff is None or diff.reason is Reason.SHARDED):
         return replace(bare, reason=Reason.SHARDED, detail=Detail.PARTITIONED(ranks=tuple(tensors)))
-    absent = replace(
-        _with_clusters(bare, replica_sets.expected, largest_first((list(tensors), missing))),
+
+    missing = _make_missing(bare, tuple(tensors), replica_sets.expected, missing_ranks)
+    return missing if diff is None else _add_missing(diff, missing, tuple(tensors))
+
+
+class _Compare:
+    """Compares the replicas of one set.
+
+    files: open files.
+    tolerance: of the tensor.
+    tensors: the tensor on all ranks.
+    scan: searches the bytes that are read.
+    quick: compare stored checksums only.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        tolerance: Tolerance,
+        tensors: Mapping[int, Tensor],
+        scan: FiniteScan | None,
+        *,
+        quick: bool,
+    ) -> None:
+        self._files = files
+        self._tolerance = tolerance
+        self._first_dtype = next(iter(tensors.values())).dtype
+        self._scan = scan
+        self._quick = quick
+
+    def __call__(self, bare: TensorDiff, members: Mapping[int, Tensor]) -> TensorDiff | None:
+        """Return the diff of the members of a replica set; None if they are identical."""
+        result = _compare_without_bytes(list(members.values()), self._files, quick=self._quick)
+        if result is not None:
+            return _make_diff(bare, tuple(members), result)
+
+        # Replicas of other dtypes than the first one differ from it, so they need no search.
+        scan = self._scan if bare.dtype == self._first_dtype else None
+        return _compare_bytes(bare, members, self._files, self._tolerance, scan)
+
+
+def _add_values(mismatch: TensorDiff, values: TensorDiff | None) -> TensorDiff:
+    """Return the mismatch of a tensor together with the differences of its values.
+
+    values: the diff of the ranks whose values can be compared; None if they are equal.
+    """
+    if values is None:
+        return mismatch
+
+    if mismatch.out_of_sync:
+        return replace(mismatch, facts=(mismatch, values))
+
+    # A tensor refused by the reader on some ranks is not a difference by itself.
+    return replace(values, detail=mismatch.detail)
+
+
+def _make_missing(
+    bare: TensorDiff, present: tuple[int, ...], expected: tuple[int, ...], missing_ranks: tuple[int, ...]
+) -> TensorDiff:
+    """Return the diff of a tensor that some ranks lack. present, expected: ranks that have it, or must have it."""
+    diff = _with_clusters(bare, expected, largest_first((present, missing_ranks)))
+    return replace(
+        diff,
         reason=Reason.MISSING,
-        detail=Detail.MISSING(ranks=missing),
-        clusters=(tuple(tensors),),
+        detail=Detail.MISSING(ranks=missing_ranks),
+        clusters=(present,),
     )
-    if diff is None:
-        return absent
+
+
+def _add_missing(diff: TensorDiff, missing: TensorDiff, present: tuple[int, ...]) -> TensorDiff:
+    """Return the diff of a tensor that differs, and that some ranks lack. present: the ranks that have it."""
     clustered = {rank for cluster in diff.clusters for rank in cluster}
-    unclustered = tuple(rank for rank in tensors if rank not in clustered)
+    unclustered = tuple(rank for rank in present if rank not in clustered)
+    clusters = diff.clusters
+    if unclustered:
+        clusters = (*clusters, unclustered)
+
+    facts: tuple[TensorDiff, ...] = ()
+    if diff.out_of_sync:
+        facts = (missing, *(diff.facts or (diff,)))
+
     return replace(
         diff,
         status="different" if diff.status == "different" else "not_compared",
-        reason=absent.reason,
-        detail=absent.detail,
-        replica_groups=absent.replica_groups,
-        clusters=(*diff.clusters, unclustered) if unclustered else diff.clusters,
-        minority=diff.minority or absent.minority,
-        facts=(absent, *(diff.facts or (diff,))) if diff.out_of_sync else (),
+        reason=missing.reason,
+        detail=missing.detail,
+        replica_groups=missing.replica_groups,
+        clusters=clusters,
+        minority=diff.minority or missing.minority,
+        facts=facts,
     )
 
 
 def skip_tensor(name: str, kind: str, tensors: Mapping[int, Tensor], reason: Reason, detail: Message) -> TensorDiff:
     """Return the diff of a tensor that is not compared. reason: other than its shapes and dtypes."""
-    return replace(_bare(name, kind, tensors), reason=reason, detail=detail)
+    return replace(_make_bare_diff(name, kind, tensors), reason=reason, detail=detail)
 
 
-def _bare(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
+def _make_bare_diff(name: str, kind: str, tensors: Mapping[int, Tensor]) -> TensorDiff:
     first = next(iter(tensors.values()))
     return TensorDiff(name, kind, first.dtype, first.shape, "not_compared", numel=first.numel)
 
@@ -114,119 +177,230 @@ def _with_clusters(bare: TensorDiff, ranks: Iterable[int], sets: Sets, **changes
 def _find_mismatch(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
     """Return a diff if the values cannot be compared: different shapes, dtypes or layouts, or refused by the reader."""
     # The common case first. A loop takes half the time of any() with a generator.
-    for t in tensors.values():
-        if t.shape != bare.shape or t.dtype != bare.dtype or t.refused or t.sharding is not None:
+    for tensor in tensors.values():
+        if tensor.shape != bare.shape or tensor.dtype != bare.dtype or tensor.refused or tensor.sharding is not None:
             break
     else:
         return None
-    refusals = {rank: tensor.refused for rank, tensor in tensors.items()}
-    sharded = {rank: refusal for rank, refusal in refusals.items() if refusal and refusal.code in SHARD_REFUSALS}
-    if sharded:
-        first = next(iter(sharded.values()))
-        if len(sharded) == len(tensors):  # shards of one tensor may have different shapes
-            return replace(bare, reason=Reason.SHARDED, detail=Detail.REFUSED(refusal=first))
-        detail = Detail.REFUSED_ON_SOME(refusal=first, ranks=tuple(sharded))
-        return replace(bare, reason=Reason.REFUSED, detail=detail)
-    # For example, a sparse and a dense tensor, or a meta tensor and a tensor with values. As text, because fingerprints
-    # store the text of a refusal.
-    kinds = {rank: str(r) if r else f"{tensors[rank].dtype} with values" for rank, r in refusals.items()}
-    if any(refusals.values()) and len(set(kinds.values())) > 1:
-        return _make_mismatch(bare, Reason.DTYPE, kinds, tensors)
-    for field in (Reason.SHAPE, Reason.DTYPE):
-        values = {rank: _known_value(tensor, field) for rank, tensor in tensors.items()}
-        if None not in values.values() and len(set(values.values())) > 1:
-            if (
-                field is Reason.SHAPE
-                and replica_sets.kind == "model parallel"
-                and _is_equal_within(values, replica_sets)
-            ):
-                continue  # uneven parts of plain tensors
-            return _make_mismatch(bare, field, values, tensors)
-    parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
-    texts = {id(sharding): layout_text(sharding) for sharding in parts.values()}  # ranks share sharding objects
-    layouts = {rank: texts[id(sharding)] for rank, sharding in parts.items()}
-    if len(set(layouts.values())) > 1:  # shards of different layouts are never replicas
-        return _make_mismatch(bare, Reason.SHAPE, layouts, tensors)
-    refused = next(iter(refusals.values()))
+
+    for find in (_find_refused_shards, _find_refused_kinds, _find_shapes, _find_dtypes, _find_layouts):
+        diff = find(bare, tensors, replica_sets)
+        if diff is not None:
+            return diff
+
+    refused = next(iter(tensors.values())).refused
     if not refused:
         return None
+
     reason = Reason.PARTS if refused.code is Refusal.IN_PARTS else Reason.REFUSED
     return replace(bare, reason=reason, detail=Detail.REFUSED(refusal=refused))
 
 
+def _find_refused_shards(
+    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets
+) -> TensorDiff | None:
+    """Return a diff if some ranks hold shards that the reader refuses."""
+    refusals: dict[int, Message] = {}
+    for rank, tensor in tensors.items():
+        if tensor.refused and tensor.refused.code in SHARD_REFUSALS:
+            refusals[rank] = tensor.refused
+
+    if not refusals:
+        return None
+
+    first = next(iter(refusals.values()))
+    if len(refusals) < len(tensors):
+        detail = Detail.REFUSED_ON_SOME(refusal=first, ranks=tuple(refusals))
+        return replace(bare, reason=Reason.REFUSED, detail=detail)
+
+    # Shards of one tensor may have different shapes.
+    return replace(bare, reason=Reason.SHARDED, detail=Detail.REFUSED(refusal=first))
+
+
+def _find_refused_kinds(
+    bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets
+) -> TensorDiff | None:
+    """Return a diff if the reader refuses tensors for different reasons, or only on some ranks.
+
+    For example, a sparse and a dense tensor, or a meta tensor and a tensor with values.
+    """
+    if not any(tensor.refused for tensor in tensors.values()):
+        return None
+
+    kinds: dict[int, str] = {}
+    for rank, tensor in tensors.items():
+        # As text, because fingerprints store the text of a refusal.
+        kinds[rank] = str(tensor.refused) if tensor.refused else f"{tensor.dtype} with values"
+
+    if len(set(kinds.values())) == 1:
+        return None
+
+    return _make_mismatch(bare, Reason.DTYPE, kinds, tensors)
+
+
+def _find_shapes(bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets) -> TensorDiff | None:
+    """Return a diff if ranks hold tensors of different global shapes."""
+    shapes: dict[int, Any] = {}
+    for rank, tensor in tensors.items():
+        shapes[rank] = None if _is_undescribed(tensor, tensor.full_shape) else tensor.full_shape
+
+    if None in shapes.values() or len(set(shapes.values())) == 1:
+        return None
+
+    # Uneven parts of plain tensors.
+    if replica_sets.kind == "model parallel" and _is_equal_within(shapes, replica_sets):
+        return None
+
+    return _make_mismatch(bare, Reason.SHAPE, shapes, tensors)
+
+
+def _find_dtypes(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets) -> TensorDiff | None:
+    """Return a diff if ranks hold tensors of different dtypes."""
+    dtypes: dict[int, Any] = {}
+    for rank, tensor in tensors.items():
+        dtypes[rank] = None if _is_undescribed(tensor, tensor.dtype) else tensor.dtype
+
+    if None in dtypes.values() or len(set(dtypes.values())) == 1:
+        return None
+
+    return _make_mismatch(bare, Reason.DTYPE, dtypes, tensors)
+
+
+def _is_undescribed(tensor: Tensor, value: object) -> bool:
+    """Whether the reader does not know the shape or the dtype of a tensor, and `value` stands for it."""
+    return bool(tensor.refused) and tensor.dtype == "unknown" and value in ((), "unknown")
+
+
+def _find_layouts(bare: TensorDiff, tensors: Mapping[int, Tensor], _replica_sets: ReplicaSets) -> TensorDiff | None:
+    """Return a diff if ranks hold shards of different layouts, which are never replicas."""
+    texts: dict[int, str] = {}
+    layouts: dict[int, str] = {}
+    for rank, tensor in tensors.items():
+        sharding = tensor.sharding
+        if sharding is None or is_whole(sharding):
+            continue
+
+        # Ranks share sharding objects.
+        if id(sharding) not in texts:
+            texts[id(sharding)] = layout_text(sharding)
+
+        layouts[rank] = texts[id(sharding)]
+
+    if len(set(layouts.values())) < 2:
+        return None
+
+    return _make_mismatch(bare, Reason.SHAPE, layouts, tensors)
+
+
 def _compare_matching(
-    mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: Compare
+    mismatch: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: _Compare
 ) -> TensorDiff | None:
     """Compare ranks with the same shape and dtype if not all ranks have the same. Return None if they do not differ."""
-    readable = {rank: tensor for rank, tensor in tensors.items() if not tensor.refused}
-    sets = []
+    matching_sets: list[tuple[int, ...]] = []
+    members: dict[int, Tensor] = {}
     for ranks in replica_sets.sets:
-        by_type: dict[Any, list[int]] = defaultdict(list)
-        for rank in ranks:
-            if rank in readable:
-                by_type[readable[rank].dtype, readable[rank].shape].append(rank)
-        sets += [tuple(members) for members in by_type.values() if len(members) > 1]
-    if not sets:
+        for matching_ranks in _group_by_type(tensors, ranks):
+            matching_sets.append(matching_ranks)
+            members |= {rank: tensors[rank] for rank in matching_ranks}
+
+    if not matching_sets:
         return None
-    matching = replace(replica_sets, sets=tuple(sets), layout=replica_sets.layout or f"of one {mismatch.reason}")
-    members = {rank: readable[rank] for ranks in sets for rank in ranks}
-    diff = _compare_groups(_bare(mismatch.name, mismatch.kind, members), members, matching, compare)
-    return diff if diff is not None and diff.out_of_sync else None
+
+    layout = replica_sets.layout or f"of one {mismatch.reason}"
+    matching = replace(replica_sets, sets=tuple(matching_sets), layout=layout)
+    bare = _make_bare_diff(mismatch.name, mismatch.kind, members)
+    diff = _compare_sets(bare, members, matching, compare)
+    if diff is None or not diff.out_of_sync:
+        return None
+
+    return diff
+
+
+def _group_by_type(tensors: Mapping[int, Tensor], ranks: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return the sets of several ranks whose tensors can be read and have the same dtype and shape."""
+    by_type: dict[Any, list[int]] = defaultdict(list)
+    for rank in ranks:
+        tensor = tensors[rank]
+        if not tensor.refused:
+            by_type[tensor.dtype, tensor.shape].append(rank)
+
+    return [tuple(matching_ranks) for matching_ranks in by_type.values() if len(matching_ranks) > 1]
 
 
 def _is_equal_within(values: Mapping[int, Any], replica_sets: ReplicaSets) -> bool:
     """Whether the values are equal within each replica group."""
-    return all(len({values[rank] for rank in ranks}) == 1 for ranks in replica_sets.sets)
+    for first_rank, *other_ranks in replica_sets.sets:
+        if any(values[rank] != values[first_rank] for rank in other_ranks):
+            return False
 
-
-def _known_value(tensor: Tensor, field: Reason) -> Any:
-    """Return the global shape or the dtype of a tensor; None if the reader does not know it."""
-    value: Any = tensor.sharding.shape if field is Reason.SHAPE and tensor.sharding else getattr(tensor, field)
-    unknown = tensor.refused and tensor.dtype == "unknown" and value in ((), "unknown")
-    return None if unknown else value
+    return True
 
 
 def _make_mismatch(
     bare: TensorDiff, reason: Reason, values: Mapping[int, Any], tensors: Mapping[int, Tensor]
 ) -> TensorDiff:
     """Return a diff of values by rank: shapes, dtypes or layouts."""
-    by_value = group_ranks(values)
-    sets = largest_first(by_value.values())
-    value_of = {tuple(ranks): value for value, ranks in by_value.items()}
-    detail = Detail.UNEQUAL(values=tuple((value_of[ranks], ranks) for ranks in sets))
-    return _with_clusters(bare, tensors, sets, reason=reason, detail=detail)
+    ranks_by_value = group_ranks(values)
+    sets = largest_first(ranks_by_value.values())
+    value_of_set = {tuple(ranks): value for value, ranks in ranks_by_value.items()}
+    unequal = tuple((value_of_set[ranks], ranks) for ranks in sets)
+    return _with_clusters(bare, tensors, sets, reason=reason, detail=Detail.UNEQUAL(values=unequal))
 
 
-def _compare_groups(
-    bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: Compare
+def _compare_sets(
+    bare: TensorDiff, tensors: Mapping[int, Tensor], replica_sets: ReplicaSets, compare: _Compare
 ) -> TensorDiff | None:
-    """Compare within each replica group. Return None if all are identical, else the numbers of the worst group."""
+    """Compare within each replica set. Return None if all are identical, else the numbers of the worst set."""
     if replica_sets.kind and not replica_sets.comparable:
         return replace(bare, reason=Reason.SHARDED, detail=Detail.SHARDED(layout=replica_sets.layout))
-    diffs = []
+
+    diffs: list[TensorDiff] = []
     for ranks in replica_sets.comparable:
-        is_only = len(ranks) == len(tensors)
-        members = tensors if is_only else {rank: tensors[rank] for rank in ranks}
-        own = bare if is_only else _bare(bare.name, bare.kind, members)
-        # torch writes equal shapes for equal mesh coordinates, but untrusted files may not.
-        if any(tensor.shape != own.shape for tensor in members.values()):
-            shapes = {rank: tensor.shape for rank, tensor in members.items()}
-            diff: TensorDiff | None = _make_mismatch(own, Reason.SHAPE, shapes, members)
-        else:
-            diff = compare(own, members)
+        diff = _compare_set(bare, tensors, ranks, compare)
         if diff is not None:
             diffs.append(diff)
-    if not diffs or len(replica_sets.sets) == 1:
-        return diffs[0] if diffs else None
+
+    if not diffs:
+        return None
+
+    return diffs[0] if len(replica_sets.sets) == 1 else _join_diffs(diffs, replica_sets)
+
+
+def _compare_set(
+    bare: TensorDiff, tensors: Mapping[int, Tensor], ranks: tuple[int, ...], compare: _Compare
+) -> TensorDiff | None:
+    """Compare within one replica set. ranks: of the set."""
+    if len(ranks) < len(tensors):
+        tensors = {rank: tensors[rank] for rank in ranks}
+        bare = _make_bare_diff(bare.name, bare.kind, tensors)
+
+    # torch writes equal shapes for equal mesh coordinates, but untrusted files may not.
+    shapes = {rank: tensor.shape for rank, tensor in tensors.items()}
+    if any(shape != bare.shape for shape in shapes.values()):
+        return _make_mismatch(bare, Reason.SHAPE, shapes, tensors)
+
+    return compare(bare, tensors)
+
+
+def _join_diffs(diffs: Sequence[TensorDiff], replica_sets: ReplicaSets) -> TensorDiff:
+    """Return one diff of several replica sets, with the numbers of the worst set."""
     worst = max(diffs, key=lambda diff: (_ORDER.index(diff.status), diff.max_abs or 0))
+    clusters: list[tuple[int, ...]] = []
+    minority: list[int] = []
+    nonfinite: dict[int, int] = {}
+    for diff in diffs:
+        clusters += diff.clusters
+        minority += diff.minority
+        nonfinite |= diff.nonfinite
+
+    compared_sets = sets_text(replica_sets.comparable, 3)
     return replace(
         worst,
-        detail=worst.detail
-        or Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=sets_text(replica_sets.comparable, 3)),
+        detail=worst.detail or Detail.WITHIN_GROUPS(layout=replica_sets.layout, sets=compared_sets),
         replica_groups=replica_sets.sets,
-        clusters=tuple(cluster for diff in diffs for cluster in diff.clusters),
-        minority=tuple(sorted(rank for diff in diffs for rank in diff.minority)),
-        nonfinite=dict(sorted((rank, count) for diff in diffs for rank, count in diff.nonfinite.items())),
+        clusters=tuple(clusters),
+        minority=tuple(sorted(minority)),
+        nonfinite=dict(sorted(nonfinite.items())),
     )
 
 
@@ -234,42 +408,66 @@ def _compare_bytes(
     bare: TensorDiff, tensors: Mapping[int, Tensor], files: Files, tolerance: Tolerance, scan: FiniteScan | None
 ) -> TensorDiff | None:
     """Compare replicas bitwise and measure the differences. Return None if all are identical."""
-    ranks, members = tuple(tensors), list(tensors.values())
-    clusters = cluster_replicas(members, files, scan) if len(members) > 1 else ((0,),)
+    members = list(tensors.values())
+    if len(members) < 2:
+        return None
+
+    clusters = cluster_replicas(members, files, scan)
     if len(clusters) == 1:
         return None
+
     from syncheck.tensors.differences import measure_differences  # needs numpy
 
-    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in clusters)
+    sets = _name_ranks(clusters, tuple(tensors))
     representatives = [members[positions[0]] for positions in clusters]
     statistics = measure_differences(representatives, files, tolerance, majority=bool(minority_of(sets)))
-    tolerated = not tolerance.exact and not statistics.beyond
-    status: Status = "equal" if not statistics.mismatched else "close" if tolerated else "different"
-    nonfinite = {rank: count for same, count in zip(sets, statistics.nonfinite, strict=True) for rank in same}
+    status: Status = "different"
+    if not statistics.mismatched:
+        status = "equal"
+    elif not tolerance.exact and not statistics.beyond:
+        status = "close"
+
     return _with_clusters(
         bare,
-        ranks,
+        tensors,
         sets,
         status=status,
         tolerance=str(tolerance) if status == "close" else None,
         mismatched=statistics.mismatched,
-        nonfinite=dict(sorted(nonfinite.items())),
+        nonfinite=_spread_over_ranks(sets, statistics.nonfinite),
         extent=statistics.extent(bare.numel),
         **statistics.size(bare.shape),
     )
 
 
+def _name_ranks(clusters: Iterable[Iterable[int]], ranks: Sequence[int]) -> Sets:
+    """Return clusters of ranks. clusters: of positions in `ranks`."""
+    return tuple(tuple(ranks[position] for position in positions) for positions in clusters)
+
+
+def _spread_over_ranks(sets: Sets, counts: Iterable[int | None]) -> dict[int, int]:
+    """Return a count for each rank. counts: one for each set; None if it is unknown."""
+    by_rank: dict[int, int] = {}
+    for ranks, count in zip(sets, counts, strict=False):
+        if count is not None:
+            by_rank |= dict.fromkeys(ranks, count)
+
+    return dict(sorted(by_rank.items()))
+
+
 def _compare_without_bytes(members: Sequence[Tensor], files: Files, *, quick: bool) -> DigestResult | None:
     """Compare digests if a replica is a fingerprint, checksums if `quick`; else return None."""
-    fingerprints = sum(tensor.digest is not None for tensor in members)
-    if fingerprints and (not quick or fingerprints == len(members)):
+    fingerprints = [tensor for tensor in members if tensor.digest is not None]
+    if fingerprints and (not quick or len(fingerprints) == len(members)):
         from syncheck.tensors.digests import compare_digests
 
         return compare_digests(members, files)
+
     if quick and any(tensor.data is None for tensor in members):
         from syncheck.tensors.digests import compare_checksums
 
         return compare_checksums(members)
+
     return None
 
 
@@ -277,10 +475,14 @@ def _make_diff(bare: TensorDiff, ranks: tuple[int, ...], result: DigestResult) -
     """Return the diff from digests or checksums; None if all are identical."""
     if len(result.clusters) == 1:
         return None
+
     if not result.clusters:
         return replace(bare, reason=result.reason, detail=result.detail)
-    sets: Sets = tuple(tuple(ranks[i] for i in positions) for positions in result.clusters)
-    counts = {rank: n for same, n in zip(sets, result.nonfinite, strict=False) for rank in same if n is not None}
-    nonfinite = dict(sorted(counts.items())) if len(counts) == len(ranks) else {}
+
+    sets = _name_ranks(result.clusters, ranks)
+    nonfinite = _spread_over_ranks(sets, result.nonfinite)
+    if len(nonfinite) < len(ranks):
+        nonfinite = {}
+
     numbers = {"mismatched": None, "nonfinite": nonfinite, **result.numbers}
     return _with_clusters(bare, ranks, sets, status="different", reason=result.reason, detail=result.detail, **numbers)

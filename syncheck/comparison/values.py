@@ -6,9 +6,12 @@ from collections import defaultdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from syncheck.comparison.model_values import ModelValues
+from syncheck.comparison.model_values import ModelValues, are_equal
+from syncheck.layout.optimizer_shards import OptimizerShards
+from syncheck.layout.replica_groups import DIFFERENT_PARAMETERS, coordinates_in
 from syncheck.messages import Note
 from syncheck.records import ValueDiff
+from syncheck.tensors.kinds import make_selector
 from syncheck.tensors.names import is_rng_state
 from syncheck.tensors.value_kinds import (
     SCALES,
@@ -20,7 +23,7 @@ from syncheck.tensors.value_kinds import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
     from syncheck.layout.alignment import Alignment
     from syncheck.messages import Message
@@ -32,9 +35,8 @@ _MOST_NOTES = 3
 
 def compare_values(
     alignment: Alignment,
-    wanted: Callable[[str, str], bool],
-    kept: Callable[[str, str], bool],
-    is_partial: Callable[[str], bool],
+    is_selected: Callable[[str, str], bool],
+    exclude: tuple[str, ...],
     *,
     strict: bool,
 ) -> list[ValueDiff]:
@@ -45,86 +47,194 @@ def compare_values(
     and missing values count. Otherwise, as in files, values of kind `other` are only listed, and missing settings and
     scaler state count if their whole container is missing or has another class. A missing loss scale always counts.
 
-    wanted: whether the options select a name and kind. kept: whether the options do not exclude it. is_partial: whether
-    a value belongs to partitioned optimizer state.
+    is_selected: whether the options select a name and kind.
+    exclude: globs of names that do not count.
     """
-    snapshots = alignment.snapshots
-    values = {rank: values_of(snapshot) for rank, snapshot in snapshots.items()}
-    by_name: dict[str, dict[int, Any]] = defaultdict(dict)
-    for rank, own in values.items():
-        for name, value in own.items():
-            if not is_partial(name):
-                by_name[name][rank] = value
-    kind_of, keys = (
-        make_value_classifier(by_name),
-        cache(lambda rank: _containers((*values[rank], *snapshots[rank].tensors))),
-    )
-    one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
-    of_model = ModelValues(alignment)
+    values = _Values(alignment, is_selected, exclude, strict=strict)
     diffs = []
-    for name, present in by_name.items():
-        # A step or a setting in a state dict must not be missing, and its differences have findings of their own.
-        if of_model.includes(name, present) and (kind_of(name) == "other" or of_model.lacks(name, present)):
-            # `wanted` selects by kind: parts of the model are parameters or buffers.
-            selected = wanted(name, "parameter") or wanted(name, "buffer")
-            diff = of_model.compare(name, present, selected=selected)
-            diffs += [] if diff is None else [diff]
-            continue
-        first, *rest = present.values()
-        differ = any(value != first and not (value != value and first != first) for value in rest)  # NaN equals NaN
-        absent = [rank for rank in snapshots if rank not in present]
-        if not differ and not absent:
-            continue
-        kind = kind_of(name)
-        lost = tuple(rank for rank in absent if _owner(name) not in keys(rank))
-        # Replicas may list the members of a parameter group by name or by position.
-        missing = bool(absent) and not is_membership(name)
-        if not strict:
-            # If only parameters are selected, files without an optimizer are complete.
-            missing = missing and wanted(name, "optimizer")
-            missing = missing and one_format and (kind in ("setting", "scaler") or is_lbfgs_state(name))
-            is_scale = (
-                name.rpartition(".")[2] in SCALES
-            )  # fairseq stores it in the optimizer state, without a container
-            missing = missing and (
-                bool(lost) or is_scale or _container_differs(name, keys(next(iter(present))), map(keys, absent))
-            )
-        selected = kept(name, "value") if kind != "other" else strict and wanted(name, "value")
-        # The loss in LBFGS state differs by design, but must not be missing.
-        by_design = differs_by_design(name) and not (lost and name.startswith("optimizer."))
-        counts = (differ or missing) and selected and not by_design
-        by_rank = {rank: present.get(rank) for rank in snapshots}
-        diffs.append(ValueDiff(name, by_rank, counts=counts, kind=kind, lost=lost))
+    for name in values.by_name:
+        diff = values.compare(name)
+        if diff is not None:
+            diffs.append(diff)
+
     return diffs
 
 
-def _containers(names: Iterable[str]) -> dict[str, set[str]]:
+class _Values:
+    """The values of a group by name and rank, without values of partitioned optimizer state."""
+
+    def __init__(
+        self,
+        alignment: Alignment,
+        is_selected: Callable[[str, str], bool],
+        exclude: tuple[str, ...],
+        *,
+        strict: bool,
+    ) -> None:
+        snapshots = alignment.snapshots
+        values_by_rank = {rank: values_of(snapshot) for rank, snapshot in snapshots.items()}
+        partial_values = _PartialValues(alignment)
+        self.by_name: dict[str, dict[int, Any]] = defaultdict(dict)
+        for rank, values in values_by_rank.items():
+            for name, value in values.items():
+                if not partial_values.includes(name):
+                    self.by_name[name][rank] = value
+
+        # Most groups have no absent value, and need no containers.
+        self._containers = cache(lambda rank: _list_containers((*values_by_rank[rank], *snapshots[rank].tensors)))
+        self._ranks = alignment.ranks
+        self._kind_of = make_value_classifier(self.by_name)
+        self._has_one_format = len({snapshot.format for snapshot in snapshots.values()}) == 1
+        self._of_model = ModelValues(alignment)
+        self._is_selected = is_selected
+        self._is_included = make_selector(frozenset(), (), exclude)
+        self._strict = strict
+
+    def compare(self, name: str) -> ValueDiff | None:
+        """Return the diff of a value; None if all ranks have equal values."""
+        by_rank = self.by_name[name]
+        if self._is_of_model(name, by_rank):
+            # The options select by kind: parts of the model are parameters or buffers.
+            selected = self._is_selected(name, "parameter") or self._is_selected(name, "buffer")
+            return self._of_model.compare(name, by_rank, selected=selected)
+
+        first, *other_values = by_rank.values()
+        differs = not all(are_equal(value, first) for value in other_values)
+        absent_ranks = [rank for rank in self._ranks if rank not in by_rank]
+        if not differs and not absent_ranks:
+            return None
+
+        owner = _get_owner(name)
+        lost_ranks = tuple(rank for rank in absent_ranks if owner not in self._containers(rank))
+        is_missing = bool(absent_ranks) and self._must_not_be_missing(name, absent_ranks, is_lost=bool(lost_ranks))
+        # The loss in LBFGS state differs by design, but must not be missing.
+        is_lost_state = bool(lost_ranks) and name.startswith("optimizer.")
+        counts = (differs or is_missing) and self._counts(name)
+        if differs_by_design(name) and not is_lost_state:
+            counts = False
+
+        values = {rank: by_rank.get(rank) for rank in self._ranks}
+        return ValueDiff(name, values, counts=counts, kind=self._kind_of(name), lost=lost_ranks)
+
+    def _is_of_model(self, name: str, by_rank: Mapping[int, Any]) -> bool:
+        """Whether a value is compared like a tensor."""
+        if not self._of_model.includes(name, by_rank):
+            return False
+
+        # A step or a setting in a state dict must not be missing, and its differences have findings of their own.
+        return self._kind_of(name) == "other" or self._of_model.lacks(name, by_rank)
+
+    def _counts(self, name: str) -> bool:
+        """Whether the options and the kind of a value let its differences count."""
+        if self._kind_of(name) != "other":
+            return self._is_included(name, "value")
+
+        return self._strict and self._is_selected(name, "value")
+
+    def _must_not_be_missing(self, name: str, absent_ranks: Sequence[int], *, is_lost: bool) -> bool:
+        """Whether a value that some ranks lack is missing there. is_lost: whether they lack its whole object."""
+        # Replicas may list the members of a parameter group by name or by position.
+        if is_membership(name):
+            return False
+
+        if self._strict:
+            return True
+
+        # If only parameters are selected, files without an optimizer are complete.
+        if not self._is_selected(name, "optimizer") or not self._has_one_format:
+            return False
+
+        if self._kind_of(name) not in ("setting", "scaler") and not is_lbfgs_state(name):
+            return False
+
+        # fairseq stores the scale in the optimizer state, without a container.
+        is_scale = name.rpartition(".")[2] in SCALES
+        if is_lost or is_scale:
+            return True
+
+        first_rank = next(iter(self.by_name[name]))
+        absent = [self._containers(rank) for rank in absent_ranks]
+        return _container_differs(name, self._containers(first_rank), absent)
+
+
+class _PartialValues:
+    """The values of a partitioned optimizer: group memberships, and values of single shards.
+
+    Pipeline stages and ranks with other experts have different members too, but ranks with equal coordinates must have
+    the same.
+    """
+
+    def __init__(self, alignment: Alignment) -> None:
+        self._optimizer = alignment.optimizer
+        self._is_sharded = self._optimizer != OptimizerShards()
+        self._stages: dict[Hashable, list[Snapshot]] = defaultdict(list)
+        for snapshot in alignment.snapshots.values():
+            self._stages[coordinates_in(snapshot, DIFFERENT_PARAMETERS)].append(snapshot)
+            if snapshot.metadata is not None and snapshot.metadata.optimizer_sharded:
+                self._is_sharded = True
+
+    def includes(self, name: str) -> bool:
+        """Whether ranks may have different values of this name by design."""
+        if self._optimizer.labels and self._optimizer.may_hold(name, of_optimizer=False):
+            return True
+
+        # A step counter that is no tensor.
+        if name.rpartition(".")[0] in self._optimizer.owned:
+            return True
+
+        if not is_membership(name):
+            return False
+
+        return self._is_sharded or (len(self._stages) > 1 and self._is_equal_in_stages(name))
+
+    def _is_equal_in_stages(self, name: str) -> bool:
+        for snapshots in self._stages.values():
+            first_value = snapshots[0].values.get(name)
+            if any(snapshot.values.get(name) != first_value for snapshot in snapshots):
+                return False
+
+        return True
+
+
+def _list_containers(names: Iterable[str]) -> dict[str, set[str]]:
     """Return the keys of each container of values and tensors."""
     keys: dict[str, set[str]] = defaultdict(set)
     for name in names:
-        head, key = name, ""
-        while head:
-            if not is_membership(name):
-                keys[head].add(key)
-            head, _, key = head.rpartition(".")
-    return {head: found - {""} for head, found in keys.items()}
+        if is_membership(name):
+            continue
+
+        # A value is a container without keys.
+        keys.setdefault(name, set())
+        container, _, key = name.rpartition(".")
+        while container:
+            keys[container].add(key)
+            container, _, key = container.rpartition(".")
+
+    return dict(keys)
 
 
-def _owner(name: str) -> str:
+def _get_owner(name: str) -> str:
     """Return the name of the object of a value: the optimizer, the scheduler, or a top-level key."""
-    head, groups, _ = name.partition(".param_groups.")
-    return head if groups else name.rpartition(".")[0] or name
+    optimizer, groups, _ = name.partition(".param_groups.")
+    if groups:
+        return optimizer
+
+    return name.rpartition(".")[0] or name
 
 
-def _container_differs(name: str, present: Mapping[str, set[str]], absent: Iterable[Mapping[str, set[str]]]) -> bool:
+def _container_differs(name: str, present: Mapping[str, set[str]], absent: Collection[Mapping[str, set[str]]]) -> bool:
     """Whether the container of a missing value is missing, too, or has additional keys.
 
     If it only has fewer keys, another version of the library wrote it. present, absent: keys by container on a rank
     with the value and on ranks without it.
     """
     container = name.rpartition(".")[0]
-    keys = [by_container.get(container) for by_container in absent]
-    return not all(keys) or any(own - present[container] for own in keys if own)
+    for keys_by_container in absent:
+        keys = keys_by_container.get(container)
+        if not keys or keys - present[container]:
+            return True
+
+    return False
 
 
 def in_memory(snapshots: Mapping[int, Snapshot]) -> bool:
@@ -136,16 +246,31 @@ def note_absent_values(snapshots: Mapping[int, Snapshot], diffs: Sequence[ValueD
     """Return notes about absent top-level values whose absence does not count. Only for files of the same format."""
     if len({snapshot.format for snapshot in snapshots.values()}) > 1 or in_memory(snapshots):
         return []
-    tops = {rank: {name.partition(".")[0] for name in snapshot.values} for rank, snapshot in snapshots.items()}
-    counted = {diff.name.partition(".")[0] for diff in diffs if diff.counts or diff.kind == "model"}
+
+    tops_by_rank: dict[int, set[str]] = {}
+    for rank, snapshot in snapshots.items():
+        tops_by_rank[rank] = {_get_top(name) for name in snapshot.values}
+
+    counted = {_get_top(diff.name) for diff in diffs if diff.counts or diff.kind == "model"}
     absent: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for top in sorted(set().union(*tops.values()) - counted):
-        ranks = tuple(rank for rank, own in tops.items() if top not in own)
-        if ranks and not is_rng_state((top,)):
-            absent[ranks].append(top)
-    notes = [
-        Note.VALUES_ABSENT(ranks=ranks, names=tuple(f"{name:.80}" for name in names))
-        for ranks, names in list(absent.items())[:_MOST_NOTES]
-    ]
-    more = sum(map(len, list(absent.values())[_MOST_NOTES:]))
-    return notes + ([Note.MORE_VALUES_ABSENT(count=more)] if more else [])
+    for top in sorted(set().union(*tops_by_rank.values()) - counted):
+        absent_ranks = tuple(rank for rank, tops in tops_by_rank.items() if top not in tops)
+        if absent_ranks and not is_rng_state((top,)):
+            absent[absent_ranks].append(f"{top:.80}")
+
+    notes: list[Message] = []
+    more = 0
+    for ranks, names in absent.items():
+        if len(notes) < _MOST_NOTES:
+            notes.append(Note.VALUES_ABSENT(ranks=ranks, names=tuple(names)))
+        else:
+            more += len(names)
+
+    if more:
+        notes.append(Note.MORE_VALUES_ABSENT(count=more))
+
+    return notes
+
+
+def _get_top(name: str) -> str:
+    return name.partition(".")[0]

@@ -37,6 +37,7 @@ def select_vectors(differing: Iterable[TensorDiff]) -> list[TensorDiff]:
         kind = _moment_of(diff) or diff.kind
         if kind in by_kind and DTYPES[diff.dtype].family == "float" and len(by_kind[kind]) < MOST:
             by_kind[kind].append(diff)
+
     return [diff for diffs in by_kind.values() for diff in diffs]
 
 
@@ -56,17 +57,23 @@ def compare_vectors(diff: TensorDiff, tensors: Mapping[int, Tensor], files: File
         for position, ranks in enumerate(sets):
             if (norm := sums.norm(position)) is not None:
                 norms.update(dict.fromkeys(ranks, norm))
+
             if position == 0:
                 continue
+
             if (cosine := sums.cosine(position)) is not None:
                 cosines.append(cosine)
+
             if not (differing := sums.differing[position]):
                 continue
+
             if _moment_of(diff) == "second":
                 shares["smaller"].update(dict.fromkeys(ranks, sums.smaller[position] / differing))
+
             if diff.kind == "parameter":
                 _add_zeros(shares["zeroed"], sets[0], sums.zeros_of_first[position] / differing)
                 _add_zeros(shares["zeroed"], ranks, sums.zeros[position] / differing)
+
     ordered = {name: dict(sorted(by_rank.items())) for name, by_rank in shares.items()}
     return {"norms": dict(sorted(norms.items())), "cosine": min(cosines, default=None), **ordered}
 
@@ -120,6 +127,7 @@ class _Sums:
         scale = math.sqrt(self.squares[0]) * math.sqrt(self.squares[position])
         if not scale or not math.isfinite(self.products[position] / scale):
             return None
+
         return max(-1.0, min(1.0, self.products[position] / scale))
 
 
@@ -138,8 +146,10 @@ def _sum_over_blocks(tensors: Sequence[Tensor], files: Files) -> _Sums:
             if not all(math.isfinite(float(array @ array)) for array in arrays):
                 finite = np.logical_and.reduce([np.isfinite(array) for array in arrays])
                 arrays = [array[finite] for array in arrays]
+
             for position, array in enumerate(arrays):
                 sums.add(position, arrays[0], array)
+
     return sums
 
 

@@ -93,10 +93,12 @@ def align(snapshots: Mapping[int, Snapshot]) -> Alignment:
         names_of_rank = names[rank]
         for stored_name, tensor in snapshot.tensors.items():
             tensors.setdefault(names_of_rank[stored_name], {})[rank] = tensor
+
     copies = find_copies(tensors, snapshots)
     separate_copies = {name: tensors.pop(name) for name in copies}
     for name, source in copies.items():
         tensors[source] = tensors[source] | separate_copies[name]
+
     second_copies = find_second_copies(tensors, copies, snapshots)
     tied = {*copies.values(), *second_copies}
     for name, source in second_copies.items():
@@ -104,13 +106,16 @@ def align(snapshots: Mapping[int, Snapshot]) -> Alignment:
         tensors[name] = tensors[name] | {
             rank: tensor for rank, tensor in tensors[source].items() if rank not in tensors[name]
         }
+
     for name, by_rank in tensors.items():
         if is_embedding_in_stages(name, by_rank, snapshots):
             tied.add(name)
+
     positions = find_positions(snapshots)
     replicated: frozenset[str] = frozenset()
     if positions.plain:
         replicated = find_replicated((*tensors, *separate_copies))
+
     return Alignment(
         snapshots=snapshots,
         names=names,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import MalformedFile
 from syncheck.snapshots import Shard, Tensor, contiguous_strides
@@ -31,14 +32,14 @@ _STEPS = 1_000_000
 _STEPS_PER_CHUNK = 64
 
 
-def chunk_runs(runs: Runs, count: int, at: int) -> Runs:
-    """Return chunk number `at` of `count` of the concatenated runs, as `torch.chunk` splits a dimension.
+def chunk_runs(runs: Runs, count: int, number: int) -> Runs:
+    """Return chunk `number` of `count` of the concatenated runs, as `torch.chunk` splits a dimension.
 
     The last chunks are shorter or empty.
     """
     length = sum(size for _, size in runs)
     rows = -(-length // count)
-    return cut_runs(runs, min(at * rows, length), min((at + 1) * rows, length))
+    return cut_runs(runs, min(number * rows, length), min((number + 1) * rows, length))
 
 
 def cut_runs(runs: Runs, low: int, high: int) -> Runs:
@@ -49,7 +50,9 @@ def cut_runs(runs: Runs, low: int, high: int) -> Runs:
         first, last = max(low - begin, 0), min(high - begin, size)
         if first < last:
             cut.append((start + first, last - first))
+
         begin += size
+
     return tuple(cut)
 
 
@@ -60,33 +63,56 @@ def cut_tensor(local: Tensor, runs: Sequence[Runs]) -> list[Shard]:
     """
     if math.prod(map(len, runs)) > MOST_BOXES:
         raise ValueError(f"more than {MOST_BOXES} boxes")
-    boxes = []
-    begins = [list(itertools.accumulate((size for _, size in of_axis), initial=0)) for of_axis in runs]
-    for numbers in itertools.product(*(range(len(of_axis)) for of_axis in runs)):
-        start, shape = zip(*(of_axis[i] for of_axis, i in zip(runs, numbers, strict=True)), strict=True)
-        first = [begin[i] for begin, i in zip(begins, numbers, strict=True)]
-        skipped = sum(at * stride for at, stride in zip(first, local.strides, strict=True))
-        boxes.append(Shard(view(local, skipped, shape, local.strides), start))
-    return boxes
+
+    shards = []
+    for box in itertools.product(*map(_locate_runs, runs)):
+        skipped = sum(run.local_start * stride for run, stride in zip(box, local.strides, strict=True))
+        shape = tuple(run.size for run in box)
+        start = tuple(run.start for run in box)
+        shards.append(Shard(view(local, skipped, shape, local.strides), start))
+
+    return shards
 
 
-def cut_flat_tensor(flat: Tensor, at: int, shape: tuple[int, ...], start: int, count: int) -> list[Shard]:
+class _LocatedRun(NamedTuple):
+    """A range of indices of one dimension. local_start: of its first index in the rank's tensor."""
+
+    start: int
+    size: int
+    local_start: int
+
+
+def _locate_runs(runs: Runs) -> list[_LocatedRun]:
+    """Return the runs of a dimension, which a rank's tensor holds one after the other."""
+    located_runs: list[_LocatedRun] = []
+    local_start = 0
+    for start, size in runs:
+        located_runs.append(_LocatedRun(start, size, local_start))
+        local_start += size
+
+    return located_runs
+
+
+def cut_flat_tensor(flat: Tensor, position: int, shape: tuple[int, ...], start: int, count: int) -> list[Shard]:
     """Return boxes of a tensor of this shape: its elements `start` to `start + count`, in C order.
 
-    flat: contiguous elements, which hold these elements from number `at` on.
+    flat: contiguous elements, which hold these elements from `position` on.
     """
-    boxes = []
+    shards = []
     for box in split_into_boxes(shape, start, count):
         size = tuple(span.stop - span.start for span in box)
-        boxes.append(Shard(view(flat, at, size, contiguous_strides(size)), tuple(span.start for span in box)))
-        at += math.prod(size)
-    return boxes
+        first = tuple(span.start for span in box)
+        shards.append(Shard(view(flat, position, size, contiguous_strides(size)), first))
+        position += math.prod(size)
+
+    return shards
 
 
 def view(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Return a part of a tensor. skipped: elements before its first element."""
     if tensor.shape == shape:
         return replace(tensor, sharding=None)
+
     offset = tensor.offset + skipped * DTYPES[tensor.dtype].size
     # Checksums and digests are of the whole tensor.
     return replace(
@@ -99,22 +125,31 @@ def combine(name: str, dtype: str, shape: tuple[int, ...], shards: Iterable[Shar
 
     path: of the checkpoint. Raises MalformedFile for holes, overlaps and boxes beyond the tensor.
     """
-    boxes: dict[Box, Shard] = {}
+    by_box: dict[Box, Shard] = {}
     for shard in shards:
         if shard.tensor.numel:
-            boxes.setdefault((shard.start, shard.tensor.shape), shard)
-    parts = tuple(shard for _, shard in sorted(boxes.items()))
-    fault = find_fault(shape, [*boxes])
+            by_box.setdefault((shard.start, shard.tensor.shape), shard)
+
+    fault = find_fault(shape, list(by_box))
     if fault:
         raise MalformedFile(
-            path, place=f"tensor {brief(name)}", found=fault, needed=f"parts that cover {list(shape)} once",
+            path,
+            place=f"tensor {brief(name)}",
+            found=fault,
+            needed=f"parts that cover {list(shape)} once",
             next_step="pass the files of all ranks of one step; if they are complete, save or copy them again",
-        )  # fmt: skip
-    if len(parts) == 1:
-        return replace(parts[0].tensor, name=name, sharding=None)
+        )
+
+    covering = tuple(shard for _, shard in sorted(by_box.items()))
     # A tensor without elements has no boxes, and its data is empty.
-    first = parts[0].tensor.path if parts else path
-    return Tensor(name, dtype, shape, contiguous_strides(shape), first, 0, data=None if parts else b"", shards=parts)
+    if not covering:
+        return Tensor(name, dtype, shape, contiguous_strides(shape), path, 0, data=b"")
+
+    first = covering[0].tensor
+    if len(covering) == 1:
+        return replace(first, name=name, sharding=None)
+
+    return Tensor(name, dtype, shape, contiguous_strides(shape), first.path, 0, shards=covering)
 
 
 def find_fault(shape: Sequence[int], spans: Sequence[Box]) -> str:
@@ -124,38 +159,57 @@ def find_fault(shape: Sequence[int], spans: Sequence[Box]) -> str:
     """
     if 0 in shape:
         return "chunks of an empty tensor" if spans else ""
+
     for start, size in spans:
-        if any(at + length > most for at, length, most in zip(start, size, shape, strict=True)):
+        ends = map(operator.add, start, size)
+        if any(end > most for end, most in zip(ends, shape, strict=True)):
             return f"the chunk of size {list(size)} at {list(start)} extends beyond the tensor"
-    start, most = max(Counter(start for start, _ in spans).items(), key=lambda item: item[1], default=((), 0))
-    if most > 1:  # a fast test, because a pickle can list one chunk a million times
-        return f"{most} chunks contain element {list(start)}"
-    left = _STEPS + _STEPS_PER_CHUNK * len(spans)
-    waiting: list[tuple[tuple[int, ...], Sequence[Box]]] = [((), spans)]
-    while waiting:
-        # The chunks with elements whose first indices are `at`.
-        at, crossing_chunks = waiting.pop()
-        if len(at) == len(shape):
-            if len(crossing_chunks) != 1:
-                return f"{len(crossing_chunks) or 'no'} chunks contain element {list(at)}"
-            continue
-        for low, crossing in _cut_slabs(crossing_chunks, len(at), shape[len(at)]):
-            left -= len(crossing) + 1
-            if left < 0:
-                return f"{len(spans)} chunks overlap in too many boxes to check"
-            waiting.append(((*at, low), crossing))
+
+    # A fast test, because a pickle can list one chunk a million times.
+    starts = Counter(start for start, _ in spans)
+    for start, count in starts.most_common(1):
+        if count > 1:
+            return f"{count} chunks contain element {list(start)}"
+
+    return _find_uneven_cover(shape, spans)
+
+
+def _find_uneven_cover(shape: Sequence[int], spans: Sequence[Box]) -> str:
+    """Describe an element that no chunk or several chunks contain; return "" without such an element.
+
+    spans: non-empty chunks within the tensor.
+    """
+    budget = _STEPS + _STEPS_PER_CHUNK * len(spans)
+    # The first indices of elements, and the chunks with such elements.
+    slabs: list[tuple[tuple[int, ...], Sequence[Box]]] = [((), spans)]
+    while slabs:
+        index, chunks = slabs.pop()
+        if len(index) < len(shape):
+            for low, crossing_chunks in _cut_slabs(chunks, len(index), shape[len(index)]):
+                budget -= len(crossing_chunks) + 1
+                if budget < 0:
+                    return f"{len(spans)} chunks overlap in too many boxes to check"
+
+                slabs.append(((*index, low), crossing_chunks))
+        elif len(chunks) != 1:
+            return f"{len(chunks) or 'no'} chunks contain element {list(index)}"
+
     return ""
 
 
 def _cut_slabs(spans: Sequence[Box], axis: int, length: int) -> Iterator[tuple[int, list[Box]]]:
     """Cut a dimension at every start and end of a chunk. Yield the start of each slab and the chunks that cross it."""
-    edges = sorted({0, length, *(e for start, size in spans for e in (start[axis], start[axis] + size[axis]))})
+    edges = {0, length}
+    for start, size in spans:
+        edges.update((start[axis], start[axis] + size[axis]))
+
     ordered = sorted(spans, key=lambda span: span[0][axis])
     crossing: list[Box] = []
     coming = 0
-    for low, _ in itertools.pairwise(edges):
+    for low, _ in itertools.pairwise(sorted(edges)):
         crossing = [span for span in crossing if span[0][axis] + span[1][axis] > low]
         while coming < len(ordered) and ordered[coming][0][axis] == low:
             crossing.append(ordered[coming])
             coming += 1
+
         yield low, list(crossing)

@@ -9,9 +9,9 @@ they are no copies.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import UsageError
 from syncheck.layout.replica_groups import PIPELINE, coordinates_in
@@ -22,7 +22,7 @@ from syncheck.text import brief
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
-    from syncheck.records import Comparison
+    from syncheck.records import Comparison, TensorDiff
     from syncheck.snapshots import Snapshot, Tensor
 
 # Names of embeddings without the number of a layer, which a stage might count from 0. Other tensors with one name in
@@ -40,12 +40,21 @@ def broken_ties(snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[s
 
     names: by rank, from stored to normalized names. Ranks that lack a name do not count.
     """
-    tied = _list_tied(snapshots, names)
+    ties_by_rank = _list_ties_by_rank(snapshots, names)
     broken = []
-    for tie in set[frozenset[str]]().union(*tied.values()):
-        together = tuple(rank for rank, sets in tied.items() if tie in sets or any(tie < same for same in sets))
-        if len(together) < len(tied) and any(tie <= set(names[rank].values()) for rank in tied if rank not in together):
-            broken.append(Tie(tuple(sorted(tie)), together))
+    for tie in set[frozenset[str]]().union(*ties_by_rank.values()):
+        together: list[int] = []
+        separate: list[int] = []
+        for rank, ties in ties_by_rank.items():
+            # More names may share memory on some ranks.
+            if any(tie <= larger_tie for larger_tie in ties):
+                together.append(rank)
+            elif tie <= set(names[rank].values()):
+                separate.append(rank)
+
+        if separate:
+            broken.append(Tie(tuple(sorted(tie)), tuple(together)))
+
     return tuple(sorted(broken, key=lambda tie: tie.names))
 
 
@@ -53,44 +62,75 @@ def common_ties(
     snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names that share memory on every rank. names: by rank, from stored to normalized names."""
-    tied = _list_tied(snapshots, names)
-    if not tied or len(tied) < len(snapshots):
+    ties_by_rank = _list_ties_by_rank(snapshots, names)
+    if not ties_by_rank or len(ties_by_rank) < len(snapshots):
         return ()
-    common = frozenset.intersection(*map(frozenset, tied.values()))
-    return tuple(sorted(tuple(sorted(same)) for same in common))
+
+    common = set.intersection(*ties_by_rank.values())
+    return tuple(sorted(tuple(sorted(tie)) for tie in common))
 
 
-def _list_tied(
+def _list_ties_by_rank(
     snapshots: Mapping[int, Snapshot], names: Mapping[int, Mapping[str, str]]
 ) -> dict[int, set[frozenset[str]]]:
     """Return the sets of normalized names that share memory, by rank. Ranks in a format without ties are left out."""
-    return {
-        rank: {
-            frozenset(names[rank][name] for name in same)
-            for same in snapshot.ties or find_shared_tensors(snapshot.tensors.values())
-        }
-        for rank, snapshot in snapshots.items()
-        if snapshot.format in _FORMATS_WITH_TIES
-    }
+    ties_by_rank: dict[int, set[frozenset[str]]] = {}
+    for rank, snapshot in snapshots.items():
+        if snapshot.format not in _FORMATS_WITH_TIES:
+            continue
+
+        names_of_rank = names[rank]
+        ties_by_rank[rank] = set()
+        for tie in snapshot.ties or find_shared_tensors(snapshot.tensors.values()):
+            ties_by_rank[rank].add(frozenset(names_of_rank[name] for name in tie))
+
+    return ties_by_rank
+
+
+class _Location(NamedTuple):
+    """The file and the offset of the first element of a tensor."""
+
+    path: str
+    offset: int
 
 
 def find_shared_tensors(tensors: Collection[Tensor]) -> list[list[str]]:
     """Return lists of names with the same storage offset, dtype, shape and strides."""
-    places = [_find_place(tensor) for tensor in tensors]
-    shared = {place for place, count in Counter(places).items() if count > 1}  # most offsets are unique
-    tied: dict[Hashable, list[str]] = defaultdict(list)
-    for tensor, place in zip(tensors, places, strict=True):
-        if place is not None and place in shared:
-            boxes = tuple((shard.start, _find_place(shard.tensor), shard.tensor.strides) for shard in tensor.shards)
-            tied[place, tensor.dtype, tensor.shape, tensor.strides, boxes].append(tensor.name)
-    return [names for names in tied.values() if len(names) > 1]
+    by_location: dict[_Location, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        location = _find_location(tensor)
+        if location is not None:
+            by_location[location].append(tensor)
+
+    ties = []
+    for candidates in by_location.values():
+        # Most offsets are unique.
+        if len(candidates) > 1:
+            ties += _group_equal_layouts(candidates)
+
+    return ties
 
 
-def _find_place(tensor: Tensor) -> tuple[str, int] | None:
-    """Return the file and the offset of the first element, or None for a tensor without bytes in a file."""
+def _group_equal_layouts(tensors: Iterable[Tensor]) -> list[list[str]]:
+    """Return lists of names of tensors at one location with the same dtype, shape, strides and boxes."""
+    names: dict[Hashable, list[str]] = defaultdict(list)
+    for tensor in tensors:
+        boxes = [(shard.start, _find_location(shard.tensor), shard.tensor.strides) for shard in tensor.shards]
+        names[tensor.dtype, tensor.shape, tensor.strides, tuple(boxes)].append(tensor.name)
+
+    return [tie for tie in names.values() if len(tie) > 1]
+
+
+def _find_location(tensor: Tensor) -> _Location | None:
+    """Return the location of the first element, or None for a tensor without bytes in a file."""
     first = tensor.shards[0].tensor if tensor.shards else tensor
-    unplaced = tensor.refused or not tensor.numel or first.data is not None or first.digest is not None
-    return None if unplaced else (first.path, first.offset)
+    if tensor.refused or not tensor.numel:
+        return None
+
+    if first.data is not None or first.digest is not None:
+        return None
+
+    return _Location(first.path, first.offset)
 
 
 def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snapshot]) -> dict[str, str]:
@@ -100,14 +140,26 @@ def find_copies(names: Mapping[str, Iterable[int]], snapshots: Mapping[int, Snap
     untrusted: a name counts as a copy only if no pipeline stage has both names.
     """
     stages = {rank: coordinates_in(snapshot, PIPELINE) for rank, snapshot in snapshots.items()}
-    tied = list_ties(snapshots.values()) if all(stages.values()) else {}
-    held = {name: {stages[rank] for rank in ranks} for name, ranks in names.items()} if tied else {}
+    ties = list_ties(snapshots.values()) if all(stages.values()) else {}
+    if not ties:
+        return {}
+
+    stages_of_name: dict[str, set[Hashable]] = {}
+    for name, ranks in names.items():
+        stages_of_name[name] = {stages[rank] for rank in ranks}
+
     copies: dict[str, str] = {}
-    for name in [*held]:
-        new = name_of_copied(name, tied)
-        if new != name and held.get(new) and name not in copies.values() and held[new].isdisjoint(held[name]):
-            held[new] |= held.pop(name)
-            copies[name] = new
+    sources: set[str] = set()
+    for name in names:
+        source = name_of_copied(name, ties)
+        if source == name or name in sources or not stages_of_name.get(source):
+            continue
+
+        if stages_of_name[source].isdisjoint(stages_of_name[name]):
+            stages_of_name[source] |= stages_of_name.pop(name)
+            copies[name] = source
+            sources.add(source)
+
     return copies
 
 
@@ -116,30 +168,56 @@ def list_ties(snapshots: Iterable[Snapshot]) -> dict[str, str]:
 
     A copy of a copy is a copy of the first tensor. A name with two meanings, or in a circle, is not a copy.
     """
-    listed: dict[str, str] = {}
+    sources: dict[str, str] = {}
     contradicted: set[str] = set()
     for snapshot in snapshots:
-        for name, new in snapshot.metadata.tied.items() if snapshot.metadata is not None else ():
-            if listed.setdefault(name, new) != new:
+        if snapshot.metadata is None:
+            continue
+
+        for name, source in snapshot.metadata.tied.items():
+            if sources.setdefault(name, source) != source:
                 contradicted.add(name)
+
+    for name in contradicted:
+        del sources[name]
+
     ties: dict[str, str] = {}
-    for name in listed.keys() - contradicted:
-        source, passed = name, {name}
-        while source in listed and source not in contradicted:
-            source = listed[source]
-            if source in passed:
-                break
-            passed.add(source)
-        else:
-            ties[name] = source
+    for name in sources:
+        first_source = _follow_copies(name, sources)
+        if first_source is not None:
+            ties[name] = first_source
+
     return ties
+
+
+def _follow_copies(name: str, sources: Mapping[str, str]) -> str | None:
+    """Return the tensor of which a name is a copy, or a copy of a copy; None for a circle."""
+    passed = {name}
+    source = sources[name]
+    while source in sources:
+        if source in passed:
+            return None
+
+        passed.add(source)
+        source = sources[source]
+
+    return source
 
 
 def name_of_copied(name: str, tied: Mapping[str, str]) -> str:
     """Return the name of the tensor of which `name` is a copy, else `name`. tied: from the metadata."""
-    container, dot, rest = name.partition(".") if name.startswith(("optimizer.", "ema.")) else ("", "", name)
-    parameter, state_dot, state = rest.rpartition(".") if container == "optimizer" else (rest, "", "")
-    return f"{container}{dot}{tied.get(parameter, parameter)}{state_dot}{state}"
+    if not tied:
+        return name
+
+    if not name.startswith(("optimizer.", "ema.")):
+        return tied.get(name, name)
+
+    container, _, parameter = name.partition(".")
+    if container == "ema":
+        return f"{container}.{tied.get(parameter, parameter)}"
+
+    parameter, dot, state = parameter.rpartition(".")
+    return f"{container}.{tied.get(parameter, parameter)}{dot}{state}"
 
 
 def find_second_copies(
@@ -156,15 +234,22 @@ def find_second_copies(
         source = name_of_copied(name, ties)
         if name != source and source in sources and name not in copies:
             second[name] = source
+
     return second
 
 
 def is_embedding_in_stages(name: str, tensors: Mapping[int, Tensor], snapshots: Mapping[int, Snapshot]) -> bool:
     """Whether several pipeline stages hold an embedding: the last stage needs it only for a tied output layer."""
-    parameter = name.removeprefix("optimizer.").rpartition(".")[0] if name.startswith("optimizer.") else name
-    if not _EMBEDDING.fullmatch(parameter) or len({tensor.full_shape for tensor in tensors.values()}) > 1:
+    parameter = name
+    if name.startswith("optimizer."):
+        parameter = name.removeprefix("optimizer.").rpartition(".")[0]
+
+    if not _EMBEDDING.fullmatch(parameter):
         return False
-    return len({coordinates_in(snapshots[rank], PIPELINE) for rank in tensors}) > 1
+
+    shapes = {tensor.full_shape for tensor in tensors.values()}
+    stages = {coordinates_in(snapshots[rank], PIPELINE) for rank in tensors}
+    return len(shapes) == 1 and len(stages) > 1
 
 
 def accept_partitioned_files(comparison: Comparison) -> Comparison:
@@ -174,24 +259,44 @@ def accept_partitioned_files(comparison: Comparison) -> Comparison:
     other: whether a tensor is missing shows in the comparison with the other model.
     """
     missing = [diff for diff in comparison.tensors if diff.reason is Reason.MISSING and not diff.facts]
-    lacking: set[int] = set()
+    lacking_ranks: set[int] = set()
     for diff in missing:
-        holders = {rank for cluster in diff.clusters for rank in cluster}
-        lacking |= {rank for ranks in diff.replica_groups for rank in ranks} - holders
-    if lacking != {replica.rank for replica in comparison.replicas}:
+        lacking_ranks |= _find_lacking_ranks(diff)
+
+    if lacking_ranks != {replica.rank for replica in comparison.replicas}:
         return comparison
-    parts = {diff.name for diff in missing}
+
     kinds = dict(comparison.kinds)
     for diff in missing:
-        count = kinds[diff.kind]
-        kinds[diff.kind] = replace(count, tensors=count.tensors - 1, not_compared=count.not_compared - 1)
-    # Each part of an optimizer has its own parameters.
-    values = tuple(
-        replace(value, counts=value.counts and not value.lost and not is_membership(value.name), lost=())
-        for value in comparison.values
+        counts = kinds[diff.kind]
+        kinds[diff.kind] = replace(counts, tensors=counts.tensors - 1, not_compared=counts.not_compared - 1)
+
+    values = []
+    for value in comparison.values:
+        # Each file's optimizer has its own parameters.
+        counts_here = value.counts and not value.lost and not is_membership(value.name)
+        values.append(replace(value, counts=counts_here, lost=()))
+
+    missing_names = {diff.name for diff in missing}
+    return replace(
+        comparison,
+        tensors=tuple(diff for diff in comparison.tensors if diff.name not in missing_names),
+        values=tuple(values),
+        kinds=kinds,
+        counts=sum(kinds.values(), Counts()),
     )
-    tensors = tuple(diff for diff in comparison.tensors if diff.name not in parts)
-    return replace(comparison, tensors=tensors, values=values, kinds=kinds, counts=sum(kinds.values(), Counts()))
+
+
+def _find_lacking_ranks(diff: TensorDiff) -> set[int]:
+    """Return the ranks that lack a missing tensor."""
+    lacking_ranks: set[int] = set()
+    for ranks in diff.replica_groups:
+        lacking_ranks.update(ranks)
+
+    for holders in diff.clusters:
+        lacking_ranks.difference_update(holders)
+
+    return lacking_ranks
 
 
 def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Comparison) -> None:
@@ -205,10 +310,12 @@ def require_own_numbers(title: str, snapshots: Sequence[Snapshot], copies: Compa
     differing = [diff.name for diff in copies.tensors if diff.out_of_sync and diff.reason is None]
     if len(name_sets) < 2 or len(differing) < 2 or copies.counts.compared > len(differing):
         return
+
     for name in differing:
         # Tied weights, which stages have in common, have no number.
         if not any(part.isdigit() for part in name.split(".")):
             return
+
     raise UsageError(
         f"{title}: the files have other data under all {len(differing)} names of layers that they have in common, such "
         f"as {brief(differing[0])}: stages that number their layers from 0, or several models. Give each layer its "

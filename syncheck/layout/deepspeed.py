@@ -13,7 +13,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
 from syncheck.layout.boxes import combine, cut_flat_tensor
@@ -41,14 +41,25 @@ _FROZEN = "frozen_param_fragments."
 _LAYOUT = re.compile(r"(?:(?:frozen_)?param_(?:shapes|fragments)|shared_params|buffer_names)(?:\.|$)|optimizer$")
 
 
+class _State(NamedTuple):
+    """The key of the optimizer state of a flat tensor."""
+
+    group: str
+    rank: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """The tensors of a folder. model: of rank 0. flats: by group and rank. states: by group and rank, by name."""
+    """The tensors of a folder."""
 
     model: dict[str, Tensor] = field(default_factory=dict)
+    """The tensors of rank 0, by name."""
     flats: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    states: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    rest: dict[str, Tensor] = field(default_factory=dict)
+    """Flat tensors of weights, by group and rank."""
+    states: dict[_State, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    """The tensors of states by name, by group and rank."""
+    others: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that are not joined."""
 
 
 def join(snapshot: Snapshot) -> Snapshot:
@@ -61,38 +72,81 @@ def join(snapshot: Snapshot) -> Snapshot:
     Folders without ZeRO partitions, with model parallelism or with groups of different numbers of partitions (experts)
     are returned unchanged. Raises MalformedFile if a partition is missing, or has another size than its parameters.
     """
-    path, values = snapshot.path, snapshot.values
-    ranks = {label: int(match[1]) for label in snapshot.shard_labels if (match := _LABEL.fullmatch(label))}
-    counts = [value for name, value in values.items() if _COUNT.fullmatch(name)]
-    if not ranks or len(ranks) < len(snapshot.shard_labels) or any(count != counts[0] for count in counts):
+    ranks = _find_ranks(snapshot)
+    if not ranks:
         return snapshot
-    if sorted(ranks.values()) != [*range(len(ranks))] or counts[:1] not in ([], [len(ranks)]):
-        found, needed = f"ranks {brief(sorted(ranks.values()))}", f"{brief(counts[0])} ranks" if counts else "all ranks"
-        raise _malformed(path, "ZeRO partitions", found, needed)
+
     contents = _sort_tensors(snapshot, ranks)
-    first = min(ranks, key=ranks.__getitem__)
+    first_label = min(ranks, key=ranks.__getitem__)
     # In ZeRO 3, each rank has a file of model states.
-    zero3 = any(name.startswith(f"{first}.") for name in snapshot.tensors)
-    top = f"{first}." if zero3 else ""
+    is_zero3 = any(name.startswith(f"{first_label}.") for name in snapshot.tensors)
+    top = f"{first_label}." if is_zero3 else ""
+    groups = _read_groups(snapshot, top, with_frozen=is_zero3)
+    paddings: dict[str, list[int]] | None = None
+    if not is_zero3:
+        paddings = _read_sizes(snapshot, f"optimizer.{first_label}.param_alignment_paddings.")
+
+    whole_tensors = _join_groups(snapshot.path, contents, groups, paddings, len(ranks))
+    for name, value in snapshot.values.items():
+        tied_name = name.removeprefix(f"{top}shared_params.")
+        if tied_name != name and isinstance(value, str) and value in whole_tensors:
+            whole_tensors[tied_name] = whole_tensors[value]
+
+    notes = snapshot.notes
+    copies = sum(name in whole_tensors and tensor.numel > 0 for name, tensor in contents.model.items())
+    if copies:
+        notes = (*notes, Note.WEIGHT_COPIES(count=copies))
+
+    tensors = contents.model | whole_tensors | contents.others
+    return replace(
+        snapshot,
+        tensors={name: replace(tensor, name=name) for name, tensor in tensors.items()},
+        values=_join_values(snapshot.values, ranks),
+        shard_labels=frozenset(),
+        notes=notes,
+    )
+
+
+def _find_ranks(snapshot: Snapshot) -> dict[str, int]:
+    """Return the ranks by label; empty for folders in another layout. Raises MalformedFile if a rank is missing."""
+    ranks: dict[str, int] = {}
+    for label in snapshot.shard_labels:
+        match = _LABEL.fullmatch(label)
+        if match is None:
+            return {}
+
+        ranks[label] = int(match[1])
+
+    counts = [value for name, value in snapshot.values.items() if _COUNT.fullmatch(name)]
+    # Groups of experts have other numbers of partitions.
+    if not ranks or any(count != counts[0] for count in counts):
+        return {}
+
+    is_complete = sorted(ranks.values()) == [*range(len(ranks))]
+    if not is_complete or (counts and counts[0] != len(ranks)):
+        needed = f"{brief(counts[0])} ranks" if counts else "all ranks"
+        raise _malformed(snapshot.path, "ZeRO partitions", f"ranks {brief(sorted(ranks.values()))}", needed)
+
+    return ranks
+
+
+def _read_groups(snapshot: Snapshot, top: str, *, with_frozen: bool) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of parameters by group and name.
+
+    top: start of the names of values.
+    with_frozen: also return frozen parameters, which have a group each.
+    """
+    path = snapshot.path
     groups: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, sizes in _read_sizes(snapshot, f"{top}param_shapes.").items():
         group, _, parameter = name.partition(".")
         groups[group][parameter] = _check_shape(path, parameter, sizes)
-    for name, sizes in _read_sizes(snapshot, f"{top}frozen_param_shapes.").items() if zero3 else ():
-        groups[_FROZEN + name] = {name: _check_shape(path, name, sizes)}
-    paddings = None if zero3 else _read_sizes(snapshot, f"optimizer.{first}.param_alignment_paddings.")
-    whole = _join_groups(path, contents, groups, paddings, len(ranks))
-    for name, value in values.items():
-        tied = name.removeprefix(f"{top}shared_params.")
-        if tied != name and isinstance(value, str) and value in whole:
-            whole[tied] = whole[value]
-    copies = sum(name in whole and tensor.numel > 0 for name, tensor in contents.model.items())
-    tensors = contents.model | whole | contents.rest
-    return replace(
-        snapshot, tensors={name: replace(tensor, name=name) for name, tensor in tensors.items()},
-        values=_join_values(values, ranks), shard_labels=frozenset(),
-        notes=(*snapshot.notes, *([Note.WEIGHT_COPIES(count=copies)] if copies else [])),
-    )  # fmt: skip
+
+    if with_frozen:
+        for name, sizes in _read_sizes(snapshot, f"{top}frozen_param_shapes.").items():
+            groups[_FROZEN + name] = {name: _check_shape(path, name, sizes)}
+
+    return groups
 
 
 def _malformed(path: str, place: str, found: str, needed: str) -> MalformedFile:
@@ -110,120 +164,236 @@ def _sort_tensors(snapshot: Snapshot, ranks: Mapping[str, int]) -> _Contents:
     contents = _Contents()
     for name, tensor in snapshot.tensors.items():
         of_optimizer = name.startswith("optimizer.")
-        label, _, inner = name.removeprefix("optimizer.").partition(".")
+        label, _, inner_name = name.removeprefix("optimizer.").partition(".")
         rank = ranks.get(label)
-        if rank is None and not of_optimizer:
+        if of_optimizer:
+            _sort_optimizer_tensor(contents, name, rank, tensor)
+        elif rank is None:
             # ZeRO 2 also stores the frozen parameters of the model as fragments.
             contents.model.setdefault(name.removeprefix(_FROZEN), tensor)
-        elif rank is None:
-            contents.rest[name] = tensor
-        elif not of_optimizer and inner.startswith(_FROZEN):
-            contents.flats[inner][rank] = tensor
-        elif not of_optimizer and rank == 0:
-            contents.model[inner] = tensor
-        elif of_optimizer and (match := _FLAT.fullmatch(inner)):
-            contents.flats[match[1]][rank] = tensor
-        elif of_optimizer and (match := _STATE.fullmatch(inner)):
-            contents.states[match[1], rank][match[2]] = tensor
-        elif of_optimizer or inner not in contents.model:
-            contents.rest[name] = tensor
+        elif inner_name.startswith(_FROZEN):
+            contents.flats[inner_name][rank] = tensor
+        elif rank == 0:
+            contents.model[inner_name] = tensor
+        elif inner_name not in contents.model:
+            contents.others[name] = tensor
+
     return contents
+
+
+def _sort_optimizer_tensor(contents: _Contents, name: str, rank: int | None, tensor: Tensor) -> None:
+    """Add a tensor of the optimizer. rank: None for a tensor without label."""
+    _, _, inner_name = name.removeprefix("optimizer.").partition(".")
+    flat = _FLAT.fullmatch(inner_name)
+    state = _STATE.fullmatch(inner_name)
+    if rank is not None and flat is not None:
+        contents.flats[flat[1]][rank] = tensor
+    elif rank is not None and state is not None:
+        contents.states[_State(state[1], rank)][state[2]] = tensor
+    else:
+        contents.others[name] = tensor
 
 
 def _read_sizes(snapshot: Snapshot, start: str) -> dict[str, list[int]]:
     """Return the lists of sizes below a name. Raises MalformedFile for other values."""
     lists: dict[str, list[int]] = {}
-    for name, value in snapshot.values.items():
-        if name.startswith(start) and value == "()":
-            lists[name.removeprefix(start)] = []
-        elif name.startswith(start) and are_naturals([value]):
-            lists.setdefault(name.removeprefix(start).rpartition(".")[0], []).append(value)
-        elif name.startswith(start):
-            raise _malformed(snapshot.path, name, brief(value), "a size")
+    for full_name, value in snapshot.values.items():
+        if not full_name.startswith(start):
+            continue
+
+        name = full_name.removeprefix(start)
+        if value == "()":
+            lists[name] = []
+        elif are_naturals([value]):
+            lists.setdefault(name.rpartition(".")[0], []).append(value)
+        else:
+            raise _malformed(snapshot.path, full_name, brief(value), "a size")
+
     return lists
 
 
 def _check_shape(path: str, name: str, sizes: Sequence[int]) -> tuple[int, ...]:
     if len(sizes) > MOST_DIMENSIONS or math.prod(sizes) > MOST_ELEMENTS:
         raise _malformed(path, f"shape of {brief(name)}", brief(sizes), "the shape of a tensor")
+
     return tuple(sizes)
+
+
+class _Joined:
+    """The whole tensors of a folder, and the shards of which the others will be joined."""
+
+    def __init__(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._path = path
+        self._shapes = shapes
+        self._shards: dict[tuple[str, str], list[Shard]] = defaultdict(list)
+        self._whole_tensors: dict[str, Tensor] = {}
+        self._count = 0
+
+    def add(self, chunk: _Chunk, flat: Tensor, states: Mapping[str, Tensor]) -> None:
+        """Add a chunk of a parameter and of its states. Raises MalformedFile for too many of them.
+
+        flat: the rank's flat tensor with the chunk.
+        states: of the flat tensor, by name.
+        """
+        self._add_shards(chunk, "", flat)
+        for state, tensor in states.items():
+            if _is_flat(tensor) and tensor.numel >= flat.numel:
+                self._add_shards(chunk, state, tensor)
+            elif tensor.shape:  # not by element, like the scales of 8-bit optimizers
+                self._whole_tensors[tensor.name] = tensor
+            elif chunk.length:  # the step of the group
+                self._whole_tensors.setdefault(f"optimizer.{chunk.parameter}.{state}", tensor)
+
+        self._count += 1 + len(states)
+        if self._count > _MOST_SHARDS:
+            found = f"more than {_MOST_SHARDS} parts of tensors"
+            raise _malformed(self._path, "partitions", found, "a readable layout")
+
+    def _add_shards(self, chunk: _Chunk, state: str, flat: Tensor) -> None:
+        shape = self._shapes[chunk.parameter]
+        shards = cut_flat_tensor(flat, chunk.position, shape, chunk.start, chunk.length)
+        self._shards[chunk.parameter, state] += shards
+
+    def combine(self) -> dict[str, Tensor]:
+        """Return all whole tensors. Raises MalformedFile for shards of several dtypes, and for holes."""
+        for (parameter, state), shards in self._shards.items():
+            name = f"optimizer.{parameter}.{state}" if state else parameter
+            dtypes = sorted({shard.tensor.dtype for shard in shards}) or ["float32"]
+            if len(dtypes) > 1:
+                found = f"parts of dtype {' and '.join(dtypes)}"
+                raise _malformed(self._path, f"tensor {brief(name)}", found, "one dtype")
+
+            self._whole_tensors[name] = combine(name, dtypes[0], self._shapes[parameter], shards, self._path)
+
+        return self._whole_tensors
 
 
 def _join_groups(
     path: str, contents: _Contents, groups: Groups, paddings: Mapping[str, Sequence[int]] | None, ranks: int
 ) -> dict[str, Tensor]:
     """Return the whole weights and optimizer states. paddings: after each parameter, by group; None for ZeRO 3."""
-    stored = {group for group, flats in contents.flats.items() if any(flat.numel for flat in flats.values())}
-    shapes = {name: shape for members in groups.values() for name, shape in members.items()}
-    if not stored <= groups.keys() or len(shapes) < sum(map(len, groups.values())):
-        found = f"{len(shapes)} parameters in groups {brief(sorted(groups))}"
-        raise _malformed(path, "param_shapes", found, f"each parameter once, in groups {brief(sorted(stored))}")
-    boxes: dict[tuple[str, str], list[Shard]] = defaultdict(list)
-    whole: dict[str, Tensor] = {}
-    left = _MOST_SHARDS
+    shapes = _collect_shapes(path, contents, groups)
+    joined = _Joined(path, shapes)
     for group, members in groups.items():
         flats = [flat for _, flat in sorted(contents.flats[group].items()) if _is_flat(flat)]
         if len(flats) < ranks:
             raise _malformed(path, f"group {brief(group)}", f"flat tensors of {len(flats)} ranks", f"{ranks} ranks")
+
         sizes = {name: math.prod(shape) for name, shape in members.items()}
-        gaps = None if paddings is None else paddings.get(group) or [0] * len(sizes)
-        for name, rank, at, start, count in _split(path, group, sizes, [flat.numel for flat in flats], gaps):
-            for key, tensor in {"": flats[rank], **contents.states[group, rank]}.items():
-                if _is_flat(tensor) and tensor.numel >= flats[rank].numel:
-                    boxes[name, key] += cut_flat_tensor(tensor, at, members[name], start, count)
-                elif tensor.shape:  # not by element, like the scales of 8-bit optimizers
-                    whole[tensor.name] = tensor
-                elif count:  # the step of the group
-                    whole.setdefault(f"optimizer.{name}.{key}", tensor)
-                left -= 1
-            if left < 0:
-                raise _malformed(path, "partitions", f"more than {_MOST_SHARDS} parts of tensors", "a readable layout")
-    for (name, key), shards in boxes.items():
-        full = f"optimizer.{name}.{key}" if key else name
-        dtypes = sorted({shard.tensor.dtype for shard in shards}) or ["float32"]
-        if len(dtypes) > 1:
-            raise _malformed(path, f"tensor {brief(full)}", f"parts of dtype {' and '.join(dtypes)}", "one dtype")
-        whole[full] = combine(full, dtypes[0], shapes[name], shards, path)
-    return whole
+        lengths = [flat.numel for flat in flats]
+        if paddings is None:
+            chunks = _split_parameters(path, group, sizes, lengths)
+        else:
+            gaps = paddings.get(group) or [0] * len(sizes)
+            chunks = _split_group(path, group, sizes, lengths, gaps)
+
+        for chunk in chunks:
+            joined.add(chunk, flats[chunk.rank], contents.states[_State(group, chunk.rank)])
+
+    return joined.combine()
+
+
+def _collect_shapes(path: str, contents: _Contents, groups: Groups) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters. Raises MalformedFile if they do not belong to the flat tensors."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    count = 0
+    for members in groups.values():
+        shapes |= members
+        count += len(members)
+
+    groups_with_data = {group for group, flats in contents.flats.items() if any(map(_has_elements, flats.values()))}
+    if groups_with_data <= groups.keys() and len(shapes) == count:
+        return shapes
+
+    raise _malformed(
+        path,
+        "param_shapes",
+        f"{len(shapes)} parameters in groups {brief(sorted(groups))}",
+        f"each parameter once, in groups {brief(sorted(groups_with_data))}",
+    )
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    return tensor.numel > 0
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    stored = tensor.data is None and tensor.digest is None and not tensor.shards
-    return tensor.strides == (1,) and stored and not tensor.refused and not tensor.lazy
+    """Whether a tensor has one dimension, and its bytes are contiguous in a file."""
+    if tensor.strides != (1,) or tensor.refused or tensor.lazy:
+        return False
+
+    return tensor.data is None and tensor.digest is None and not tensor.shards
 
 
-def _split(
-    path: str, group: str, sizes: Mapping[str, int], lengths: Sequence[int], gaps: Sequence[int] | None
-) -> Iterator[tuple[str, int, int, int, int]]:
-    """Yield the parts of each parameter: name, rank, position in the rank's flat tensor, first element and count.
+class _Chunk(NamedTuple):
+    """A chunk of a parameter in the flat tensor of a rank.
 
-    sizes: elements of the parameters. lengths: of the flat tensors. gaps: padding after each parameter; None for
-    ZeRO 3. Raises MalformedFile for flat tensors of other lengths. In ZeRO 1 and 2, the last rank may have padding to a
-    multiple of twice the number of ranks.
+    position: of its first element in the flat tensor.
+    start: its first element in the parameter.
+    length: its number of elements.
     """
-    ranks, total = len(lengths), sum(lengths)
-    chunks = [-(-size // ranks) for size in sizes.values()]
-    needed = ranks * sum(chunks) if gaps is None else sum(sizes.values()) + sum(gaps)
-    fits = len(set(lengths)) == 1 if gaps is None else len(gaps) == len(sizes)
-    if not fits or not needed <= total < needed + (1 if gaps is None else 2 * ranks):
-        found = f"{brief(lengths)} elements in flat tensors"
-        raise _malformed(path, f"group {brief(group)}", found, f"{needed} for the shapes of its parameters")
+
+    parameter: str
+    rank: int
+    position: int
+    start: int
+    length: int
+
+
+def _split_parameters(path: str, group: str, sizes: Mapping[str, int], lengths: Sequence[int]) -> Iterator[_Chunk]:
+    """Yield the chunks of ZeRO 3, which cuts each parameter into one chunk for each rank.
+
+    sizes: elements of the parameters.
+    lengths: of the flat tensors. Raises MalformedFile for other lengths.
+    """
+    ranks = len(lengths)
+    chunk_sizes = {name: -(-size // ranks) for name, size in sizes.items()}
+    needed = ranks * sum(chunk_sizes.values())
+    if len(set(lengths)) > 1 or sum(lengths) != needed:
+        raise _refuse_lengths(path, group, lengths, needed)
+
+    position = 0
+    for name, size in sizes.items():
+        for rank in range(ranks):
+            start = min(rank * chunk_sizes[name], size)
+            yield _Chunk(name, rank, position, start, min(chunk_sizes[name], size - start))
+
+        position += chunk_sizes[name]
+
+
+def _split_group(
+    path: str, group: str, sizes: Mapping[str, int], lengths: Sequence[int], gaps: Sequence[int]
+) -> Iterator[_Chunk]:
+    """Yield the chunks of ZeRO 1 and 2, which cut the concatenated parameters of a group into ranges.
+
+    sizes: elements of the parameters.
+    lengths: of the flat tensors. Raises MalformedFile for other lengths.
+    gaps: padding after each parameter.
+    """
+    needed = sum(sizes.values()) + sum(gaps)
+    # The last rank may have padding to a multiple of twice the number of ranks.
+    most_padding = 2 * len(lengths)
+    if len(gaps) != len(sizes) or not needed <= sum(lengths) < needed + most_padding:
+        raise _refuse_lengths(path, group, lengths, needed)
+
     begins = [*itertools.accumulate(lengths, initial=0)]
-    at = 0
-    for (name, size), chunk, gap in zip(sizes.items(), chunks, gaps or [0] * len(sizes), strict=True):
-        if gaps is None:
-            for rank in range(ranks):
-                start = min(rank * chunk, size)
-                yield name, rank, at, start, min(chunk, size - start)
-            at += chunk
-            continue
-        rank, start = bisect_right(begins, at) - 1, 0
+    parameter_begin = 0
+    for (name, size), gap in zip(sizes.items(), gaps, strict=True):
+        rank = bisect_right(begins, parameter_begin) - 1
+        start = 0
         while start < size:
-            first = at + start - begins[rank]
-            count = min(size - start, lengths[rank] - first)
-            yield name, rank, first, start, count
-            rank, start = rank + 1, start + count
-        at += size + gap
+            position = parameter_begin + start - begins[rank]
+            count = min(size - start, lengths[rank] - position)
+            yield _Chunk(name, rank, position, start, count)
+            rank += 1
+            start += count
+
+        parameter_begin += size + gap
+
+
+def _refuse_lengths(path: str, group: str, lengths: Sequence[int], needed: int) -> MalformedFile:
+    found = f"{brief(lengths)} elements in flat tensors"
+    return _malformed(path, f"group {brief(group)}", found, f"{needed} for the shapes of its parameters")
 
 
 def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str, Any]:
@@ -233,12 +403,27 @@ def _join_values(values: Mapping[str, Any], labels: Container[str]) -> dict[str,
     """
     joined: dict[str, Any] = {}
     for name, value in values.items():
-        container = "optimizer." if name.startswith("optimizer.") else ""
-        label, _, inner = name.removeprefix(container).partition(".")
-        plain = container + inner if label in labels else name
-        if container and label in labels and not inner.startswith(("param_groups.", "loss_scaler.")):
-            state = _STATE.fullmatch(inner)
-            plain = f"optimizer.{state[1]}.{state[2]}" if state else ""
-        if plain and not _LAYOUT.match(plain) and not is_membership(plain):
-            joined[plain if joined.setdefault(plain, value) == value else name] = value
+        plain_name = _strip_label(name, labels)
+        if not plain_name or _LAYOUT.match(plain_name) or is_membership(plain_name):
+            continue
+
+        if joined.setdefault(plain_name, value) == value:
+            joined[plain_name] = value
+        else:
+            joined[name] = value
+
     return joined
+
+
+def _strip_label(name: str, labels: Container[str]) -> str:
+    """Return the name of a value without the label of its rank; empty for values about partitions."""
+    container = "optimizer." if name.startswith("optimizer.") else ""
+    label, _, inner_name = name.removeprefix(container).partition(".")
+    if label not in labels:
+        return name
+
+    if not container or inner_name.startswith(("param_groups.", "loss_scaler.")):
+        return container + inner_name
+
+    state = _STATE.fullmatch(inner_name)
+    return "" if state is None else f"optimizer.{state[1]}.{state[2]}"

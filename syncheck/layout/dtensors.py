@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from functools import lru_cache
-from itertools import chain, product
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.errors import MalformedFile
 from syncheck.layout.boxes import MOST_BOXES, Runs, chunk_runs, combine, cut_tensor
 from syncheck.text import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     from syncheck.snapshots import Shard, Sharding, Tensor
 
 # Limit of the dimensions of a mesh. Untrusted files can claim thousands of dimensions, all of size 1.
 _MOST_DIMS = 8
+# S(0), or _S(0, 2) for a strided shard. The digits are those of str.isdecimal().
+_SPLIT = re.compile(r"_?S\((\d+)(?:,\s*(\d+)\s*)?\)?")
 
 
 def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
@@ -25,38 +28,76 @@ def find_shards(rank: int, tensor: Tensor) -> list[Shard] | None:
 
     Raises MalformedFile if the part has another shape than its layout.
     """
-    sharding = tensor.sharding
-    position = None if sharding is None else find_coordinate(rank, sharding)
-    if sharding is None or position is None or tensor.refused or len(sharding.mesh) > _MOST_DIMS:
+    runs = _find_runs(rank, tensor)
+    if runs is None:
         return None
-    splits = _order_splits(sharding)
-    if splits is None:
-        return None
-    if tensor.digest is not None or tensor.same:  # no bytes to cut into boxes
-        return None
-    runs: list[Runs] = [((0, size),) for size in sharding.shape]
-    for mesh_dim, dim, stripes in splits:
-        if dim >= len(runs) or stripes * max(len(runs[dim]), 1) > MOST_BOXES:
-            return None
-        count, at = sharding.mesh[mesh_dim], position[mesh_dim]
-        pieces = (chunk_runs(runs[dim], stripes, i) for i in range(stripes))
-        runs[dim] = tuple(chain.from_iterable(chunk_runs(piece, count, at) for piece in pieces))
-    shape = tuple(sum(size for _, size in of_axis) for of_axis in runs)
-    if shape != tensor.shape:
-        raise MalformedFile(
-            tensor.path, place=f"tensor {brief(tensor.name)}", found=f"a part of shape {list(tensor.shape)}",
-            needed=f"{list(shape)}, the part of {list(sharding.shape)} at mesh coordinate {list(position)}",
-        )  # fmt: skip
-    if 0 in shape:
+
+    _check_shape(rank, tensor, runs)
+    if not tensor.numel:
         return []
+
     try:
         return cut_tensor(tensor, runs)
     except ValueError:
         return None
 
 
-def _order_splits(sharding: Sharding) -> list[tuple[int, int, int]] | None:
-    """Return (mesh dimension, tensor dimension, stripes) of each split, in the order in which torch applied them.
+def _find_runs(rank: int, tensor: Tensor) -> list[Runs] | None:
+    """Return the indices of the full tensor in a rank's part, by dimension; None if the file does not show them."""
+    sharding = tensor.sharding
+    if sharding is None or tensor.refused or len(sharding.mesh) > _MOST_DIMS:
+        return None
+
+    coordinate = find_coordinate(rank, sharding)
+    splits = _order_splits(sharding)
+    if coordinate is None or splits is None:
+        return None
+
+    if tensor.digest is not None or tensor.same:  # no bytes to cut into boxes
+        return None
+
+    runs: list[Runs] = [((0, size),) for size in sharding.shape]
+    for split in splits:
+        if split.dim >= len(runs) or split.stripes * max(len(runs[split.dim]), 1) > MOST_BOXES:
+            return None
+
+        count = sharding.mesh[split.mesh_dim]
+        chunks: list[tuple[int, int]] = []
+        for stripe_number in range(split.stripes):
+            stripe = chunk_runs(runs[split.dim], split.stripes, stripe_number)
+            chunks += chunk_runs(stripe, count, coordinate[split.mesh_dim])
+
+        runs[split.dim] = tuple(chunks)
+
+    return runs
+
+
+def _check_shape(rank: int, tensor: Tensor, runs: Sequence[Runs]) -> None:
+    """Raise MalformedFile if a part has another shape than its layout. runs: of the layout."""
+    shape = [sum(size for _, size in runs_of_dim) for runs_of_dim in runs]
+    if shape == list(tensor.shape) or tensor.sharding is None:
+        return
+
+    coordinate = list(find_coordinate(rank, tensor.sharding) or ())
+    full_shape = list(tensor.sharding.shape)
+    raise MalformedFile(
+        tensor.path,
+        place=f"tensor {brief(tensor.name)}",
+        found=f"a part of shape {list(tensor.shape)}",
+        needed=f"{shape}, the part of {full_shape} at mesh coordinate {coordinate}",
+    )
+
+
+class _Split(NamedTuple):
+    """The split of a dimension of a tensor along a dimension of the mesh. stripes: each of them is split."""
+
+    mesh_dim: int
+    dim: int
+    stripes: int
+
+
+def _order_splits(sharding: Sharding) -> list[_Split] | None:
+    """Return the splits in the order in which torch applied them.
 
     Placements apply from left to right: `S(d)` splits dimension d like torch.chunk. `_S(d, n)` is applied after mesh
     dimensions to its right with n ranks together, as FSDP2 splits tensors that tensor parallelism has already sharded.
@@ -64,24 +105,32 @@ def _order_splits(sharding: Sharding) -> list[tuple[int, int, int]] | None:
     `_S(d, n)` splits each of n stripes. None for other placements. Source:
     torch/distributed/tensor/_dtensor_spec.py, _maybe_convert_StridedShard_to_shard_order.
     """
-    splits: list[tuple[int, int, int]] = []
-    ordered: list[tuple[int, int, int]] = []
-    decoded = True
-    for mesh_dim, placement in reversed([*enumerate(sharding.placements)]):
+    splits: list[_Split] = []
+    for mesh_dim, placement in enumerate(sharding.placements):
         if placement == "R":
             continue
-        letter, _, argument = placement.rstrip(")").partition("(")
-        dim, _, factor = argument.partition(",")
-        if letter not in ("S", "_S") or not dim.isdecimal() or (factor and not factor.strip().isdecimal()):
+
+        match = _SPLIT.fullmatch(placement)
+        if match is None:
             return None
-        stripes, at, ranks = int(factor or 1), 0, 1
-        splits.insert(0, (mesh_dim, int(dim), stripes))
-        while ranks < stripes and at < len(ordered):
-            ranks *= sharding.mesh[ordered[at][0]] if ordered[at][1] == int(dim) else 1
-            at += 1
-        ordered.insert(at, (mesh_dim, int(dim), 1))
-        decoded = decoded and ranks == stripes
-    return ordered if decoded else splits
+
+        splits.append(_Split(mesh_dim, int(match[1]), int(match[2] or 1)))
+
+    ordered: list[_Split] = []
+    for split in reversed(splits):
+        position = 0
+        ranks = 1
+        while ranks < split.stripes and position < len(ordered):
+            later = ordered[position]
+            ranks *= sharding.mesh[later.mesh_dim] if later.dim == split.dim else 1
+            position += 1
+
+        if ranks != split.stripes:
+            return splits
+
+        ordered.insert(position, split._replace(stripes=1))
+
+    return ordered
 
 
 def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -89,29 +138,39 @@ def assemble_copies(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
     The ranks with the shards of one copy share a tensor. Empty if a shard is missing, or its position is unknown.
     """
-    boxes: dict[Hashable, list[Shard]] = defaultdict(list)
-    keys: dict[int, Hashable] = {}
-    for rank, tensor in tensors.items():
-        if tensor.sharding is None or is_whole(tensor.sharding):
-            continue
-        try:
-            found, position = find_shards(rank, tensor), find_coordinate(rank, tensor.sharding)
-        except MalformedFile:
-            return {}
-        if found is None or position is None:
-            return {}
-        copied = zip(tensor.sharding.placements, position, strict=True)
-        keys[rank] = (tensor.sharding.ranks, tuple(at for placement, at in copied if placement == "R"))
-        boxes[keys[rank]] += found
-    first = tensors[next(iter(keys))]
-    shape = first.sharding.shape if first.sharding is not None else ()
-    if len({tensors[rank].dtype for rank in keys}) > 1:
+    sharded = {rank: tensor for rank, tensor in tensors.items() if tensor.sharding and not is_whole(tensor.sharding)}
+    if len({tensor.dtype for tensor in sharded.values()}) > 1:
         return {}
+
     try:
-        whole = {key: combine(first.name, first.dtype, shape, parts, first.path) for key, parts in boxes.items()}
+        whole_tensors = _assemble(sharded)
     except MalformedFile:
         return {}
-    return {rank: whole[keys[rank]] if rank in keys else tensor for rank, tensor in tensors.items()}
+
+    return {**tensors, **whole_tensors} if whole_tensors else {}
+
+
+def _assemble(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the whole tensor for each rank with a shard. Empty if a position is unknown. Raises MalformedFile."""
+    shards_of_copy: dict[Hashable, list[Shard]] = defaultdict(list)
+    copy_of_rank: dict[int, Hashable] = {}
+    for rank, tensor in tensors.items():
+        shards = find_shards(rank, tensor)
+        if shards is None or tensor.sharding is None:
+            return {}
+
+        coordinate = find_coordinate(rank, tensor.sharding) or ()
+        pairs = zip(tensor.sharding.placements, coordinate, strict=True)
+        copied_coordinates = tuple(number for placement, number in pairs if placement == "R")
+        copy_of_rank[rank] = (tensor.sharding.ranks, copied_coordinates)
+        shards_of_copy[copy_of_rank[rank]] += shards
+
+    first = next(iter(tensors.values()))
+    whole_tensors: dict[Hashable, Tensor] = {}
+    for copy, shards in shards_of_copy.items():
+        whole_tensors[copy] = combine(first.name, first.dtype, first.full_shape, shards, first.path)
+
+    return {rank: whole_tensors[copy] for rank, copy in copy_of_rank.items()}
 
 
 def is_whole(sharding: Sharding) -> bool:
@@ -122,26 +181,31 @@ def is_whole(sharding: Sharding) -> bool:
 def layout_text(sharding: Sharding) -> str:
     """Describe the layout of a DTensor: 'copied to 2 along replicate, divided in 2 along shard (dimension 0)'."""
     names = sharding.names or ("",) * len(sharding.mesh)
-    return ", ".join(map(_placement_text, sharding.placements, sharding.mesh, names))
+    return ", ".join(map(_describe_placement, sharding.placements, sharding.mesh, names))
 
 
-def _placement_text(placement: str, size: int, name: str) -> str:
+def _describe_placement(placement: str, size: int, name: str) -> str:
     """Describe a placement in the notation of torch: R, S(0), P(sum), or _S(0, 2) for a strided shard."""
     along = f" along {name}" if name else ""
     if placement == "R":
         return f"copied to {size}{along}"
+
     letter, _, argument = placement.rstrip(")").partition("(")
     if letter == "P":
         return f"{size} parts of a {argument or 'sum'}{along}"
+
     dimension, _, stripes = argument.partition(",")
-    striped = f", in stripes of {stripes.strip()}" if stripes else ""
-    return f"divided in {size}{along} (dimension {dimension}{striped})"
+    if stripes:
+        dimension = f"{dimension}, in stripes of {stripes.strip()}"
+
+    return f"divided in {size}{along} (dimension {dimension})"
 
 
 def find_coordinate(rank: int, sharding: Sharding) -> tuple[int, ...] | None:
     """Return the mesh coordinate of a rank from its file, else from its rank; None if unknown."""
     if sharding.coordinate:
         return sharding.coordinate
+
     return _coordinates_by_rank(sharding.ranks, sharding.mesh).get(rank)
 
 
@@ -152,7 +216,8 @@ def _coordinates_by_rank(ranks: tuple[int, ...], mesh: tuple[int, ...]) -> dict[
 
 def find_mesh_rank(sharding: Sharding) -> int:
     """Return the rank at the coordinate of a sharding."""
-    at = 0
-    for i, size in zip(sharding.coordinate, sharding.mesh, strict=True):
-        at = at * size + i
-    return sharding.ranks[at]
+    position = 0
+    for number, size in zip(sharding.coordinate, sharding.mesh, strict=True):
+        position = position * size + number
+
+    return sharding.ranks[position]

@@ -59,9 +59,11 @@ def group_replicas(
     """
     if group_by is None and alike is not None and any(path != alike[path] for path in alike):
         return _group_by_uniform_paths(snapshots, roots or {}, alike)
+
     ordered = []
     for snapshot in sorted(snapshots, key=lambda snapshot: _make_natural_key(snapshot.path)):
         ordered.append(replace(snapshot, host=split_path(snapshot.path).host))
+
     if group_by is not None:
         groups = _group_by_expression(ordered, re.compile(group_by))
     else:
@@ -71,7 +73,9 @@ def group_replicas(
         copies = _group_copies(plain, roots or {})
         if not copies:
             groups += _group_by_names(plain)
+
         groups = join_hosts(groups) + copies
+
     groups = make_names_unique(groups)
     groups.sort(key=lambda group: (group.run, -1 if group.step is None else group.step))
     return tuple(groups)
@@ -88,6 +92,7 @@ def _group_by_uniform_paths(
     for group in group_replicas(uniform, None, uniform_roots):
         ranks = [(rank, replace(snapshot, path=user_paths[snapshot.path])) for rank, snapshot in group.ranks]
         groups.append(replace(group, ranks=tuple(ranks)))
+
     return tuple(groups)
 
 
@@ -97,6 +102,7 @@ def _make_natural_key(text: str) -> list[tuple[int, int, str]]:
     for position, part in enumerate(re.split(r"(\d+)", text)):
         is_number = position % 2 == 1
         key.append((0, int(part), "") if is_number else (1, 0, part))
+
     return key
 
 
@@ -105,12 +111,14 @@ def _group_by_expression(snapshots: Iterable[Snapshot], pattern: re.Pattern[str]
         match = pattern.search(snapshot.path)
         if match is None:
             return ("no match", snapshot.path)
+
         return match.groups("") or (match.group(),)
 
     grouping = (Grouping.EXPRESSION(pattern=pattern.pattern),)
     groups = []
     for key, members in partition_by(snapshots, make_key).items():
         groups.append(ReplicaGroup("-".join(key), None, number_replicas(members), grouping))
+
     return groups
 
 
@@ -136,6 +144,7 @@ def _group_by_metadata(snapshots: Iterable[Snapshot]) -> list[ReplicaGroup]:
                 step = max((step for step in recorded_steps if step is not None), default=None)
                 ranks = number_replicas(replicas)
                 groups.append(ReplicaGroup(name, step, ranks, (Grouping.METADATA(),), launch.run_id))
+
     return groups
 
 
@@ -158,6 +167,7 @@ def _split_repeated(members: list[Snapshot]) -> list[list[Snapshot]]:
     ranks = [_get_metadata(snapshot).rank for snapshot in members]
     if are_unique(ranks):
         return [members]
+
     return list(partition_by(members, _get_step).values())
 
 
@@ -170,12 +180,15 @@ def _group_copies(snapshots: list[Snapshot], roots: Mapping[str, str]) -> list[R
         path = snapshots[0].path
         step = split_path(path).number_of("step")
         return [ReplicaGroup(title_of(path), step, number_replicas(snapshots), (Grouping.SAME_NAME(),))]
+
     if not _are_folder_copies(snapshots, roots):
         return []
+
     groups = []
     for key, members in partition_by(snapshots, lambda snapshot: _make_relative_key(snapshot, roots)).items():
         ranks = _number_folders(members, roots)
         groups.append(ReplicaGroup(title_of(key.run), None, ranks, (Grouping.FOLDER_COPIES(),)))
+
     return groups
 
 
@@ -189,9 +202,11 @@ def _have_equal_names(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) -
     paths = [split_path(snapshot.path) for snapshot in snapshots if snapshot.path not in roots]
     if len(paths) < 2 or len(paths) < len(snapshots):
         return False
+
     # Without ranks, the criterion of words groups them.
     if any("rank" not in numbers.roles for numbers in paths):
         return False
+
     names = {os.path.basename(snapshot.path) for snapshot in snapshots}
     moments = {numbers.fixed() for numbers in paths}
     return len(names) == len(moments) == 1 and are_unique([numbers.texts for numbers in paths])
@@ -204,10 +219,13 @@ def _are_folder_copies(snapshots: Sequence[Snapshot], roots: Mapping[str, str]) 
         folder = roots.get(snapshot.path)
         if folder is None:
             return False
+
         contents.setdefault(folder, set()).add(os.path.relpath(snapshot.path, folder))
+
     first_content, *other_contents = contents.values() or [set[str]()]
     if not other_contents or any(content != first_content for content in other_contents):
         return False
+
     folders = [split_path(folder) for folder in contents]
     has_one_text = len({numbers.texts for numbers in folders}) == 1
     # Folders whose names differ in numbers may be steps or machines of one run.
@@ -221,8 +239,10 @@ def _number_folders(members: Sequence[Snapshot], roots: Mapping[str, str]) -> Ra
         rank = split_path(roots[snapshot.path]).number_of("rank")
         if rank is not None:
             ranks.append(rank)
+
     if len(set(ranks)) < len(members):
         return tuple(enumerate(members))
+
     return tuple(zip(ranks, members, strict=True))
 
 
@@ -234,9 +254,11 @@ def _group_by_names(snapshots: list[Snapshot]) -> list[ReplicaGroup]:
         groups = _group_by_words(snapshots, paths)
         if groups:
             return groups
+
     groups = []
     for template in templates:
         groups += _group_template(template) if template.has_replicas else _separate_files(template)
+
     return groups
 
 
@@ -252,13 +274,16 @@ def _group_by_words(snapshots: list[Snapshot], paths: Mapping[str, PathNumbers])
         has_moment = bool(key.step or key.part)
         name = os.path.basename(snapshot.path) if has_moment or has_equal_folders else "*"
         keys[snapshot.path] = FileKey(name, key.step, key.part)
+
     members_by_key = partition_by(snapshots, lambda snapshot: keys[snapshot.path])
     if all(_differ_in_words(members, paths) for members in members_by_key.values()):
         return [_make_rankless_group(members, paths) for members in members_by_key.values()]
+
     # A file with a step in its name among files without steps, as in best.pth and step_5.pth.
     moments = {(key.step, key.part) for key in keys.values() if key.step or key.part}
     if len(moments) != 1 or not _differ_in_words(snapshots, paths):
         return []
+
     ((steps, part),) = moments
     return [_make_rankless_group(snapshots, paths)] if len(steps) == 1 and not part else []
 
@@ -269,6 +294,7 @@ def _have_equal_folders(snapshots: Sequence[Snapshot]) -> bool:
     for snapshot in snapshots:
         folder, name = os.path.split(snapshot.path)
         contents.setdefault(folder, set()).add(name)
+
     distinct = {frozenset(names) for names in contents.values()}
     return len(contents) > 1 and len(distinct) == 1 and len(min(distinct, key=len)) > 1
 
@@ -285,6 +311,7 @@ def _make_rankless_group(members: list[Snapshot], paths: Mapping[str, PathNumber
     if len(moments) == 1 and moments != {()}:
         step = paths[members[0].path].number_of("step")
         grouping = Grouping.NO_RANKS_ONE_STEP()
+
     return ReplicaGroup("files", step, tuple(enumerate(members)), (grouping,))
 
 
@@ -295,6 +322,7 @@ def _separate_files(template: Template) -> list[ReplicaGroup]:
     for snapshot, numbers in zip(template.members, template.numbers, strict=True):
         name = title_of(numbers.without(*numbers.all_of("step")))
         groups.append(ReplicaGroup(name, numbers.number_of("step"), ((0, snapshot),), grouping))
+
     return groups
 
 
@@ -302,8 +330,10 @@ def _explain_single_files(paths: Sequence[PathNumbers]) -> Message:
     """Return why files that differ only in numbers, without a rank, are no replicas."""
     if find_varying(paths, "shard"):
         return Grouping.SHARDS_ALONE()
+
     if find_varying(paths, "part"):
         return Grouping.PARTS_ALONE()
+
     return Grouping.STEPS_ALONE() if len(paths) > 1 else Grouping.NAME_ALONE()
 
 
@@ -314,6 +344,7 @@ def _group_template(template: Template) -> list[ReplicaGroup]:
     groups = []
     for members in partition_by(files, lambda file: file[0].key()).values():
         groups.append(_make_group(members, template.rank, grouping))
+
     return groups
 
 
@@ -332,6 +363,7 @@ def _make_group(
     for numbers, snapshot in members:
         number = -1 if rank is None else numbers.numbers[rank]
         ranked.append((number, replace(snapshot, mesh=numbers.mesh() or snapshot.mesh)))
+
     if not are_unique([number for number, _ in ranked]):
         # Ranks within each machine or coordinates in a mesh: number the members in the order of their names.
         ranked = [(number, snapshot) for number, (_, snapshot) in enumerate(ranked)]
@@ -342,6 +374,7 @@ def _make_group(
             grouping += (Grouping.COUNTED_OVER_MESH(),)
         else:
             grouping += (Grouping.COUNTED_OVER_NODES(),)
+
     ranked.sort(key=lambda pair: pair[0])
     name = title_of(first.without(*first.all_of("step"), *replica_positions))
     return ReplicaGroup(name, first.number_of("step"), tuple(ranked), grouping)

@@ -55,6 +55,7 @@ def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
     items_by_key: dict[K, list[V]] = defaultdict(list)
     for item in items:
         items_by_key[key(item)].append(item)
+
     return items_by_key
 
 
@@ -65,8 +66,10 @@ def number_replicas(members: Sequence[Snapshot]) -> Ranked:
         rank = rank_of(member)
         if rank is not None:
             by_rank[rank] = member
+
     if len(by_rank) < len(members):
         return tuple(enumerate(members))
+
     return tuple(sorted(by_rank.items()))
 
 
@@ -74,6 +77,7 @@ def rank_of(snapshot: Snapshot) -> int | None:
     """Return the rank in a snapshot's metadata, or else in its name."""
     if snapshot.metadata is not None and snapshot.metadata.rank is not None:
         return snapshot.metadata.rank
+
     return rank_in_path(snapshot)
 
 
@@ -96,10 +100,12 @@ def template_of(snapshot: Snapshot, shared: AbstractSet[str] = frozenset()) -> s
     parts = split_path(snapshot.path)
     if snapshot.metadata is None or "rank" in parts.roles:
         return parts.without_replica()
+
     starred = parts.list_replica_numbers()
     for position in reversed(_find_rank_numbers(snapshot)):
         if get_start(parts, position) not in shared:
             return parts.without(*starred, position)
+
     *folders, _ = parts.without(*starred).split("/")
     return "/".join((*folders, "*"))
 
@@ -125,6 +131,7 @@ def find_shared_numbers(members: Sequence[Snapshot]) -> set[str]:
         for position in parts.all_of("plain"):
             if parts.folders[position] and position not in rank_positions:
                 shared.add(get_start(parts, position))
+
     return shared
 
 
@@ -139,6 +146,7 @@ def title_of(pattern: str) -> str:
         title = _FILLER.sub("", segment).strip("-_. /")
         if title:
             return title
+
     return "files"
 
 
@@ -152,6 +160,7 @@ def make_names_unique(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
         names, folders = _name_groups(run, groups_of_run)
         for group, name, segments in zip(groups_of_run, names, _strip_common(folders), strict=True):
             unique.append(replace(group, run=name, label="/".join((*segments, run))))
+
     return unique
 
 
@@ -162,6 +171,7 @@ def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], l
     for run_id, groups_of_launch in launches.items():
         paths = [snapshot.path for group in groups_of_launch for _, snapshot in group.ranks]
         folder_of_launch[run_id] = _find_common_folder(paths)
+
     launch_folders = list(folder_of_launch.values())
     has_repeated_step = len({group.step for group in groups}) < len(groups)
     names: list[str] = []
@@ -173,13 +183,17 @@ def _name_groups(run: str, groups: Sequence[ReplicaGroup]) -> tuple[list[str], l
             # Only its own folder distinguishes this group.
             folder = os.path.dirname(group.ranks[0][1].path)
             is_named_after_folder = True
+
         name = run
         if is_named_after_folder and folder:
             name = f"{folder}/{run}"
+
         if group.run_id is not None and launch_folders.count(folder) > 1:
             name = f"{name} ({group.run_id[:8]})"
+
         names.append(name)
         folders.append(_list_folders(folder) if is_named_after_folder else ())
+
     return names, folders
 
 
@@ -190,6 +204,7 @@ def _list_folders(folder: str) -> tuple[str, ...]:
     for position, role in enumerate(parts.roles):
         if role in ("rank", "local", "step"):
             starred.append(position)
+
     segments = parts.without(*starred).split("/")
     return tuple(segment for segment in segments if segment not in ("", "."))
 
@@ -199,6 +214,7 @@ def _strip_common(folders: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     for _ in range(2):  # at the start, and after reversing, at the end
         common = _count_common(folders)
         folders = [segments[common:][::-1] for segments in folders]
+
     return folders
 
 
@@ -208,7 +224,9 @@ def _count_common(folders: Sequence[tuple[str, ...]]) -> int:
     for segments in zip(*folders, strict=False):
         if len(set(segments)) > 1:
             break
+
         common += 1
+
     return common
 
 
@@ -233,6 +251,7 @@ def group_by_step(groups: Iterable[ReplicaGroup]) -> dict[str, dict[int, Replica
     for group in groups:
         if group.step is not None:
             runs[group.run].setdefault(group.step, group)
+
     return {run: dict(sorted(steps.items())) for run, steps in runs.items()}
 
 

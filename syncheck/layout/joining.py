@@ -37,9 +37,11 @@ def join_hosts(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     depth = 0
     for group in groups:
         depth = max(depth, _get_template(group).count("/"))
+
     groups = _join_by_path(groups, None)
     for level in range(depth):
         groups = _join_by_path(groups, level)
+
     return _join_leftovers(groups)
 
 
@@ -66,6 +68,7 @@ def _join_by_path(groups: Sequence[ReplicaGroup], level: int | None) -> list[Rep
                     joined.append(_join(groups_of_step, level))
                 else:
                     joined += groups_of_step
+
     return joined
 
 
@@ -76,11 +79,14 @@ def _star_folder(group: ReplicaGroup, level: int | None) -> str | None:
     """
     if _list_ranks([group]) is None:
         return None
+
     segments = _get_template(group).split("/")
     if level is None:
         return "/".join(segments)
+
     if level > len(segments) - 2:
         return None
+
     segments[-2 - level] = "*"
     return "/".join(segments)
 
@@ -101,12 +107,15 @@ def _list_ranks(groups: Iterable[ReplicaGroup]) -> list[int] | None:
         for rank, snapshot in group.ranks:
             if rank_of(snapshot) == rank:
                 known_ranks.append(rank)
+
             rank_by_name = rank_in_path(snapshot)
             if rank_by_name is not None:
                 ranks_in_paths.append(rank_by_name)
+
     for ranks in (known_ranks, ranks_in_paths):
         if len(ranks) == size and are_unique(ranks):
             return ranks
+
     return None
 
 
@@ -124,13 +133,16 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
         if _has_metadata(group):
             first = group
             break
+
     by_rank: dict[int, Snapshot] = {}
     snapshots = [snapshot for group in groups for _, snapshot in group.ranks]
     for rank, snapshot in zip(_list_ranks(groups) or (), snapshots, strict=True):
         host = snapshot.host
         if host is None and level is not None:
             host = os.path.dirname(snapshot.path).split("/")[-1 - level]
+
         by_rank[rank] = replace(snapshot, host=host)
+
     members = tuple(sorted(by_rank.items()))
     grouping = first.grouping
     run = first.run
@@ -138,13 +150,16 @@ def _join(groups: Sequence[ReplicaGroup], level: int | None = None) -> ReplicaGr
         grouping += (Grouping.FOLDERS_ARE_HOSTS(),)
         if not _has_metadata(first):
             run = _name_joined_run(members[0][1], level, first.step)
+
     if _has_metadata(first):
         unnamed_ranks: list[int] = []
         for group in groups:
             if not _has_metadata(group):
                 unnamed_ranks += [rank for rank, _ in group.ranks]
+
         if unnamed_ranks:
             grouping += (Grouping.SOME_BY_NAME(ranks=tuple(sorted(unnamed_ranks))),)
+
     step = max((group.step for group in groups if group.step is not None), default=None)
     return replace(first, run=run, step=step, ranks=members, grouping=grouping)
 
@@ -162,6 +177,7 @@ def _join_leftovers(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
         joined = _join_first_leftover(groups)
         if joined is None:
             return groups
+
         groups = joined
 
 
@@ -171,17 +187,21 @@ def _join_first_leftover(groups: list[ReplicaGroup]) -> list[ReplicaGroup] | Non
         # For a pair, the group without rank 0 is tried.
         if any(rank == 0 for rank, _ in group.ranks):
             continue
+
         partners: list[ReplicaGroup] = []
         unrelated: list[ReplicaGroup] = []
         for candidate in groups:
             if candidate is group:
                 continue
+
             if _belong_together(group, candidate):
                 partners.append(candidate)
             else:
                 unrelated.append(candidate)
+
         if partners and _can_join([group, *partners]):
             return [*unrelated, _join([group, *partners])]
+
     return None
 
 
@@ -189,10 +209,13 @@ def _belong_together(group: ReplicaGroup, candidate: ReplicaGroup) -> bool:
     """Whether two groups have no rank in common and belong to one run, by the metadata or for lack of any."""
     if not _can_join([group, candidate]):
         return False
+
     first, second = (split_path(each_group.ranks[0][1].path).fixed() for each_group in (group, candidate))
     if _has_metadata(group) and _has_metadata(candidate):
         return first == second or (group.step is not None and group.step == candidate.step)
+
     if _has_metadata(group) or _has_metadata(candidate):
         return False
+
     is_single = len(group.ranks) == 1 or len(candidate.ranks) == 1
     return is_single and first == second

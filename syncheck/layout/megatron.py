@@ -11,11 +11,13 @@ within `model0`, and then within `model1` (get_transformer_layer_offset in megat
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
 from syncheck.layout import views
@@ -25,7 +27,7 @@ from syncheck.snapshots import MOST_ELEMENTS, Sharding, are_naturals
 from syncheck.text import brief, make_unique_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from syncheck.snapshots import Snapshot, Tensor
 
@@ -56,18 +58,42 @@ _LAYOUT = re.compile(
 _MOST_LAYERS, _MOST_SHARDS = 1 << 12, 1 << 20
 
 
+class _Position(NamedTuple):
+    """Numbers or coordinates in pipeline, expert and tensor parallelism."""
+
+    stage: int
+    expert: int
+    tensor: int
+
+
+@dataclass(slots=True)
+class _RankFile:
+    """The contents of the file of one rank."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """The ranks of a folder. sizes and at: number and coordinate in pipeline, expert and tensor parallelism."""
+    """The ranks of a folder.
 
-    sizes: tuple[int, int, int]
-    at: Mapping[str, tuple[int, int, int]]
+    sizes: the number of ranks in each kind of parallelism.
+    positions: the coordinates of each file, by label.
+    """
+
+    sizes: _Position
+    positions: Mapping[str, _Position]
 
     def list_ranks(self, stage: int, expert: int | None = None) -> tuple[int, ...]:
         """Return the ranks of a stage, or those with one coordinate in expert parallelism."""
-        _, experts, tensors = self.sizes
-        chosen = range(experts) if expert is None else [expert]
-        return tuple((stage * experts + e) * tensors + t for e in chosen for t in range(tensors))
+        experts = range(self.sizes.expert) if expert is None else [expert]
+        ranks: list[int] = []
+        for number in experts:
+            first = (stage * self.sizes.expert + number) * self.sizes.tensor
+            ranks += range(first, first + self.sizes.tensor)
+
+        return tuple(ranks)
 
 
 def split(snapshot: Snapshot) -> dict[int, Snapshot]:
@@ -77,179 +103,349 @@ def split(snapshot: Snapshot) -> dict[int, Snapshot]:
     it. The optimizer numbers its parameters, so its tensors are refused. A folder with another layout (experts with
     their own degree of tensor parallelism) is returned alone. Raises MalformedFile if ranks or layers are missing.
     """
-    labels: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in snapshot.tensors.items():
-        label, inner = _split_label(name)
-        labels[label][inner] = tensor
-    values: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, value in snapshot.values.items():
-        label, inner = _split_label(name)
-        values[label][inner] = value
-    if labels.keys() == {""}:  # a folder with one rank has names without label
-        path = next(iter(labels[""].values())).path
-        only = os.path.basename(os.path.dirname(path))
-        labels, values = {only: labels[""]}, defaultdict(dict, {only: values[""]})
-    grid = _find_grid(snapshot, labels, values)
+    files = _split_files(snapshot)
+    grid = _find_grid(snapshot, files)
     if grid is None:
         return {0: snapshot}
-    first_layers = _number_layers(snapshot, labels, grid)
-    experts = _count_experts(labels, grid)
+
+    first_layers = _number_layers(snapshot, files, grid)
+    experts = _count_experts(files)
     ranks: dict[int, Snapshot] = {}
-    for label, at in sorted(grid.at.items(), key=lambda item: item[1]):
-        tensors: dict[str, Tensor] = {}
-        replicated = find_replicated(_split_chunk(name)[1] for name in labels[label])
-        for name, tensor in labels[label].items():
-            full, sharding = _place(name, tensor, at, grid, first_layers, experts, values[label], replicated)
-            refused = tensor.refused or (None if sharding else Refusal.UNPLACED_PARTS(layout="tensor parallelism"))
-            if full in tensors:  # multi-token prediction stores the embedding of the last stage twice
-                full, refused = make_unique_name(full, tensors), Refusal.UNPLACED_PARTS(layout="tensor parallelism")
-            tensors[full] = replace(tensor, name=full, sharding=sharding, refused=refused)
-        path = next((tensor.path for tensor in tensors.values()), f"{snapshot.path}/{label}")
-        kept = {name: value for name, value in values[label].items() if not _LAYOUT.match(name)}
-        mesh = dict(zip(("pp", "ep", "tp"), at, strict=True))
-        size = sum({t.path: t.opened.st_size for t in tensors.values() if t.opened is not None}.values())
+    for label, position in sorted(grid.positions.items(), key=lambda item: item[1]):
+        file = files[label]
+        placing = _Placing(grid, position, first_layers, experts, file)
+        tensors = placing.place_all()
+        path = f"{snapshot.path}/{label}"
+        sizes: dict[str, int] = {}
+        for tensor in tensors.values():
+            if tensor.opened is not None:
+                sizes[tensor.path] = tensor.opened.st_size
+
+        if tensors:
+            path = next(iter(tensors.values())).path
+
         ranks[len(ranks)] = replace(
-            snapshot, path=path, bytes=size, tensors=tensors, values=kept, mesh=mesh, shard_labels=frozenset(), ties=()
+            snapshot,
+            path=path,
+            bytes=sum(sizes.values()),
+            tensors=tensors,
+            values={name: value for name, value in file.values.items() if not _LAYOUT.match(name)},
+            mesh={"pp": position.stage, "ep": position.expert, "tp": position.tensor},
+            shard_labels=frozenset(),
+            ties=(),
         )
+
     return ranks
+
+
+def _split_files(snapshot: Snapshot) -> dict[str, _RankFile]:
+    """Return the contents of the file of each rank, by label."""
+    files: dict[str, _RankFile] = defaultdict(_RankFile)
+    for name, tensor in snapshot.tensors.items():
+        label, inner_name = _split_label(name)
+        files[label].tensors[inner_name] = tensor
+
+    labels = {label for label, file in files.items() if file.tensors}
+    for name, value in snapshot.values.items():
+        label, inner_name = _split_label(name)
+        files[label].values[inner_name] = value
+
+    # A folder with one rank has names without label.
+    if labels == {""}:
+        path = next(iter(files[""].tensors.values())).path
+        return {os.path.basename(os.path.dirname(path)): files[""]}
+
+    return {label: file for label, file in files.items() if label in labels}
 
 
 def _split_label(name: str) -> tuple[str, str]:
     """Return the label of the rank, and the name in its file."""
     container = "optimizer." if name.startswith("optimizer.") else ""
-    label, _, inner = name.removeprefix(container).partition(".")
-    return (label, container + inner) if _LABEL.fullmatch(label) else ("", name)
+    label, _, inner_name = name.removeprefix(container).partition(".")
+    if not _LABEL.fullmatch(label):
+        return "", name
+
+    return label, container + inner_name
 
 
-def _find_grid(
-    snapshot: Snapshot, labels: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Mapping[str, Any]]
-) -> _Grid | None:
+def _find_grid(snapshot: Snapshot, files: Mapping[str, _RankFile]) -> _Grid | None:
     """Return the ranks of a folder, from the arguments of Megatron-LM in each file; None for other layouts."""
-    if not labels or not all(map(_LABEL.fullmatch, labels)):
+    if not files or not all(map(_LABEL.fullmatch, files)):
         return None
-    found: set[tuple[int, int, int]] = set()
-    for name in labels:
-        pipeline, expert, tensor = (_read_degree(values[name], kind) for kind in ("pipeline", "expert", "tensor"))
-        if _read_degree(values[name], "expert_tensor", tensor) != tensor and expert > 1:
+
+    degrees: set[_Position] = set()
+    for file in files.values():
+        pipeline, expert, tensor = (_read_degree(file.values, kind) for kind in ("pipeline", "expert", "tensor"))
+        # Experts with their own degree of tensor parallelism have other boxes.
+        if expert > 1 and _read_degree(file.values, "expert_tensor", tensor) != tensor:
             return None
-        found.add((pipeline, expert, tensor))
-    if len(found) > 1:
-        raise _malformed(snapshot, "args", f"degrees {brief(sorted(found))}", "the files of one run")
-    pipeline, expert, tensor = sizes = next(iter(found))
-    at = {}
-    for name in labels:
-        numbers = [int(number) for number in name.removeprefix("mp_rank_").split("_")]
-        stage = numbers.pop(1) if pipeline > 1 and len(numbers) > 1 else 0
-        at[name] = (stage, numbers[1] if len(numbers) > 1 else 0, numbers[0])
-    needed = pipeline * expert * tensor
-    fits = all(own < size for place in at.values() for own, size in zip(place, sizes, strict=True))
-    if not fits or len({*at.values()}) != needed or len(at) != needed:
-        raise _malformed(snapshot, "model-parallel ranks", brief(sorted(at)), f"{needed} ranks")
-    return _Grid(sizes, at)
+
+        degrees.add(_Position(pipeline, expert, tensor))
+
+    if len(degrees) > 1:
+        found = f"degrees {brief(sorted(tuple(degree) for degree in degrees))}"
+        raise _malformed(snapshot, "args", found, "the files of one run")
+
+    (sizes,) = degrees
+    positions = {label: _read_position(label, sizes) for label in files}
+    count = math.prod(sizes)
+    if set(positions.values()) != _list_positions(sizes, len(files)) or len(positions) != count:
+        raise _malformed(snapshot, "model-parallel ranks", brief(sorted(positions)), f"{count} ranks")
+
+    return _Grid(sizes, positions)
+
+
+def _read_position(label: str, sizes: _Position) -> _Position:
+    """Return the coordinates in the label of a file: mp_rank_<tensor>_<stage>_<expert>, without unused kinds."""
+    tensor, *numbers = (int(number) for number in label.removeprefix("mp_rank_").split("_"))
+    stage = numbers.pop(0) if sizes.stage > 1 and numbers else 0
+    expert = numbers[0] if numbers else 0
+    return _Position(stage, expert, tensor)
+
+
+def _list_positions(sizes: _Position, files: int) -> set[_Position]:
+    """Return all positions in a grid; empty if there are more of them than files, as untrusted sizes may claim."""
+    if math.prod(sizes) > files:
+        return set()
+
+    return {_Position(*numbers) for numbers in itertools.product(*map(range, sizes))}
 
 
 def _read_degree(values: Mapping[str, Any], kind: str, default: int = 1) -> int:
-    name = f"args.{kind}_parallel_size" if kind.startswith("expert_") else f"args.{kind}_model_parallel_size"
+    name = f"args.{kind}_model_parallel_size"
+    if kind.startswith("expert_"):
+        name = f"args.{kind}_parallel_size"
+
     degree = values.get(name)
     return degree if degree and are_naturals([degree]) else default
 
 
 def _malformed(snapshot: Snapshot, place: str, found: str, needed: str) -> MalformedFile:
-    again = "copy the folders of all ranks, or save again"
-    return MalformedFile(snapshot.path, place=place, found=found, needed=needed, next_step=again)
+    return MalformedFile(
+        snapshot.path,
+        place=place,
+        found=found,
+        needed=needed,
+        next_step="copy the folders of all ranks, or save again",
+    )
 
 
 def _split_chunk(name: str) -> tuple[int, str]:
     """Return the number of the virtual pipeline stage within the rank, and the name without it."""
     match = _CHUNK.fullmatch(name)
-    return (int(match[1]), match[2]) if match else (0, name)
+    if match is None:
+        return 0, name
+
+    return int(match[1]), match[2]
 
 
-def _number_layers(
-    snapshot: Snapshot, labels: Mapping[str, Mapping[str, Tensor]], grid: _Grid
-) -> dict[tuple[str, int, int], int]:
+class _Stage(NamedTuple):
+    """A pipeline stage. chunk: the number of the virtual stage within the rank."""
+
+    chunk: int
+    stage: int
+
+
+def _number_layers(snapshot: Snapshot, files: Mapping[str, _RankFile], grid: _Grid) -> dict[tuple[str, int, int], int]:
     """Return the number of the first layer in the whole model, by the name before it, virtual stage and stage."""
-    numbers: dict[str, dict[tuple[int, int], set[int]]] = defaultdict(lambda: defaultdict(set))
-    chunks: dict[str, set[int]] = defaultdict(set)
-    for label, (stage, _, _) in grid.at.items():
-        for name in labels[label]:
-            chunk, plain = _split_chunk(name)
-            chunks[label].add(chunk)
-            if match := _LAYER.fullmatch(plain):
-                numbers[match[1]][chunk, stage].add(int(match[2]))
-    for label, present in chunks.items():
-        count = len(set().union(*chunks.values()))
-        if present != {*range(count)}:
-            raise _malformed(snapshot, f"virtual stages of {label}", brief(sorted(present)), f"{count} from 0 on")
-    first = {}
-    for start, stages in numbers.items():
-        total = 0
-        all_numbers = sorted(number for layers in stages.values() for number in layers)
-        # Some libraries number the layers of all stages, or the model has one stage.
-        are_global = all_numbers == [*range(len(all_numbers))]
-        for (chunk, stage), layers in sorted(stages.items()):
-            if not are_global and layers != {*range(len(layers))}:
-                raise _malformed(snapshot, f"{start}* of stage {stage}", brief(sorted(layers)), "layers from 0 on")
-            first[start, chunk, stage] = 0 if are_global else total
-            total += len(layers)
-    return first
+    numbers: dict[str, dict[_Stage, set[int]]] = defaultdict(lambda: defaultdict(set))
+    chunks_by_label: dict[str, set[int]] = defaultdict(set)
+    for label, position in grid.positions.items():
+        for name in files[label].tensors:
+            chunk, plain_name = _split_chunk(name)
+            chunks_by_label[label].add(chunk)
+            match = _LAYER.fullmatch(plain_name)
+            if match is not None:
+                numbers[match[1]][_Stage(chunk, position.stage)].add(int(match[2]))
+
+    count = len(set().union(*chunks_by_label.values()))
+    for label, chunks in chunks_by_label.items():
+        if chunks != set(range(count)):
+            raise _malformed(snapshot, f"virtual stages of {label}", brief(sorted(chunks)), f"{count} from 0 on")
+
+    first_layers: dict[tuple[str, int, int], int] = {}
+    for start, layers_by_stage in numbers.items():
+        for stage, first_layer in _count_layers(snapshot, start, layers_by_stage).items():
+            first_layers[start, stage.chunk, stage.stage] = first_layer
+
+    return first_layers
 
 
-def _count_experts(labels: Mapping[str, Mapping[str, Tensor]], grid: _Grid) -> int:
+def _count_layers(snapshot: Snapshot, start: str, layers_by_stage: Mapping[_Stage, set[int]]) -> dict[_Stage, int]:
+    """Return what to add to the numbers of the layers of each stage. start: the name before the number."""
+    all_numbers: list[int] = []
+    for layers in layers_by_stage.values():
+        all_numbers += layers
+
+    # Some libraries number the layers of all stages, or the model has one stage.
+    if sorted(all_numbers) == [*range(len(all_numbers))]:
+        return dict.fromkeys(layers_by_stage, 0)
+
+    first_layers: dict[_Stage, int] = {}
+    total = 0
+    for stage, layers in sorted(layers_by_stage.items()):
+        if layers != set(range(len(layers))):
+            place = f"{start}* of stage {stage.stage}"
+            raise _malformed(snapshot, place, brief(sorted(layers)), "layers from 0 on")
+
+        first_layers[stage] = total
+        total += len(layers)
+
+    return first_layers
+
+
+def _count_experts(files: Mapping[str, _RankFile]) -> int:
     """Return the number of experts of one rank in a layer."""
-    found = (match for label in grid.at for name in labels[label] if (match := _EXPERT.fullmatch(name)))
-    return 1 + max((int(match[2] or match[6]) for match in found), default=0)
+    last_expert = 0
+    for file in files.values():
+        for name in file.tensors:
+            expert = _Expert.find(name)
+            if expert is not None:
+                last_expert = max(last_expert, expert.number)
+
+    return last_expert + 1
 
 
-def _place(
-    name: str, tensor: Tensor, at: tuple[int, int, int], grid: _Grid, first_layers: Mapping[tuple[str, int, int], int],
-    experts: int, values: Mapping[str, Any], replicated_names: Collection[str],
-) -> tuple[str, Sharding | None]:  # fmt: skip
-    """Return the name and the layout in the whole model; no layout for a tensor whose name does not show it."""
-    stage, expert, rank = at
-    pipeline, degree, tensors = grid.sizes
-    if name.startswith("optimizer."):
-        return name, None
-    chunk, name = _split_chunk(name)
-    is_replicated = name in replicated_names
-    if match := _LAYER.fullmatch(name):
-        name = f"{match[1]}{first_layers[match[1], chunk, stage] + int(match[2])}{match[3]}"
-    copied: dict[str, tuple[int, int]] = {"ep": (degree, expert)}  # size and coordinate of dimensions with copies
-    ranks = grid.list_ranks(stage)
-    tied = pipeline > 1 and values.get("args.untie_embeddings_and_output_weights") is False
-    if match := _EXPERT.fullmatch(name):
-        start, number, rest = (match[1] or match[4], match[2] or match[6], match[3] or match[5])
-        name = f"{start}local_experts.{expert * experts + int(number)}.{rest}"
-        copied, ranks = {}, grid.list_ranks(stage, expert)
-    elif tied and name in (_EMBEDDING, _OUTPUT):  # the last stage has a copy of the embedding
-        name, copied = _EMBEDDING, {"pp": (2, int(stage > 0)), **copied}
-        ranks = grid.list_ranks(0) + grid.list_ranks(pipeline - 1)
-    shape = list(tensor.shape)
-    placement = _find_placement(name, gated=values.get("args.swiglu") is True, replicated=is_replicated)
-    if placement is None and tensors > 1:
-        return _unfuse(name), None
-    if placement not in (None, "R"):
-        dim = 1 if placement == "S(1)" else 0
-        if dim >= len(shape) or shape[dim] * tensors > MOST_ELEMENTS:
-            return _unfuse(name), None
-        shape[dim] *= tensors
-    mesh, coordinate = zip(*copied.values(), (tensors, rank), strict=True)
-    placements = (*["R"] * len(copied), placement or "R")
-    return _unfuse(name), Sharding(mesh, ranks, placements, tuple(shape), (*copied, "tp"), coordinate)
+class _Expert(NamedTuple):
+    """The name of a tensor of an expert: the text before and after its number."""
+
+    start: str
+    number: int
+    end: str
+
+    @classmethod
+    def find(cls, name: str) -> _Expert | None:
+        """Return the parts of a name; None if it is of no expert."""
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            return None
+
+        return cls(match[1] or match[4], int(match[2] or match[6]), match[3] or match[5])
+
+
+class _Placing:
+    """Gives the tensors in the file of one rank their names and layouts in the whole model.
+
+    grid, position: of all ranks, and of this rank.
+    first_layers: as from `_number_layers`.
+    experts: the number of experts of one rank.
+    file: of this rank.
+    """
+
+    def __init__(
+        self,
+        grid: _Grid,
+        position: _Position,
+        first_layers: Mapping[tuple[str, int, int], int],
+        experts: int,
+        file: _RankFile,
+    ) -> None:
+        self._grid = grid
+        self._position = position
+        self._first_layers = first_layers
+        self._experts = experts
+        self._tensors = file.tensors
+        self._replicated = find_replicated(_split_chunk(name)[1] for name in file.tensors)
+        self._is_gated = file.values.get("args.swiglu") is True
+        is_tied = file.values.get("args.untie_embeddings_and_output_weights") is False
+        self._has_tied_output = is_tied and grid.sizes.stage > 1
+
+    def place_all(self) -> dict[str, Tensor]:
+        """Return the tensors by name, with their layouts. A tensor without a known layout is refused."""
+        tensors: dict[str, Tensor] = {}
+        for stored_name, tensor in self._tensors.items():
+            name, sharding = self._place(stored_name, tensor)
+            refused = tensor.refused
+            if name in tensors:  # multi-token prediction stores the embedding of the last stage twice
+                name = make_unique_name(name, tensors)
+                refused = Refusal.UNPLACED_PARTS(layout="tensor parallelism")
+            elif not refused and sharding is None:
+                refused = Refusal.UNPLACED_PARTS(layout="tensor parallelism")
+
+            tensors[name] = replace(tensor, name=name, sharding=sharding, refused=refused)
+
+        return tensors
+
+    def _place(self, stored_name: str, tensor: Tensor) -> tuple[str, Sharding | None]:
+        """Return the name and the layout in the whole model; no layout for a tensor whose name does not show it."""
+        if stored_name.startswith("optimizer."):
+            return stored_name, None
+
+        name, copied, ranks = self._place_copies(self._number_layer(stored_name))
+        is_replicated = _split_chunk(stored_name)[1] in self._replicated
+        placement = _find_placement(name, gated=self._is_gated, replicated=is_replicated)
+        name = _unfuse(name)
+        tensor_ranks = self._grid.sizes.tensor
+        if placement is None and tensor_ranks > 1:
+            return name, None
+
+        shape = list(tensor.shape)
+        if placement not in (None, "R"):
+            dim = 1 if placement == "S(1)" else 0
+            if dim >= len(shape) or shape[dim] * tensor_ranks > MOST_ELEMENTS:
+                return name, None
+
+            shape[dim] *= tensor_ranks
+
+        copied_sizes = [size for size, _ in copied.values()]
+        copied_coordinates = [coordinate for _, coordinate in copied.values()]
+        return name, Sharding(
+            (*copied_sizes, tensor_ranks),
+            ranks,
+            (*["R"] * len(copied), placement or "R"),
+            tuple(shape),
+            (*copied, "tp"),
+            (*copied_coordinates, self._position.tensor),
+        )
+
+    def _number_layer(self, stored_name: str) -> str:
+        """Return a name with the number of its layer in the whole model."""
+        chunk, name = _split_chunk(stored_name)
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            return name
+
+        first_layer = self._first_layers[match[1], chunk, self._position.stage]
+        return f"{match[1]}{first_layer + int(match[2])}{match[3]}"
+
+    def _place_copies(self, name: str) -> tuple[str, dict[str, tuple[int, int]], tuple[int, ...]]:
+        """Return the name in the whole model, the dimensions with copies and the ranks of the mesh.
+
+        Dimensions have the number of copies and the coordinate of this rank.
+        """
+        stage, expert_position, _ = self._position
+        expert = _Expert.find(name)
+        if expert is not None:
+            number = expert_position * self._experts + expert.number
+            expert_name = f"{expert.start}local_experts.{number}.{expert.end}"
+            return expert_name, {}, self._grid.list_ranks(stage, expert_position)
+
+        copied = {"ep": (self._grid.sizes.expert, expert_position)}
+        if self._has_tied_output and name in (_EMBEDDING, _OUTPUT):
+            # The last stage has a copy of the embedding.
+            ranks = self._grid.list_ranks(0) + self._grid.list_ranks(self._grid.sizes.stage - 1)
+            return _EMBEDDING, {"pp": (2, int(stage > 0)), **copied}, ranks
+
+        return name, copied, self._grid.list_ranks(stage)
 
 
 def _find_placement(name: str, *, gated: bool, replicated: bool) -> str | None:
     """Return the placement along tensor parallelism, in torch's notation; None if the name does not show it."""
     if _COLUMN.fullmatch(name):
-        return "_S(0, 2)" if gated and _GATED.fullmatch(name) else "S(0)"
+        # Gate and up, one after the other.
+        is_striped = gated and _GATED.fullmatch(name) is not None
+        return "_S(0, 2)" if is_striped else "S(0)"
+
     if _ROW.fullmatch(name):
         return "S(1)"
+
     return "R" if replicated or _COPIED.fullmatch(name) else None
 
 
 def _unfuse(name: str) -> str:
     for fused, plain in _FUSED:
         name = name.replace(fused, plain)
+
     return name
 
 
@@ -257,26 +453,46 @@ def unstack(snapshot: Snapshot) -> Snapshot:
     """Return a distributed checkpoint with one tensor for each layer and expert; other checkpoints are unchanged."""
     if not any(_STACKED.fullmatch(name) or _STACKED_EXPERTS.fullmatch(name) for name in snapshot.tensors):
         return snapshot
+
     tensors: dict[str, Tensor] = {}
-    for name, tensor in snapshot.tensors.items():
-        for full, part in _unstack_tensor(name, tensor):
+    for stored_name, stacked_tensor in snapshot.tensors.items():
+        for plain_name, tensor in _unstack_tensor(stored_name, stacked_tensor):
             if len(tensors) >= _MOST_SHARDS:
-                found = f"more than {_MOST_SHARDS} layers and experts"
                 raise MalformedFile(
-                    snapshot.path, place=f"tensor {brief(name)}", found=found, needed="a readable layout"
+                    snapshot.path,
+                    place=f"tensor {brief(stored_name)}",
+                    found=f"more than {_MOST_SHARDS} layers and experts",
+                    needed="a readable layout",
                 )
-            full = make_unique_name(_unfuse(full), tensors)
-            tensors[full] = replace(part, name=full)
+
+            name = make_unique_name(_unfuse(plain_name), tensors)
+            tensors[name] = replace(tensor, name=name)
+
     values = {name: value for name, value in snapshot.values.items() if not _LAYOUT.match(name)}
     return replace(snapshot, tensors=tensors, values=values)
 
 
 def _unstack_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of all layers and experts in a tensor."""
+    unstacked_name = _name_unstacked(name)
+    is_stack = tensor.shape and tensor.shape[0] <= _MOST_LAYERS and not tensor.refused
+    if unstacked_name is None or not is_stack:
+        yield name, tensor
+        return
+
+    for number, layer in enumerate(views.unstack(tensor)):
+        yield from _unstack_tensor(unstacked_name.format(number), layer)
+
+
+def _name_unstacked(name: str) -> str | None:
+    """Return a format of the names of the tensors in a stack; None for other tensors."""
+    if name.startswith("optimizer."):
+        return None
+
     for pattern, insert in ((_STACKED, ""), (_STACKED_EXPERTS, "local_experts.")):
         match = pattern.fullmatch(name)
-        stacked = tensor.shape and tensor.shape[0] <= _MOST_LAYERS and not tensor.refused
-        if match and stacked and not name.startswith("optimizer."):
-            for i, part in enumerate(views.unstack(tensor)):
-                yield from _unstack_tensor(f"{match[1]}{insert}{i}.{match[2]}", part)
-            return
-    yield name, tensor
+        if match is not None:
+            start, end = (text.replace("{", "{{").replace("}", "}}") for text in match.groups())
+            return f"{start}{insert}{{}}.{end}"
+
+    return None

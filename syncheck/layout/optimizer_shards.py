@@ -15,8 +15,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from syncheck.layout.copies import find_shared_tensors
 from syncheck.layout.owners import find_owners
@@ -26,13 +25,13 @@ from syncheck.tensors.kinds import classify_tensors
 from syncheck.tensors.names import normalize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from syncheck.layout.owners import LostState
     from syncheck.messages import Message
     from syncheck.snapshots import Snapshot, Tensor
 
-    Own = Mapping[int, frozenset[str]]
+    OwnParameters = Mapping[int, frozenset[str]]
     _Shape = tuple[int, ...]
 
 _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
@@ -40,66 +39,151 @@ _STATE = re.compile(r"optimizer\.(\d+)\.([^.]+)")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerShards:
-    """How optimizer state is partitioned.
+    """How optimizer state is partitioned over ranks. By default, each rank holds all of it."""
 
-    own: the parameters of each rank. labels: labels of parts stored by one replica only. unclear: why
-    different states may be partitions or out of sync. owned: parameters with state on their owners only. lost: state
-    that no file contains, although its owner is known.
-    """
-
-    own: Own = field(default_factory=dict)
+    own_parameters: OwnParameters = field(default_factory=dict)
+    """The parameters of each rank."""
     labels: frozenset[str] = frozenset()
+    """Labels of shards that one replica stores."""
     unclear: Message | None = None
+    """Why different states may be partitions or out of sync."""
     owned: frozenset[str] = frozenset()
+    """Parameters with state on their owners only."""
     lost: tuple[LostState, ...] = ()
+    """State that no file contains, although its owner is known."""
 
-    def holds(self, name: str, *, of_optimizer: bool) -> bool:
+    def may_hold(self, name: str, *, of_optimizer: bool) -> bool:
         """Whether a tensor is, or may be, part of partitioned state."""
         if self.labels:
             return not self.labels.isdisjoint(name.split(".")[:2])
-        return of_optimizer and bool(self.own or self.unclear)
+
+        is_partitioned = bool(self.own_parameters) or self.unclear is not None
+        return of_optimizer and is_partitioned
 
 
-def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> tuple[Mapping[int, Snapshot], OptimizerShards]:
+class Detected(NamedTuple):
+    """A detected partition.
+
+    snapshots: by rank, with names for the parameters that each rank numbers.
+    optimizer: the partition.
+    """
+
+    snapshots: Mapping[int, Snapshot]
+    optimizer: OptimizerShards
+
+
+def detect_partitioning(snapshots: Mapping[int, Snapshot]) -> Detected:
     """Detect how optimizer state is partitioned.
 
     If each rank numbers its own parameters from 0, replace the numbers by names of parameters if the partition is
     known, and by `(rank 1).0` otherwise.
     """
-    blocks = {
-        rank: s.metadata for rank, s in snapshots.items() if s.metadata is not None and s.metadata.optimizer_sharded
-    }
-    if len(blocks) == len(snapshots):
-        own = {rank: _full_names(block.optimizer_parameters) for rank, block in blocks.items()}
-        # If each rank lists all parameters, only the states show their owners.
-        return snapshots, (_detect_by_owner(snapshots) if len({*own.values()}) == 1 else None) or OptimizerShards(own)
-    if any(snapshot.shard_labels for snapshot in snapshots.values()):
-        return snapshots, _detect_by_label([snapshot.shard_labels for snapshot in snapshots.values()], snapshots)
+    for detect in (_detect_by_metadata, _detect_by_label, _detect_by_numbers):
+        detected = detect(snapshots)
+        if detected is not None:
+            return detected
+
+    return Detected(snapshots, _detect_by_owner(snapshots) or OptimizerShards())
+
+
+def _detect_by_metadata(snapshots: Mapping[int, Snapshot]) -> Detected | None:
+    """Detect a partition that the metadata of all ranks lists."""
+    own_parameters: dict[int, frozenset[str]] = {}
+    for rank, snapshot in snapshots.items():
+        if snapshot.metadata is None or not snapshot.metadata.optimizer_sharded:
+            return None
+
+        own_parameters[rank] = _normalize_names(snapshot.metadata.optimizer_parameters)
+
+    optimizer = None
+    # If each rank lists all parameters, only the states show their owners.
+    if len(set(own_parameters.values())) == 1:
+        optimizer = _detect_by_owner(snapshots)
+
+    return Detected(snapshots, optimizer or OptimizerShards(own_parameters))
+
+
+def _detect_by_label(snapshots: Mapping[int, Snapshot]) -> Detected | None:
+    """Detect folders of several nodes: disjoint labels, complete together."""
+    all_labels: set[str] = set()
+    count = 0
+    world_sizes: set[tuple[object, object]] = set()
+    for snapshot in snapshots.values():
+        all_labels |= snapshot.shard_labels
+        count += len(snapshot.shard_labels)
+        values = snapshot.values
+        world_sizes.add((values.get("dp_world_size"), values.get("mp_world_size")))
+
+    if not all_labels:
+        return None
+
+    if len(all_labels) < count:
+        return Detected(snapshots, OptimizerShards())
+
+    optimizer = OptimizerShards(labels=frozenset(all_labels))
+    if not _is_complete(len(all_labels), world_sizes):
+        optimizer = replace(optimizer, unclear=Detail.INCOMPLETE_PARTITIONING())
+
+    return Detected(snapshots, optimizer)
+
+
+def _is_complete(count: int, world_sizes: Collection[tuple[object, object]]) -> bool:
+    """Whether there are as many shards as ranks. world_sizes: data-parallel and model-parallel, of each folder."""
+    if len(world_sizes) > 1:
+        return False
+
+    ((data_parallel, model_parallel),) = world_sizes
+    if not isinstance(data_parallel, int) or not isinstance(model_parallel, int):
+        return False
+
+    return count == data_parallel * model_parallel
+
+
+def _detect_by_numbers(snapshots: Mapping[int, Snapshot]) -> Detected | None:
+    """Detect a partition from optimizers that number their parameters, or from ranks that name them differently."""
     lists = {snapshot.numbered for snapshot in snapshots.values()}
-    names = [name for numbered in lists for name in numbered]
-    if len(snapshots) > 1 and names and (len(lists) > 1 or names[0].isdecimal()):
-        # Names derived from the shapes on one rank prove nothing if the ranks number different parameters.
-        numbers = {rank: {name: str(i) for i, name in enumerate(s.numbered)} for rank, s in snapshots.items()}
-        numbered = {rank: _rename_parameters(s, numbers[rank]) for rank, s in snapshots.items()}
-        renamed, parts = _detect_by_number(numbered, {rank: len(s.numbered) for rank, s in snapshots.items()})
-        if parts != OptimizerShards():
-            return renamed, parts
-        if len(lists) > 1 and len({*map(len, lists)}) == 1:
-            shared = _share_names(snapshots, numbered)
-            owned = _detect_by_owner(shared)
-            # Without owners, the names of each rank remain, as in the comparison of a running job.
-            return (snapshots, OptimizerShards()) if owned is None else (shared, owned)
-    return snapshots, _detect_by_owner(snapshots) or OptimizerShards()
+    longest = max(lists, key=len)
+    # Replicas number their parameters alike, and shapes determine their names.
+    is_named = bool(longest) and not longest[0].isdecimal()
+    if len(snapshots) < 2 or not longest or (is_named and len(lists) == 1):
+        return None
+
+    # Names derived from the shapes on one rank prove nothing if the ranks number different parameters.
+    numbered: dict[int, Snapshot] = {}
+    counts: dict[int, int] = {}
+    for rank, snapshot in snapshots.items():
+        numbers = {name: str(number) for number, name in enumerate(snapshot.numbered)}
+        numbered[rank] = _rename_parameters(snapshot, numbers)
+        counts[rank] = len(snapshot.numbered)
+
+    detected = _detect_by_shapes(numbered, counts)
+    if detected.optimizer != OptimizerShards():
+        return detected
+
+    if len(lists) == 1 or len(set(counts.values())) > 1:
+        return None
+
+    shared = _share_names(numbered, [snapshot.numbered for snapshot in snapshots.values()])
+    optimizer = _detect_by_owner(shared)
+    # Without owners, the names of each rank remain, as in the comparison of a running job.
+    if optimizer is None:
+        return Detected(snapshots, OptimizerShards())
+
+    return Detected(shared, optimizer)
 
 
-def _share_names(snapshots: Mapping[int, Snapshot], numbered: Mapping[int, Snapshot]) -> Mapping[int, Snapshot]:
+def _share_names(numbered: Mapping[int, Snapshot], lists: Iterable[tuple[str, ...]]) -> dict[int, Snapshot]:
     """Name the parameters of all ranks as on the rank with the most names.
 
     The shapes of few states may determine no names, or others. Replicas number their parameters in the same order.
+    lists: the parameters of the ranks, by name or number.
     """
-    lists = [snapshot.numbered for snapshot in snapshots.values()]
-    best = max(lists, key=lambda names: sum(not name.isdecimal() for name in names))
-    names = {str(i): name for i, name in enumerate(best)}
+
+    def count_names(parameters: tuple[str, ...]) -> int:
+        return sum(not parameter.isdecimal() for parameter in parameters)
+
+    best_names = max(lists, key=count_names)
+    names = {str(number): name for number, name in enumerate(best_names)}
     return {rank: _rename_parameters(snapshot, names) for rank, snapshot in numbered.items()}
 
 
@@ -107,87 +191,145 @@ def _detect_by_owner(snapshots: Mapping[int, Snapshot]) -> OptimizerShards | Non
     owners = find_owners(snapshots)
     if owners is None:
         return None
-    own = {rank: frozenset(parameters) for rank, parameters in owners.by_rank.items()}
-    return OptimizerShards(own, owned=frozenset(owners.owned), lost=tuple(owners.lost))
+
+    own_parameters = {rank: frozenset(parameters) for rank, parameters in owners.by_rank.items()}
+    return OptimizerShards(
+        own_parameters,
+        owned=frozenset(owners.owned),
+        lost=tuple(owners.lost),
+    )
 
 
 def _rename_parameters(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
     """Rename the parameters of the optimizer. names: from old to new names."""
-    full = {f"optimizer.{old}": f"optimizer.{new}" for old, new in names.items()}
-    tensors = {}
+    new_names = {f"optimizer.{old_name}": f"optimizer.{new_name}" for old_name, new_name in names.items()}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in snapshot.tensors.items():
         parameter, _, state = name.rpartition(".")
-        new = f"{full[parameter]}.{state}" if parameter in full else name
-        tensors[new] = tensor if new == name else replace(tensor, name=new)
+        if parameter in new_names:
+            name = f"{new_names[parameter]}.{state}"
+            tensor = replace(tensor, name=name)
+
+        tensors[name] = tensor
+
     return replace(snapshot, tensors=tensors)
 
 
-def _full_names(parameters: Sequence[str]) -> frozenset[str]:
-    return frozenset(normalize(f"optimizer.{name}" for name in parameters).values())
+def _normalize_names(parameters: Iterable[str]) -> frozenset[str]:
+    """Return the names of parameters as in the names of their states, without prefixes of wrappers."""
+    return frozenset(normalize(f"optimizer.{parameter}" for parameter in parameters).values())
 
 
-def _detect_by_label(labels: Sequence[frozenset[str]], snapshots: Mapping[int, Snapshot]) -> OptimizerShards:
-    """Detect folders of several nodes: disjoint parts, complete together."""
-    if any(one & other for one, other in combinations(labels, 2)):
-        return OptimizerShards()
-    all_labels = frozenset[str]().union(*labels)
-    worlds = {tuple(s.values.get(f"{name}_world_size") for name in ("dp", "mp")) for s in snapshots.values()}
-    sizes = [size for size in worlds.pop() if isinstance(size, int)] if len(worlds) == 1 else []
-    complete = len(sizes) == 2 and len(all_labels) == math.prod(sizes)
-    return OptimizerShards(labels=all_labels, unclear=None if complete else Detail.INCOMPLETE_PARTITIONING())
-
-
-def _detect_by_number(
-    snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]
-) -> tuple[Mapping[int, Snapshot], OptimizerShards]:
+def _detect_by_shapes(snapshots: Mapping[int, Snapshot], counts: Mapping[int, int]) -> Detected:
     """Decide by shapes whether the ranks number different parameters of one model.
 
     counts: number of parameters by rank.
     """
     parameters = _list_parameters(next(iter(snapshots.values())))
-    held = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
-    total, held_shapes = sum(counts.values()), Counter(shape for shapes in held.values() for shape in shapes.values())
-    if total > len(parameters) or held_shapes - Counter(parameters.values()):
-        return snapshots, OptimizerShards()
-    conflict = any(
-        one[i] != other[i] for one, other in combinations(held.values(), 2) for i in one.keys() & other.keys()
-    )
+    shapes_by_rank = {rank: _find_shapes(snapshots[rank]) for rank, count in counts.items() if count}
+    total = sum(counts.values())
+    if total > len(parameters) or not _are_of_model(shapes_by_rank.values(), parameters.values()):
+        return Detected(snapshots, OptimizerShards())
+
+    holders = [counts[rank] for rank in shapes_by_rank]
+    is_partition = _contradict_each_other(list(shapes_by_rank.values()))
     # Replicas have the same number of parameters.
-    conflict = conflict or (total == len(parameters) and len({counts[rank] for rank in held}) > 1)
+    if total == len(parameters) and len(set(holders)) > 1:
+        is_partition = True
+
     # A rank without numbered parameters has no state, or the state of all parameters by name.
-    whole = any(
-        name.startswith("optimizer.") for rank, s in snapshots.items() if rank not in held for name in s.tensors
-    )
-    if whole or not conflict:
-        unclear = whole or (total == len(parameters) and len(held) == len(counts) and all(held.values()))
-        return snapshots, OptimizerShards(unclear=Detail.UNCLEAR_PARTITIONING() if unclear else None)
-    owned = _repeat_partition(parameters, {rank: _list_groups(s, counts[rank]) for rank, s in snapshots.items()})
-    names = {
-        rank: {str(i): owned[rank][i] if owned else f"(rank {rank}).{i}" for i in range(count)}
-        for rank, count in counts.items()
-    }
-    renamed = {rank: _rename_parameters(s, names[rank]) for rank, s in snapshots.items()}
-    return renamed, OptimizerShards({rank: _full_names(tuple(new.values())) for rank, new in names.items()})
+    has_whole_state = any(_has_state(snapshots[rank]) for rank in snapshots if rank not in shapes_by_rank)
+    if has_whole_state or not is_partition:
+        all_ranks_have_state = len(holders) == len(counts) and all(shapes_by_rank.values())
+        is_unclear = has_whole_state or (total == len(parameters) and all_ranks_have_state)
+        unclear = Detail.UNCLEAR_PARTITIONING() if is_unclear else None
+        return Detected(snapshots, OptimizerShards(unclear=unclear))
+
+    return _name_partition(snapshots, counts, parameters)
+
+
+def _are_of_model(shapes_by_rank: Iterable[Mapping[int, _Shape]], parameters: Iterable[_Shape]) -> bool:
+    """Whether the model has a parameter for each state of all ranks. parameters: their shapes."""
+    state_shapes: Counter[_Shape] = Counter()
+    for shapes in shapes_by_rank:
+        state_shapes.update(shapes.values())
+
+    return state_shapes <= Counter(parameters)
+
+
+def _contradict_each_other(shapes_by_rank: Sequence[Mapping[int, _Shape]]) -> bool:
+    """Whether two ranks have states of different shapes under one number."""
+    shape_of_number: dict[int, _Shape] = {}
+    for shapes in shapes_by_rank:
+        for number, shape in shapes.items():
+            if shape_of_number.setdefault(number, shape) != shape:
+                return True
+
+    return False
+
+
+def _has_state(snapshot: Snapshot) -> bool:
+    return any(name.startswith("optimizer.") for name in snapshot.tensors)
+
+
+def _name_partition(
+    snapshots: Mapping[int, Snapshot], counts: Mapping[int, int], parameters: Mapping[str, _Shape]
+) -> Detected:
+    """Name the parameters that each rank numbers from 0, by the known partition or else by their rank.
+
+    counts: number of parameters by rank.
+    parameters: shapes of the parameters of the model.
+    """
+    groups = {rank: _list_groups(snapshot, counts[rank]) for rank, snapshot in snapshots.items()}
+    names_by_rank = _repeat_partition(parameters, groups)
+    renamed: dict[int, Snapshot] = {}
+    own_parameters: dict[int, frozenset[str]] = {}
+    for rank, count in counts.items():
+        names = [f"(rank {rank}).{number}" for number in range(count)]
+        if names_by_rank:
+            names = names_by_rank[rank][:count]
+
+        new_names = {str(number): name for number, name in enumerate(names)}
+        renamed[rank] = _rename_parameters(snapshots[rank], new_names)
+        own_parameters[rank] = _normalize_names(names)
+
+    return Detected(renamed, OptimizerShards(own_parameters))
 
 
 def _list_parameters(snapshot: Snapshot) -> dict[str, _Shape]:
     """Return the shapes of the model's parameters in their order. Tied parameters count once, as in an optimizer."""
-    model = {name: t for name, t in snapshot.tensors.items() if not _STATE.fullmatch(name)}
-    tied = {name for names in find_shared_tensors(model.values()) for name in names[1:]}
-    kinds = classify_tensors({name: t.full_shape for name, t in model.items()}, None).by_name
-    return {name: model[name].full_shape for name, kind in kinds.items() if kind == "parameter" and name not in tied}
+    model = {name: tensor for name, tensor in snapshot.tensors.items() if not _STATE.fullmatch(name)}
+    shapes = {name: tensor.full_shape for name, tensor in model.items()}
+    tied: set[str] = set()
+    for _, *later_names in find_shared_tensors(model.values()):
+        tied.update(later_names)
+
+    parameters: dict[str, _Shape] = {}
+    for name, kind in classify_tensors(shapes, None).by_name.items():
+        if kind == "parameter" and name not in tied:
+            parameters[name] = shapes[name]
+
+    return parameters
 
 
 def _list_groups(snapshot: Snapshot, count: int) -> list[list[_Shape | None]]:
     """List the shapes of numbered parameters by parameter group; None without a state."""
     shapes = _find_shapes(snapshot)
-    listed = [shapes.get(i) for i in range(count)]
+    remaining_shapes = [shapes.get(number) for number in range(count)]
     groups: list[list[_Shape | None]] = []
-    while isinstance(members := snapshot.values.get(f"optimizer.param_groups.{len(groups)}.(positions)"), str):
+    while True:
+        members = snapshot.values.get(f"optimizer.param_groups.{len(groups)}.(positions)")
+        if not isinstance(members, str):
+            break
+
         size = len(members.split(",")) if members else 0
-        groups.append(listed[:size])
-        listed = listed[size:]
-    return [*groups, listed] if listed else groups
+        groups.append(remaining_shapes[:size])
+        remaining_shapes = remaining_shapes[size:]
+
+    if remaining_shapes:
+        groups.append(remaining_shapes)
+
+    return groups
 
 
 def _repeat_partition(
@@ -201,63 +343,106 @@ def _repeat_partition(
     number of parameters and the shapes of every rank and group. A group has all parameters with the shapes of its
     states. groups: for each rank, the shapes of its parameters by group.
     """
+    if len({len(groups_of_rank) for groups_of_rank in groups.values()}) != 1:
+        return {}
+
     sizes = dict.fromkeys(sorted(groups), 0)
     names: dict[int, list[str]] = {rank: [] for rank in groups}
-    if len({len(of_rank) for of_rank in groups.values()}) != 1:
-        return {}
-    for by_rank in zip(*(groups[rank] for rank in sizes), strict=True):
-        shapes = {shape for held in by_rank for shape in held}
-        own: dict[int, list[str]] = {rank: [] for rank in sizes}
-        members = [name for name, shape in parameters.items() if shape in shapes or None in shapes]
-        for name in sorted(members, key=lambda name: math.prod(parameters[name]), reverse=True):
-            rank = min(sizes, key=sizes.__getitem__)
-            own[rank].append(name)
-            sizes[rank] += math.prod(parameters[name])
-        for rank, held in zip(sizes, by_rank, strict=True):
-            fit = [shape in (None, parameters[name]) for shape, name in zip(held, own[rank], strict=False)]
-            if len(held) != len(own[rank]) or not all(fit):
+    for shapes_by_rank in zip(*(groups[rank] for rank in sizes), strict=True):
+        new_names = _partition_group(parameters, shapes_by_rank, sizes)
+        for rank, shapes in zip(sizes, shapes_by_rank, strict=True):
+            if not _fit(shapes, new_names[rank], parameters):
                 return {}
-            names[rank] += own[rank]
+
+            names[rank] += new_names[rank]
+
     return names
+
+
+def _partition_group(
+    parameters: Mapping[str, _Shape], shapes_by_rank: Iterable[Sequence[_Shape | None]], sizes: dict[int, int]
+) -> dict[int, list[str]]:
+    """Return the parameters of one group by rank. sizes: the elements of each rank so far; changed."""
+    group_shapes: set[_Shape | None] = set()
+    for shapes in shapes_by_rank:
+        group_shapes.update(shapes)
+
+    members = [name for name, shape in parameters.items() if None in group_shapes or shape in group_shapes]
+    members.sort(key=lambda name: math.prod(parameters[name]), reverse=True)
+    names: dict[int, list[str]] = {rank: [] for rank in sizes}
+    for name in members:
+        smallest_rank = min(sizes, key=sizes.__getitem__)
+        names[smallest_rank].append(name)
+        sizes[smallest_rank] += math.prod(parameters[name])
+
+    return names
+
+
+def _fit(shapes: Sequence[_Shape | None], names: Sequence[str], parameters: Mapping[str, _Shape]) -> bool:
+    """Whether the states of a rank have the shapes of its parameters. None stands for a parameter without a state."""
+    if len(shapes) != len(names):
+        return False
+
+    pairs = zip(shapes, names, strict=True)
+    return all(shape in (None, parameters[name]) for shape, name in pairs)
 
 
 def _find_shapes(snapshot: Snapshot) -> dict[int, _Shape]:
     """Return the shape of each numbered parameter: the shape of its states, except step counters."""
     shapes: dict[int, _Shape] = {}
     for name, tensor in snapshot.tensors.items():
-        if (match := _STATE.fullmatch(name)) and (tensor.shape or match[2] != "step"):
-            shapes[int(match[1])] = max(shapes.get(int(match[1]), ()), tensor.full_shape, key=math.prod)
+        match = _STATE.fullmatch(name)
+        if match is None or (not tensor.shape and match[2] == "step"):
+            continue
+
+        number = int(match[1])
+        shapes[number] = max(shapes.get(number, ()), tensor.full_shape, key=math.prod)
+
     return shapes
 
 
-def find_lost_state(parts: OptimizerShards, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
+def find_lost_state(optimizer: OptimizerShards, aligned: Mapping[str, Mapping[int, Tensor]]) -> Iterator[TensorDiff]:
     """Yield the missing state of ranks without state for their own parameters, if other ranks have state.
 
     No file contains the missing tensors. A single parameter without state is not reported, because it may never have
     had a gradient. If no rank has state, as with plain SGD, nothing is reported. aligned: tensors by name and rank.
     """
-    states: dict[int, dict[str, str]] = {rank: {} for rank in parts.own}  # dtypes of states by name
+    states: dict[int, dict[str, str]] = {rank: {} for rank in optimizer.own_parameters}  # dtypes by rank and state
     for name, tensors in aligned.items():
         parameter, _, state = name.rpartition(".")
         for rank, tensor in tensors.items():
-            if parameter in parts.own.get(rank, ()):
+            if parameter in optimizer.own_parameters.get(rank, ()):
                 states[rank][state] = tensor.dtype
-    dtypes = {state: dtype for of_rank in states.values() for state, dtype in of_rank.items()}
-    for rank, parameters in parts.own.items():
-        for parameter in sorted(parameters) if dtypes and not states[rank] else ():
-            yield from _describe_lost(rank, parameter, dtypes, aligned)
-    for lost in parts.lost:
-        of_class = {state: dtype for state, dtype in dtypes.items() if state in lost.states}
-        yield from _describe_lost(lost.rank, lost.parameter, of_class, aligned)
+
+    dtypes: dict[str, str] = {}
+    for dtypes_of_rank in states.values():
+        dtypes |= dtypes_of_rank
+
+    for rank, parameters in optimizer.own_parameters.items():
+        if dtypes and not states[rank]:
+            for parameter in sorted(parameters):
+                yield from _describe_lost(rank, parameter, dtypes, aligned)
+
+    for lost in optimizer.lost:
+        dtypes_of_class = {state: dtype for state, dtype in dtypes.items() if state in lost.states}
+        yield from _describe_lost(lost.rank, lost.parameter, dtypes_of_class, aligned)
 
 
 def _describe_lost(
     rank: int, parameter: str, dtypes: Mapping[str, str], aligned: Mapping[str, Mapping[int, Tensor]]
 ) -> Iterator[TensorDiff]:
+    """Yield a diff for each missing tensor of a state. dtypes: of the tensors of a state."""
     for state, dtype in dtypes.items():
-        name, kind = f"{parameter}.{state}", "optimizer_step" if state == "step" else "optimizer"
+        name = f"{parameter}.{state}"
         if name not in aligned:
             yield TensorDiff(
-                name, kind, dtype, (), "not_compared", Reason.MISSING, Detail.OWN_PART_MISSING(rank=rank),
-                replica_groups=((rank,),), minority=(rank,),
-            )  # fmt: skip
+                name,
+                "optimizer_step" if state == "step" else "optimizer",
+                dtype,
+                (),
+                "not_compared",
+                Reason.MISSING,
+                Detail.OWN_PART_MISSING(rank=rank),
+                replica_groups=((rank,),),
+                minority=(rank,),
+            )

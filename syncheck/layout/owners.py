@@ -62,6 +62,7 @@ class Owners:
         """
         for rank in expected:
             self.by_rank[rank].add(parameter)
+
         if expected != ranks:
             self.owned.add(parameter)
 
@@ -105,6 +106,7 @@ def find_owners(snapshots: Mapping[int, Snapshot]) -> Owners | None:
     if not owners.owned:
         classes = _sort_into_classes(states, groups)
         owners = _assign_owners(classes, ranks)
+
     if not owners.owned:
         return None
 

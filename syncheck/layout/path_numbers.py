@@ -140,6 +140,7 @@ class PathNumbers:
         for position, number in enumerate(self.numbers):
             texts.append("*" if position in positions else str(number))
             texts.append(self.texts[position + 1])
+
         return "".join(texts)
 
     def without_replica(self) -> str:
@@ -180,6 +181,7 @@ class PathNumbers:
             match = _MESH.search(self.texts[position])
             assert match is not None
             coordinate[match[1].lower()] = self.numbers[position]
+
         return coordinate
 
     def is_glued(self, position: int) -> bool:
@@ -195,6 +197,7 @@ def split_path(path: str) -> PathNumbers:
     in_addresses: set[int] = set()
     for match in _ADDRESS.finditer(stem):
         in_addresses.update(range(*match.span()))
+
     texts, numbers, folders, roles = [], [], [], list[_PossibleRole]()
     text_start = 0
     host: str | None = None
@@ -205,10 +208,13 @@ def split_path(path: str) -> PathNumbers:
         role: _PossibleRole = "node"
         if match.start() not in in_addresses:
             role = _find_role(stem, match)
+
         if role == "node" and host is None:
             host = _name_host(stem, match, in_folder=folders[-1])
+
         roles.append(role)
         text_start = match.end()
+
     texts.append(stem[text_start:])
     return PathNumbers(tuple(texts), tuple(numbers), _resolve_roles(roles, texts), tuple(folders), host)
 
@@ -224,6 +230,7 @@ def _name_host(stem: str, match: re.Match[str], *, in_folder: bool) -> str:
     before = _get_text_before(stem, match)
     if in_folder:
         return before + stem[match.start() :].partition("/")[0]
+
     last_word = _LAST_WORD.search(before)
     assert last_word is not None
     return last_word.group().lstrip("-_=") + match.group()
@@ -235,6 +242,7 @@ def _find_role(stem: str, match: re.Match[str]) -> _PossibleRole:
     for rule in _RULES:
         if rule.before.search(before) and rule.after.match(after):
             return rule.role
+
     return "plain"
 
 
@@ -245,6 +253,7 @@ def _resolve_roles(roles: Sequence[_PossibleRole], texts: Sequence[str]) -> tupl
         match = _MESH.search(texts[position]) if role == "mesh" else None
         if match is not None:
             meshes[position] = match
+
     resolved: list[Role] = []
     for position, role in enumerate(roles):
         if position in meshes:
@@ -253,9 +262,11 @@ def _resolve_roles(roles: Sequence[_PossibleRole], texts: Sequence[str]) -> tupl
             resolved.append("plain")
         else:
             resolved.append(_resolve_rank(role, roles))
+
     # Beside a global rank, a local rank adds nothing.
     if "rank" not in resolved:
         resolved = ["rank" if role == "local" else role for role in resolved]
+
     return tuple(resolved)
 
 
@@ -270,9 +281,11 @@ def _resolve_mesh(match: re.Match[str], matches: Collection[re.Match[str]], role
     has_other_dimension = not dimensions <= _AMBIGUOUS.keys()
     if dimension in _AMBIGUOUS and not has_other_dimension and not match[2]:
         return _AMBIGUOUS[dimension]
+
     # In a data-parallel mesh, the coordinate is the rank.
     if dimensions == {"dp"} and "rank" not in roles:
         return "rank"
+
     return "mesh"
 
 
@@ -287,7 +300,9 @@ def _resolve_rank(role: _PossibleRole, roles: Collection[_PossibleRole]) -> Role
     if role == "short":
         has_rank = "rank" in roles or "local" in roles
         return "plain" if has_rank else "rank"
+
     if role == "device":
         has_rank = "rank" in roles or "local" in roles or "short" in roles
         return "local" if "node" in roles and not has_rank else "plain"
+
     return role

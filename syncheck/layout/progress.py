@@ -44,6 +44,7 @@ def check_progress(snapshots: Iterable[Snapshot]) -> None:
     for part in parts:
         for name in _METADATA:
             metadata.add(f"metadata, {name}", getattr(part.metadata, name, None), part)
+
         for name, value in _list_progress(part).items():
             progress.add(name, value, part)
 
@@ -63,6 +64,7 @@ def is_adapter(snapshot: Snapshot) -> bool:
     folder = snapshot.path
     if not os.path.isdir(folder):
         folder = os.path.dirname(folder)
+
     return os.path.isfile(os.path.join(folder, "adapter_config.json"))
 
 
@@ -118,6 +120,7 @@ def _find_step_in_path(path: str) -> int | None:
     position = numbers.find("step")
     if position is None:
         return None
+
     return numbers.numbers[position]
 
 

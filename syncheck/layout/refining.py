@@ -74,6 +74,7 @@ def find_templates(snapshots: Sequence[Snapshot], paths: Mapping[str, PathNumber
     for members in partition_by(snapshots, lambda snapshot: paths[snapshot.path].texts).values():
         numbers = [paths[snapshot.path] for snapshot in members]
         templates.append(Template(members, numbers, _find_rank(numbers)))
+
     return templates
 
 
@@ -91,9 +92,11 @@ def _find_rank(paths: Sequence[PathNumbers]) -> int | None:
     # Beside machines, an unnamed number may be a step.
     if nodes and unnamed and not _counts_files_of_nodes(paths, unnamed[-1]):
         unnamed = []
+
     for candidates in (in_file_name, find_varying(paths, "rank"), unnamed, nodes, rank_positions):
         if candidates:
             return candidates[-1]
+
     return None
 
 
@@ -103,6 +106,7 @@ def find_varying(paths: Sequence[PathNumbers], role: Role) -> list[int]:
     for position in paths[0].all_of(role):
         if len({numbers.numbers[position] for numbers in paths}) > 1:
             positions.append(position)
+
     return positions
 
 
@@ -114,6 +118,7 @@ def _counts_files_of_nodes(paths: Sequence[PathNumbers], position: int) -> bool:
         counts = {numbers.numbers[position] for numbers in paths_of_node}
         if counts != set(range(len(paths_of_node))):
             return False
+
     return True
 
 
@@ -133,22 +138,28 @@ def resolve_roles(template: Template) -> tuple[list[PathNumbers], tuple[Message,
     for position in first.all_of("rank"):
         if position not in ranks:
             roles[position] = "plain"
+
     for position in ranks:
         roles[position] = "rank"
+
     grouping: tuple[Message, ...] = (Grouping.RANKS_IN_NAMES(),)
     if template.rank is not None and first.roles[template.rank] == "plain":
         grouping = (Grouping.ONLY_NUMBER(),)
+
     further = [position for position in find_varying(template.numbers, "plain") if position not in ranks]
     resolved = [replace(numbers, roles=tuple(roles)) for numbers in template.numbers]
     machines = _find_machines(resolved, further)
     if machines:
         grouping += (Grouping.OTHER_NUMBER_IS_NODE(),)
+
     for position in machines:
         roles[position] = "node"
+
     steps = [position for position in further if position not in machines]
     # A path segment, as in 500/rank0, but not seed3/rank0.
     if "step" not in roles and len(steps) == 1 and not first.is_glued(steps[0]):
         roles[steps[0]] = "step"
+
     return [replace(numbers, roles=tuple(roles)) for numbers in template.numbers], grouping
 
 
@@ -156,10 +167,12 @@ def _find_ranks(template: Template) -> set[int]:
     """Return the positions of the rank. In rank_0/model_rank_0.pth, the second number repeats the rank."""
     if template.rank is None:
         return set()
+
     ranks = {template.rank}
     for position in find_varying(template.numbers, "rank"):
         if all(numbers.numbers[position] == numbers.numbers[template.rank] for numbers in template.numbers):
             ranks.add(position)
+
     return ranks
 
 
@@ -173,6 +186,7 @@ def _find_machines(paths: Sequence[PathNumbers], further: Sequence[int]) -> list
         replicas = [[_select_numbers(numbers, replica_positions) for numbers in group] for group in groups.values()]
         if all(map(are_unique, replicas)):
             machines.append(position)
+
     return machines
 
 

@@ -28,11 +28,12 @@ from syncheck.layout.dtensors import find_coordinate, find_mesh_rank, is_whole, 
 from syncheck.text import group_ranks, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Collection, Hashable, Iterable, Mapping
 
     from syncheck.snapshots import Sharding, Snapshot, Tensor
 
-    Coordinates = Mapping[int, tuple[tuple[str, int], ...]]
+    _Coordinates = tuple[tuple[str, int], ...]
+    Coordinates = Mapping[int, _Coordinates]
 
 # Names of the tensor-parallel mesh dimension. `mp` is excluded: it may be the pipeline's dimension.
 TENSOR_PARALLEL = frozenset({"tp", "tensor", "tensor_parallel"})
@@ -102,18 +103,24 @@ class ReplicaSets:
 
 def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
     """Return the mesh coordinates of each rank from the file name, else the metadata, else the DTensors."""
-    plain, sharded, mesh_rank, native = {}, {}, {}, False
+    plain: dict[int, _Coordinates] = {}
+    mesh_rank: dict[int, int] = {}
+    has_tensor_parallel_mesh = False
     for rank, snapshot in snapshots.items():
-        shardings = {id(t.sharding): t.sharding for t in snapshot.tensors.values() if t.sharding is not None}
-        located = next((sharding for sharding in shardings.values() if sharding.coordinate), None)
-        mesh_rank[rank] = rank if located is None else find_mesh_rank(located)
-        native = native or any(TENSOR_PARALLEL & set(map(str.lower, s.names)) for s in shardings.values())
-        mesh = dict(snapshot.mesh or (snapshot.metadata.mesh if snapshot.metadata is not None else {}))
-        dividing = MODEL_PARALLEL if mesh else PIPELINE
-        plain[rank] = tuple(sorted(at for at in (mesh or mesh_of(snapshot)).items() if at[0].lower() in dividing))
-        sharded[rank] = plain[rank]
-    if native:
-        sharded = {rank: _without(position, TENSOR_PARALLEL) for rank, position in plain.items()}
+        plain[rank] = _find_dividing_coordinates(snapshot)
+        mesh_rank[rank] = rank
+        for sharding in reversed(_list_shardings(snapshot)):
+            # The first layout with a coordinate counts.
+            if sharding.coordinate:
+                mesh_rank[rank] = find_mesh_rank(sharding)
+
+            if not TENSOR_PARALLEL.isdisjoint(name.lower() for name in sharding.names):
+                has_tensor_parallel_mesh = True
+
+    sharded = plain
+    if has_tensor_parallel_mesh:
+        sharded = {rank: _without(coordinates, TENSOR_PARALLEL) for rank, coordinates in plain.items()}
+
     return Positions(
         plain if any(plain.values()) else {},
         sharded if any(sharded.values()) else {},
@@ -122,34 +129,72 @@ def find_positions(snapshots: Mapping[int, Snapshot]) -> Positions:
     )
 
 
-def _without(position: tuple[tuple[str, int], ...], names: frozenset[str]) -> tuple[tuple[str, int], ...]:
-    return tuple(at for at in position if at[0].lower() not in names)
+def _find_dividing_coordinates(snapshot: Snapshot) -> _Coordinates:
+    """Return the coordinates of a rank in the dimensions along which plain tensors may differ."""
+    mesh = snapshot.mesh
+    if not mesh and snapshot.metadata is not None:
+        mesh = snapshot.metadata.mesh
+
+    dimensions = MODEL_PARALLEL
+    if not mesh:
+        # The meshes of DTensors divide plain tensors along pipelines only.
+        mesh = mesh_of(snapshot)
+        dimensions = PIPELINE
+
+    return tuple(sorted(pair for pair in mesh.items() if pair[0].lower() in dimensions))
+
+
+def _list_shardings(snapshot: Snapshot) -> list[Sharding]:
+    """Return the distinct layouts of the DTensors of a rank. Tensors share layouts."""
+    shardings = {id(tensor.sharding): tensor.sharding for tensor in snapshot.tensors.values()}
+    return [sharding for sharding in shardings.values() if sharding is not None]
+
+
+def _without(coordinates: _Coordinates, dimensions: frozenset[str]) -> _Coordinates:
+    """Return the coordinates in all other dimensions. dimensions: in lower case."""
+    return tuple(pair for pair in coordinates if pair[0].lower() not in dimensions)
 
 
 def _number_stages(snapshots: Mapping[int, Snapshot]) -> dict[int, int]:
     """Number pipeline stages by the names of DTensors: ranks of a stage have most names in common."""
-    names = {
-        rank: frozenset(name for name, tensor in snapshot.tensors.items() if tensor.sharding is not None)
-        for rank, snapshot in snapshots.items()
-    }
+    names_by_rank: dict[int, frozenset[str]] = {}
+    for rank, snapshot in snapshots.items():
+        names = frozenset(name for name, tensor in snapshot.tensors.items() if tensor.sharding is not None)
+        if names:
+            names_by_rank[rank] = names
+
     numbers: dict[frozenset[str], int] = {}
-    for own in sorted(set(names.values()), key=len, reverse=True):
-        overlapping = (number for known, number in numbers.items() if 2 * len(own & known) > len(own))
-        numbers[own] = next(overlapping, len(numbers))
-    return {rank: numbers[own] for rank, own in names.items() if own}
+    for names in sorted(set(names_by_rank.values()), key=len, reverse=True):
+        number = len(numbers)
+        for stage_names, stage in numbers.items():
+            if 2 * len(names & stage_names) > len(names):
+                number = stage
+                break
+
+        numbers[names] = number
+
+    return {rank: numbers[names] for rank, names in names_by_rank.items()}
 
 
 def mesh_of(snapshot: Snapshot) -> dict[str, int]:
     """Return the mesh coordinate of a rank by dimension, from the file name, else the metadata, else the DTensors."""
-    if snapshot.mesh or (snapshot.metadata is not None and snapshot.metadata.mesh):
-        return dict(snapshot.mesh or snapshot.metadata.mesh)  # type: ignore[union-attr]  # checked above
-    shardings = {id(t.sharding): t.sharding for t in snapshot.tensors.values() if t.sharding is not None}
-    coordinates = [
-        {**dict(sharding.beside), **dict(zip(sharding.names, sharding.coordinate, strict=True))}
-        for sharding in shardings.values()
-        if sharding.names and len(sharding.names) == len(sharding.coordinate)
-    ]
-    return max(coordinates, key=len, default={})
+    if snapshot.mesh:
+        return dict(snapshot.mesh)
+
+    if snapshot.metadata is not None and snapshot.metadata.mesh:
+        return dict(snapshot.metadata.mesh)
+
+    largest_mesh: dict[str, int] = {}
+    for sharding in _list_shardings(snapshot):
+        if not sharding.names or len(sharding.names) != len(sharding.coordinate):
+            continue
+
+        mesh = dict(sharding.beside)
+        mesh |= zip(sharding.names, sharding.coordinate, strict=True)
+        if len(mesh) > len(largest_mesh):
+            largest_mesh = mesh
+
+    return largest_mesh
 
 
 def coordinates_in(snapshot: Snapshot, dimensions: frozenset[str]) -> frozenset[tuple[str, int]]:
@@ -170,73 +215,150 @@ def find_replica_sets(
     ranks: all ranks of the group. replicated: whether the name shows that all tensor-parallel ranks hold the whole
     tensor; different shapes override it. tied: whether pipeline stages hold copies of the tensor.
     """
-    parts = {r: t.sharding for r, t in tensors.items() if t.sharding is not None and not is_whole(t.sharding)}
-    if parts:
-        return _divide_dtensor(parts, tuple(tensors), ranks, positions, tied=tied)
+    shardings: dict[int, Sharding] = {}
+    for rank, tensor in tensors.items():
+        if tensor.sharding is not None and not is_whole(tensor.sharding):
+            shardings[rank] = tensor.sharding
+
+    if shardings:
+        return _find_sets_of_dtensor(shardings, tuple(tensors), ranks, positions, tied=tied)
+
     if not positions.plain:
         return ReplicaSets((tuple(tensors),), ranks)
-    copied = _find_copied_dimensions(tensors)
-    coordinates = {rank: _without(position, copied) for rank, position in positions.plain.items()}
-    present = {coordinates[rank] for rank in tensors}
-    expected = tuple(rank for rank in ranks if coordinates[rank] in present)
-    same_shape = len({t.shape for t in tensors.values()}) == 1
+
+    return _find_sets_of_plain_tensor(tensors, ranks, positions, replicated=replicated, tied=tied)
+
+
+def _find_sets_of_plain_tensor(
+    tensors: Mapping[int, Tensor], ranks: tuple[int, ...], positions: Positions, *, replicated: bool, tied: bool
+) -> ReplicaSets:
+    """Return the replica sets of a plain tensor in a mesh. Parameters as in `find_replica_sets`."""
+    copied_dimensions = _find_copied_dimensions(tensors)
+    expected = _find_expected(tensors, ranks, positions.plain, copied_dimensions)
+    same_shape = len({tensor.shape for tensor in tensors.values()}) == 1
     if replicated and same_shape:
-        coordinates = {rank: _without(position, TENSOR_PARALLEL) for rank, position in coordinates.items()}
+        copied_dimensions |= TENSOR_PARALLEL
+
     if tied:
-        coordinates = {rank: _without(position, PIPELINE) for rank, position in coordinates.items()}
-    sets = tuple(map(tuple, group_ranks({rank: coordinates[rank] for rank in tensors}).values()))
-    dims = ", ".join(dict.fromkeys(name for position in coordinates.values() for name, _ in position))
-    if not dims:
+        copied_dimensions |= PIPELINE
+
+    coordinates = {rank: _without(positions.plain[rank], copied_dimensions) for rank in tensors}
+    sets = tuple(tuple(members) for members in group_ranks(coordinates).values())
+    dimensions: dict[str, None] = {}
+    for rank in positions.plain:
+        dimensions |= dict.fromkeys(name for name, _ in _without(positions.plain[rank], copied_dimensions))
+
+    if not dimensions:
         return ReplicaSets(sets, expected)
-    return ReplicaSets(sets, expected, "model parallel", f"parts along {dims}")
+
+    return ReplicaSets(sets, expected, "model parallel", f"parts along {', '.join(dimensions)}")
+
+
+def _find_expected(
+    present: Iterable[int], ranks: Iterable[int], coordinates: Coordinates, copied_dimensions: frozenset[str]
+) -> tuple[int, ...]:
+    """Return the ranks required to have a plain tensor: those with the coordinates of a rank that has it.
+
+    present: the ranks that have it.
+    """
+    coordinates_with_tensor = {_without(coordinates[rank], copied_dimensions) for rank in present}
+    expected = []
+    for rank in ranks:
+        if _without(coordinates[rank], copied_dimensions) in coordinates_with_tensor:
+            expected.append(rank)
+
+    return tuple(expected)
 
 
 def _find_copied_dimensions(tensors: Mapping[int, Tensor]) -> frozenset[str]:
     """Return the dimensions of the meshes of whole DTensors, in lower case, along which all ranks hold copies."""
-    names = (t.sharding.names if t.sharding is not None else () for t in tensors.values())
-    copied = frozenset.intersection(*(frozenset(map(str.lower, own)) for own in names))
-    return copied | TENSOR_PARALLEL if copied & TENSOR_PARALLEL else copied
+    dimensions: list[frozenset[str]] = []
+    for tensor in tensors.values():
+        names = () if tensor.sharding is None else tensor.sharding.names
+        dimensions.append(frozenset(name.lower() for name in names))
+
+    copied = frozenset.intersection(*dimensions)
+    # All names of the dimension mean the same.
+    if copied & TENSOR_PARALLEL:
+        copied |= TENSOR_PARALLEL
+
+    return copied
 
 
-def _divide_dtensor(
-    parts: Mapping[int, Sharding],
+def _find_sets_of_dtensor(
+    shardings: Mapping[int, Sharding],
     present: tuple[int, ...],
     ranks: tuple[int, ...],
     positions: Positions,
     *,
     tied: bool,
 ) -> ReplicaSets:
+    """Return the replica sets of a DTensor.
+
+    shardings: by rank, of the ranks with a shard.
+    present: the ranks with the tensor, some of which may hold it whole.
+    """
     keys: dict[int, Hashable] = {}
-    # Ranks share sharding objects, so a thousand ranks have only a few distinct objects.
-    shardings = {id(sharding): sharding for sharding in parts.values()}
-    layouts: dict[Hashable, int] = {}
-    numbers = {
-        key: layouts.setdefault((s.mesh, s.names, s.placements, s.shape), len(layouts)) for key, s in shardings.items()
-    }
     for rank in present:
-        sharding = parts.get(rank)
-        position = None if sharding is None else find_coordinate(rank, sharding)
-        if sharding is None or position is None:  # replica of an unknown rank
+        box = _identify_box(rank, shardings.get(rank))
+        if box is None:  # replica of an unknown rank
             keys[rank] = rank
             continue
-        divided = tuple(i for placement, i in zip(sharding.placements, position, strict=True) if placement != "R")
-        outer = tuple(at for at in positions.sharded.get(rank, ()) if at[0] not in sharding.names)
-        keys[rank] = numbers[id(sharding)], divided, _without(outer, PIPELINE) if tied else outer
-    members = {rank for sharding in shardings.values() for rank in sharding.ranks}
+
+        outer = [pair for pair in positions.sharded.get(rank, ()) if pair[0] not in shardings[rank].names]
+        copied_dimensions = PIPELINE if tied else frozenset[str]()
+        keys[rank] = (box, _without(tuple(outer), copied_dimensions))
+
+    sets = tuple(tuple(members) for members in group_ranks(keys).values())
+    expected = _find_expected_shards(shardings, present, ranks, positions)
+    return ReplicaSets(sets, expected, "DTensor", _describe_layout(shardings, present))
+
+
+def _identify_box(rank: int, sharding: Sharding | None) -> Hashable | None:
+    """Return a key that two ranks have in common if they hold the same box; None if the position is unknown."""
+    coordinate = None if sharding is None else find_coordinate(rank, sharding)
+    if sharding is None or coordinate is None:
+        return None
+
+    pairs = zip(sharding.placements, coordinate, strict=True)
+    dividing_coordinates = tuple(number for placement, number in pairs if placement != "R")
+    return sharding.mesh, sharding.names, sharding.placements, sharding.shape, dividing_coordinates
+
+
+def _find_expected_shards(
+    shardings: Mapping[int, Sharding], present: tuple[int, ...], ranks: tuple[int, ...], positions: Positions
+) -> tuple[int, ...]:
+    """Return the ranks required to have a DTensor: those of its meshes, and of the stages that have it."""
+    mesh_ranks: set[int] = set()
+    # Ranks share sharding objects, so a thousand ranks have only a few distinct objects.
+    for sharding in {id(sharding): sharding for sharding in shardings.values()}.values():
+        mesh_ranks.update(sharding.ranks)
+
     stages = {(positions.stages.get(rank), positions.sharded.get(rank)) for rank in present}
-    expected = tuple(
-        rank
-        for rank in ranks
-        if positions.mesh_rank.get(rank, rank) in members
-        or rank in present
-        or (rank in positions.stages and (positions.stages[rank], positions.sharded.get(rank)) in stages)
-    )
-    texts = dict.fromkeys(layout_text(sharding) for sharding in shardings.values())
-    layout = next(iter(texts)) if len(texts) == 1 else "in different layouts"
-    whole = [rank for rank in present if rank not in parts]
-    if whole:
-        layout += f", but whole on {ranks_text(whole)}"
-    return ReplicaSets(tuple(map(tuple, group_ranks(keys).values())), expected, "DTensor", layout)
+    expected = []
+    for rank in ranks:
+        is_in_mesh = positions.mesh_rank.get(rank, rank) in mesh_ranks
+        stage = (positions.stages.get(rank), positions.sharded.get(rank))
+        is_in_stage = rank in positions.stages and stage in stages
+        if is_in_mesh or is_in_stage or rank in present:
+            expected.append(rank)
+
+    return tuple(expected)
+
+
+def _describe_layout(shardings: Mapping[int, Sharding], present: Iterable[int]) -> str:
+    """Describe the layout of a DTensor, and which ranks hold it whole. present: the ranks with the tensor."""
+    distinct = {id(sharding): sharding for sharding in shardings.values()}
+    texts = {layout_text(sharding) for sharding in distinct.values()}
+    layout = "in different layouts"
+    if len(texts) == 1:
+        (layout,) = texts
+
+    ranks_with_whole = [rank for rank in present if rank not in shardings]
+    if ranks_with_whole:
+        layout += f", but whole on {ranks_text(ranks_with_whole)}"
+
+    return layout
 
 
 def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
@@ -248,8 +370,13 @@ def is_mixed(tensors: Mapping[int, Tensor]) -> bool:
 def find_replicated(names: Iterable[str]) -> frozenset[str]:
     """Return the names of model and optimizer tensors that tensor parallelism replicates."""
     names = tuple(names)
-    with_experts = {name[: name.index(".experts.")] for name in names if ".experts." in name}
-    return frozenset(name for name in names if _is_step(name) or _is_replicated(_parameter_name(name), with_experts))
+    with_experts: set[str] = set()
+    for name in names:
+        module, experts, _ = name.partition(".experts.")
+        if experts:
+            with_experts.add(module)
+
+    return frozenset(name for name in names if _is_step(name) or _is_replicated(_get_parameter(name), with_experts))
 
 
 def _is_step(name: str) -> bool:
@@ -257,27 +384,34 @@ def _is_step(name: str) -> bool:
     return name.startswith("optimizer.") and name.endswith(".step")
 
 
-def _parameter_name(name: str) -> str:
+def _get_parameter(name: str) -> str:
     if not name.startswith("optimizer."):
         return name
+
     return name.removeprefix("optimizer.").rpartition(".")[0]
 
 
-def _is_replicated(name: str, with_experts: Iterable[str]) -> bool:
-    *above, leaf = name.lower().split(".")
-    if not above:
+def _is_replicated(name: str, with_experts: Collection[str]) -> bool:
+    """Whether the name of a parameter shows that all tensor-parallel ranks hold it whole.
+
+    with_experts: the modules with experts.
+    """
+    *modules, leaf = name.lower().split(".")
+    if not modules or any(_DIVIDED.search(module) for module in modules):
         return False
-    *higher, module = above
-    if any(_DIVIDED.search(part) for part in above):
-        return False
+
+    module = modules[-1]
+    parent = modules[-2] if len(modules) > 1 else ""
     if leaf in _FUSED:
         return True
+
     if leaf in _NORM_LEAVES and _NORM.fullmatch(module):
-        return not (higher and _INNER.fullmatch(higher[-1]))
-    if leaf in _ROUTER_LEAVES and "router" in above[-2:]:
+        return not _INNER.fullmatch(parent)
+
+    is_router = "router" in (module, parent)
+    is_gate = module == "gate" and name.rpartition(".gate.")[0] in with_experts
+    if leaf in _ROUTER_LEAVES and (is_router or is_gate):
         return True
-    if leaf in _ROUTER_LEAVES and module == "gate" and name.rpartition(".gate.")[0] in with_experts:
-        return True
-    if leaf != "bias":
-        return False
-    return module in _ROW_PARALLEL or (module == "dense" and bool(higher) and higher[-1] in _ATTENTION)
+
+    is_row_parallel = module in _ROW_PARALLEL or (module == "dense" and parent in _ATTENTION)
+    return leaf == "bias" and is_row_parallel

@@ -22,6 +22,7 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Return the view with dimension `dim` divided into dimensions of these sizes, whose product is its length."""
     if math.prod(sizes) != tensor.shape[dim]:
         raise ValueError(f"{list(sizes)} are no parts of {tensor.shape[dim]}")
+
     inner = contiguous_strides(tuple(sizes))
     boxes = []
     for box in list_shards(tensor):
@@ -37,6 +38,7 @@ def unflatten(tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
                 (*local.strides[:dim], *(s * local.strides[dim] for s in inner), *local.strides[dim + 1 :]),
             )
             boxes.append(Shard(part, (*box.start[:dim], *start, *box.start[dim + 1 :])))
+
     return _from_shards(tensor, (*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :]), boxes)
 
 
@@ -61,9 +63,11 @@ def narrow(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
         low, high = max(start, first), min(start + length, first + local.shape[dim])
         if low >= high:
             continue
+
         shape = (*local.shape[:dim], high - low, *local.shape[dim + 1 :])
         part = _restride(local, (low - first) * local.strides[dim], shape, local.strides)
         boxes.append(Shard(part, (*box.start[:dim], low - start, *box.start[dim + 1 :])))
+
     return _from_shards(tensor, (*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]), boxes)
 
 
@@ -87,6 +91,7 @@ def flatten(tensor: Tensor, dim: int) -> Tensor:
                 (*local.strides[:dim], step, *local.strides[dim + 2 :]),
             )
             boxes.append(Shard(part, (*first[:dim], (first[dim] + i) * inner + first[dim + 1], *first[dim + 2 :])))
+
     return _from_shards(tensor, (*tensor.shape[:dim], length * inner, *tensor.shape[dim + 2 :]), boxes)
 
 
@@ -111,6 +116,7 @@ def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[in
     box = next((box for box in list_shards(view) if holds(box, index)), None)
     if box is None:
         return None
+
     size = DTYPES[tensor.dtype].size
     steps = zip(index, box.start, box.tensor.strides, strict=True)
     at = box.tensor.offset + size * sum((i - start) * stride for i, start, stride in steps)
@@ -118,14 +124,17 @@ def find_element(tensor: Tensor, view: Tensor, index: Sequence[int]) -> tuple[in
         left, rest = divmod(at - whole.tensor.offset, size)
         if whole.tensor.path != box.tensor.path or whole.tensor.data is not box.tensor.data or left < 0 or rest:
             continue
+
         found = list(whole.start)
         # The largest stride first: elements of a box do not overlap.
         for dim in sorted(range(len(found)), key=lambda dim: -whole.tensor.strides[dim]):
             if whole.tensor.shape[dim] > 1 and (stride := whole.tensor.strides[dim]):
                 step = min(left // stride, whole.tensor.shape[dim] - 1)
                 found[dim], left = found[dim] + step, left - step * stride
+
         if not left:
             return tuple(found)
+
     return None
 
 
@@ -133,6 +142,7 @@ def list_shards(tensor: Tensor) -> Sequence[Shard]:
     """Return the boxes of a tensor; a single box for a tensor in one piece, no box for a tensor without elements."""
     if not tensor.numel:
         return ()
+
     return tensor.shards or (Shard(replace(tensor, sharding=None), (0,) * len(tensor.shape)),)
 
 
@@ -140,6 +150,7 @@ def _restride(tensor: Tensor, skipped: int, shape: tuple[int, ...], strides: tup
     """Return a part of a tensor in one piece. skipped: elements before its first element."""
     if (skipped, shape, strides) == (0, tensor.shape, tensor.strides):
         return tensor
+
     offset = tensor.offset + skipped * DTYPES[tensor.dtype].size
     # Checksums and digests are of the whole tensor, in its own order.
     return replace(tensor, shape=shape, strides=strides, offset=offset, crc32=None, same=b"")
@@ -150,6 +161,7 @@ def _from_shards(tensor: Tensor, shape: tuple[int, ...], boxes: Iterable[Shard])
     parts = tuple(boxes)
     if len(parts) == 1 and parts[0].tensor.shape == shape:
         return replace(parts[0].tensor, name=tensor.name)
+
     first = parts[0].tensor.path if parts else tensor.path
     data = None if parts else b""
     return Tensor(tensor.name, tensor.dtype, shape, contiguous_strides(shape), first, 0, data=data, shards=parts)

@@ -21,7 +21,9 @@ from syncheck.tensors.value_kinds import is_membership
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
+    from syncheck.layout.alignment import Alignment
     from syncheck.layout.replica_groups import ReplicaSets
+    from syncheck.messages import Message
     from syncheck.snapshots import Membership, Snapshot, Tensor
 
 # Limits of boxes: a number for each part of a tensor in a file, and a number for all tensors together.
@@ -38,36 +40,73 @@ def join(snapshots: Mapping[int, Snapshot], path: str) -> Snapshot:
     check_progress(snapshots.values())
     snapshots = {rank: _join_folder(snapshot) for rank, snapshot in snapshots.items()}
     first = next(iter(snapshots.values()))
-    metadata = first.metadata and replace(
-        first.metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={}
-    )
-    if len(snapshots) == 1 and all(t.sharding is None or is_whole(t.sharding) for t in first.tensors.values()):
-        whole = {name: t if t.sharding is None else replace(t, sharding=None) for name, t in first.tensors.items()}
-        return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=whole)
+    metadata = first.metadata
+    if metadata is not None:
+        metadata = replace(metadata, mesh={}, rank=None, optimizer_sharded=False, world_size=None, tied={})
+
+    is_single_whole = len(snapshots) == 1 and all(map(_is_whole_tensor, first.tensors.values()))
+    if is_single_whole:
+        tensors = {name: _without_layout(tensor) for name, tensor in first.tensors.items()}
+        return replace(first, path=path, mesh={}, metadata=metadata, numbered=(), tensors=tensors)
+
     alignment = align(snapshots)
     named = alignment.snapshots
+    stubs: set[str] = set()
+    notes: dict[Message, None] = {}
+    for snapshot in named.values():
+        stubs.update(snapshot.stubs)
+        notes |= dict.fromkeys(snapshot.notes)
+
+    return replace(
+        first,
+        path=path,
+        bytes=sum(snapshot.bytes for snapshot in named.values()),
+        tensors=_join_tensors(alignment, path),
+        values=_join_values(named),
+        stubs=tuple(sorted(stubs)),
+        metadata=metadata,
+        notes=tuple(notes),
+        ties=(),
+        mesh={},
+        host=None,
+        numbered=(),
+        shard_labels=frozenset(),
+        model_values=_join_model_values(named),
+    )
+
+
+def _is_whole_tensor(tensor: Tensor) -> bool:
+    return tensor.sharding is None or is_whole(tensor.sharding)
+
+
+def _without_layout(tensor: Tensor) -> Tensor:
+    return tensor if tensor.sharding is None else replace(tensor, sharding=None)
+
+
+def _join_tensors(alignment: Alignment, path: str) -> dict[str, Tensor]:
+    """Return the whole tensors by name. path: of the result. Raises MalformedFile for too many boxes, and for holes."""
     aligned = dict(alignment.tensors)
     # Each copy in the model keeps its name and its bytes; of the optimizer's state, a whole model has one copy.
     for name, tensors_of_copy in alignment.separate_copies.items():
         if not name.startswith("optimizer."):
             aligned[name] = tensors_of_copy
-    tensors: dict[str, Tensor] = {}
-    given = sum(_BOXES_PER_SHARD + len(tensor.shards) for held in aligned.values() for tensor in held.values())
-    left = most = _MOST_BOXES + given
-    for name, held in aligned.items():
-        replica_sets = alignment.find_replica_sets(name, held)
-        unclear = alignment.optimizer.unclear if name.startswith("optimizer.") else None
-        joined = _join_tensor(name, held, replica_sets, path, unclear=unclear is not None)
-        tensors[name] = joined if joined.refused else replace(joined, sharding=None)
-        left -= len(tensors[name].shards)
-        if left < 0:
+
+    most = _MOST_BOXES
+    for by_rank in aligned.values():
+        most += sum(_BOXES_PER_SHARD + len(tensor.shards) for tensor in by_rank.values())
+
+    joined: dict[str, Tensor] = {}
+    box_count = 0
+    for name, by_rank in aligned.items():
+        replica_sets = alignment.find_replica_sets(name, by_rank)
+        is_unclear = alignment.optimizer.unclear is not None and name.startswith("optimizer.")
+        tensor = _join_tensor(name, by_rank, replica_sets, path, unclear=is_unclear)
+        joined[name] = tensor if tensor.refused else _without_layout(tensor)
+        box_count += len(tensor.shards)
+        if box_count > most:
             raise MalformedFile(path, found=f"tensors in more than {most} parts", needed="a readable layout")
-    return replace(
-        first, path=path, bytes=sum(s.bytes for s in snapshots.values()), tensors=tensors, values=_join_values(named),
-        stubs=tuple(sorted({stub for s in named.values() for stub in s.stubs})), metadata=metadata,
-        notes=tuple(dict.fromkeys(note for s in named.values() for note in s.notes)), ties=(), mesh={}, host=None,
-        numbered=(), shard_labels=frozenset(), model_values=_join_model_values(named),
-    )  # fmt: skip
+
+    return joined
 
 
 def split_folder(snapshot: Snapshot) -> dict[int, Snapshot]:
@@ -79,6 +118,7 @@ def _join_folder(snapshot: Snapshot) -> Snapshot:
     """Return a checkpoint folder with whole tensors, if its format is known to store partitions."""
     if snapshot.format == "dcp":
         return megatron.unstack(snapshot)
+
     return deepspeed.join(snapshot) if snapshot.format == "deepspeed" else snapshot
 
 
@@ -90,68 +130,115 @@ def add_tied_names(
     torch.save stores all names of tensors that share memory, and `save_pretrained` stores one of them.
     listed: pairs of tied names in the metadata of the files.
     """
-    named = [normalize_keys(model.tensors) for model in models]
+    tensors_of_models = [normalize_keys(model.tensors) for model in models]
     ties = [list(pair) for pair in listed]
-    for tensors in named:
-        ties += find_shared_tensors([replace(tensor, name=name) for name, tensor in tensors.items()])
+    for tensors in tensors_of_models:
+        renamed = [replace(tensor, name=name) for name, tensor in tensors.items()]
+        ties += find_shared_tensors(renamed)
+
     completed = []
-    for model, tensors in zip(models, named, strict=True):
-        added = {
-            name: replace(tensors[stored[0]], name=name)
-            for tie in ties
-            if (stored := [name for name in tie if name in tensors])
-            for name in tie
-            if name not in tensors
-        }
-        completed.append((replace(model, tensors=tensors | added) if added else model, tuple(added)))
+    for model, tensors in zip(models, tensors_of_models, strict=True):
+        added_tensors = _find_tied_tensors(tensors, ties)
+        if added_tensors:
+            model = replace(model, tensors=tensors | added_tensors)
+
+        completed.append((model, tuple(added_tensors)))
+
     return completed
 
 
+def _find_tied_tensors(tensors: Mapping[str, Tensor], ties: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+    """Return the tensors under the names that a model lacks, if it has another name of the same tie."""
+    tied_tensors: dict[str, Tensor] = {}
+    for tie in ties:
+        present_names = [name for name in tie if name in tensors]
+        if not present_names:
+            continue
+
+        for name in tie:
+            if name not in tensors:
+                tied_tensors[name] = replace(tensors[present_names[0]], name=name)
+
+    return tied_tensors
+
+
 def _join_tensor(
-    name: str, held: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str, *, unclear: bool
+    name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str, *, unclear: bool
 ) -> Tensor:
-    """Return the whole tensor from the parts or copies of it that ranks hold."""
-    first = next(iter(held.values()))
-    refused = next((tensor for tensor in held.values() if tensor.refused), None)
-    if refused is not None:
-        return replace(refused, name=name)
-    whole = {r: t for r, t in held.items() if t.sharding is None or is_whole(t.sharding)}
-    if len(whole) == len(held) or (whole and not unclear):
-        # Ranks in several sets hold different parts, and files do not show the position of plain parts.
-        if unclear or (len(whole) == len(held) and len(replica_sets.sets) > 1):
+    """Return the whole tensor from the shards or copies of it that ranks hold.
+
+    path: of the checkpoint.
+    unclear: whether ranks may hold shards that look like copies.
+    """
+    for tensor in by_rank.values():
+        if tensor.refused:
+            return replace(tensor, name=name)
+
+    first = next(iter(by_rank.values()))
+    whole_tensors = [tensor for tensor in by_rank.values() if _is_whole_tensor(tensor)]
+    if len(whole_tensors) < len(by_rank) and (unclear or not whole_tensors):
+        return _join_boxes(name, by_rank, replica_sets, path, unclear=unclear)
+
+    if unclear:
+        return _refuse(first, name, replica_sets)
+
+    # Ranks in several sets hold different parts, and files do not show the position of plain parts.
+    if len(whole_tensors) == len(by_rank) and len(replica_sets.sets) > 1:
+        return _refuse(first, name, replica_sets)
+
+    return replace(whole_tensors[0], name=name)
+
+
+def _join_boxes(
+    name: str, by_rank: Mapping[int, Tensor], replica_sets: ReplicaSets, path: str, *, unclear: bool
+) -> Tensor:
+    """Return the tensor that the boxes of all ranks cover. Parameters as in `_join_tensor`."""
+    first = next(iter(by_rank.values()))
+    shape = first.full_shape
+    set_of_rank: dict[int, int] = {}
+    for number, ranks in enumerate(replica_sets.sets):
+        set_of_rank |= dict.fromkeys(ranks, number)
+
+    shards: list[Shard] = []
+    set_of_box: dict[Hashable, int] = {}
+    for rank, tensor in by_rank.items():
+        shards_of_rank = find_shards(rank, tensor)
+        if unclear or shards_of_rank is None:
             return _refuse(first, name, replica_sets)
-        return replace(next(iter(whole.values())), name=name)
-    shape = first.sharding.shape if first.sharding is not None else ()
-    boxes: list[Shard] = []
-    set_of = {rank: i for i, ranks in enumerate(replica_sets.sets) for rank in ranks}
-    holders: dict[Hashable, int] = {}
-    for rank, tensor in held.items():
-        found = find_shards(rank, tensor)
-        same = tensor.dtype == first.dtype and tensor.sharding is not None and tensor.sharding.shape == shape
-        if found is None or not same or unclear:
+
+        if tensor.dtype != first.dtype or tensor.full_shape != shape:
             return _refuse(first, name, replica_sets)
-        boxes += found
-        # If ranks with one box are not copies of each other, they hold different tensors of this name.
-        if any(holders.setdefault((b.start, b.tensor.shape), set_of[rank]) != set_of[rank] for b in found):
-            return _refuse(first, name, replica_sets)
-    return combine(name, first.dtype, shape, boxes, path)
+
+        shards += shards_of_rank
+        for shard in shards_of_rank:
+            box = (shard.start, shard.tensor.shape)
+            # If ranks with one box are not copies of each other, they hold different tensors of this name.
+            if set_of_box.setdefault(box, set_of_rank[rank]) != set_of_rank[rank]:
+                return _refuse(first, name, replica_sets)
+
+    return combine(name, first.dtype, shape, shards, path)
 
 
 def _refuse(tensor: Tensor, name: str, replica_sets: ReplicaSets) -> Tensor:
-    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=replica_sets.layout or replica_sets.kind))
+    layout = replica_sets.layout or replica_sets.kind
+    return replace(tensor, name=name, refused=Refusal.UNPLACED_PARTS(layout=layout))
 
 
 def _join_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Any]:
     """Return the values of all ranks. If ranks differ, the first counts, except lists of parameters: none counts."""
-    by_name: dict[str, list[Any]] = defaultdict(list)
+    values_by_name: dict[str, list[Any]] = defaultdict(list)
     for snapshot in snapshots.values():
         for name, value in snapshot.values.items():
-            by_name[name].append(value)
-    return {
-        name: found[0]
-        for name, found in by_name.items()
-        if not is_membership(name) or (len(found) == len(snapshots) and all(value == found[0] for value in found))
-    }
+            values_by_name[name].append(value)
+
+    joined: dict[str, Any] = {}
+    for name, (first_value, *other_values) in values_by_name.items():
+        is_on_all_ranks = len(other_values) + 1 == len(snapshots)
+        is_equal = all(value == first_value for value in other_values)
+        if not is_membership(name) or (is_on_all_ranks and is_equal):
+            joined[name] = first_value
+
+    return joined
 
 
 def _join_model_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Membership]:
@@ -160,6 +247,7 @@ def _join_model_values(snapshots: Mapping[int, Snapshot]) -> dict[str, Membershi
     for snapshot in snapshots.values():
         for name, membership in snapshot.model_values.items():
             joined.setdefault(name, membership)
+
     return joined
 
 
@@ -170,7 +258,10 @@ def locate_shards(snapshots: Mapping[int, Snapshot]) -> Iterator[tuple[str, int,
     """
     for rank, snapshot in snapshots.items():
         for name, tensor in normalize_keys(_join_folder(snapshot).tensors).items():
-            if tensor.sharding is not None and not is_whole(tensor.sharding):
+            if not _is_whole_tensor(tensor):
                 yield name, rank, tensor, find_shards(rank, tensor)
+            elif tensor.shards:
+                yield name, rank, tensor, list(tensor.shards)
             else:
-                yield name, rank, tensor, list(tensor.shards) or [Shard(tensor, (0,) * len(tensor.shape))]
+                start = (0,) * len(tensor.shape)
+                yield name, rank, tensor, [Shard(tensor, start)]

@@ -172,7 +172,7 @@ def test_partitions_without_shapes_and_odd_tensors() -> None:
 
 def test_the_number_of_parts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the limit of parts, join raises an error instead of filling the memory."""
-    monkeypatch.setattr(deepspeed, "_MOST_PARTS", 50)
+    monkeypatch.setattr(deepspeed, "_MOST_SHARDS", 50)
     with pytest.raises(MalformedFile, match="more than 50 parts"):
         deepspeed.join(read("zero3_fp32"))
 

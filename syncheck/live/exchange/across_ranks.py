@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncheck.api import Found, Options, finish, judge
 from syncheck.comparison import reference
-from syncheck.comparison.replicas import hyperparameters, selected_kinds
+from syncheck.comparison.classification import selected_kinds
+from syncheck.comparison.group_metadata import hyperparameters
 from syncheck.errors import UsageError
 from syncheck.layout.groups import ReplicaGroup
 from syncheck.live.channel import Channel

@@ -1,0 +1,124 @@
+"""The running results of the comparison of a group."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncheck.records import Counts, NotFinite, Reason, Shards
+from syncheck.tensors.kinds import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncheck.layout.replica_groups import ReplicaSets, Sets
+    from syncheck.records import TensorDiff
+
+_PARTITIONED = "partitioned over the ranks"
+
+
+class _ShardLayout(NamedTuple):
+    """A layout of shards. kind: as in `ReplicaSets`, or `optimizer` for partitioned state."""
+
+    kind: str
+    layout: str
+
+
+@dataclass
+class Tally:
+    """Running results of the comparison of a group."""
+
+    by_kind: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """The number of tensors by kind and status."""
+    diffs: list[TensorDiff] = field(default_factory=list)
+    left_out: int = 0
+    """The number of tensors that the options do not select."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The kinds of the tensors by name."""
+    compared: set[int] = field(default_factory=set)
+    """Ranks with a compared tensor other than step counters."""
+    not_finite: list[str] = field(default_factory=list)
+    """Names of tensors that hold NaN or infinity on all ranks."""
+    shard_sets: dict[_ShardLayout, list[Sets]] = field(default_factory=lambda: defaultdict(list))
+    """By layout of shards: the sets of compared ranks of each tensor."""
+
+    def add(
+        self,
+        name: str,
+        kind: str,
+        diff: TensorDiff | None,
+        replica_sets: ReplicaSets | None = None,
+        *,
+        partitioned: bool = False,
+    ) -> None:
+        """Count a tensor.
+
+        diff: None if its replicas are identical.
+        replica_sets: None if the tensor was not compared.
+        partitioned: whether it belongs to partitioned optimizer state.
+        """
+        status = "identical" if diff is None else diff.status
+        self.by_kind[kind][status] += 1
+        self.names[name] = kind
+        if diff is not None:
+            self.diffs.append(diff)
+
+        is_compared = status != "not_compared" or (diff is not None and diff.reason is Reason.MISSING)
+        if is_compared and replica_sets is not None and kind != "optimizer_step":
+            self.compared.update(*replica_sets.comparable)
+
+        self._add_shards(diff, replica_sets, partitioned=partitioned)
+
+    def _add_shards(self, diff: TensorDiff | None, replica_sets: ReplicaSets | None, *, partitioned: bool) -> None:
+        is_sharded = diff is not None and diff.reason is Reason.SHARDED
+        if replica_sets is not None and replica_sets.kind:
+            layout = _ShardLayout(replica_sets.kind, replica_sets.layout)
+            self.shard_sets[layout].append(() if is_sharded else replica_sets.comparable)
+        elif partitioned and is_sharded:
+            self.shard_sets[_ShardLayout("optimizer", _PARTITIONED)].append(())
+        elif diff is not None and is_sharded:
+            self.shard_sets[_ShardLayout("DTensor", str(diff.detail or ""))].append(())
+
+    def summarize_shards(self) -> tuple[Shards, ...]:
+        """Return a summary of the sharded tensors by kind and layout."""
+        summaries = []
+        for (kind, layout), sets_of_tensors in self.shard_sets.items():
+            compared = [sets for sets in sets_of_tensors if sets]
+            replica_groups = tuple(dict.fromkeys(chain.from_iterable(compared)))
+            summaries.append(Shards(kind, layout, len(sets_of_tensors), len(compared), replica_groups))
+
+        return tuple(summaries)
+
+    def count_kinds(self) -> dict[str, Counts]:
+        """Return the counts by kind, in the order of `KINDS`."""
+        counts: dict[str, Counts] = {}
+        for kind in KINDS:
+            if kind in self.by_kind:
+                by_status = self.by_kind[kind]
+                counts[kind] = Counts(tensors=by_status.total(), **by_status)
+
+        return counts
+
+    def list_not_finite(self) -> NotFinite | None:
+        """Return the tensors that are not finite; None if there are none."""
+        if not self.not_finite:
+            return None
+
+        return NotFinite(tuple(self.not_finite), len(self.not_finite))
+
+    def find_uncompared(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks without a compared tensor."""
+        return tuple(rank for rank in ranks if rank not in self.compared)
+
+    def has_only_shards(self) -> bool:
+        """Whether no tensor was compared, because tensors are sharded. Step counters do not count."""
+        if not self.shard_sets:
+            return False
+
+        for kind, by_status in self.by_kind.items():
+            if kind != "optimizer_step" and by_status.total() != by_status["not_compared"]:
+                return False
+
+        return True
