@@ -119,14 +119,14 @@ class Assembly:
     def snapshot(self) -> Snapshot:
         """Return the combined checkpoint."""
         return Snapshot(
-            self.folder,
-            self.format,
-            self.bytes,
-            self.tensors,
-            self.values,
-            tuple(sorted(self.stubs)),
-            self.metadata,
-            tuple(self.notes),
+            path=self.folder,
+            format=self.format,
+            bytes=self.bytes,
+            tensors=self.tensors,
+            values=self.values,
+            stubs=tuple(sorted(self.stubs)),
+            metadata=self.metadata,
+            notes=tuple(self.notes),
             model_values=self.model_values,
         )
 

@@ -65,7 +65,12 @@ def read(path: str) -> Snapshot:
         while stream.position < opened.st_size:
             number = len(trees) + 1
             if number > _MOST_PICKLES:
-                raise MalformedFile(path, found=f"more than {_MOST_PICKLES} pickles", needed="fewer", next_step=_AGAIN)
+                raise MalformedFile(
+                    path,
+                    found=f"more than {_MOST_PICKLES} pickles",
+                    needed="fewer",
+                    next_step=_AGAIN,
+                )
             pickled = unpickle(stream, path, f"pickle {number}", load_storage=storages.load)
             trees.append(pickled.tree)
             rebuilt += pickled.rebuilt
@@ -79,13 +84,13 @@ def read(path: str) -> Snapshot:
     for name, location in flat.tensors.items():
         tensors[name] = locate_tensor(name, location, path, storages.locate, opened)
     return Snapshot(
-        path,
-        FORMAT,
-        opened.st_size,
-        tensors,
-        flat.values,
-        tuple(sorted(stubs)),
-        flat.metadata,
+        path=path,
+        format=FORMAT,
+        bytes=opened.st_size,
+        tensors=tensors,
+        values=flat.values,
+        stubs=tuple(sorted(stubs)),
+        metadata=flat.metadata,
         numbered=flat.numbered,
         model_values=flat.model_values,
     )
@@ -148,4 +153,9 @@ class _Storages:
         return self._records[storage.key]
 
     def _malformed(self, problem: str) -> MalformedFile:
-        return MalformedFile(self.path, found=problem, needed="storages as pickle.dump writes", next_step=_AGAIN)
+        return MalformedFile(
+            self.path,
+            found=problem,
+            needed="storages as pickle.dump writes",
+            next_step=_AGAIN,
+        )

@@ -76,7 +76,12 @@ def _read_index(path: str) -> Snapshot:
         part = read_file(file_path)
         _check_assignment(path, file, part, weight_map)
         for tensor in sorted(set(tensors).difference(part.tensors)):
-            raise _malformed(path, tensor, f"it is not in {file}", f"{len(tensors)} tensors in that file")
+            raise _malformed(
+                path,
+                tensor,
+                problem=f"it is not in {file}",
+                needed=f"{len(tensors)} tensors in that file",
+            )
         assembly.add(part)
     assembly.bytes += os.stat(path).st_size
     # In the order of the index, which is the model's if the writer did not sort it.
@@ -93,7 +98,12 @@ def _check_assignment(path: str, file: str, part: Snapshot, weight_map: Mapping[
         assignment = "the index does not list it"
         if assigned_file:
             assignment = f"the index assigns it to {assigned_file}"
-        raise _malformed(path, tensor, f"it is in {file}, but {assignment}", "one file for each tensor")
+        raise _malformed(
+            path,
+            tensor,
+            problem=f"it is in {file}, but {assignment}",
+            needed="one file for each tensor",
+        )
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -117,7 +127,12 @@ def _read_weight_map(path: str) -> dict[str, str]:
         )
     for tensor, file in weight_map.items():
         if not _is_below(file):
-            raise _malformed(path, tensor, f"the file {brief(file)}", "a file in the folder of the index")
+            raise _malformed(
+                path,
+                tensor,
+                problem=f"the file {brief(file)}",
+                needed="a file in the folder of the index",
+            )
     return weight_map
 
 
@@ -128,8 +143,14 @@ def _is_below(file: str) -> bool:
     return ".." not in re.split(r"[/\\]", file)
 
 
-def _malformed(path: str, tensor: str, problem: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=f"tensor '{tensor}'", found=problem, needed=needed, next_step=_AGAIN)
+def _malformed(path: str, tensor: str, *, problem: str, needed: str) -> MalformedFile:
+    return MalformedFile(
+        path,
+        place=f"tensor '{tensor}'",
+        found=problem,
+        needed=needed,
+        next_step=_AGAIN,
+    )
 
 
 def has_weights(names: Iterable[str]) -> bool:

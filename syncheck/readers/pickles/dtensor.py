@@ -149,10 +149,10 @@ def _read_local_tensor(args: Any, local: Any, spec: Any) -> TensorLocation:
     _require(len(placements) == len(mesh.sizes))
     full_shape = _check_numbers(args[2])
     sharding = Sharding(
-        mesh.sizes,
-        mesh.ranks,
-        placements,
-        full_shape,
+        mesh=mesh.sizes,
+        ranks=mesh.ranks,
+        placements=placements,
+        shape=full_shape,
         names=mesh.names,
         coordinate=mesh.coordinate,
         beside=mesh.root_coordinate,
@@ -358,7 +358,13 @@ def _read_local_shard(kind: Any, args: Any, state: Any) -> TensorLocation:
     tensor = _make_empty_tensor(args[1], box.shape)
     if has_shard:
         tensor = _read_shard_tensor(local_shards[0], box)
-    sharding = Sharding((position.group_size,), ranks, ("S(0)",), shape, coordinate=(position.group_rank,))
+    sharding = Sharding(
+        mesh=(position.group_size,),
+        ranks=ranks,
+        placements=("S(0)",),
+        shape=shape,
+        coordinate=(position.group_rank,),
+    )
     return tensor.as_shard(sharding)
 
 
