@@ -154,9 +154,7 @@ def choose_label(match: re.Match[str], matches: Sequence[re.Match[str]]) -> str:
     matches: of all parts.
     """
     is_part_0 = not any(list_numbers(match["label"]))
-    if is_part_0 and len(matches) == 1:
-        return ""
-    return match["label"]
+    return "" if is_part_0 and len(matches) == 1 else match["label"]
 
 
 def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], kind: str) -> list[Message]:
@@ -167,9 +165,8 @@ def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], kind: str) -> li
         return []
     total = math.prod(max(column) + 1 for column in zip(*present, strict=True))
     missing = total - len(present)
-    if not missing:
-        return []
-    return [Note.PARTS_ABSENT(absent=brief(missing), total=brief(total), what=kind)]
+    note = Note.PARTS_ABSENT(absent=brief(missing), total=brief(total), what=kind)
+    return [note] if missing else []
 
 
 def _check_progress(snapshots: Sequence[Snapshot], folder: str) -> None:

@@ -84,9 +84,7 @@ def _explain_missing(folder: str) -> str:
         unread = describe_unread(folder)
     except (OSError, UnreadableFile):
         return ""
-    if unread is None:
-        return ""
-    return f": {unread.title}. To compare it, {unread.next_step}"
+    return "" if unread is None else f": {unread.title}. To compare it, {unread.next_step}"
 
 
 def _open_folder(folder: str, opened: Opened, is_checkpoint: dict[str, bool]) -> bool:
@@ -307,10 +305,8 @@ def _open_checkpoint(path: str, opened: Opened) -> set[str]:
     try:
         snapshot = read(path)
     except CheckpointError as error:
-        reason = error.reason
-        if error.path != path:
-            reason = f"{os.path.relpath(error.path, path)}: {reason}"
-        opened.unreadable.append(Unreadable(path, reason))
+        prefix = "" if error.path == path else f"{os.path.relpath(error.path, path)}: "
+        opened.unreadable.append(Unreadable(path, f"{prefix}{error.reason}"))
         return set()
     opened.snapshots.append(snapshot)
     return {tensor.path for tensor in snapshot.tensors.values()}
@@ -403,16 +399,13 @@ def _list_possible_names(relative: str, *, is_folder: bool) -> set[str]:
     stem = _SUFFIX.sub("", relative)
     name = os.path.basename(stem)
     # A name of digits only may be anything in another folder.
-    if not re.search("[a-z]", name, re.IGNORECASE):
-        return {stem}
-    return {stem, name}
+    has_letters = re.search("[a-z]", name, re.IGNORECASE) is not None
+    return {stem, name} if has_letters else {stem}
 
 
 def _report_sibling(path: str, sibling: str) -> Unreadable:
     """Return the record of a file or folder that is named like a checkpoint. sibling: the path of the checkpoint."""
-    problem = "not a checkpoint"
-    if path.endswith("/"):
-        problem = "holds no checkpoint"
+    problem = "holds no checkpoint" if path.endswith("/") else "not a checkpoint"
     return Unreadable(path.rstrip("/"), f"{problem}, but named like {sibling}; save it again, or remove it")
 
 

@@ -76,12 +76,9 @@ def read(path: str) -> Snapshot:
     metadata = None
     if document.get("metadata") is not None:
         metadata = parse_metadata(document["metadata"], path)
-    tensors = {}
-    for name, entry in entries.items():
-        tensors[name] = _check_tensor(path, name, entry, algorithm)
-    values = {}
-    for name, value in _get_dict(document, "values", path).items():
-        values[name] = _check_value(path, name, value)
+    tensors = {name: _check_tensor(path, name, entry, algorithm) for name, entry in entries.items()}
+    document_values = _get_dict(document, "values", path)
+    values = {name: _check_value(path, name, value) for name, value in document_values.items()}
     stubs = _get_texts(document, "stubs", path)
     notes = [Note.STORED(text=text) for text in _get_texts(document, "notes", path)]
     return Snapshot(
@@ -269,9 +266,7 @@ def _check_number(path: str, label: str, key: str, value: Any) -> float | None:
 
 def _check_sharding(path: str, label: str, entry: Any) -> Sharding:
     """Return the layout of a DTensor. label: of its tensor, for errors."""
-    sharding = None
-    if isinstance(entry, dict):
-        sharding = _read_sharding(entry)
+    sharding = _read_sharding(entry) if isinstance(entry, dict) else None
     if sharding is None or not _is_consistent(sharding):
         needed = "a mesh, its ranks, and a placement by dimension"
         raise _malformed(
@@ -335,9 +330,7 @@ def _check_naturals(value: Any, most: int) -> tuple[int, ...] | None:
 
 def _check_words(value: Any) -> tuple[str, ...] | None:
     """Return a list of texts that are not empty as a tuple, or None if it is invalid."""
-    if not _are_texts(value) or "" in value:
-        return None
-    return tuple(value)
+    return tuple(value) if _are_texts(value) and "" not in value else None
 
 
 def _is_text(value: Any) -> TypeGuard[str]:

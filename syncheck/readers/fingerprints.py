@@ -42,9 +42,8 @@ def fingerprint(snapshot: Snapshot) -> str:
     Includes the Python values whose differences count: step, epoch, param_groups, scaler state. Raises CheckpointError
     if the file can no longer be read.
     """
-    header = []
-    for key, value in _describe_checkpoint(snapshot).items():
-        header.append(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    content = _describe_checkpoint(snapshot)
+    header = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
     kinds = classify_snapshot(snapshot).by_name
     entries = []
     with Files() as files:
@@ -66,13 +65,8 @@ def _describe_checkpoint(snapshot: Snapshot) -> dict[str, Any]:
         else:
             dropped_notes.append(f"not in the fingerprint: {name}, because of its type or size")
     notes += sorted(dropped_notes)
-    model_values = {}
-    for name, membership in snapshot.model_values.items():
-        if name in values:
-            model_values[name] = membership.value
-    metadata = None
-    if snapshot.metadata is not None:
-        metadata = _encode_metadata(snapshot.metadata)
+    model_values = {name: value.value for name, value in snapshot.model_values.items() if name in values}
+    metadata = None if snapshot.metadata is None else _encode_metadata(snapshot.metadata)
     file_name = os.path.basename(os.path.normpath(snapshot.path))
     return {
         KEY: VERSION,
@@ -138,10 +132,9 @@ def _relative_names(paths: Sequence[str]) -> dict[str, str]:
     for path, folder in zip(paths, folders, strict=True):
         name = os.path.basename(os.path.normpath(path))
         stem, extension = os.path.splitext(name)
-        if extension.lower() in EXTENSIONS:
-            name = stem
+        new_name = (stem if extension.lower() in EXTENSIONS else name) + ENDING
         relative_folder = os.path.relpath(folder, common_folder)
-        names[path] = os.path.normpath(os.path.join(relative_folder, name + ENDING))
+        names[path] = os.path.normpath(os.path.join(relative_folder, new_name))
     return names
 
 

@@ -72,9 +72,7 @@ def read(path: str) -> Snapshot:
         )
 
     data_start = _LENGTH.size + len(raw)
-    tensors: dict[str, Tensor] = {}
-    for name, entry in header.items():
-        tensors[name] = _check_tensor(path, name, entry, data_start, opened)
+    tensors = {name: _check_tensor(path, name, entry, data_start, opened) for name, entry in header.items()}
     refused_names = [name for name, tensor in tensors.items() if tensor.refused]
     for name in refused_names:
         bytes_name = make_unique_name(f"{name}.bytes", tensors)
@@ -236,9 +234,7 @@ def _are_offsets(value: Any) -> bool:
 
 def _to_number(text: str) -> Any:
     """Convert integers in string metadata to numbers, which other formats store."""
-    if _NUMBER.fullmatch(text):
-        return int(text)
-    return text
+    return int(text) if _NUMBER.fullmatch(text) else text
 
 
 def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:

@@ -414,9 +414,7 @@ def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> _Fault | No
     if end.size + end.offset != directory_end:
         problem = f"a directory of {end.size} bytes at byte {end.offset}"
         return _Fault(problem, f"an end at byte {directory_end}")
-    if not infos:
-        return None
-    return _check_last_entry(file, infos[-1], directory_end)
+    return _check_last_entry(file, infos[-1], directory_end) if infos else None
 
 
 def _find_fault_64(locator: bytes, before_end: bytes, start_64: int) -> _Fault | None:

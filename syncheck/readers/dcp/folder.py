@@ -92,9 +92,7 @@ def read(folder: str) -> Snapshot:
     for file, chunks in _group_chunks(entries).items():
         records.read_file(file, chunks)
 
-    leaves = []
-    for name, entry in entries.items():
-        leaves.append((entry.path, records.make_leaf(name, entry)))
+    leaves = [(entry.path, records.make_leaf(name, entry)) for name, entry in entries.items()]
     tree = _rebuild(leaves, folder)
     flat = flatten(tree, folder, index_size + records.pickled, records.rebuilt)
     tensors = {}
@@ -254,10 +252,9 @@ class _Records:
     def _locate(self, named_chunk: _NamedChunk) -> str:
         """Return the location of a chunk for errors: its file and name, and its start if the tensor has several."""
         chunk, name = named_chunk
-        location = f"{chunk.file}, '{name}'"
-        if len(self.entries[name].chunks) > 1:
-            location += f" at {list(chunk.start)}"
-        return location
+        has_several_chunks = len(self.entries[name].chunks) > 1
+        start = f" at {list(chunk.start)}" if has_several_chunks else ""
+        return f"{chunk.file}, '{name}'{start}"
 
     def _malformed(self, named_chunk: _NamedChunk, *, problem: str, needed: str = "") -> MalformedFile:
         return MalformedFile(
@@ -311,9 +308,7 @@ class _Records:
             refused = reasons[0]
         elif entry.dtype is None:
             refused = Refusal.UNKNOWN_DTYPE()
-        readable_shards: list[Shard] = []
-        if refused is None:
-            readable_shards = sorted(shards, key=_shard_start)
+        readable_shards = sorted(shards, key=_shard_start) if refused is None else []
         tensor = Tensor(
             name=name,
             dtype=_name_dtype(entry),

@@ -86,9 +86,8 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
             METADATA,
             problem="no state_dict_metadata or storage_data",
         )
-    paths = fields.get("planner_data")
-    if not isinstance(paths, dict):
-        paths = {}
+    planner_data = fields.get("planner_data")
+    paths = planner_data if isinstance(planner_data, dict) else {}
     locations = _locate_chunks(storage_data, folder)
     # In the order of the state dict, if the planner saved it.
     names = [name for name in paths if name in descriptions]

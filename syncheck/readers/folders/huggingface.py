@@ -95,9 +95,7 @@ def _check_assignment(path: str, file: str, part: Snapshot, weight_map: Mapping[
         assigned_file = weight_map.get(tensor)
         if assigned_file == file:
             continue
-        assignment = "the index does not list it"
-        if assigned_file:
-            assignment = f"the index assigns it to {assigned_file}"
+        assignment = f"the index assigns it to {assigned_file}" if assigned_file else "the index does not list it"
         raise _malformed(
             path,
             tensor,
@@ -230,15 +228,11 @@ def _make_rename(prefix: str, label: str = "") -> Callable[[str], str]:
     prefix: which names may already have.
     label: distinguishes the file from others of its kind, or is empty.
     """
-    start = prefix
-    if label:
-        start = f"{prefix}.{label}"
+    start = f"{prefix}.{label}" if label else prefix
 
     def rename(name: str) -> str:
         inner = name.removeprefix(f"{prefix}.")
-        if not inner:
-            return start
-        return f"{start}.{inner}"
+        return f"{start}.{inner}" if inner else start
 
     return rename
 

@@ -122,9 +122,7 @@ def _add_state(tensor: Any, state: Any) -> Any:
     if not state or not isinstance(tensor, TensorLocation):
         return tensor
     compound = Compound.wrap(tensor, state)
-    if tensor.refused == Refusal.WRAPPER():
-        return compound.in_parts()
-    return compound
+    return compound.in_parts() if tensor.refused == Refusal.WRAPPER() else compound
 
 
 def _read_local_tensor(args: Any, local: Any, spec: Any) -> TensorLocation:
@@ -168,9 +166,7 @@ def _format_placement(placement: Any) -> str:
         return "R"
     if name.endswith("Partial"):
         operation = _get_field(placement, "reduce_op")
-        if isinstance(operation, str):
-            return f"P({operation})"
-        return "P"
+        return f"P({operation})" if isinstance(operation, str) else "P"
     dim = _get_field(placement, "dim")
     _require(type(dim) is int)
     _require(name in ("Shard", "_StridedShard"))
@@ -396,9 +392,7 @@ def _read_shard_tensor(shard: Any, box: _Box) -> TensorLocation:
 
 def _make_empty_tensor(dtype_name: Any, shape: tuple[int, ...]) -> TensorLocation:
     """Return the tensor of a rank that has no shard. shape: with 0 rows."""
-    dtype = None
-    if isinstance(dtype_name, DTypeName):
-        dtype = dtype_name.dtype
+    dtype = dtype_name.dtype if isinstance(dtype_name, DTypeName) else None
     return TensorLocation(None, dtype, 0, shape, contiguous_strides(shape), data=b"")
 
 
@@ -429,9 +423,7 @@ def _list_group(kind: Any, group_size: int, known_positions: tuple[tuple[int, in
 
 
 def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    return [value]
+    return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def _check_numbers(value: Any) -> tuple[int, ...]:

@@ -143,9 +143,7 @@ def _measure(location: TensorLocation, dtype: DType) -> _Extent:
         elements, last = math.prod(shape), 0
         for size, stride in zip(shape, strides, strict=True):
             last += (size - 1) * stride
-    end = 0
-    if elements > 0:
-        end = (location.offset + last + 1) * dtype.size
+    end = (location.offset + last + 1) * dtype.size if elements > 0 else 0
     return _Extent(start, end, elements * dtype.size)
 
 

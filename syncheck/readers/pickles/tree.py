@@ -152,11 +152,7 @@ def _find_owners(tree: Any, path: str, most: int, rebuilt: Sequence[TensorLocati
     def list_containers(node: Any) -> list[tuple[int, Any]]:
         parts = children(node) or []
         counter.count(path, "", len(parts))
-        containers = []
-        for position, (_, part) in enumerate(parts):
-            if has_parts(part):
-                containers.append((position, part))
-        return containers
+        return [(position, part) for position, (_, part) in enumerate(parts) if has_parts(part)]
 
     roots = [tree]
     roots += [location for location in rebuilt if has_parts(location)]
@@ -196,9 +192,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
     ordered = list_parameters(models, flat.metadata)
     is_only = len(optimizers) == 1
     for number, state in enumerate(optimizers):
-        prefix = f"optimizer.{number}"
-        if is_only:
-            prefix = "optimizer"
+        prefix = "optimizer" if is_only else f"optimizer.{number}"
         stored_names = find_stored_names(state, flat.metadata)
         names = stored_names or match_parameters(state, models, ordered)
         # Also if neither the model nor the optimizer has a parameter with a name.
@@ -212,11 +206,8 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
 
 def _name_ids(state: Any, names: Mapping[Any, str]) -> tuple[str, ...]:
     """Return the names of an optimizer's integer ids, or the ids without a name as text."""
-    numbered = []
-    for key in list_ids(state):
-        if type(key) is int:
-            numbered.append(names.get(key) or keys.to_text(key))
-    return tuple(numbered)
+    integer_ids = [key for key in list_ids(state) if type(key) is int]
+    return tuple(names.get(key) or keys.to_text(key) for key in integer_ids)
 
 
 def _add_lost(rebuilt: Sequence[TensorLocation], flat: Flat, path: str) -> None:
@@ -335,9 +326,7 @@ def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
         entered_part = _enter(node, position, part, flat)
         if entered_part is None:
             continue
-        name = prefix + key
-        if key == omitted_key:
-            name = node.name
+        name = node.name if key == omitted_key else prefix + key
         part_membership = find_membership_of_part(key, part, membership)
         named_parts.append(_Node(name, entered_part.content, above, part_membership))
     return named_parts
@@ -407,9 +396,7 @@ def _find_model_key(parts: Sequence[tuple[str, Any]], flat: Flat) -> str | None:
     if flat.whole_names:
         return None
     models = [key for key, value in parts if key in MODEL_CONTAINERS and holds_tensors(value)]
-    if len(models) == 1:
-        return models[0]
-    return None
+    return models[0] if len(models) == 1 else None
 
 
 def _name_optimizer_parts(

@@ -152,9 +152,7 @@ class _Rules:
         if is_refused_attribute(owner_name, name):
             raise self._refuse(f"builtins.getattr(..., {name!r})")
         stub = self._make_stub(f"{owner_name}.{name}")
-        if isinstance(owner, type):
-            return stub
-        return stub(owner)
+        return stub if isinstance(owner, type) else stub(owner)
 
     def _refuse(self, name: str) -> RefusedFile:
         return RefusedFile(
