@@ -44,11 +44,8 @@ def list_numbers(text: str) -> tuple[int, ...]:
 
 def match_in_order(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[str]]:
     """Return the matching names in numeric order: part 10 comes after part 9."""
-    matches = []
-    for name in sorted(names):
-        match = pattern.fullmatch(name)
-        if match is not None:
-            matches.append(match)
+    results = [pattern.fullmatch(name) for name in sorted(names)]
+    matches = [match for match in results if match is not None]
     matches.sort(key=_numeric_order)
     return matches
 
@@ -208,12 +205,12 @@ def _make_rename(part: Part) -> Callable[[str], str]:
 def _find_shared_values(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
     """Return the top-level values that are equal in all files that have them, such as the iteration."""
     first_values: dict[str, Any] = {}
+    # From the last file to the first, so that the value of the first file remains.
     for snapshot in reversed(snapshots):
-        for name, value in snapshot.values.items():
-            if "." not in name:
-                first_values[name] = value
-    shared_values = {}
-    for name, value in first_values.items():
-        if all(snapshot.values.get(name, value) == value for snapshot in snapshots):
-            shared_values[name] = value
-    return shared_values
+        first_values |= snapshot.values
+    top_values = {name: value for name, value in first_values.items() if "." not in name}
+    return {name: value for name, value in top_values.items() if _is_shared(name, value, snapshots)}
+
+
+def _is_shared(name: str, value: Any, snapshots: Sequence[Snapshot]) -> bool:
+    return all(snapshot.values.get(name, value) == value for snapshot in snapshots)

@@ -99,8 +99,8 @@ def _open_folder(folder: str, opened: Opened, is_checkpoint: dict[str, bool]) ->
         absolute = _absolute_path(path)
         if absolute not in is_checkpoint:
             if is_single_checkpoint:
-                for tensor_path in _open_checkpoint(path, opened):
-                    is_checkpoint[_absolute_path(tensor_path)] = True
+                tensor_paths = _open_checkpoint(path, opened)
+                is_checkpoint.update((_absolute_path(tensor_path), True) for tensor_path in tensor_paths)
                 is_checkpoint[absolute] = True
             else:
                 is_checkpoint[absolute] = not path.endswith("/") and _open_folder_file(path, opened)
@@ -185,10 +185,9 @@ def holds_checkpoint(path: str) -> bool:
     """Whether `open_checkpoints` would find a checkpoint at this path, a file or a folder."""
     if not os.path.isdir(path):
         return _is_checkpoint(path)
-    for path_below, is_single_checkpoint in _walk(path, Opened()):
-        if is_single_checkpoint or _is_checkpoint(path_below):
-            return True
-    return False
+    # Only the paths matter here, not what cannot be opened.
+    paths_below = _walk(path, Opened())
+    return any(is_single_checkpoint or _is_checkpoint(path_below) for path_below, is_single_checkpoint in paths_below)
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -384,10 +383,8 @@ def _list_checkpoint_names(relative: str) -> list[str]:
     """Return the names of a checkpoint: its path and file name without extension, and the folders above it."""
     stem = _SUFFIX.sub("", relative)
     segments = stem.split("/")
-    names = [stem, os.path.basename(stem)]
-    for depth in range(1, len(segments)):
-        names.append("/".join(segments[:depth]) + "/")
-    return names
+    folders = ["/".join(segments[:depth]) + "/" for depth in range(1, len(segments))]
+    return [stem, os.path.basename(stem), *folders]
 
 
 def _list_possible_names(relative: str, *, is_folder: bool) -> set[str]:

@@ -36,6 +36,7 @@ VERSION = 1
 MAX_SIZE = 100_000_000
 _START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
+_REFUSALS = {refusal.value: refusal for refusal in Refusal}
 # The floats that JSON lacks.
 _SPECIAL_FLOATS = ({"float": "nan"}, {"float": "inf"}, {"float": "-inf"})
 _MOMENTS = ("min", "max", "mean", "std")
@@ -295,18 +296,17 @@ def _read_sharding(entry: dict[str, Any]) -> Sharding | None:
 
 def _check_root_coordinate(pairs: Any) -> tuple[tuple[str, int], ...] | None:
     """Return pairs of a name and a coordinate as tuples, or None if they are invalid."""
-    if not isinstance(pairs, list):
+    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
         return None
-    names: list[Any] = []
-    coordinate: list[Any] = []
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2:
-            return None
-        names.append(pair[0])
-        coordinate.append(pair[1])
+    names = [name for name, _ in pairs]
+    coordinate = [index for _, index in pairs]
     if not _are_texts(names) or _check_naturals(coordinate, MOST_DIMENSIONS) is None:
         return None
     return tuple(zip(names, coordinate, strict=True))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _is_consistent(sharding: Sharding) -> bool:
@@ -354,10 +354,7 @@ def _malformed(path: str, label: str, *, problem: str, needed: str) -> Malformed
 def _find_refusal(text: str, entry: dict[str, Any]) -> Message:
     """Return the refusal of a tensor from its text in the fingerprint. entry: of the tensor."""
     reason: Message = Refusal.STORED(text=text or "no reason is given")
-    for refusal in Refusal:
-        if refusal.value == text:
-            reason = refusal()
-            break
-    if entry.get("in_parts") is True:
-        return Refusal.IN_PARTS(refusal=reason)
-    return reason
+    # A reason of this version is the same message, so that it is counted and explained like that of a checkpoint.
+    if text in _REFUSALS:
+        reason = _REFUSALS[text]()
+    return Refusal.IN_PARTS(refusal=reason) if entry.get("in_parts") is True else reason

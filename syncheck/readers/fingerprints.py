@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from syncheck.messages import Message
     from syncheck.snapshots import Metadata, Snapshot, Tensor
 
+# Values of fields that the block does not have.
+_EMPTY: tuple[object, ...] = (None, (), {})
 ENDING = ".fingerprint.json"
 # Maximum length of a text value. The longest values list the members of a parameter group.
 _MOST_VALUE = 1_000_000
@@ -179,11 +181,8 @@ def _encode_value(value: Any) -> Any:
 def _encode_metadata(metadata: Metadata) -> dict[str, Any]:
     """Return the metadata block without values of other types, which untrusted files may contain."""
     block: dict[str, Any] = {"schema": SCHEMA}
-    for name in type(metadata).__slots__:
-        value = getattr(metadata, name)
-        is_empty = value is None or value in ((), {})
-        if not is_empty:
-            block[name] = _keep_plain(value)
+    fields = {name: getattr(metadata, name) for name in type(metadata).__slots__}
+    block |= {name: _keep_plain(value) for name, value in fields.items() if value not in _EMPTY}
     # An empty list means a model without buffers, None an unknown model.
     if metadata.buffers is not None:
         block["buffers"] = list(metadata.buffers)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.readers.pickles.stand_ins import TensorLocation
-    from syncheck.snapshots import Tensor
 
 FORMAT = "pickle"
 # Protocols 2 to 5 start with their number. Protocols 0 and 1 start with a container or the name of a common module.
@@ -76,13 +75,11 @@ def read(path: str) -> Snapshot:
             rebuilt += pickled.rebuilt
             stubs |= set(pickled.stubs)
         # Names of several trees start with their number.
-        tree: Any = trees
-        if len(trees) == 1:
-            (tree,) = trees
+        tree: Any = trees[0] if len(trees) == 1 else trees
         flat = flatten(tree, path, opened.st_size, rebuilt)
-    tensors: dict[str, Tensor] = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = locate_tensor(name, location, path, storages.locate, opened)
+    tensors = {
+        name: locate_tensor(name, location, path, storages.locate, opened) for name, location in flat.tensors.items()
+    }
     return Snapshot(
         path=path,
         format=FORMAT,

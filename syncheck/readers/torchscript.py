@@ -75,13 +75,9 @@ def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], dict[str, Any]
             next_step=_AGAIN,
         )
     # Their names in the code.
-    constants = {}
-    for number, constant in enumerate(pickled.tree):
-        constants[f"c{number}"] = constant
+    constants = {f"c{number}": constant for number, constant in enumerate(pickled.tree)}
     flat = flatten({_CONSTANTS: constants}, archive.path, pickled.size, pickled.rebuilt)
-    tensors = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = archive.tensor(name, location, "constants")
+    tensors = {name: archive.tensor(name, location, "constants") for name, location in flat.tensors.items()}
     return tensors, flat.values
 
 

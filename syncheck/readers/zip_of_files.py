@@ -39,9 +39,7 @@ def read(directory: Directory, format_name: str) -> Snapshot:
             raise type(error)(directory.path, place=name, found=error.reason) from None
     directory.check_overlaps()
     flat = flatten(files.tree, directory.path, files.pickled_bytes, files.rebuilt)
-    tensors: dict[str, Tensor] = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = files.locate(name, location)
+    tensors = {name: files.locate(name, location) for name, location in flat.tensors.items()}
     return Snapshot(
         path=directory.path,
         format=format_name,

@@ -95,9 +95,7 @@ def read(folder: str) -> Snapshot:
     leaves = [(entry.path, records.make_leaf(name, entry)) for name, entry in entries.items()]
     tree = _rebuild(leaves, folder)
     flat = flatten(tree, folder, index_size + records.pickled, records.rebuilt)
-    tensors = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = replace(records.find_tensor(location), name=name)
+    tensors = {name: replace(records.find_tensor(location), name=name) for name, location in flat.tensors.items()}
 
     snapshot = Snapshot(
         path=folder,

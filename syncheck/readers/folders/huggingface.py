@@ -198,9 +198,8 @@ def read(folder: str, format_name: str = FORMAT) -> Snapshot:
         _name_parameters(assembly)
     if _PROGRESS in names:
         state = _read_json(os.path.join(folder, _PROGRESS))
-        for key in ("global_step", "epoch"):
-            if isinstance(state.get(key), (int, float)):
-                assembly.values[key] = state[key]
+        progress = {key: state.get(key) for key in ("global_step", "epoch")}
+        assembly.values |= {key: value for key, value in progress.items() if isinstance(value, (int, float))}
     return assembly.snapshot()
 
 

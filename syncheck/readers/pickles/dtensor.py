@@ -84,10 +84,10 @@ def _require(condition: bool) -> None:
 
 def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> Any:
     """Rebuild a tensor subclass: the local tensor of a DTensor, or the single tensor within another subclass."""
-    kind_name = getattr(kind, "name", "")
-    if isinstance(kind, type) and kind_name.endswith(".DTensor"):
+    class_name = getattr(kind, "name", "") if isinstance(kind, type) else ""
+    if class_name.endswith(".DTensor"):
         return _rebuild_dtensor(args, attributes_of(state))
-    if isinstance(kind, type) and kind_name == SHARDED_TENSOR:
+    if class_name == SHARDED_TENSOR:
         return _rebuild_sharded_tensor(kind, args, state)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         return _add_state(call(*args), state)
@@ -265,10 +265,8 @@ def _read_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _find_position(mesh: Inert, axes: list[list[int]]) -> int:
     """Return the position of this rank in the list of ranks, relative to the start of the mesh."""
     sizes = tuple(len(axis) for axis in axes)
-    position = 0
-    for axis, index in zip(axes, _read_coordinate(mesh, sizes), strict=True):
-        position += axis[index]
-    return position
+    coordinate = _read_coordinate(mesh, sizes)
+    return sum(axis[index] for axis, index in zip(axes, coordinate, strict=True))
 
 
 def _list_axes(mesh: Inert) -> list[list[int]]:
@@ -313,8 +311,7 @@ def _list_steps(dim: _Dim) -> list[int]:
 def _read_coordinate(mesh: Inert, sizes: tuple[int, ...]) -> tuple[int, ...]:
     coordinate = _check_numbers(_get_field(mesh, "_coordinate_on_dim"))
     _require(len(coordinate) == len(sizes))
-    for index, size in zip(coordinate, sizes, strict=True):
-        _require(index < size)
+    _require(all(index < size for index, size in zip(coordinate, sizes, strict=True)))
     return coordinate
 
 
@@ -410,8 +407,7 @@ def _list_group(kind: Any, group_size: int, known_positions: tuple[tuple[int, in
     last_index, last_rank = max(known_positions)
     distance = max((last_rank - first_rank) // max(last_index, 1), 1)
     _require(group_size <= _MAX_RANKS)
-    for index, rank in known_positions:
-        _require(rank == first_rank + index * distance)
+    _require(all(rank == first_rank + index * distance for index, rank in known_positions))
     if kind.interpretation is None:
         kind.interpretation = {}
     groups: dict[tuple[int, int, int], tuple[int, ...]] = kind.interpretation

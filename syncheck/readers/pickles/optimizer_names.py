@@ -86,14 +86,16 @@ def find_stored_names(state: Mapping[str, Any], metadata: Metadata | None) -> di
         return {key: key for key in ids}
     if not _are_ids(ids):
         return {}
-    sources = [_join_groups(state, "param_names")]
-    if metadata is not None:
-        sources.append(list(metadata.optimizer_parameters))
-    for names in sources:
-        is_complete = are_strings(names) and "" not in names
-        if is_complete and len(names) == len(ids):
+    names_in_groups = _join_groups(state, "param_names")
+    described_names = () if metadata is None else metadata.optimizer_parameters
+    for names in (names_in_groups, described_names):
+        if len(names) == len(ids) and _are_names(names):
             return dict(zip(ids, names, strict=True))
     return {}
+
+
+def _are_names(names: Sequence[Any]) -> bool:
+    return are_strings(names) and "" not in names
 
 
 def list_members(ids: Sequence[Any], names: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:

@@ -349,6 +349,15 @@ class NumpyDType:
         """The torch dtype, or None if torch lacks it."""
         return DTYPES.get(_CODES.get(self.code, ""))
 
+    def unpack(self, data: bytes) -> Any:
+        """Return the bytes of one element as a Python number, or None if it has no Python equivalent."""
+        dtype = self.dtype
+        if dtype is None or not dtype.struct or len(data) != dtype.size:
+            return None
+        byte_order = ">" if self.big_endian else "<"
+        (number,) = struct.unpack(byte_order + dtype.struct, data)
+        return number
+
 
 class _NumpyArray(Compound):
     """A numpy array: created empty by _reconstruct; BUILD sets shape, dtype, order and bytes."""
@@ -408,14 +417,11 @@ def _read_scalar(kind: Any, data: Any = None) -> Any:
     data = restore_bytes(data)
     if not isinstance(kind, NumpyDType) or not isinstance(data, bytes):
         return None
-    dtype = kind.dtype
-    if dtype is not None and dtype.struct and len(data) == dtype.size:
-        byte_order = ">" if kind.big_endian else "<"
-        (number,) = struct.unpack(byte_order + dtype.struct, data)
+    number = kind.unpack(data)
+    if number is not None:
         return number
-    if "metadata" in kind.details or "fields" in kind.details:
-        return {"bytes": data, "dtype": kind}
-    return data
+    has_own_details = not kind.details.keys().isdisjoint(("metadata", "fields"))
+    return {"bytes": data, "dtype": kind} if has_own_details else data
 
 
 NUMPY: dict[str, Any] = {

@@ -227,9 +227,8 @@ def _add_lost(rebuilt: Sequence[TensorLocation], flat: Flat, path: str) -> None:
 def _reach_hidden(tensors: Sequence[TensorLocation], reached: set[int]) -> None:
     """Add the ids of all objects that the tensors hide, and of the parts of these objects."""
     waiting: list[Any] = []
-    for tensor in tensors:
-        if isinstance(tensor, Compound):
-            waiting += tensor.hidden
+    for compound in [tensor for tensor in tensors if isinstance(tensor, Compound)]:
+        waiting += compound.hidden
     while waiting:
         node = waiting.pop()
         if id(node) in reached:
@@ -277,14 +276,12 @@ def _add_leaf(node: _Node, flat: Flat) -> bool:
     if isinstance(node.content, Storage):
         flat.add_tensor(node.name, node.content.as_tensor())
         return True
-    if isinstance(node.content, _PLAIN):
-        flat.add_value(node.name, keys.to_plain(node.content), node.membership)
-        return True
-    object_name = name_of_object(node.content)
-    if object_name is not None:
-        flat.add_value(node.name, object_name, node.membership)
-        return True
-    return False
+    is_plain = isinstance(node.content, _PLAIN)
+    value = keys.to_plain(node.content) if is_plain else name_of_object(node.content)
+    if value is None and not is_plain:
+        return False
+    flat.add_value(node.name, value, node.membership)
+    return True
 
 
 class _Node(NamedTuple):
@@ -420,9 +417,8 @@ def _name_optimizer_parts(
         for setting, value in settings:
             parts += _name_setting(setting, value, group_prefix, stored_names, ordered=not names)
     # Optimizers that wrap another one store more, like the slow weights of Lookahead.
-    for key, value in state.items():
-        if key not in ("state", "param_groups"):
-            parts.append((f"{prefix}.{keys.to_text(key)}", value))
+    further_keys = [key for key in state if key not in ("state", "param_groups")]
+    parts += [(f"{prefix}.{keys.to_text(key)}", state[key]) for key in further_keys]
     return parts
 
 
