@@ -17,7 +17,7 @@ from syncheck.snapshots import Membership
 from syncheck.tensors.names import has_adapter_segment, is_adapter_file, name_adapter_setting
 
 if TYPE_CHECKING:
-    from syncheck.snapshots import Snapshot
+    from syncheck.snapshots import Snapshot, Tensor
 
 NAME = "adapter_config.json"
 _LIMIT = 1 << 24  # bytes
@@ -45,9 +45,7 @@ _UNORDERED = frozenset("exclude_modules feedforward_modules layers_to_transform 
 
 def add_adapter_settings(snapshot: Snapshot) -> Snapshot:
     """Return a checkpoint with the settings beside it, if it has tensors of an adapter."""
-    folder = snapshot.path
-    if not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
+    folder = snapshot.path if os.path.isdir(snapshot.path) else os.path.dirname(snapshot.path)
     path = os.path.join(folder, NAME)
     if not os.path.isfile(path) or not _has_adapter(snapshot):
         return snapshot
@@ -60,14 +58,19 @@ def add_adapter_settings(snapshot: Snapshot) -> Snapshot:
 
 
 def _has_adapter(snapshot: Snapshot) -> bool:
-    """Whether a checkpoint has tensors of an adapter. Those of a fingerprint have no file beside the settings."""
-    for name, tensor in snapshot.tensors.items():
-        # The states of an optimizer have the names of parts.
-        is_weight = tensor.digest is None and not name.startswith("optimizer.")
-        is_part = has_adapter_segment(name) or is_adapter_file(os.path.basename(tensor.path))
-        if is_weight and is_part:
-            return True
-    return False
+    """Whether a checkpoint has tensors of an adapter."""
+    return any(_is_adapter_weight(name, tensor) for name, tensor in snapshot.tensors.items())
+
+
+def _is_adapter_weight(name: str, tensor: Tensor) -> bool:
+    # The tensors of a fingerprint have no file beside the settings.
+    if tensor.digest is not None:
+        return False
+    # The states of an optimizer have the names of parts.
+    if name.startswith("optimizer."):
+        return False
+    file_name = os.path.basename(tensor.path)
+    return has_adapter_segment(name) or is_adapter_file(file_name)
 
 
 def _read_settings(path: str) -> dict[str, Any]:

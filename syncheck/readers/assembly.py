@@ -43,11 +43,8 @@ def list_numbers(text: str) -> tuple[int, ...]:
 
 def match_in_order(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[str]]:
     """Return the matching names in numeric order: part 10 comes after part 9."""
-    matches = []
-    for name in sorted(names):
-        match = pattern.fullmatch(name)
-        if match is not None:
-            matches.append(match)
+    results = [pattern.fullmatch(name) for name in sorted(names)]
+    matches = [match for match in results if match is not None]
     matches.sort(key=_numeric_order)
     return matches
 
@@ -118,14 +115,14 @@ class Assembly:
     def snapshot(self) -> Snapshot:
         """Return the combined checkpoint."""
         return Snapshot(
-            self.folder,
-            self.format,
-            self.bytes,
-            self.tensors,
-            self.values,
-            tuple(sorted(self.stubs)),
-            self.metadata,
-            tuple(self.notes),
+            path=self.folder,
+            format=self.format,
+            bytes=self.bytes,
+            tensors=self.tensors,
+            values=self.values,
+            stubs=tuple(sorted(self.stubs)),
+            metadata=self.metadata,
+            notes=tuple(self.notes),
             model_values=self.model_values,
         )
 
@@ -153,9 +150,7 @@ def choose_label(match: re.Match[str], matches: Sequence[re.Match[str]]) -> str:
     matches: of all parts.
     """
     is_part_0 = not any(list_numbers(match["label"]))
-    if is_part_0 and len(matches) == 1:
-        return ""
-    return match["label"]
+    return "" if is_part_0 and len(matches) == 1 else match["label"]
 
 
 def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], kind: str) -> list[Message]:
@@ -166,9 +161,8 @@ def note_missing_parts(part_numbers: Iterable[tuple[int, ...]], kind: str) -> li
         return []
     total = math.prod(max(column) + 1 for column in zip(*present, strict=True))
     missing = total - len(present)
-    if not missing:
-        return []
-    return [Note.PARTS_ABSENT(absent=brief(missing), total=brief(total), what=kind)]
+    note = Note.PARTS_ABSENT(absent=brief(missing), total=brief(total), what=kind)
+    return [note] if missing else []
 
 
 def _check_progress(snapshots: Sequence[Snapshot], folder: str) -> None:
@@ -210,12 +204,12 @@ def _make_rename(part: Part) -> Callable[[str], str]:
 def _find_shared_values(snapshots: Sequence[Snapshot]) -> dict[str, Any]:
     """Return the top-level values that are equal in all files that have them, such as the iteration."""
     first_values: dict[str, Any] = {}
+    # From the last file to the first, so that the value of the first file remains.
     for snapshot in reversed(snapshots):
-        for name, value in snapshot.values.items():
-            if "." not in name:
-                first_values[name] = value
-    shared_values = {}
-    for name, value in first_values.items():
-        if all(snapshot.values.get(name, value) == value for snapshot in snapshots):
-            shared_values[name] = value
-    return shared_values
+        first_values |= snapshot.values
+    top_values = {name: value for name, value in first_values.items() if "." not in name}
+    return {name: value for name, value in top_values.items() if _is_shared(name, value, snapshots)}
+
+
+def _is_shared(name: str, value: Any, snapshots: Sequence[Snapshot]) -> bool:
+    return all(snapshot.values.get(name, value) == value for snapshot in snapshots)

@@ -34,10 +34,8 @@ def remove_bookkeeping(snapshot: Snapshot) -> Snapshot:
         _refuse_huge(snapshot.path, huge_names, plain_values)
         snapshot = replace(snapshot, values=plain_values)
 
-    scalars = {}
-    for name, tensor in snapshot.tensors.items():
-        if name.startswith(_NOTES) and _is_number(tensor):
-            scalars[name] = _read_number(tensor)
+    notes = {name: tensor for name, tensor in snapshot.tensors.items() if name.startswith(_NOTES)}
+    scalars = {name: _read_number(tensor) for name, tensor in notes.items() if _is_number(tensor)}
     values = {name: value for name, value in plain_values.items() if not _is_word(name)}
     if not scalars and len(values) == len(plain_values):
         return snapshot

@@ -29,12 +29,8 @@ def describe(path: str) -> dict[str, Any]:
     with Files() as files:
         for name, tensor in snapshot.tensors.items():
             rows.append({"name": name, "kind": kinds[name]} | _describe_tensor(tensor, files))
-    values = {}
-    for name, value in snapshot.values.items():
-        values[name] = value if _is_json(value) else brief(value, 200)
-    metadata = None
-    if snapshot.metadata is not None:
-        metadata = _describe_metadata(snapshot.metadata)
+    values = {name: value if _is_json(value) else brief(value, 200) for name, value in snapshot.values.items()}
+    metadata = None if snapshot.metadata is None else _describe_metadata(snapshot.metadata)
     return {
         "path": path,
         "format": snapshot.format,

@@ -84,9 +84,7 @@ def _explain_missing(folder: str) -> str:
         unread = describe_unread(folder)
     except (OSError, UnreadableFile):
         return ""
-    if unread is None:
-        return ""
-    return f": {unread.title}. To compare it, {unread.next_step}"
+    return "" if unread is None else f": {unread.title}. To compare it, {unread.next_step}"
 
 
 def _open_folder(folder: str, opened: Opened, is_checkpoint: dict[str, bool]) -> bool:
@@ -101,8 +99,8 @@ def _open_folder(folder: str, opened: Opened, is_checkpoint: dict[str, bool]) ->
         absolute = _absolute_path(path)
         if absolute not in is_checkpoint:
             if is_single_checkpoint:
-                for tensor_path in _open_checkpoint(path, opened):
-                    is_checkpoint[_absolute_path(tensor_path)] = True
+                tensor_paths = _open_checkpoint(path, opened)
+                is_checkpoint.update((_absolute_path(tensor_path), True) for tensor_path in tensor_paths)
                 is_checkpoint[absolute] = True
             else:
                 is_checkpoint[absolute] = not path.endswith("/") and _open_folder_file(path, opened)
@@ -187,10 +185,9 @@ def holds_checkpoint(path: str) -> bool:
     """Whether `open_checkpoints` would find a checkpoint at this path, a file or a folder."""
     if not os.path.isdir(path):
         return _is_checkpoint(path)
-    for path_below, is_single_checkpoint in _walk(path, Opened()):
-        if is_single_checkpoint or _is_checkpoint(path_below):
-            return True
-    return False
+    # Only the paths matter here, not what cannot be opened.
+    paths_below = _walk(path, Opened())
+    return any(is_single_checkpoint or _is_checkpoint(path_below) for path_below, is_single_checkpoint in paths_below)
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -307,10 +304,8 @@ def _open_checkpoint(path: str, opened: Opened) -> set[str]:
     try:
         snapshot = read(path)
     except CheckpointError as error:
-        reason = error.reason
-        if error.path != path:
-            reason = f"{os.path.relpath(error.path, path)}: {reason}"
-        opened.unreadable.append(Unreadable(path, reason))
+        prefix = "" if error.path == path else f"{os.path.relpath(error.path, path)}: "
+        opened.unreadable.append(Unreadable(path, f"{prefix}{error.reason}"))
         return set()
     opened.snapshots.append(snapshot)
     return {tensor.path for tensor in snapshot.tensors.values()}
@@ -388,10 +383,8 @@ def _list_checkpoint_names(relative: str) -> list[str]:
     """Return the names of a checkpoint: its path and file name without extension, and the folders above it."""
     stem = _SUFFIX.sub("", relative)
     segments = stem.split("/")
-    names = [stem, os.path.basename(stem)]
-    for depth in range(1, len(segments)):
-        names.append("/".join(segments[:depth]) + "/")
-    return names
+    folders = ["/".join(segments[:depth]) + "/" for depth in range(1, len(segments))]
+    return [stem, os.path.basename(stem), *folders]
 
 
 def _list_possible_names(relative: str, *, is_folder: bool) -> set[str]:
@@ -403,16 +396,13 @@ def _list_possible_names(relative: str, *, is_folder: bool) -> set[str]:
     stem = _SUFFIX.sub("", relative)
     name = os.path.basename(stem)
     # A name of digits only may be anything in another folder.
-    if not re.search("[a-z]", name, re.IGNORECASE):
-        return {stem}
-    return {stem, name}
+    has_letters = re.search("[a-z]", name, re.IGNORECASE) is not None
+    return {stem, name} if has_letters else {stem}
 
 
 def _report_sibling(path: str, sibling: str) -> Unreadable:
     """Return the record of a file or folder that is named like a checkpoint. sibling: the path of the checkpoint."""
-    problem = "not a checkpoint"
-    if path.endswith("/"):
-        problem = "holds no checkpoint"
+    problem = "holds no checkpoint" if path.endswith("/") else "not a checkpoint"
     return Unreadable(path.rstrip("/"), f"{problem}, but named like {sibling}; save it again, or remove it")
 
 

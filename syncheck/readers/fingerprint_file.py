@@ -36,6 +36,7 @@ VERSION = 1
 MAX_SIZE = 100_000_000
 _START = re.compile(rb"\s*\{\s*\"" + KEY.encode() + rb"\"\s*:")
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
+_REFUSALS = {refusal.value: refusal for refusal in Refusal}
 # The floats that JSON lacks.
 _SPECIAL_FLOATS = ({"float": "nan"}, {"float": "inf"}, {"float": "-inf"})
 _MOMENTS = ("min", "max", "mean", "std")
@@ -59,30 +60,37 @@ def read(path: str) -> Snapshot:
     _check_version(path, document.get(KEY))
     algorithm = document.get("algorithm")
     if not _is_text(algorithm) or not algorithm:
-        raise _malformed(path, "algorithm", brief(algorithm), "a name")
+        raise _malformed(
+            path,
+            "algorithm",
+            problem=brief(algorithm),
+            needed="a name",
+        )
     entries = _get_dict(document, "tensors", path)
     if len(entries) > untrusted.MOST_TENSORS:
-        raise _malformed(path, "tensors", f"{len(entries)} tensors", f"at most {untrusted.MOST_TENSORS}")
+        raise _malformed(
+            path,
+            "tensors",
+            problem=f"{len(entries)} tensors",
+            needed=f"at most {untrusted.MOST_TENSORS}",
+        )
     metadata = None
     if document.get("metadata") is not None:
         metadata = parse_metadata(document["metadata"], path)
-    tensors = {}
-    for name, entry in entries.items():
-        tensors[name] = _check_tensor(path, name, entry, algorithm)
-    values = {}
-    for name, value in _get_dict(document, "values", path).items():
-        values[name] = _check_value(path, name, value)
+    tensors = {name: _check_tensor(path, name, entry, algorithm) for name, entry in entries.items()}
+    document_values = _get_dict(document, "values", path)
+    values = {name: _check_value(path, name, value) for name, value in document_values.items()}
     stubs = _get_texts(document, "stubs", path)
     notes = [Note.STORED(text=text) for text in _get_texts(document, "notes", path)]
     return Snapshot(
-        path,
-        FORMAT,
-        len(raw),
-        tensors,
-        values,
-        stubs,
-        metadata,
-        (Note.FINGERPRINT(), *notes),
+        path=path,
+        format=FORMAT,
+        bytes=len(raw),
+        tensors=tensors,
+        values=values,
+        stubs=stubs,
+        metadata=metadata,
+        notes=(Note.FINGERPRINT(), *notes),
         model_values=_get_model_values(document, path),
     )
 
@@ -90,7 +98,12 @@ def read(path: str) -> Snapshot:
 def _check_version(path: str, version: Any) -> None:
     """Raise MalformedFile for an invalid version, and UnsupportedFormat for a newer one."""
     if type(version) is not int or version < 1:
-        raise _malformed(path, KEY, brief(version), "a version number")
+        raise _malformed(
+            path,
+            KEY,
+            problem=brief(version),
+            needed="a version number",
+        )
     if version > VERSION:
         raise UnsupportedFormat(
             path,
@@ -104,7 +117,12 @@ def _check_version(path: str, version: Any) -> None:
 def _get_dict(document: dict[str, Any], key: str, path: str) -> dict[str, Any]:
     value = document.get(key)
     if not isinstance(value, dict):
-        raise _malformed(path, key, brief(value), "an object by name")
+        raise _malformed(
+            path,
+            key,
+            problem=brief(value),
+            needed="an object by name",
+        )
     return value
 
 
@@ -117,7 +135,12 @@ def _get_model_values(document: dict[str, Any], path: str) -> dict[str, Membersh
     model_values = {}
     for name, text in texts.items():
         if not isinstance(text, str) or text not in memberships:
-            raise _malformed(path, "model_values", brief(texts), f"{', '.join(memberships)} by name")
+            raise _malformed(
+                path,
+                "model_values",
+                problem=brief(texts),
+                needed=f"{', '.join(memberships)} by name",
+            )
         model_values[name] = memberships[text]
     return model_values
 
@@ -125,7 +148,12 @@ def _get_model_values(document: dict[str, Any], path: str) -> dict[str, Membersh
 def _get_texts(document: dict[str, Any], key: str, path: str) -> tuple[str, ...]:
     texts = document.get(key)
     if not _are_texts(texts):
-        raise _malformed(path, key, brief(texts), "a list of strings")
+        raise _malformed(
+            path,
+            key,
+            problem=brief(texts),
+            needed="a list of strings",
+        )
     return tuple(texts)
 
 
@@ -135,37 +163,70 @@ def _check_value(path: str, name: str, value: Any) -> Any:
         return value
     if isinstance(value, dict) and value in _SPECIAL_FLOATS:
         return float(value["float"])
-    raise _malformed(path, f"value '{name}'", brief(value), 'a number, a string, null or {"float": "nan"}')
+    raise _malformed(
+        path,
+        f"value '{name}'",
+        problem=brief(value),
+        needed='a number, a string, null or {"float": "nan"}',
+    )
 
 
 def _check_tensor(path: str, name: str, entry: Any, algorithm: str) -> Tensor:
     label = f"tensor '{name}'"
     if not isinstance(entry, dict):
-        raise _malformed(path, label, brief(entry), "an object")
+        raise _malformed(
+            path,
+            label,
+            problem=brief(entry),
+            needed="an object",
+        )
     dtype, refused, digest = entry.get("dtype"), entry.get("refused"), entry.get("digest")
     shape = _check_naturals(entry.get("shape"), MOST_DIMENSIONS)
     if not _is_text(dtype) or shape is None or math.prod(shape) > MOST_ELEMENTS:
-        raise _malformed(path, label, f"{brief(dtype, 20)} {brief(entry.get('shape'))}", "a dtype and sizes")
+        raise _malformed(
+            path,
+            label,
+            problem=f"{brief(dtype, 20)} {brief(entry.get('shape'))}",
+            needed="a dtype and sizes",
+        )
     strides = contiguous_strides(shape)
     if digest is None and _is_text(refused):
-        return Tensor(name, dtype, shape, strides, path, 0, refused=_find_refusal(refused, entry))
+        return Tensor(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            strides=strides,
+            path=path,
+            offset=0,
+            refused=_find_refusal(refused, entry),
+        )
     if refused is not None or not _is_digest(digest):
         problem = f"digest {brief(digest)}, refused {brief(refused)}"
-        raise _malformed(path, label, problem, "a digest of 16 to 128 hex digits, or a reason for its absence")
+        raise _malformed(
+            path,
+            label,
+            problem=problem,
+            needed="a digest of 16 to 128 hex digits, or a reason for its absence",
+        )
     if dtype not in DTYPES:
-        raise _malformed(path, label, f"dtype {brief(dtype)}", f"one of {', '.join(DTYPES)}")
+        raise _malformed(
+            path,
+            label,
+            problem=f"dtype {brief(dtype)}",
+            needed=f"one of {', '.join(DTYPES)}",
+        )
     moments = {key: _check_number(path, label, key, entry.get(key)) for key in _MOMENTS}
     nonfinite = _check_count(path, label, entry.get("nonfinite"), most=math.prod(shape))
     sharding = None
     if entry.get("sharding") is not None:
         sharding = _check_sharding(path, label, entry["sharding"])
     return Tensor(
-        name,
-        dtype,
-        shape,
-        strides,
-        path,
-        0,
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        strides=strides,
+        path=path,
+        offset=0,
         sharding=sharding,
         digest=Digest(algorithm, digest, nonfinite, **moments),
     )
@@ -180,7 +241,12 @@ def _check_count(path: str, label: str, value: Any, most: int) -> int | None:
     if value is None:
         return None
     if type(value) is not int or not 0 <= value <= most:
-        raise _malformed(path, label, f"nonfinite {brief(value)}", "a number of elements")
+        raise _malformed(
+            path,
+            label,
+            problem=f"nonfinite {brief(value)}",
+            needed="a number of elements",
+        )
     return value
 
 
@@ -190,18 +256,26 @@ def _check_number(path: str, label: str, key: str, value: Any) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # JSON integers have no upper limit, and 1e999 is read as infinity.
     if not is_number or not abs(value) <= sys.float_info.max:
-        raise _malformed(path, label, f"{key} {brief(value)}", "a finite number or null")
+        raise _malformed(
+            path,
+            label,
+            problem=f"{key} {brief(value)}",
+            needed="a finite number or null",
+        )
     return float(value)
 
 
 def _check_sharding(path: str, label: str, entry: Any) -> Sharding:
     """Return the layout of a DTensor. label: of its tensor, for errors."""
-    sharding = None
-    if isinstance(entry, dict):
-        sharding = _read_sharding(entry)
+    sharding = _read_sharding(entry) if isinstance(entry, dict) else None
     if sharding is None or not _is_consistent(sharding):
         needed = "a mesh, its ranks, and a placement by dimension"
-        raise _malformed(path, label, f"sharding {brief(entry)}", needed)
+        raise _malformed(
+            path,
+            label,
+            problem=f"sharding {brief(entry)}",
+            needed=needed,
+        )
     return sharding
 
 
@@ -222,18 +296,17 @@ def _read_sharding(entry: dict[str, Any]) -> Sharding | None:
 
 def _check_root_coordinate(pairs: Any) -> tuple[tuple[str, int], ...] | None:
     """Return pairs of a name and a coordinate as tuples, or None if they are invalid."""
-    if not isinstance(pairs, list):
+    if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
         return None
-    names: list[Any] = []
-    coordinate: list[Any] = []
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2:
-            return None
-        names.append(pair[0])
-        coordinate.append(pair[1])
+    names = [name for name, _ in pairs]
+    coordinate = [index for _, index in pairs]
     if not _are_texts(names) or _check_naturals(coordinate, MOST_DIMENSIONS) is None:
         return None
     return tuple(zip(names, coordinate, strict=True))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _is_consistent(sharding: Sharding) -> bool:
@@ -257,9 +330,7 @@ def _check_naturals(value: Any, most: int) -> tuple[int, ...] | None:
 
 def _check_words(value: Any) -> tuple[str, ...] | None:
     """Return a list of texts that are not empty as a tuple, or None if it is invalid."""
-    if not _are_texts(value) or "" in value:
-        return None
-    return tuple(value)
+    return tuple(value) if _are_texts(value) and "" not in value else None
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
@@ -270,17 +341,20 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(_is_text(text) for text in value)
 
 
-def _malformed(path: str, label: str, problem: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=label, found=problem, needed=needed, next_step=_AGAIN)
+def _malformed(path: str, label: str, *, problem: str, needed: str) -> MalformedFile:
+    return MalformedFile(
+        path,
+        place=label,
+        found=problem,
+        needed=needed,
+        next_step=_AGAIN,
+    )
 
 
 def _find_refusal(text: str, entry: dict[str, Any]) -> Message:
     """Return the refusal of a tensor from its text in the fingerprint. entry: of the tensor."""
     reason: Message = Refusal.STORED(text=text or "no reason is given")
-    for refusal in Refusal:
-        if refusal.value == text:
-            reason = refusal()
-            break
-    if entry.get("in_parts") is True:
-        return Refusal.IN_PARTS(refusal=reason)
-    return reason
+    # A reason of this version is the same message, so that it is counted and explained like that of a checkpoint.
+    if text in _REFUSALS:
+        reason = _REFUSALS[text]()
+    return Refusal.IN_PARTS(refusal=reason) if entry.get("in_parts") is True else reason

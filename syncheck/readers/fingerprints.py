@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from syncheck.messages import Message
     from syncheck.snapshots import Metadata, Snapshot, Tensor
 
+# Values of fields that the block does not have.
+_EMPTY: tuple[object, ...] = (None, (), {})
 ENDING = ".fingerprint.json"
 # Maximum length of a text value. The longest values list the members of a parameter group.
 _MOST_VALUE = 1_000_000
@@ -42,9 +44,8 @@ def fingerprint(snapshot: Snapshot) -> str:
     Includes the Python values whose differences count: step, epoch, param_groups, scaler state. Raises CheckpointError
     if the file can no longer be read.
     """
-    header = []
-    for key, value in _describe_checkpoint(snapshot).items():
-        header.append(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    content = _describe_checkpoint(snapshot)
+    header = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in content.items()]
     kinds = classify_snapshot(snapshot).by_name
     entries = []
     with Files() as files:
@@ -66,13 +67,8 @@ def _describe_checkpoint(snapshot: Snapshot) -> dict[str, Any]:
         else:
             dropped_notes.append(f"not in the fingerprint: {name}, because of its type or size")
     notes += sorted(dropped_notes)
-    model_values = {}
-    for name, membership in snapshot.model_values.items():
-        if name in values:
-            model_values[name] = membership.value
-    metadata = None
-    if snapshot.metadata is not None:
-        metadata = _encode_metadata(snapshot.metadata)
+    model_values = {name: value.value for name, value in snapshot.model_values.items() if name in values}
+    metadata = None if snapshot.metadata is None else _encode_metadata(snapshot.metadata)
     file_name = os.path.basename(os.path.normpath(snapshot.path))
     return {
         KEY: VERSION,
@@ -138,10 +134,9 @@ def _relative_names(paths: Sequence[str]) -> dict[str, str]:
     for path, folder in zip(paths, folders, strict=True):
         name = os.path.basename(os.path.normpath(path))
         stem, extension = os.path.splitext(name)
-        if extension.lower() in EXTENSIONS:
-            name = stem
+        new_name = (stem if extension.lower() in EXTENSIONS else name) + ENDING
         relative_folder = os.path.relpath(folder, common_folder)
-        names[path] = os.path.normpath(os.path.join(relative_folder, name + ENDING))
+        names[path] = os.path.normpath(os.path.join(relative_folder, new_name))
     return names
 
 
@@ -186,11 +181,8 @@ def _encode_value(value: Any) -> Any:
 def _encode_metadata(metadata: Metadata) -> dict[str, Any]:
     """Return the metadata block without values of other types, which untrusted files may contain."""
     block: dict[str, Any] = {"schema": SCHEMA}
-    for name in type(metadata).__slots__:
-        value = getattr(metadata, name)
-        is_empty = value is None or value in ((), {})
-        if not is_empty:
-            block[name] = _keep_plain(value)
+    fields = {name: getattr(metadata, name) for name in type(metadata).__slots__}
+    block |= {name: _keep_plain(value) for name, value in fields.items() if value not in _EMPTY}
     # An empty list means a model without buffers, None an unknown model.
     if metadata.buffers is not None:
         block["buffers"] = list(metadata.buffers)

@@ -37,7 +37,11 @@ def read_file(path: str) -> Snapshot:
     if reader := find_reader(head):
         return read_with(reader, path)
     if not head:
-        raise MalformedFile(path, found="the file is empty", next_step="save or copy it again")
+        raise MalformedFile(
+            path,
+            found="the file is empty",
+            next_step="save or copy it again",
+        )
     raise _describe_unread(path, head)
 
 
@@ -50,8 +54,18 @@ def _describe_unread(path: str, head: bytes) -> NotACheckpoint:
     except OSError as error:
         raise UnreadableFile.because(path, error) from None
     if unread is None:
-        return NotACheckpoint(path, place="first bytes", found=repr(head[:12]), needed=NEEDED)
-    return NotACheckpoint(path, found=unread.title, needed=NEEDED, next_step=unread.next_step)
+        return NotACheckpoint(
+            path,
+            place="first bytes",
+            found=repr(head[:12]),
+            needed=NEEDED,
+        )
+    return NotACheckpoint(
+        path,
+        found=unread.title,
+        needed=NEEDED,
+        next_step=unread.next_step,
+    )
 
 
 def read_with(reader: ModuleType, path: str) -> Snapshot:

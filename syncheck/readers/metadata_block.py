@@ -123,7 +123,12 @@ def parse_metadata(block: object, path: str) -> Metadata:
     Raises MalformedFile for a known key with a value of the wrong type.
     """
     if not isinstance(block, dict):
-        raise _malformed(path, "the block", _describe(block), "a mapping")
+        raise _malformed(
+            path,
+            "the block",
+            problem=_describe(block),
+            needed="a mapping",
+        )
     fields = _Fields(block, path)
     tied = fields.texts("tied")
     config = fields.bounded("config")
@@ -131,7 +136,12 @@ def parse_metadata(block: object, path: str) -> Metadata:
     bn_momentum = fields.bounded("bn_momentum")
     schema = fields.number("schema")
     if schema is not None and schema > SCHEMA:
-        raise _malformed(path, "schema", _describe(schema), f"at most {SCHEMA} (install a newer syncheck)")
+        raise _malformed(
+            path,
+            "schema",
+            problem=_describe(schema),
+            needed=f"at most {SCHEMA} (install a newer syncheck)",
+        )
     return Metadata(
         run=fields.get("run", str),
         run_id=fields.get("run_id", str),
@@ -209,11 +219,21 @@ class _Fields:
         """Return a dictionary of any values that are not nested too deeply."""
         value: dict[str, Any] = self.get(key, dict, {})
         if not _is_bounded(value):
-            raise _malformed(self.path, key, "nested without end", f"at most {_MOST_LEVELS} levels")
+            raise _malformed(
+                self.path,
+                key,
+                problem="nested without end",
+                needed=f"at most {_MOST_LEVELS} levels",
+            )
         return value
 
     def _wrong(self, key: str, needed: str) -> MalformedFile:
-        return _malformed(self.path, key, _describe(self.block.get(key)), needed)
+        return _malformed(
+            self.path,
+            key,
+            problem=_describe(self.block.get(key)),
+            needed=needed,
+        )
 
 
 def _is_bounded(value: object) -> bool:
@@ -236,7 +256,7 @@ def _describe(value: object) -> str:
     return f"{type(value).__name__} {brief(value)}"
 
 
-def _malformed(path: str, key: str, problem: str, needed: str) -> MalformedFile:
+def _malformed(path: str, key: str, *, problem: str, needed: str) -> MalformedFile:
     return MalformedFile(
         path,
         place=f"metadata block '{KEY}', {key}",

@@ -39,7 +39,8 @@ def describe_unread(folder: str) -> Unread | None:
     """Return the format of a folder without checkpoints, or of its first file in such a format. Raises OSError."""
     from syncheck.readers.unread import describe_file, describe_folder  # for errors only, to start faster
 
-    if unread := describe_folder(folder):
+    unread = describe_folder(folder)
+    if unread is not None:
         return unread
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from syncheck.readers.pickles.stand_ins import TensorLocation
-    from syncheck.snapshots import Tensor
 
 FORMAT = "pickle"
 # Protocols 2 to 5 start with their number. Protocols 0 and 1 start with a container or the name of a common module.
@@ -65,27 +64,30 @@ def read(path: str) -> Snapshot:
         while stream.position < opened.st_size:
             number = len(trees) + 1
             if number > _MOST_PICKLES:
-                raise MalformedFile(path, found=f"more than {_MOST_PICKLES} pickles", needed="fewer", next_step=_AGAIN)
+                raise MalformedFile(
+                    path,
+                    found=f"more than {_MOST_PICKLES} pickles",
+                    needed="fewer",
+                    next_step=_AGAIN,
+                )
             pickled = unpickle(stream, path, f"pickle {number}", load_storage=storages.load)
             trees.append(pickled.tree)
             rebuilt += pickled.rebuilt
             stubs |= set(pickled.stubs)
         # Names of several trees start with their number.
-        tree: Any = trees
-        if len(trees) == 1:
-            (tree,) = trees
+        tree: Any = trees[0] if len(trees) == 1 else trees
         flat = flatten(tree, path, opened.st_size, rebuilt)
-    tensors: dict[str, Tensor] = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = locate_tensor(name, location, path, storages.locate, opened)
+    tensors = {
+        name: locate_tensor(name, location, path, storages.locate, opened) for name, location in flat.tensors.items()
+    }
     return Snapshot(
-        path,
-        FORMAT,
-        opened.st_size,
-        tensors,
-        flat.values,
-        tuple(sorted(stubs)),
-        flat.metadata,
+        path=path,
+        format=FORMAT,
+        bytes=opened.st_size,
+        tensors=tensors,
+        values=flat.values,
+        stubs=tuple(sorted(stubs)),
+        metadata=flat.metadata,
         numbered=flat.numbered,
         model_values=flat.model_values,
     )
@@ -148,4 +150,9 @@ class _Storages:
         return self._records[storage.key]
 
     def _malformed(self, problem: str) -> MalformedFile:
-        return MalformedFile(self.path, found=problem, needed="storages as pickle.dump writes", next_step=_AGAIN)
+        return MalformedFile(
+            self.path,
+            found=problem,
+            needed="storages as pickle.dump writes",
+            next_step=_AGAIN,
+        )

@@ -56,32 +56,58 @@ def read(path: str) -> Snapshot:
     header = parse_json_object(raw, path, "header", _AGAIN, entry=b'"data_offsets"')
     strings = header.pop("__metadata__", {})
     if len(header) > untrusted.MOST_TENSORS:
-        raise _malformed(path, "header", f"{len(header)} tensors", f"at most {untrusted.MOST_TENSORS}")
+        raise _malformed(
+            path,
+            "header",
+            problem=f"{len(header)} tensors",
+            needed=f"at most {untrusted.MOST_TENSORS}",
+        )
     if not isinstance(strings, dict) or not untrusted.are_strings(list(strings.values())):
-        raise _malformed(path, "__metadata__", "values that are not strings", "strings")
+        raise _malformed(
+            path,
+            "__metadata__",
+            problem="values that are not strings",
+            needed="strings",
+        )
 
     data_start = _LENGTH.size + len(raw)
-    tensors: dict[str, Tensor] = {}
-    for name, entry in header.items():
-        tensors[name] = _check_tensor(path, name, entry, data_start, opened)
+    tensors = {name: _check_tensor(path, name, entry, data_start, opened) for name, entry in header.items()}
     refused_names = [name for name, tensor in tensors.items() if tensor.refused]
     for name in refused_names:
         bytes_name = make_unique_name(f"{name}.bytes", tensors)
         tensors[bytes_name] = _make_bytes(bytes_name, tensors[name], header[name]["data_offsets"], opened)
     _check_cover(path, header, opened.st_size - data_start)
     values = {name: _to_number(text) for name, text in strings.items() if name != KEY}
-    return Snapshot(path, FORMAT, opened.st_size, tensors, values, (), _read_metadata(path, strings))
+    return Snapshot(
+        path=path,
+        format=FORMAT,
+        bytes=opened.st_size,
+        tensors=tensors,
+        values=values,
+        stubs=(),
+        metadata=_read_metadata(path, strings),
+    )
 
 
 def _read_header(file: BinaryIO, path: str, size: int) -> bytes:
     """Return the JSON header of a file of `size` bytes."""
     start = file.read(_LENGTH.size)
     if len(start) < _LENGTH.size:  # the file was truncated after the format was detected
-        raise _malformed(path, "header", f"{len(start)} bytes", f"at least {_LENGTH.size}")
+        raise _malformed(
+            path,
+            "header",
+            problem=f"{len(start)} bytes",
+            needed=f"at least {_LENGTH.size}",
+        )
     (length,) = _LENGTH.unpack(start)
     most = min(MAX_HEADER, size - _LENGTH.size)
     if length > most:
-        raise _malformed(path, "header", f"a length of {length} bytes", f"at most {most}")
+        raise _malformed(
+            path,
+            "header",
+            problem=f"a length of {length} bytes",
+            needed=f"at most {most}",
+        )
     return file.read(length)
 
 
@@ -89,34 +115,78 @@ def _check_tensor(path: str, name: str, entry: Any, data_start: int, opened: os.
     """Check one entry and return its tensor. data_start: offset of the tensor data in the file."""
     label = f"tensor '{name}'"
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
-        raise _malformed(path, label, "an incomplete entry", "dtype, shape and data_offsets")
+        raise _malformed(
+            path,
+            label,
+            problem="an incomplete entry",
+            needed="dtype, shape and data_offsets",
+        )
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     has_right_types = isinstance(code, str) and _are_naturals(shape, MOST_DIMENSIONS)
     if not has_right_types or not _are_offsets(offsets):
         problem = f"{brief(code, 20)} {brief(shape)} {brief(offsets)}"
         needed = f"a dtype, sizes and two offsets in order, of at most {MOST_DIMENSIONS} dimensions and 64 bits"
-        raise _malformed(path, label, problem, needed)
+        raise _malformed(
+            path,
+            label,
+            problem=problem,
+            needed=needed,
+        )
     start, stop = offsets
     strides = contiguous_strides(shape)
     elements = math.prod(shape)
     dtype: DType | None = BY_SAFETENSORS.get(code)
     if dtype is None:
         if elements > MOST_ELEMENTS:
-            raise _malformed(path, label, f"sizes {brief(shape)}", f"at most {MOST_ELEMENTS} elements")
+            raise _malformed(
+                path,
+                label,
+                problem=f"sizes {brief(shape)}",
+                needed=f"at most {MOST_ELEMENTS} elements",
+            )
         refused = Refusal.IN_PARTS(refusal=Refusal.DTYPE(name=f"{code:.60}"))
-        return Tensor(name, code, tuple(shape), strides, path, data_start + start, refused=refused)
+        return Tensor(
+            name=name,
+            dtype=code,
+            shape=tuple(shape),
+            strides=strides,
+            path=path,
+            offset=data_start + start,
+            refused=refused,
+        )
 
     size = elements * dtype.size
     if stop - start != size:
         needed = f"{brief(size)} for {dtype.name} {brief(shape)}"
-        raise _malformed(path, label, f"{stop - start} bytes", needed)
-    return Tensor(name, dtype.name, tuple(shape), strides, path, data_start + start, opened=opened)
+        raise _malformed(
+            path,
+            label,
+            problem=f"{stop - start} bytes",
+            needed=needed,
+        )
+    return Tensor(
+        name=name,
+        dtype=dtype.name,
+        shape=tuple(shape),
+        strides=strides,
+        path=path,
+        offset=data_start + start,
+        opened=opened,
+    )
 
 
 def _make_bytes(name: str, tensor: Tensor, offsets: list[int], opened: os.stat_result) -> Tensor:
     """Return the bytes of a tensor of an unknown dtype: equal bytes are equal numbers of any dtype."""
     start, stop = offsets
-    return Tensor(name, "uint8", (stop - start,), (1,), tensor.path, tensor.offset, opened=opened)
+    return Tensor(
+        name=name,
+        dtype="uint8",
+        shape=(stop - start,),
+        strides=(1,),
+        path=tensor.path,
+        offset=tensor.offset,
+        opened=opened,
+    )
 
 
 def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
@@ -126,10 +196,20 @@ def _check_cover(path: str, header: dict[str, Any], size: int) -> None:
         start, stop = entry["data_offsets"]
         if start != end:
             problem = f"starts at byte {start} of the data"
-            raise _malformed(path, f"tensor '{name}'", problem, f"{end}, the end of the previous tensor")
+            raise _malformed(
+                path,
+                f"tensor '{name}'",
+                problem=problem,
+                needed=f"{end}, the end of the previous tensor",
+            )
         end = stop
     if end != size:
-        raise _malformed(path, "data", f"{size} bytes", f"{end}, the end of the last tensor")
+        raise _malformed(
+            path,
+            "data",
+            problem=f"{size} bytes",
+            needed=f"{end}, the end of the last tensor",
+        )
 
 
 def _data_order(item: tuple[str, Any]) -> Any:
@@ -153,9 +233,7 @@ def _are_offsets(value: Any) -> bool:
 
 def _to_number(text: str) -> Any:
     """Convert integers in string metadata to numbers, which other formats store."""
-    if _NUMBER.fullmatch(text):
-        return int(text)
-    return text
+    return int(text) if _NUMBER.fullmatch(text) else text
 
 
 def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
@@ -164,9 +242,20 @@ def _read_metadata(path: str, strings: dict[str, str]) -> Metadata | None:
     try:
         block = json.loads(strings[KEY])
     except (ValueError, RecursionError) as error:
-        raise _malformed(path, f"__metadata__ '{KEY}'", f"invalid JSON: {error!s:.100}", "a JSON object") from None
+        raise _malformed(
+            path,
+            f"__metadata__ '{KEY}'",
+            problem=f"invalid JSON: {error!s:.100}",
+            needed="a JSON object",
+        ) from None
     return parse_metadata(block, path)
 
 
-def _malformed(path: str, label: str, problem: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=label, found=problem, needed=needed, next_step=_AGAIN)
+def _malformed(path: str, label: str, *, problem: str, needed: str) -> MalformedFile:
+    return MalformedFile(
+        path,
+        place=label,
+        found=problem,
+        needed=needed,
+        next_step=_AGAIN,
+    )

@@ -51,13 +51,13 @@ def read(path: str) -> Snapshot:
         for name, location in flat.tensors.items()
     }
     return Snapshot(
-        path,
-        FORMAT,
-        opened.st_size,
-        tensors,
-        flat.values,
-        pickled.stubs,
-        flat.metadata,
+        path=path,
+        format=FORMAT,
+        bytes=opened.st_size,
+        tensors=tensors,
+        values=flat.values,
+        stubs=pickled.stubs,
+        metadata=flat.metadata,
         numbered=flat.numbered,
         model_values=flat.model_values,
     )
@@ -68,7 +68,12 @@ def read_stream(stream: Stream, path: str) -> tuple[Pickled, dict[str, Record]]:
     stream.position += len(MAGIC)
     version = unpickle(stream, path, "protocol version").tree
     if version != _VERSION:
-        raise UnsupportedFormat(path, place="protocol version", found=brief(version), needed=str(_VERSION))
+        raise UnsupportedFormat(
+            path,
+            place="protocol version",
+            found=brief(version),
+            needed=str(_VERSION),
+        )
     unpickle(stream, path, "system information")
     storages: dict[str, Storage] = {}
     pickled = unpickle(stream, path, "object", storages)
@@ -79,7 +84,13 @@ def read_stream(stream: Stream, path: str) -> tuple[Pickled, dict[str, Record]]:
 def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], path: str) -> dict[str, Record]:
     """Locate the bytes of each storage. stream: at the element count of the first storage."""
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise MalformedFile(path, place="storage keys", found=brief(keys), needed="strings", next_step=_AGAIN)
+        raise MalformedFile(
+            path,
+            place="storage keys",
+            found=brief(keys),
+            needed="strings",
+            next_step=_AGAIN,
+        )
     end, records = len(stream.data), dict[str, Record]()
     for key in keys:
         label = f"storage {key!r:.40}"
@@ -88,16 +99,28 @@ def _locate_records(stream: Stream, keys: Any, storages: dict[str, Storage], pat
         storage = storages.get(key)
         if storage is None or storage.itemsize is None or not 0 <= count <= end:
             raise MalformedFile(
-                path, place=label, found="no such storage, or no count of its elements", next_step=_AGAIN
+                path,
+                place=label,
+                found="no such storage, or no count of its elements",
+                next_step=_AGAIN,
             )
         start, size = stream.position, count * storage.itemsize
         if start + size > end:
             raise MalformedFile(
-                path, place=label, found=f"ends at byte {start + size}", needed=f"at most {end}", next_step=_AGAIN
+                path,
+                place=label,
+                found=f"ends at byte {start + size}",
+                needed=f"at most {end}",
+                next_step=_AGAIN,
             )
         records[key] = Record(label, start, size)
         stream.position = start + size
     missing = [key for key in storages if key not in records]
     if missing:
-        raise MalformedFile(path, place="storage keys", found=f"{missing[0]!r:.40} is missing", next_step=_AGAIN)
+        raise MalformedFile(
+            path,
+            place="storage keys",
+            found=f"{missing[0]!r:.40} is missing",
+            next_step=_AGAIN,
+        )
     return records

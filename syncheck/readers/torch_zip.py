@@ -31,9 +31,16 @@ def read(path: str) -> Snapshot:
         flat = flatten(pickled.tree, path, pickled.size, pickled.rebuilt)
         tensors = {name: archive.tensor(name, location) for name, location in flat.tensors.items()}
         snapshot = Snapshot(
-            path, FORMAT, directory.size, tensors, flat.values, pickled.stubs, flat.metadata, numbered=flat.numbered,
+            path=path,
+            format=FORMAT,
+            bytes=directory.size,
+            tensors=tensors,
+            values=flat.values,
+            stubs=pickled.stubs,
+            metadata=flat.metadata,
+            numbered=flat.numbered,
             model_values=flat.model_values,
-        )  # fmt: skip
+        )
         if torchscript.is_script(archive):
             snapshot = torchscript.add_script(archive, snapshot)
         directory.check_overlaps()

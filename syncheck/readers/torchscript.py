@@ -67,15 +67,17 @@ def _read_constants(archive: Archive) -> tuple[dict[str, Tensor], dict[str, Any]
     pickled = archive.unpickle_record(_RECORD)
     if not isinstance(pickled.tree, tuple):
         kind = type(pickled.tree).__name__
-        raise MalformedFile(archive.path, place=_RECORD, found=kind, needed="a tuple", next_step=_AGAIN)
+        raise MalformedFile(
+            archive.path,
+            place=_RECORD,
+            found=kind,
+            needed="a tuple",
+            next_step=_AGAIN,
+        )
     # Their names in the code.
-    constants = {}
-    for number, constant in enumerate(pickled.tree):
-        constants[f"c{number}"] = constant
+    constants = {f"c{number}": constant for number, constant in enumerate(pickled.tree)}
     flat = flatten({_CONSTANTS: constants}, archive.path, pickled.size, pickled.rebuilt)
-    tensors = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = archive.tensor(name, location, "constants")
+    tensors = {name: archive.tensor(name, location, "constants") for name, location in flat.tensors.items()}
     return tensors, flat.values
 
 
@@ -93,7 +95,13 @@ def _digest_code(archive: Archive) -> str:
         size += info.file_size
         if size > _MOST_CODE:
             problem = f"more than {_MOST_CODE} bytes of code"
-            raise MalformedFile(archive.path, place=name, found=problem, needed="less", next_step=_AGAIN)
+            raise MalformedFile(
+                archive.path,
+                place=name,
+                found=problem,
+                needed="less",
+                next_step=_AGAIN,
+            )
         text = _MANGLED.sub("", _read_code(archive, name))
         label = _MANGLED.sub("", name.removeprefix(archive.stem))
         # Classes with one name are in several files, or in one file if they are new in the process.
@@ -109,4 +117,9 @@ def _read_code(archive: Archive, name: str) -> str:
         return archive.read_text(name)
     except _ERRORS as error:
         problem = f"{error!s:.100}"
-        raise MalformedFile(archive.path, place=name, found=problem, next_step=_AGAIN) from None
+        raise MalformedFile(
+            archive.path,
+            place=name,
+            found=problem,
+            next_step=_AGAIN,
+        ) from None

@@ -52,9 +52,17 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 def _check_type(path: str, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
-        raise UnreadableFile(path, found="a folder", needed="a file, or a folder that is one checkpoint")
+        raise UnreadableFile(
+            path,
+            found="a folder",
+            needed="a file, or a folder that is one checkpoint",
+        )
     if not stat.S_ISREG(status.st_mode):
-        raise UnreadableFile(path, found="a pipe, socket or device", needed="a file")
+        raise UnreadableFile(
+            path,
+            found="a pipe, socket or device",
+            needed="a file",
+        )
 
 
 def read_whole(path: str, most: int, next_step: str) -> bytes:
@@ -62,7 +70,12 @@ def read_whole(path: str, most: int, next_step: str) -> bytes:
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise MalformedFile(path, found=f"{size} bytes", needed=f"at most {most}", next_step=next_step)
+            raise MalformedFile(
+                path,
+                found=f"{size} bytes",
+                needed=f"at most {most}",
+                next_step=next_step,
+            )
         return file.read(size)
 
 
@@ -81,7 +94,13 @@ def parse_json_object(
     """
 
     def refuse(found: str, needed: str) -> NoReturn:
-        raise MalformedFile(path, place=place, found=found, needed=needed, next_step=next_step) from None
+        raise MalformedFile(
+            path,
+            place=place,
+            found=found,
+            needed=needed,
+            next_step=next_step,
+        ) from None
 
     if entry and raw.count(entry) > MOST_TENSORS:
         refuse(f"more than {MOST_TENSORS} tensors", "fewer")

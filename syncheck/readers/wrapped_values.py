@@ -22,11 +22,9 @@ def unwrap_values(snapshot: Snapshot) -> Snapshot:
         # A value outside of the wrapped model does not keep the prefix of the tensors.
         names = [name for name in names if name.startswith(_PREFIX)]
     plain_names = normalize([*snapshot.tensors, *names])
-    renamed = {}
-    for name in names:
-        plain = plain_names[name]
-        if plain != name and plain not in snapshot.values:
-            renamed[name] = plain
+    new_names = {name: plain_names[name] for name in names if plain_names[name] != name}
+    # Two values of one name would not be distinguished any more.
+    renamed = {name: plain for name, plain in new_names.items() if plain not in snapshot.values}
     if not renamed:
         return snapshot
     return replace(

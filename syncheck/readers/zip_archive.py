@@ -79,22 +79,46 @@ class Directory:
             fault = _find_fault(self.file, infos)
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, struct.error) as error:
             needed = "a directory at the end of the file"
-            raise self.malformed(_LABEL, str(error), needed, f"it is cut short or damaged: {_AGAIN}") from None
+            raise self.malformed(
+                _LABEL,
+                problem=str(error),
+                needed=needed,
+                next_step=f"it is cut short or damaged: {_AGAIN}",
+            ) from None
         records: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
             # A NUL ends the name for other readers.
             if info.filename != info.orig_filename:
-                raise self.malformed(_LABEL, "a record with two names", "one", _STRANGE)
+                raise self.malformed(
+                    _LABEL,
+                    problem="a record with two names",
+                    needed="one",
+                    next_step=_STRANGE,
+                )
             records[info.filename] = info
         if len(records) != len(infos):
-            raise self.malformed(_LABEL, "two records with the same name", "", _AGAIN)
+            raise self.malformed(
+                _LABEL,
+                problem="two records with the same name",
+                next_step=_AGAIN,
+            )
         first = min((info.header_offset for info in infos), default=0)
         # Several concatenated zips: the directory at the end belongs to the last zip.
         if first != 0:
             next_step = "if it belongs to a torch.distributed.checkpoint folder, pass the folder"
-            raise self.malformed(_LABEL, f"the records begin at byte {first}", "byte 0", next_step)
+            raise self.malformed(
+                _LABEL,
+                problem=f"the records begin at byte {first}",
+                needed="byte 0",
+                next_step=next_step,
+            )
         if fault is not None:
-            raise self.malformed(_LABEL, fault.problem, fault.needed, _AGAIN)
+            raise self.malformed(
+                _LABEL,
+                problem=fault.problem,
+                needed=fault.needed,
+                next_step=_AGAIN,
+            )
         return records
 
     def locate(self, name: str) -> tuple[int, int]:
@@ -104,7 +128,12 @@ class Directory:
             data_offset = self._check_local_header(name, info)
             data_end = data_offset + info.file_size
             if data_end > self.size:
-                raise self.malformed(name, f"ends at byte {data_end}", f"at most {self.size}, the file's size", _AGAIN)
+                raise self.malformed(
+                    name,
+                    problem=f"ends at byte {data_end}",
+                    needed=f"at most {self.size}, the file's size",
+                    next_step=_AGAIN,
+                )
             self.locations[name] = data_offset, info.file_size
         return self.locations[name]
 
@@ -112,16 +141,35 @@ class Directory:
         """Return the entry of a record in the directory. Raises CheckpointError if its data cannot be read."""
         info = self.records.get(name)
         if info is None:
-            raise self.malformed(name, "no such record", "", _AGAIN)
+            raise self.malformed(
+                name,
+                problem="no such record",
+                next_step=_AGAIN,
+            )
         self._check_stored(name, info.compress_type, info.flag_bits)
         if info.external_attr & _IS_FOLDER:
-            raise self.malformed(name, "a record that is marked as a folder", "a file's attributes", _AGAIN)
+            raise self.malformed(
+                name,
+                problem="a record that is marked as a folder",
+                needed="a file's attributes",
+                next_step=_AGAIN,
+            )
         if info.compress_size != info.file_size:
             problem = f"{info.compress_size} bytes stored of {info.file_size}"
-            raise self.malformed(name, problem, "equal sizes, because records are not compressed", _AGAIN)
+            raise self.malformed(
+                name,
+                problem=problem,
+                needed="equal sizes, because records are not compressed",
+                next_step=_AGAIN,
+            )
         # The offset may exceed the range of seek().
         if info.header_offset > self.size:
-            raise self.malformed(name, "a record beyond the file's end", "a local header", _AGAIN)
+            raise self.malformed(
+                name,
+                problem="a record beyond the file's end",
+                needed="a local header",
+                next_step=_AGAIN,
+            )
         return info
 
     def _check_local_header(self, name: str, info: zipfile.ZipInfo) -> int:
@@ -129,15 +177,30 @@ class Directory:
         self.file.seek(info.header_offset)
         header = self.file.read(_LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size or not header.startswith(MAGIC):
-            raise self.malformed(name, "no record at the offset in the directory", "a local header", _AGAIN)
+            raise self.malformed(
+                name,
+                problem="no record at the offset in the directory",
+                needed="a local header",
+                next_step=_AGAIN,
+            )
         _, _, flags, method, _, _, _, compressed, size, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         self._check_stored(name, method, flags)
         # The sizes are 0 if they follow the data, and the maximum if the extra field contains them.
         if not {size, compressed} <= {0, _LONG, info.file_size}:
             problem = f"{info.file_size} bytes in the directory, {size} before the record"
-            raise self.malformed(name, problem, "one size", _AGAIN)
+            raise self.malformed(
+                name,
+                problem=problem,
+                needed="one size",
+                next_step=_AGAIN,
+            )
         if self.file.read(name_length) != info.orig_filename.encode("utf-8"):
-            raise self.malformed(name, "its local header has another name than the directory", "the same name", _AGAIN)
+            raise self.malformed(
+                name,
+                problem="its local header has another name than the directory",
+                needed="the same name",
+                next_step=_AGAIN,
+            )
         data_offset: int = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         return data_offset
 
@@ -164,7 +227,12 @@ class Directory:
         checksum = self.records[name].CRC
         # The checksum is 0 if checksums were disabled when saving.
         if checksum and checksum != zlib.crc32(data):
-            raise self.malformed(name, "the bytes do not match the CRC-32 stored for them", "what was saved", _AGAIN)
+            raise self.malformed(
+                name,
+                problem="the bytes do not match the CRC-32 stored for them",
+                needed="what was saved",
+                next_step=_AGAIN,
+            )
         return data
 
     def check_overlaps(self) -> None:
@@ -175,16 +243,27 @@ class Directory:
             start, size = self.locations[name]
             if start < end and size > 0:
                 problem = f"it begins at byte {start}, within {previous_name}"
-                raise self.malformed(name, problem, "separate records", _STRANGE)
+                raise self.malformed(
+                    name,
+                    problem=problem,
+                    needed="separate records",
+                    next_step=_STRANGE,
+                )
             end = max(end, start + size)
             previous_name = name
 
     def _location_order(self, name: str) -> tuple[tuple[int, int], str]:
         return self.locations[name], name
 
-    def malformed(self, record: str, problem: str, needed: str, next_step: str) -> MalformedFile:
+    def malformed(self, record: str, *, problem: str, next_step: str, needed: str = "") -> MalformedFile:
         """Return the error of a record."""
-        return MalformedFile(self.path, place=record, found=problem, needed=needed, next_step=next_step)
+        return MalformedFile(
+            self.path,
+            place=record,
+            found=problem,
+            needed=needed,
+            next_step=next_step,
+        )
 
 
 class Archive:
@@ -215,7 +294,12 @@ class Archive:
             return
         number = self.directory.read_record(record)
         if not number.strip().isdigit():
-            raise self.directory.malformed(record, repr(number[:20]), "a whole number", _AGAIN)
+            raise self.directory.malformed(
+                record,
+                problem=repr(number[:20]),
+                needed="a whole number",
+                next_step=_AGAIN,
+            )
 
     def unpickle(self, key_prefix: str = "") -> Pickled:
         """Read the pickle and the byte order. Raises as `pickles.unpickle`, and MalformedFile.
@@ -245,7 +329,12 @@ class Archive:
             return False
         order = self.directory.read_record(name)
         if order not in (b"little", b"big"):
-            raise self.directory.malformed(name, repr(order[:20]), "little or big", _AGAIN)
+            raise self.directory.malformed(
+                name,
+                problem=repr(order[:20]),
+                needed="little or big",
+                next_step=_AGAIN,
+            )
         return order == b"big"
 
     def tensor(self, name: str, location: TensorLocation, folder: str = "data") -> Tensor:
@@ -325,9 +414,7 @@ def _find_fault(file: BinaryIO, infos: Sequence[zipfile.ZipInfo]) -> _Fault | No
     if end.size + end.offset != directory_end:
         problem = f"a directory of {end.size} bytes at byte {end.offset}"
         return _Fault(problem, f"an end at byte {directory_end}")
-    if not infos:
-        return None
-    return _check_last_entry(file, infos[-1], directory_end)
+    return _check_last_entry(file, infos[-1], directory_end) if infos else None
 
 
 def _find_fault_64(locator: bytes, before_end: bytes, start_64: int) -> _Fault | None:

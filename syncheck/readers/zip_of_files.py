@@ -39,13 +39,19 @@ def read(directory: Directory, format_name: str) -> Snapshot:
             raise type(error)(directory.path, place=name, found=error.reason) from None
     directory.check_overlaps()
     flat = flatten(files.tree, directory.path, files.pickled_bytes, files.rebuilt)
-    tensors: dict[str, Tensor] = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = files.locate(name, location)
+    tensors = {name: files.locate(name, location) for name, location in flat.tensors.items()}
     return Snapshot(
-        directory.path, format_name, directory.size, tensors, flat.values, tuple(sorted(files.stubs)), flat.metadata,
-        _note_unread_records(directory, files), numbered=flat.numbered, model_values=flat.model_values,
-    )  # fmt: skip
+        path=directory.path,
+        format=format_name,
+        bytes=directory.size,
+        tensors=tensors,
+        values=flat.values,
+        stubs=tuple(sorted(files.stubs)),
+        metadata=flat.metadata,
+        notes=_note_unread_records(directory, files),
+        numbered=flat.numbered,
+        model_values=flat.model_values,
+    )
 
 
 def _list_files(directory: Directory) -> list[str]:
@@ -57,14 +63,22 @@ def _list_files(directory: Directory) -> list[str]:
         first_names = ", ".join(list(directory.records)[:3])
         unread = Unread(f"a zip ({first_names})", "unpack it, and pass a file or folder of it")
     if unread is not None:
-        raise NotACheckpoint(directory.path, found=unread.title, needed=NEEDED, next_step=unread.next_step)
+        raise NotACheckpoint(
+            directory.path,
+            found=unread.title,
+            needed=NEEDED,
+            next_step=unread.next_step,
+        )
     # A file of weights that is not read must not be missing from the comparison.
     for name in candidates:
         if name not in names:
             raise UnsupportedFormat(
-                directory.path, place=name, found="not an uncompressed torch.save file since torch 1.6",
-                needed="one, as the other files of the zip", next_step="unpack the zip, and pass its files",
-            )  # fmt: skip
+                directory.path,
+                place=name,
+                found="not an uncompressed torch.save file since torch 1.6",
+                needed="one, as the other files of the zip",
+                next_step="unpack the zip, and pass its files",
+            )
     return names
 
 

@@ -92,24 +92,20 @@ def read(folder: str) -> Snapshot:
     for file, chunks in _group_chunks(entries).items():
         records.read_file(file, chunks)
 
-    leaves = []
-    for name, entry in entries.items():
-        leaves.append((entry.path, records.make_leaf(name, entry)))
+    leaves = [(entry.path, records.make_leaf(name, entry)) for name, entry in entries.items()]
     tree = _rebuild(leaves, folder)
     flat = flatten(tree, folder, index_size + records.pickled, records.rebuilt)
-    tensors = {}
-    for name, location in flat.tensors.items():
-        tensors[name] = replace(records.find_tensor(location), name=name)
+    tensors = {name: replace(records.find_tensor(location), name=name) for name, location in flat.tensors.items()}
 
     snapshot = Snapshot(
-        folder,
-        FORMAT,
-        index_size + sum(records.sizes.values()),
-        tensors,
-        flat.values,
-        tuple(sorted(records.stubs)),
-        flat.metadata,
-        (Note.ONE_COPY(), *records.list_notes(), *_note_unlisted_files(folder, records.sizes)),
+        path=folder,
+        format=FORMAT,
+        bytes=index_size + sum(records.sizes.values()),
+        tensors=tensors,
+        values=flat.values,
+        stubs=tuple(sorted(records.stubs)),
+        metadata=flat.metadata,
+        notes=(Note.ONE_COPY(), *records.list_notes(), *_note_unlisted_files(folder, records.sizes)),
         model_values=flat.model_values,
     )
     return _with_extras(snapshot)
@@ -168,28 +164,46 @@ class _Records:
                 start = named_chunk.chunk.offset
                 end = start + named_chunk.chunk.length
                 if end > size:
-                    raise self._malformed(named_chunk, f"ends at byte {end}", f"at most {size}, the file's size")
+                    raise self._malformed(
+                        named_chunk,
+                        problem=f"ends at byte {end}",
+                        needed=f"at most {size}, the file's size",
+                    )
                 # Without this check, a million names could refer to one long record.
                 if start < read_to:
                     problem = f"its record begins at byte {start}"
-                    raise self._malformed(named_chunk, problem, f"at least {read_to}, the end of the previous record")
+                    raise self._malformed(
+                        named_chunk,
+                        problem=problem,
+                        needed=f"at least {read_to}, the end of the previous record",
+                    )
                 read_to = end
                 try:
                     self._read_record(file, named_chunk)
                 except CheckpointError as error:
                     raise type(error)(self.folder, place=self._locate(named_chunk), found=error.reason) from None
                 except (ValueError, OverflowError) as error:  # the zip's directory refers beyond the record
-                    raise self._malformed(named_chunk, str(error)) from None
+                    raise self._malformed(
+                        named_chunk,
+                        problem=str(error),
+                    ) from None
 
     def _open(self, name: str, first_chunk: _NamedChunk) -> BinaryIO:
         """Open a file. first_chunk: for errors."""
         try:
             return open_regular_file(os.path.join(self.folder, name))
         except UnreadableFile as error:
-            raise self._malformed(first_chunk, error.reason) from None
+            raise self._malformed(
+                first_chunk,
+                problem=error.reason,
+            ) from None
         except (OSError, UnicodeEncodeError) as error:  # a name may contain a lone surrogate
             problem = getattr(error, "strerror", None) or "an invalid file name"
-            raise self._malformed(first_chunk, problem.lower(), f"the file listed in {METADATA}") from None
+            raise self._malformed(
+                first_chunk,
+                problem=problem.lower(),
+                needed=f"the file listed in {METADATA}",
+            ) from None
 
     def _read_record(self, file: BinaryIO, named_chunk: _NamedChunk) -> None:
         chunk, name = named_chunk
@@ -214,7 +228,15 @@ class _Records:
         self.unknown.append(name)
         location = refused_tensor(Refusal.UNKNOWN_RECORD())
         self.objects[name] = location
-        self.tensors[id(location)] = Tensor(name, "unknown", (), (), self.folder, 0, refused=location.refused)
+        self.tensors[id(location)] = Tensor(
+            name=name,
+            dtype="unknown",
+            shape=(),
+            strides=(),
+            path=self.folder,
+            offset=0,
+            refused=location.refused,
+        )
 
     def _add_object(self, name: str, archive: Archive, pickled: Pickled) -> None:
         """Add a pickled object, and the tensors in it."""
@@ -228,12 +250,11 @@ class _Records:
     def _locate(self, named_chunk: _NamedChunk) -> str:
         """Return the location of a chunk for errors: its file and name, and its start if the tensor has several."""
         chunk, name = named_chunk
-        location = f"{chunk.file}, '{name}'"
-        if len(self.entries[name].chunks) > 1:
-            location += f" at {list(chunk.start)}"
-        return location
+        has_several_chunks = len(self.entries[name].chunks) > 1
+        start = f" at {list(chunk.start)}" if has_several_chunks else ""
+        return f"{chunk.file}, '{name}'{start}"
 
-    def _malformed(self, named_chunk: _NamedChunk, problem: str, needed: str = "") -> MalformedFile:
+    def _malformed(self, named_chunk: _NamedChunk, *, problem: str, needed: str = "") -> MalformedFile:
         return MalformedFile(
             self.folder,
             place=self._locate(named_chunk),
@@ -257,7 +278,15 @@ class _Records:
         if id(location) in self.tensors:
             return self.tensors[id(location)]
         # A storage in an object became a tensor only when the tree was flattened.
-        return Tensor("", "unknown", (), (), self.folder, 0, refused=Refusal.STORAGE_IN_OBJECT())
+        return Tensor(
+            name="",
+            dtype="unknown",
+            shape=(),
+            strides=(),
+            path=self.folder,
+            offset=0,
+            refused=Refusal.STORAGE_IN_OBJECT(),
+        )
 
     def list_notes(self) -> list[Message]:
         """Return a note about unreadable records, if there are any."""
@@ -277,10 +306,16 @@ class _Records:
             refused = reasons[0]
         elif entry.dtype is None:
             refused = Refusal.UNKNOWN_DTYPE()
-        readable_shards: list[Shard] = []
-        if refused is None:
-            readable_shards = sorted(shards, key=_shard_start)
-        tensor = Tensor(name, _name_dtype(entry), shape, contiguous_strides(shape), self.folder, 0, refused=refused)
+        readable_shards = sorted(shards, key=_shard_start) if refused is None else []
+        tensor = Tensor(
+            name=name,
+            dtype=_name_dtype(entry),
+            shape=shape,
+            strides=contiguous_strides(shape),
+            path=self.folder,
+            offset=0,
+            refused=refused,
+        )
         # A tensor without elements has no shards.
         if not readable_shards:
             return replace(tensor, data=b"")
@@ -336,7 +371,12 @@ def _rebuild(leaves: Iterable[tuple[tuple[str | int, ...], Any]], folder: str) -
     for path, leaf in leaves:
         branch = _enter_branch(root, path[:-1])
         if branch is None or len(path) > _MAX_DEPTH or path[-1] in branch:
-            raise MalformedFile(folder, place=METADATA, found=f"keys {brief(path)}", needed="unique keys")
+            raise MalformedFile(
+                folder,
+                place=METADATA,
+                found=f"keys {brief(path)}",
+                needed="unique keys",
+            )
         branch[path[-1]] = leaf
     return _convert(root)
 

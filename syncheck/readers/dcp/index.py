@@ -81,10 +81,13 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
     descriptions = fields.get("state_dict_metadata")
     storage_data = fields.get("storage_data")
     if not isinstance(descriptions, dict) or not isinstance(storage_data, dict):
-        raise _malformed(folder, METADATA, "no state_dict_metadata or storage_data")
-    paths = fields.get("planner_data")
-    if not isinstance(paths, dict):
-        paths = {}
+        raise _malformed(
+            folder,
+            METADATA,
+            problem="no state_dict_metadata or storage_data",
+        )
+    planner_data = fields.get("planner_data")
+    paths = planner_data if isinstance(planner_data, dict) else {}
     locations = _locate_chunks(storage_data, folder)
     # In the order of the state dict, if the planner saved it.
     names = [name for name in paths if name in descriptions]
@@ -99,12 +102,25 @@ def read_index(folder: str) -> tuple[dict[str, Entry], int]:
 def _check_path(name: Any, path: Any, folder: str) -> tuple[str | int, ...]:
     """Return the keys of an entry in the state dict."""
     if not isinstance(name, str):
-        raise _malformed(folder, METADATA, f"a name that is not a string: {brief(name)}")
+        raise _malformed(
+            folder,
+            METADATA,
+            problem=f"a name that is not a string: {brief(name)}",
+        )
     if not _is_path(path):
-        raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}")
+        raise _malformed(
+            folder,
+            f"{METADATA}, '{name}'",
+            problem=f"keys {brief(path)}",
+        )
     # torch builds names from keys, and looks entries up by name: torch/distributed/checkpoint/_nested_dict.py.
     if ".".join(str(key) for key in path) != name:
-        raise _malformed(folder, f"{METADATA}, '{name}'", f"keys {brief(path)}", "the segments of its name")
+        raise _malformed(
+            folder,
+            f"{METADATA}, '{name}'",
+            problem=f"keys {brief(path)}",
+            needed="the segments of its name",
+        )
     return tuple(path)
 
 
@@ -112,7 +128,11 @@ def _read_bytes(folder: str) -> bytes:
     try:
         return read_whole(os.path.join(folder, METADATA), MAX_SIZE, _AGAIN)
     except UnreadableFile as error:
-        raise _malformed(folder, METADATA, error.reason) from None
+        raise _malformed(
+            folder,
+            METADATA,
+            problem=error.reason,
+        ) from None
     except FileNotFoundError:
         raise MalformedFile(
             folder,
@@ -133,7 +153,11 @@ def _locate_chunks(storage_data: Mapping[Any, Any], folder: str) -> _Locations:
         _refuse_transformed(info.get("transform_descriptors"), label, folder)
         is_object = start is None
         if not isinstance(name, str) or not (is_object or _are_sizes(start)):
-            raise _malformed(folder, METADATA, f"a chunk of {brief(name)} at {brief(start)}")
+            raise _malformed(
+                folder,
+                METADATA,
+                problem=f"a chunk of {brief(name)} at {brief(start)}",
+            )
         locations[name, start] = _check_location(name, info, folder)
     return locations
 
@@ -156,7 +180,12 @@ def _check_location(name: str, info: dict[str, Any], folder: str) -> _Location:
     numbers = (info.get("offset"), info.get("length"))
     if not _is_below(file) or not _are_sizes(numbers):
         problem = f"a location {brief(file)}, offset and length {brief(numbers)}"
-        raise _malformed(folder, f"{METADATA}, '{name}'", problem, "a file in the folder, and numbers of bytes")
+        raise _malformed(
+            folder,
+            f"{METADATA}, '{name}'",
+            problem=problem,
+            needed="a file in the folder, and numbers of bytes",
+        )
     return _Location(file, *numbers)
 
 
@@ -166,26 +195,43 @@ def _check_entry(name: str, path: tuple[str | int, ...], description: Any, locat
     label = f"{METADATA}, '{name}'"
     if class_name == "BytesStorageMetadata":
         if (name, None) not in locations:
-            raise _malformed(folder, label, "its record is not listed")
+            raise _malformed(
+                folder,
+                label,
+                problem="its record is not listed",
+            )
         return Entry(path, (Chunk((), (), *locations[name, None]),))
 
     fields = _get_fields(description, "TensorStorageMetadata", folder, label)
     shape = fields.get("size")
     pickled_chunks = fields.get("chunks")
     if not _is_shape(shape) or not isinstance(pickled_chunks, list):
-        raise _malformed(folder, label, f"a tensor of size {brief(shape)} in chunks {brief(pickled_chunks)}")
+        raise _malformed(
+            folder,
+            label,
+            problem=f"a tensor of size {brief(shape)} in chunks {brief(pickled_chunks)}",
+        )
     chunks = []
     for pickled_chunk in pickled_chunks:
         start, size = _check_box(pickled_chunk, shape, label, folder)
         if 0 in size:  # with more ranks than rows, some chunks are empty
             continue
         if (name, start) not in locations:
-            raise _malformed(folder, label, f"the record of its chunk at {list(start)} is not listed")
+            raise _malformed(
+                folder,
+                label,
+                problem=f"the record of its chunk at {list(start)} is not listed",
+            )
         chunks.append(Chunk(start, size, *locations[name, start]))
     chunks.sort(key=_start_of)
     fault = find_fault(shape, [(chunk.start, chunk.shape) for chunk in chunks])
     if fault:
-        raise _malformed(folder, label, fault, f"chunks that cover {list(shape)} without gap or overlap")
+        raise _malformed(
+            folder,
+            label,
+            problem=fault,
+            needed=f"chunks that cover {list(shape)} without gap or overlap",
+        )
     return Entry(path, tuple(chunks), shape, _read_dtype(fields.get("properties")))
 
 
@@ -200,7 +246,11 @@ def _check_box(pickled_chunk: Any, shape: tuple[int, ...], label: str, folder: s
     if _are_sizes(start) and _are_sizes(size) and len(start) == len(size) == len(shape):
         return start, size
     problem = f"a chunk of size {brief(size)} at {brief(start)} of a tensor of size {list(shape)}"
-    raise _malformed(folder, label, problem)
+    raise _malformed(
+        folder,
+        label,
+        problem=problem,
+    )
 
 
 def _read_dtype(properties: Any) -> DType | None:
@@ -222,7 +272,12 @@ def _get_fields(pickled: Any, class_name: str, folder: str, label: str) -> dict[
         state = pickled.arguments[-1] if pickled.arguments else None
         if pickled_name.rpartition(".")[2] == class_name and isinstance(state, dict):
             return state
-    raise _malformed(folder, label, f"a {pickled_name:.80}", f"a {class_name} of torch.distributed.checkpoint")
+    raise _malformed(
+        folder,
+        label,
+        problem=f"a {pickled_name:.80}",
+        needed=f"a {class_name} of torch.distributed.checkpoint",
+    )
 
 
 def _are_sizes(value: Any) -> TypeGuard[tuple[int, ...]]:
@@ -252,5 +307,11 @@ def _is_below(file: Any) -> TypeGuard[str]:
     return {"", ".", ".."}.isdisjoint(file.split("/"))
 
 
-def _malformed(folder: str, label: str, problem: str, needed: str = "") -> MalformedFile:
-    return MalformedFile(folder, place=label, found=problem, needed=needed, next_step=_AGAIN)
+def _malformed(folder: str, label: str, *, problem: str, needed: str = "") -> MalformedFile:
+    return MalformedFile(
+        folder,
+        place=label,
+        found=problem,
+        needed=needed,
+        next_step=_AGAIN,
+    )

@@ -76,7 +76,12 @@ def _read_index(path: str) -> Snapshot:
         part = read_file(file_path)
         _check_assignment(path, file, part, weight_map)
         for tensor in sorted(set(tensors).difference(part.tensors)):
-            raise _malformed(path, tensor, f"it is not in {file}", f"{len(tensors)} tensors in that file")
+            raise _malformed(
+                path,
+                tensor,
+                problem=f"it is not in {file}",
+                needed=f"{len(tensors)} tensors in that file",
+            )
         assembly.add(part)
     assembly.bytes += os.stat(path).st_size
     # In the order of the index, which is the model's if the writer did not sort it.
@@ -90,10 +95,13 @@ def _check_assignment(path: str, file: str, part: Snapshot, weight_map: Mapping[
         assigned_file = weight_map.get(tensor)
         if assigned_file == file:
             continue
-        assignment = "the index does not list it"
-        if assigned_file:
-            assignment = f"the index assigns it to {assigned_file}"
-        raise _malformed(path, tensor, f"it is in {file}, but {assignment}", "one file for each tensor")
+        assignment = f"the index assigns it to {assigned_file}" if assigned_file else "the index does not list it"
+        raise _malformed(
+            path,
+            tensor,
+            problem=f"it is in {file}, but {assignment}",
+            needed="one file for each tensor",
+        )
 
 
 def _read_json(path: str) -> dict[str, Any]:
@@ -117,7 +125,12 @@ def _read_weight_map(path: str) -> dict[str, str]:
         )
     for tensor, file in weight_map.items():
         if not _is_below(file):
-            raise _malformed(path, tensor, f"the file {brief(file)}", "a file in the folder of the index")
+            raise _malformed(
+                path,
+                tensor,
+                problem=f"the file {brief(file)}",
+                needed="a file in the folder of the index",
+            )
     return weight_map
 
 
@@ -128,8 +141,14 @@ def _is_below(file: str) -> bool:
     return ".." not in re.split(r"[/\\]", file)
 
 
-def _malformed(path: str, tensor: str, problem: str, needed: str) -> MalformedFile:
-    return MalformedFile(path, place=f"tensor '{tensor}'", found=problem, needed=needed, next_step=_AGAIN)
+def _malformed(path: str, tensor: str, *, problem: str, needed: str) -> MalformedFile:
+    return MalformedFile(
+        path,
+        place=f"tensor '{tensor}'",
+        found=problem,
+        needed=needed,
+        next_step=_AGAIN,
+    )
 
 
 def has_weights(names: Iterable[str]) -> bool:
@@ -179,9 +198,8 @@ def read(folder: str, format_name: str = FORMAT) -> Snapshot:
         _name_parameters(assembly)
     if _PROGRESS in names:
         state = _read_json(os.path.join(folder, _PROGRESS))
-        for key in ("global_step", "epoch"):
-            if isinstance(state.get(key), (int, float)):
-                assembly.values[key] = state[key]
+        progress = {key: state.get(key) for key in ("global_step", "epoch")}
+        assembly.values |= {key: value for key, value in progress.items() if isinstance(value, (int, float))}
     return assembly.snapshot()
 
 
@@ -209,15 +227,11 @@ def _make_rename(prefix: str, label: str = "") -> Callable[[str], str]:
     prefix: which names may already have.
     label: distinguishes the file from others of its kind, or is empty.
     """
-    start = prefix
-    if label:
-        start = f"{prefix}.{label}"
+    start = f"{prefix}.{label}" if label else prefix
 
     def rename(name: str) -> str:
         inner = name.removeprefix(f"{prefix}.")
-        if not inner:
-            return start
-        return f"{start}.{inner}"
+        return f"{start}.{inner}" if inner else start
 
     return rename
 

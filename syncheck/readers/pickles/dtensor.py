@@ -84,10 +84,10 @@ def _require(condition: bool) -> None:
 
 def _rebuild_from_type(call: Any, kind: Any, args: Any, state: Any = None) -> Any:
     """Rebuild a tensor subclass: the local tensor of a DTensor, or the single tensor within another subclass."""
-    kind_name = getattr(kind, "name", "")
-    if isinstance(kind, type) and kind_name.endswith(".DTensor"):
+    class_name = getattr(kind, "name", "") if isinstance(kind, type) else ""
+    if class_name.endswith(".DTensor"):
         return _rebuild_dtensor(args, attributes_of(state))
-    if isinstance(kind, type) and kind_name == SHARDED_TENSOR:
+    if class_name == SHARDED_TENSOR:
         return _rebuild_sharded_tensor(kind, args, state)
     if isinstance(call, StandIn) and isinstance(args, tuple):
         return _add_state(call(*args), state)
@@ -122,9 +122,7 @@ def _add_state(tensor: Any, state: Any) -> Any:
     if not state or not isinstance(tensor, TensorLocation):
         return tensor
     compound = Compound.wrap(tensor, state)
-    if tensor.refused == Refusal.WRAPPER():
-        return compound.in_parts()
-    return compound
+    return compound.in_parts() if tensor.refused == Refusal.WRAPPER() else compound
 
 
 def _read_local_tensor(args: Any, local: Any, spec: Any) -> TensorLocation:
@@ -149,10 +147,10 @@ def _read_local_tensor(args: Any, local: Any, spec: Any) -> TensorLocation:
     _require(len(placements) == len(mesh.sizes))
     full_shape = _check_numbers(args[2])
     sharding = Sharding(
-        mesh.sizes,
-        mesh.ranks,
-        placements,
-        full_shape,
+        mesh=mesh.sizes,
+        ranks=mesh.ranks,
+        placements=placements,
+        shape=full_shape,
         names=mesh.names,
         coordinate=mesh.coordinate,
         beside=mesh.root_coordinate,
@@ -168,9 +166,7 @@ def _format_placement(placement: Any) -> str:
         return "R"
     if name.endswith("Partial"):
         operation = _get_field(placement, "reduce_op")
-        if isinstance(operation, str):
-            return f"P({operation})"
-        return "P"
+        return f"P({operation})" if isinstance(operation, str) else "P"
     dim = _get_field(placement, "dim")
     _require(type(dim) is int)
     _require(name in ("Shard", "_StridedShard"))
@@ -269,10 +265,8 @@ def _read_layout(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _find_position(mesh: Inert, axes: list[list[int]]) -> int:
     """Return the position of this rank in the list of ranks, relative to the start of the mesh."""
     sizes = tuple(len(axis) for axis in axes)
-    position = 0
-    for axis, index in zip(axes, _read_coordinate(mesh, sizes), strict=True):
-        position += axis[index]
-    return position
+    coordinate = _read_coordinate(mesh, sizes)
+    return sum(axis[index] for axis, index in zip(axes, coordinate, strict=True))
 
 
 def _list_axes(mesh: Inert) -> list[list[int]]:
@@ -317,8 +311,7 @@ def _list_steps(dim: _Dim) -> list[int]:
 def _read_coordinate(mesh: Inert, sizes: tuple[int, ...]) -> tuple[int, ...]:
     coordinate = _check_numbers(_get_field(mesh, "_coordinate_on_dim"))
     _require(len(coordinate) == len(sizes))
-    for index, size in zip(coordinate, sizes, strict=True):
-        _require(index < size)
+    _require(all(index < size for index, size in zip(coordinate, sizes, strict=True)))
     return coordinate
 
 
@@ -358,7 +351,13 @@ def _read_local_shard(kind: Any, args: Any, state: Any) -> TensorLocation:
     tensor = _make_empty_tensor(args[1], box.shape)
     if has_shard:
         tensor = _read_shard_tensor(local_shards[0], box)
-    sharding = Sharding((position.group_size,), ranks, ("S(0)",), shape, coordinate=(position.group_rank,))
+    sharding = Sharding(
+        mesh=(position.group_size,),
+        ranks=ranks,
+        placements=("S(0)",),
+        shape=shape,
+        coordinate=(position.group_rank,),
+    )
     return tensor.as_shard(sharding)
 
 
@@ -390,9 +389,7 @@ def _read_shard_tensor(shard: Any, box: _Box) -> TensorLocation:
 
 def _make_empty_tensor(dtype_name: Any, shape: tuple[int, ...]) -> TensorLocation:
     """Return the tensor of a rank that has no shard. shape: with 0 rows."""
-    dtype = None
-    if isinstance(dtype_name, DTypeName):
-        dtype = dtype_name.dtype
+    dtype = dtype_name.dtype if isinstance(dtype_name, DTypeName) else None
     return TensorLocation(None, dtype, 0, shape, contiguous_strides(shape), data=b"")
 
 
@@ -410,8 +407,7 @@ def _list_group(kind: Any, group_size: int, known_positions: tuple[tuple[int, in
     last_index, last_rank = max(known_positions)
     distance = max((last_rank - first_rank) // max(last_index, 1), 1)
     _require(group_size <= _MAX_RANKS)
-    for index, rank in known_positions:
-        _require(rank == first_rank + index * distance)
+    _require(all(rank == first_rank + index * distance for index, rank in known_positions))
     if kind.interpretation is None:
         kind.interpretation = {}
     groups: dict[tuple[int, int, int], tuple[int, ...]] = kind.interpretation
@@ -423,9 +419,7 @@ def _list_group(kind: Any, group_size: int, known_positions: tuple[tuple[int, in
 
 
 def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return list(value)
-    return [value]
+    return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def _check_numbers(value: Any) -> tuple[int, ...]:

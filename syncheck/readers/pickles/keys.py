@@ -40,9 +40,7 @@ def to_text(key: Any) -> str:
 
     Sets are sorted, and other objects are printed as their type, because addresses differ between ranks.
     """
-    if isinstance(key, str):
-        return key
-    return _Writer().write(key)
+    return key if isinstance(key, str) else _Writer().write(key)
 
 
 def sort_key(part: Any) -> str:

@@ -92,8 +92,7 @@ def scan(data: bytes | mmap, start: int = 0, most: int | None = None) -> Scan:
     The scan stops at an invalid opcode or the end of the data; the unpickler refuses both.
     most: limit of objects in place of `MOST_OBJECTS`.
     """
-    if most is None:
-        most = untrusted.MOST_OBJECTS
+    most = untrusted.MOST_OBJECTS if most is None else most
     position, end = start, len(data)
     slow = False
     bytes_in_runs = objects = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import MalformedFile
 from syncheck.messages import Refusal
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
+    from syncheck.messages import Message
     from syncheck.readers.pickles.stand_ins import Storage, TensorLocation
     from syncheck.tensors.dtypes import DType
 
@@ -55,105 +56,127 @@ def locate_tensor(
     big_endian: whether the file stores the most significant byte of an element first.
     Raises MalformedFile.
     """
-    dtype, shape, strides = location.dtype, location.shape, location.strides
+    dtype = location.dtype
     is_stored = location.storage is not None or location.data is not None
     if location.refused or dtype is None or not is_stored:
-        return _describe_refused(name, location, path)
+        # Every tensor has one stride per dimension, also without readable elements.
+        strides = contiguous_strides(location.shape)
+        return _describe_refused(name, location, path, location.refused or Refusal.STORAGE_WITHOUT_DTYPE(), strides)
     if location.storage is None:
-        data, sharding = location.data, location.sharding
-        return Tensor(name, dtype.name, shape, strides, path, 0, location.big_endian, data=data, sharding=sharding)
+        return Tensor(
+            name=name,
+            dtype=dtype.name,
+            shape=location.shape,
+            strides=location.strides,
+            path=path,
+            offset=0,
+            big_endian=location.big_endian,
+            data=location.data,
+            sharding=location.sharding,
+        )
 
     record = record_of(location.storage)
-    elements, last = _measure(shape, strides)
-    start = location.offset * dtype.size
-    end = 0 if 0 in shape else (location.offset + last + 1) * dtype.size
-    size = elements * dtype.size
-    _check_record(name, location, dtype, end, record, path)
-    if size > MOST_ELEMENTS:
-        raise MalformedFile(
-            path,
-            place=record.label,
-            found=f"tensor '{name}' of sizes {brief(shape)} has more than 2**63 bytes",
-            needed="fewer",
-            next_step="no library writes this; check the origin of the file",
-        )
-    if size > max(record.size, _MOST_VIEWED):
-        refused = Refusal.HUGE_VIEW(stored=record.size, shown=size)
-        return Tensor(name, dtype.name, shape, strides, path, 0, refused=refused)
-    if record.data is not None:
-        return Tensor(name, dtype.name, shape, strides, path, start, big_endian, location.lazy, data=record.data)
-
-    is_whole_record = not location.offset and last + 1 == elements == record.size / dtype.size
+    extent = _measure(location, dtype)
+    _check_record(name, location, dtype, extent, record, path)
+    if extent.size > max(record.size, _MOST_VIEWED):
+        refused = Refusal.HUGE_VIEW(stored=record.size, shown=extent.size)
+        return _describe_refused(name, location, path, refused, location.strides)
+    is_in_file = record.data is None
     return Tensor(
-        name,
-        dtype.name,
-        shape,
-        strides,
-        path,
-        record.start + start,
-        big_endian,
-        location.lazy,
-        opened=opened,
-        sharding=location.sharding,
-        **_list_checksums(record, is_whole_record=is_whole_record),
+        name=name,
+        dtype=dtype.name,
+        shape=location.shape,
+        strides=location.strides,
+        path=path,
+        offset=record.start + extent.start,
+        big_endian=big_endian,
+        lazy=location.lazy,
+        data=record.data,
+        opened=opened if is_in_file else None,
+        sharding=location.sharding if is_in_file else None,
+        **_list_checksums(record, extent),
     )
 
 
-def _describe_refused(name: str, location: TensorLocation, path: str) -> Tensor:
+class _Extent(NamedTuple):
+    """The bytes of a tensor in the record of its storage."""
+
+    start: int
+    end: int
+    size: int
+    """The size of all elements, which is larger than the distance from start to end if elements overlap."""
+
+
+def _describe_refused(
+    name: str, location: TensorLocation, path: str, reason: Message, strides: tuple[int, ...]
+) -> Tensor:
     """Return a tensor that cannot be compared."""
-    dtype_name = "unknown" if location.dtype is None else location.dtype.name
-    # Every tensor has one stride per dimension, also without readable elements.
-    strides = contiguous_strides(location.shape)
-    refused = location.refused or Refusal.STORAGE_WITHOUT_DTYPE()
-    return Tensor(name, dtype_name, location.shape, strides, path, 0, refused=refused)
+    return Tensor(
+        name=name,
+        dtype="unknown" if location.dtype is None else location.dtype.name,
+        shape=location.shape,
+        strides=strides,
+        path=path,
+        offset=0,
+        refused=reason,
+    )
 
 
-def _list_checksums(record: Record, *, is_whole_record: bool) -> dict[str, Any]:
-    """Return the fields of a tensor with checksums.
-
-    is_whole_record: whether the tensor and the record have the same bytes in the same order.
-    """
+def _list_checksums(record: Record, extent: _Extent) -> dict[str, Any]:
+    """Return the checksums of a tensor, as fields of `Tensor`."""
     if not record.crc32:
         return {}
     checksums: dict[str, Any] = {"record": (record.crc32, record.start, record.size)}
-    if is_whole_record:
+    # The checksum of a record is the checksum of a tensor only if the tensor has all of its bytes, each once.
+    if extent.start == 0 and extent.end == extent.size == record.size:
         checksums["crc32"] = record.crc32
     return checksums
 
 
-def _measure(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the number of elements, and the distance from the first element in memory to the last."""
+def _measure(location: TensorLocation, dtype: DType) -> _Extent:
+    """Return the bytes of a tensor in the record of its storage."""
+    shape, strides = location.shape, location.strides
+    start = location.offset * dtype.size
     if len(shape) == 1:  # a shortcut for the most frequent shape
-        return shape[0], (shape[0] - 1) * strides[0]
-    last = 0
-    for size, stride in zip(shape, strides, strict=True):
-        last += (size - 1) * stride
-    return math.prod(shape), last
+        elements, last = shape[0], (shape[0] - 1) * strides[0]
+    else:
+        elements, last = math.prod(shape), 0
+        for size, stride in zip(shape, strides, strict=True):
+            last += (size - 1) * stride
+    end = (location.offset + last + 1) * dtype.size if elements > 0 else 0
+    return _Extent(start, end, elements * dtype.size)
 
 
-def _check_record(name: str, location: TensorLocation, dtype: DType, end: int, record: Record, path: str) -> None:
-    """Check that a tensor ends within the record of its storage, and that the record has the size of its storage.
-
-    end: of the tensor, in bytes of the record.
-    """
-    if end > record.size:
+def _check_record(
+    name: str, location: TensorLocation, dtype: DType, extent: _Extent, record: Record, path: str
+) -> None:
+    """Check that a tensor ends within the record of its storage, and that the record has the size of its storage."""
+    if extent.end > record.size:
         raise MalformedFile(
             path,
             place=record.label,
-            found=f"tensor '{name}' ends at byte {end} of a record of {record.size}",
-            needed=f"{end} bytes for {dtype.name} {list(location.shape)}",
+            found=f"tensor '{name}' ends at byte {extent.end} of a record of {record.size}",
+            needed=f"{extent.end} bytes for {dtype.name} {list(location.shape)}",
             next_step=_AGAIN,
         )
     assert location.storage is not None
     numel = location.storage.numel
     itemsize = location.storage.itemsize or dtype.size
-    size = numel * itemsize
+    storage_size = numel * itemsize
     # Storages that are shared between dtypes may have a remainder.
-    if not 0 <= record.size - size < itemsize:
+    if not 0 <= record.size - storage_size < itemsize:
         raise MalformedFile(
             path,
             place=record.label,
-            found=f"a storage of {numel} elements, {size} bytes, in a record of {record.size}",
+            found=f"a storage of {numel} elements, {storage_size} bytes, in a record of {record.size}",
             needed="equal sizes, up to a partial element",
             next_step=_AGAIN,
+        )
+    if extent.size > MOST_ELEMENTS:
+        raise MalformedFile(
+            path,
+            place=record.label,
+            found=f"tensor '{name}' of sizes {brief(location.shape)} has more than 2**63 bytes",
+            needed="fewer",
+            next_step="no library writes this; check the origin of the file",
         )

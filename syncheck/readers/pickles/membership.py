@@ -119,7 +119,7 @@ def _find_membership_in_model(value: dict[str, Any] | Inert) -> Membership:
         return Membership.MODEL
 
     # A model of several state dicts, like {"encoder": {...}, "decoder": {...}, "temperature": 0.5}.
-    if isinstance(value, dict) and any(map(holds_tensors, value.values())):
+    if isinstance(value, dict) and any(holds_tensors(part) for part in value.values()):
         return Membership.BESIDE
 
     # The attributes of an object show whether it is a module: see find_membership().
@@ -158,11 +158,11 @@ def name_of_object(value: Any) -> str | None:
     if isinstance(value, (StandIn, StorageType)):
         return value.name
 
-    if isinstance(value, type) and issubclass(value, Ordered):
+    if not isinstance(value, type):
+        return None
+
+    if issubclass(value, Ordered):
         return "collections.OrderedDict"
 
     # Unknown classes and functions are subclasses of Inert, and objects are instances.
-    if isinstance(value, type) and issubclass(value, Inert):
-        return name_of_class(value)
-
-    return None
+    return name_of_class(value) if issubclass(value, Inert) else None

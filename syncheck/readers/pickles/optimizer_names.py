@@ -86,14 +86,16 @@ def find_stored_names(state: Mapping[str, Any], metadata: Metadata | None) -> di
         return {key: key for key in ids}
     if not _are_ids(ids):
         return {}
-    sources = [_join_groups(state, "param_names")]
-    if metadata is not None:
-        sources.append(list(metadata.optimizer_parameters))
-    for names in sources:
-        is_complete = are_strings(names) and "" not in names
-        if is_complete and len(names) == len(ids):
+    names_in_groups = _join_groups(state, "param_names")
+    described_names = () if metadata is None else metadata.optimizer_parameters
+    for names in (names_in_groups, described_names):
+        if len(names) == len(ids) and _are_names(names):
             return dict(zip(ids, names, strict=True))
     return {}
+
+
+def _are_names(names: Sequence[Any]) -> bool:
+    return are_strings(names) and "" not in names
 
 
 def list_members(ids: Sequence[Any], names: Mapping[Any, str], *, ordered: bool) -> tuple[str, list[str]]:
@@ -118,11 +120,9 @@ def _numeric_order(text: str) -> tuple[int, str]:
 
 def list_parameters(models: Mapping[str, tuple[int, ...]], metadata: Metadata | None) -> list[str]:
     """List a model's parameters. models: shapes of all tensors by name, in state-dict order."""
-    parameters = []
-    for name, kind in classify_tensors(models, metadata).by_name.items():
-        if kind == "parameter" and not name.startswith(_NOT_MODEL):
-            parameters.append(name)
-    return parameters
+    kinds = classify_tensors(models, metadata).by_name
+    parameters = [name for name, kind in kinds.items() if kind == "parameter"]
+    return [name for name in parameters if not name.startswith(_NOT_MODEL)]
 
 
 def match_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[str, str]:
@@ -154,19 +154,14 @@ def match_by_order(shapes: Mapping[str, tuple[int, ...]], groups: int) -> dict[s
 
 def _as_list(group: Any, key: str) -> list[Any]:
     """Return the list under a key of a parameter group; [] if there is none."""
-    if not isinstance(group, dict):
-        return []
-    elements = group.get(key)
-    if not isinstance(elements, (list, tuple)):
-        return []
-    return list(elements)
+    elements = group.get(key) if isinstance(group, dict) else None
+    return list(elements) if isinstance(elements, (list, tuple)) else []
 
 
 def _list_state_shapes(entries: Any) -> set[tuple[int, ...]]:
     """Return the shapes of the tensors in one parameter's state."""
-    if not isinstance(entries, dict):
-        return set()
-    return {value.full_shape for value in entries.values() if isinstance(value, TensorLocation)}
+    values = entries.values() if isinstance(entries, dict) else ()
+    return {value.full_shape for value in values if isinstance(value, TensorLocation)}
 
 
 def _align(states: Sequence[_Shapes], ordered: Sequence[str], models: Mapping[str, _Shape]) -> list[str]:

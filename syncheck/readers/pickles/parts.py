@@ -67,10 +67,9 @@ def _list_attributes(node: dict[Any, Any]) -> list[tuple[str, Any]]:
     """Return the attributes of an OrderedDict."""
     attributes: list[tuple[str, Any]] = []
     for state in getattr(node, "attributes", ()):
-        for name, value in children(attributes_of(state)) or []:
-            # torch stores module versions here, which are not part of the model.
-            if name != "_metadata":
-                attributes.append((name, value))
+        named_values = children(attributes_of(state)) or []
+        # torch stores module versions here, which are not part of the model.
+        attributes += [(name, value) for name, value in named_values if name != "_metadata"]
     return attributes
 
 

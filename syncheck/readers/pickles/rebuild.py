@@ -148,9 +148,7 @@ def _rebuild_on_device(data: Any, dtype: Any = None, *_: Any) -> Any:
 def _rebuild_with_state(data: Any, _grad: Any = None, _hooks: Any = None, state: Any = None) -> Any:
     if not state:
         return data
-    if isinstance(data, TensorLocation):
-        return Compound.wrap(data, state)
-    return [data, state]
+    return Compound.wrap(data, state) if isinstance(data, TensorLocation) else [data, state]
 
 
 def _make_ordered(_factory: Any = None, *items: Any) -> Ordered:
@@ -196,16 +194,12 @@ def _rebuild_wrapper(kind: Any, dtype: Any = None, shape: Any = (), *_: Any) -> 
 
 def _find_dtype(dtype_name: Any) -> DType | None:
     """Return the dtype of a pickled argument, or None if it is unknown."""
-    if isinstance(dtype_name, DTypeName):
-        return dtype_name.dtype
-    return None
+    return dtype_name.dtype if isinstance(dtype_name, DTypeName) else None
 
 
 def _rebuild_sparse(layout: Any, parts: Any, *_: Any) -> TensorLocation:
     """Stand in for a sparse tensor of indices, values and size; compressed layouts have two index tensors."""
-    components = []
-    if isinstance(parts, (tuple, list)):
-        components = list(parts)
+    components = list(parts) if isinstance(parts, (tuple, list)) else []
     tensor_count = _count_first_tensors(components)
     require(2 <= tensor_count <= 3, "a sparse tensor of {} tensors", tensor_count)
     tensors = components[:tensor_count]
@@ -233,9 +227,7 @@ def _rebuild_quantized(
     storage: Any, offset: Any, shape: Any, strides: Any = None, scheme: Any = None, *_: Any
 ) -> TensorLocation:
     """Stand in for a quantized tensor: its integers, and scales, zero points and axis in the scheme."""
-    dtype_name = ""
-    if isinstance(storage, Storage):
-        dtype_name = storage.quantized
+    dtype_name = storage.quantized if isinstance(storage, Storage) else ""
     raw_dtype = DTYPES.get(RAW_DTYPES.get(dtype_name, ""))
     if raw_dtype is None:
         # There are several numbers in a byte: the strides do not count bytes.
@@ -303,9 +295,7 @@ REBUILT: dict[str, Any] = {
 
 def restore_bytes(data: Any) -> Any:
     """Return the bytes of a byte string of Python 2, which the unpickler reads as text; other data as it is."""
-    if isinstance(data, str):
-        return data.encode("utf-8", "surrogateescape")
-    return data
+    return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
 
 
 class NumpyDType:
@@ -359,6 +349,15 @@ class NumpyDType:
         """The torch dtype, or None if torch lacks it."""
         return DTYPES.get(_CODES.get(self.code, ""))
 
+    def unpack(self, data: bytes) -> Any:
+        """Return the bytes of one element as a Python number, or None if it has no Python equivalent."""
+        dtype = self.dtype
+        if dtype is None or not dtype.struct or len(data) != dtype.size:
+            return None
+        byte_order = ">" if self.big_endian else "<"
+        (number,) = struct.unpack(byte_order + dtype.struct, data)
+        return number
+
 
 class _NumpyArray(Compound):
     """A numpy array: created empty by _reconstruct; BUILD sets shape, dtype, order and bytes."""
@@ -372,9 +371,7 @@ class _NumpyArray(Compound):
         _, pickled_shape, kind, is_fortran, pickled_data = state
         data = restore_bytes(pickled_data)
         shape = check_sizes(pickled_shape)
-        dtype = None
-        if isinstance(kind, NumpyDType):
-            dtype = kind.dtype
+        dtype = kind.dtype if isinstance(kind, NumpyDType) else None
         if dtype is None or not isinstance(data, bytes):
             self._fill_parts(shape, kind, data)
             return
@@ -420,14 +417,11 @@ def _read_scalar(kind: Any, data: Any = None) -> Any:
     data = restore_bytes(data)
     if not isinstance(kind, NumpyDType) or not isinstance(data, bytes):
         return None
-    dtype = kind.dtype
-    if dtype is not None and dtype.struct and len(data) == dtype.size:
-        byte_order = ">" if kind.big_endian else "<"
-        (number,) = struct.unpack(byte_order + dtype.struct, data)
+    number = kind.unpack(data)
+    if number is not None:
         return number
-    if "metadata" in kind.details or "fields" in kind.details:
-        return {"bytes": data, "dtype": kind}
-    return data
+    has_own_details = not kind.details.keys().isdisjoint(("metadata", "fields"))
+    return {"bytes": data, "dtype": kind} if has_own_details else data
 
 
 NUMPY: dict[str, Any] = {

@@ -94,9 +94,7 @@ class TensorLocation(_Immutable):
     @property
     def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor, if this is the local tensor of a DTensor."""
-        if self.sharding is None:
-            return self.shape
-        return self.sharding.shape
+        return self.shape if self.sharding is None else self.sharding.shape
 
     def as_shard(self, sharding: Sharding) -> TensorLocation:
         """Return the same location as a rank's shard of a DTensor."""
@@ -232,9 +230,7 @@ def refused_tensor(reason: Message, shape: Any = (), dtype: Any = None, inner: A
     if not isinstance(dtype, DType):
         dtype = None
     location = TensorLocation(None, dtype, 0, check_sizes(shape), (), refused=reason)
-    if not inner:
-        return location
-    return Compound.wrap(location, inner)
+    return Compound.wrap(location, inner) if inner else location
 
 
 def tensor_in_parts(reason: Message, parts: dict[str, Any], shape: Any = (), dtype: Any = None) -> TensorLocation:

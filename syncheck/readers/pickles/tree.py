@@ -150,11 +150,7 @@ def _find_owners(tree: Any, path: str, most: int, rebuilt: Sequence[TensorLocati
     def list_containers(node: Any) -> list[tuple[int, Any]]:
         parts = children(node) or []
         counter.count(path, "", len(parts))
-        containers = []
-        for position, (_, part) in enumerate(parts):
-            if has_parts(part):
-                containers.append((position, part))
-        return containers
+        return [(position, part) for position, (_, part) in enumerate(parts) if has_parts(part)]
 
     roots = [tree]
     roots += [location for location in rebuilt if has_parts(location)]
@@ -194,9 +190,7 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
     ordered = list_parameters(models, flat.metadata)
     is_only = len(optimizers) == 1
     for number, state in enumerate(optimizers):
-        prefix = f"optimizer.{number}"
-        if is_only:
-            prefix = "optimizer"
+        prefix = "optimizer" if is_only else f"optimizer.{number}"
         stored_names = find_stored_names(state, flat.metadata)
         names = stored_names or match_parameters(state, models, ordered)
         # Also if neither the model nor the optimizer has a parameter with a name.
@@ -210,11 +204,8 @@ def _flatten(tree: Any, path: str, flat: Flat) -> None:
 
 def _name_ids(state: Any, names: Mapping[Any, str]) -> tuple[str, ...]:
     """Return the names of an optimizer's integer ids, or the ids without a name as text."""
-    numbered = []
-    for key in list_ids(state):
-        if type(key) is int:
-            numbered.append(names.get(key) or keys.to_text(key))
-    return tuple(numbered)
+    integer_ids = [key for key in list_ids(state) if type(key) is int]
+    return tuple(names.get(key) or keys.to_text(key) for key in integer_ids)
 
 
 def _add_lost(rebuilt: Sequence[TensorLocation], flat: Flat, path: str) -> None:
@@ -234,9 +225,8 @@ def _add_lost(rebuilt: Sequence[TensorLocation], flat: Flat, path: str) -> None:
 def _reach_hidden(tensors: Sequence[TensorLocation], reached: set[int]) -> None:
     """Add the ids of all objects that the tensors hide, and of the parts of these objects."""
     waiting: list[Any] = []
-    for tensor in tensors:
-        if isinstance(tensor, Compound):
-            waiting += tensor.hidden
+    for compound in [tensor for tensor in tensors if isinstance(tensor, Compound)]:
+        waiting += compound.hidden
     while waiting:
         node = waiting.pop()
         if id(node) in reached:
@@ -284,14 +274,12 @@ def _add_leaf(node: _Node, flat: Flat) -> bool:
     if isinstance(node.content, Storage):
         flat.add_tensor(node.name, node.content.as_tensor())
         return True
-    if isinstance(node.content, _PLAIN):
-        flat.add_value(node.name, keys.to_plain(node.content), node.membership)
-        return True
-    object_name = name_of_object(node.content)
-    if object_name is not None:
-        flat.add_value(node.name, object_name, node.membership)
-        return True
-    return False
+    is_plain = isinstance(node.content, _PLAIN)
+    value = keys.to_plain(node.content) if is_plain else name_of_object(node.content)
+    if value is None and not is_plain:
+        return False
+    flat.add_value(node.name, value, node.membership)
+    return True
 
 
 class _Node(NamedTuple):
@@ -333,9 +321,7 @@ def _list_named_parts(node: _Node, flat: Flat, path: str) -> list[_Node]:
         entered_part = _enter(node, position, part, flat)
         if entered_part is None:
             continue
-        name = prefix + key
-        if key == omitted_key:
-            name = node.name
+        name = node.name if key == omitted_key else prefix + key
         part_membership = find_membership_of_part(key, part, membership)
         named_parts.append(_Node(name, entered_part.content, above, part_membership))
     return named_parts
@@ -405,9 +391,7 @@ def _find_model_key(parts: Sequence[tuple[str, Any]], flat: Flat) -> str | None:
     if flat.whole_names:
         return None
     models = [key for key, value in parts if key in MODEL_CONTAINERS and holds_tensors(value)]
-    if len(models) == 1:
-        return models[0]
-    return None
+    return models[0] if len(models) == 1 else None
 
 
 def _name_optimizer_parts(
@@ -431,9 +415,8 @@ def _name_optimizer_parts(
         for setting, value in settings:
             parts += _name_setting(setting, value, group_prefix, stored_names, ordered=not names)
     # Optimizers that wrap another one store more, like the slow weights of Lookahead.
-    for key, value in state.items():
-        if key not in ("state", "param_groups"):
-            parts.append((f"{prefix}.{keys.to_text(key)}", value))
+    further_keys = [key for key in state if key not in ("state", "param_groups")]
+    parts += [(f"{prefix}.{keys.to_text(key)}", state[key]) for key in further_keys]
     return parts
 
 

@@ -114,7 +114,12 @@ class _Rules:
             return StandIn(self.load_storage)
         if full_name in UNREAD_CLASSES:
             content, next_step = UNREAD_CLASSES[full_name]
-            raise UnsupportedFormat(self.path, place=self.label, found=content, next_step=next_step)
+            raise UnsupportedFormat(
+                self.path,
+                place=self.label,
+                found=content,
+                next_step=next_step,
+            )
         if is_refused(module, name):
             raise self._refuse(full_name)
         return self._make_stub(full_name)
@@ -147,9 +152,7 @@ class _Rules:
         if is_refused_attribute(owner_name, name):
             raise self._refuse(f"builtins.getattr(..., {name!r})")
         stub = self._make_stub(f"{owner_name}.{name}")
-        if isinstance(owner, type):
-            return stub
-        return stub(owner)
+        return stub if isinstance(owner, type) else stub(owner)
 
     def _refuse(self, name: str) -> RefusedFile:
         return RefusedFile(
