@@ -66,6 +66,7 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
         yield
     except (UserError, Stopped):
         dist.destroy_process_group()
+        leave_store(ctx, store)
         raise
     except RuntimeError as error:
         if any(text in str(error) for text in PEER_ERRORS):
@@ -74,6 +75,7 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     # After any other exception the group stays open: the peers may be inside a collective, and closing the group could
     # wait for them. The process is about to end anyway.
     dist.destroy_process_group()
+    leave_store(ctx, store)
 
 
 def join_process_group(ctx: RankContext, timeout: float) -> Store:
@@ -99,6 +101,15 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
             "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network to use"
         ) from error
     return PrefixStore("train", store)
+
+
+def leave_store(ctx: RankContext, store: Store) -> None:
+    """Remove the rendezvous file after the last rank: torch would do so only if the process freed all its objects."""
+    address = urlsplit(ctx.init_method)
+    if address.scheme == "file":
+        with suppress(OSError, RuntimeError):  # a leftover file is no reason to fail
+            if store.add("finished", 1) == ctx.world_size:
+                Path(unquote(address.path)).resolve().unlink(missing_ok=True)  # not just a link to it
 
 
 def uses_agent_store() -> bool:

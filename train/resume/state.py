@@ -1,4 +1,4 @@
-"""Collect and restore the state of one rank, merging the shards of all saving ranks for another number of ranks."""
+"""Collect and restore the state of one rank."""
 
 from __future__ import annotations
 
@@ -115,8 +115,7 @@ def _shape(value: Any) -> str:
 def restore_state(state: Mapping[str, Any], trainer: Trainer) -> None:
     """Restore the model, optimizer, scaler, average and method; under fsdp a collective.
 
-    Tensors are DTensors of this rank, or whole tensors merged from another number of ranks (see `merge_states`).
-    `StateSaver` restores RNG states afterwards.
+    Tensors are this rank's, possibly DTensors. `StateSaver` restores RNG states afterwards.
     """
     method, optimizer = trainer.method, find_local_optimizer(trainer)
     module, saved = method.module, state["model"]
@@ -231,58 +230,12 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def distribute_like(saved: Tensor, target: Tensor) -> Tensor:
-    """Give a saved tensor the layout of `target`.
+    """Give a saved tensor of this rank, possibly a DTensor, the mesh of `target`.
 
-    saved: this rank's DTensor, or the whole tensor. For a whole tensor and a DTensor `target`, this is a collective
-    that scatters rank 0's tensor.
+    The mesh in a file has no process group, so a DTensor gets the current mesh.
     """
+    local = saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined]
     if not is_dtensor(target):
-        return saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined]
-    if is_dtensor(saved):  # the mesh in the file has no process group: use the current mesh
-        shards: Tensor = join_shards(saved.to_local().to(target.device), like=target)  # type: ignore[attr-defined]
-        return shards
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(saved.to(target.device), target.device_mesh, target.placements)  # type: ignore[attr-defined]
-
-
-def merge_states(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Merge the states of all saving ranks into one state with whole tensors.
-
-    states: by saving rank. rank: the source of values that every rank holds, such as buffers. Merged are, under fsdp
-    and hsdp, the tensors of the model and the optimizer, and under zero the optimizer state of the parameters of each
-    rank. `find_newest_state` refuses methods that shard by other rules.
-    """
-    state = dict(states[rank])
-    # Under hsdp the first copy of the model has all shards.
-    parts = [states[r] for r in sorted(states) if states[r]["syncheck"]["mesh"].get("replicate", 0) == 0]
-    state["model"] = {
-        name: _concatenate_shards([p["model"][name] for p in parts], own) for name, own in state["model"].items()
-    }
-    names: list[str] = []
-    optimizer: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        for index, name in enumerate(part["optimizer_names"]):
-            if name in names:
-                continue
-            if index in part["optimizer"]["state"]:
-                optimizer[len(names)] = {
-                    key: _concatenate_shards([p["optimizer"]["state"][index][key] for p in parts], own)
-                    if is_dtensor(own)
-                    else own
-                    for key, own in part["optimizer"]["state"][index].items()
-                }
-            names.append(name)
-    state["optimizer_names"] = names
-    state["optimizer"] = {"state": optimizer, "param_groups": state["optimizer"]["param_groups"]}
-    return state
-
-
-def _concatenate_shards(parts: list[Any], own: Any) -> Any:
-    """Concatenate the local shards in rank order; return `own` if it is not a DTensor.
-
-    FSDP2 shards along the first dimension like torch.chunk, so the last ranks may have no rows.
-    """
-    if not is_dtensor(own):
-        return own
-    return torch.cat([part.to_local() for part in parts])
+        return local
+    shards: Tensor = join_shards(local.to(target.device), like=target)
+    return shards
