@@ -65,13 +65,13 @@ class Parser(argparse.ArgumentParser):
         """Suggest the option or choice with the most similar spelling; Python does so itself since 3.14."""
         if "maybe you meant" in message:
             return ""
-        typed, known, cutoff = "", [], 0.6
+        typed, candidates, cutoff = "", [], 0.6
         if match := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
-            typed, known = match[1], re.findall(r"[\w-]+", match[2])
+            typed, candidates = match[1], re.findall(r"[\w-]+", match[2])
         elif match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
             # A higher cutoff, because the leading dashes make all options similar.
-            typed, known, cutoff = match[1], list(self._option_string_actions), 0.75
-        similar = difflib.get_close_matches(typed, known, n=1, cutoff=cutoff)
+            typed, candidates, cutoff = match[1], list(self._option_string_actions), 0.75
+        similar = difflib.get_close_matches(typed, candidates, n=1, cutoff=cutoff)
         return f"; did you mean {similar[0]}?" if similar else ""
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:

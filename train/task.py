@@ -145,8 +145,8 @@ def load_task_data(task: Task, settings: Settings) -> Data:
     data = task.load(settings)
     if settings.task is not None:
         if not isinstance(data, Data):
-            found = type(data).__name__
-            raise UserError(f"--task {settings.task}: load returned {found}; return a train.data.Data")
+            kind = type(data).__name__
+            raise UserError(f"--task {settings.task}: load returned {kind}; return a train.data.Data")
         parts = [part if isinstance(part, Images) else Collated(part) for part in (data.train, data.test)]
         for part in parts:
             sample = part[[0]] if len(part) else None

@@ -141,9 +141,9 @@ def write_file(path: Path, text: str) -> bool:
     try:
         write_atomic(path, text.encode())
     except UserError as error:
-        with tempfile.NamedTemporaryFile("w", prefix="bench-", suffix=path.suffix, delete=False) as other:
-            other.write(text)
-        sys.stderr.write(f"train.bench: {error}; the table was saved to {other.name}\n")
+        with tempfile.NamedTemporaryFile("w", prefix="bench-", suffix=path.suffix, delete=False) as backup:
+            backup.write(text)
+        sys.stderr.write(f"train.bench: {error}; the table was saved to {backup.name}\n")
         return False
     return True
 

@@ -172,14 +172,16 @@ class Saver:
         snapshot = Snapshot(
             model=replica.model,
             optimizer=replica.optimizer.state_dict(),
-            scaler=trainer.scaler.state_dict() if trainer.scaler.is_enabled() else None,
+            scaler=trainer.scaler_state,
             epoch=block["epoch"],
             step=step,
             block=block,
             ema=trainer.averages,
         )
         written = trainer.fault.before_save(snapshot, final=final)
-        return None if written is None else FORMATS[self.settings.save_format](written)
+        if written is None:
+            return None
+        return FORMATS[self.settings.save_format](written)
 
     def _remove_old_files(self, paths: list[Path]) -> None:
         """Remove files of an earlier run, or of steps after the resumed step.

@@ -111,9 +111,9 @@ class Source:
         images = images.unsqueeze(1) if self.shape[0] == 1 else images.movedim(-1, 1)
         is_valid = images.dtype == torch.uint8 and images.shape == (len(labels), *self.shape) and len(labels) > 0
         if not is_valid or labels.ndim != 1 or not 0 <= labels.min() <= labels.max() < self.classes:
-            found = f"the {part} files in {folder} contain {images.dtype} {list(images.shape)}, {len(labels)} labels"
+            problem = f"the {part} files in {folder} contain {images.dtype} {list(images.shape)}, {len(labels)} labels"
             raise UserError(
-                f"--data {self.name}: {found}; expected uint8 {['N', *self.shape]}, N labels below {self.classes}"
+                f"--data {self.name}: {problem}; expected uint8 {['N', *self.shape]}, N labels below {self.classes}"
             )
         return images.contiguous(), labels.long()
 

@@ -93,8 +93,8 @@ def as_table(runs: Sequence[RunScores]) -> str:
     rows = [tuple(cell.replace("accuracy", name) for cell in HEAD), *(row for table in tables for row in table)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+    for first, *problems in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(problems, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "".join(f"{escape_unprintable(line)}\n" for line in [*lines, "", *tables.values()])
 

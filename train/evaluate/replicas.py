@@ -11,11 +11,10 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from train.checkpoints.formats import FORMATS
 from train.data import DATASETS, MAX_SAMPLES
 from train.errors import UserError
+from train.mesh import local_part
 from train.models import MODELS
 from train.optional import Options, compare, read
 from train.settings import Settings
@@ -72,7 +71,7 @@ def find_replicas(paths: Sequence[str], task: str | None = None) -> tuple[list[R
 
 def _check_group(group: Group, task: str | None) -> Replicas:
     """Check that the group has complete models of one kind on at least two ranks. Raises UserError."""
-    first, *others = group.replicas
+    first, *other_runs = group.replicas
     snapshots = [read(replica.path) for replica in group.replicas]
     settings = _read_settings(snapshots[0], task)
     for snapshot in snapshots:
@@ -81,7 +80,7 @@ def _check_group(group: Group, task: str | None) -> Replicas:
             raise UserError(f"{snapshot.path}: model or data differ from {first.path}; pass files of a single run")
     metadata = snapshots[0].metadata
     world_size = (metadata and metadata.world_size) or len(snapshots)
-    if not others:
+    if not other_runs:
         advice = "train with at least 2 ranks (--spawn 2)"
         if world_size > 1:
             advice = f"pass the files of all {world_size} ranks of the run"
@@ -133,9 +132,9 @@ def _check_complete(snapshot: Snapshot) -> None:
     model = {name: tensor for name, tensor in snapshot.tensors.items() if not name.startswith("optimizer.")}
     shards = [name for name, tensor in model.items() if _is_shard(tensor.sharding)]
     if shards:
-        found = f"{len(shards)} of {len(model)} tensors are shards (of fsdp, hsdp, tp or a combination)"
+        problem = f"{len(shards)} of {len(model)} tensors are shards (of fsdp, hsdp, tp or a combination)"
         reason = f"first {shards[0]}, and a shard cannot be evaluated alone"
-        raise UserError(f"{snapshot.path}: {found}, {reason}; {METHODS_ADVICE}")
+        raise UserError(f"{snapshot.path}: {problem}, {reason}; {METHODS_ADVICE}")
 
 
 def _is_shard(sharding: Any) -> bool:
@@ -147,7 +146,7 @@ def _is_shard(sharding: Any) -> bool:
 
 def load_weights(replica: Replica) -> dict[str, Tensor]:
     """Load a rank's model tensors on the CPU without executing code in the file. Raises UserError."""
-    from torch.distributed.tensor import DTensor  # torch.load needs this import for the files of --method replicate
+    import torch.distributed.tensor  # torch.load needs this import for the files of --method replicate
 
     # Otherwise torch warns that this process has no process group.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
@@ -167,4 +166,4 @@ def load_weights(replica: Replica) -> dict[str, Tensor]:
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
         raise UserError(f"{path}: no tensors under 'model'; pass a file that train/run.py saved")
-    return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in model.items()}
+    return {name: local_part(tensor) for name, tensor in model.items()}

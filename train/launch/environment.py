@@ -283,9 +283,9 @@ def read_options(environment: Mapping[str, str], options: LaunchOptions) -> Rank
     """Read --rank, --world-size and the address, from a user or from --spawn."""
     rank, world_size = options.rank, options.world_size
     if rank is None or world_size is None:
-        given = options.given("rank", "world_size", "init_method", "ip", "port", "local_rank")[0]
+        option = options.given("rank", "world_size", "init_method", "ip", "port", "local_rank")[0]
         missing = "--rank" if rank is None else "--world-size"
-        raise UserError(f"{given} without {missing}: give each process --rank R --world-size N and {ADDRESS_OPTIONS}")
+        raise UserError(f"{option} without {missing}: give each process --rank R --world-size N and {ADDRESS_OPTIONS}")
     if world_size < 1:
         raise UserError(f"--world-size {world_size}: must be at least 1")
     if not 0 <= rank < world_size:

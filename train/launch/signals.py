@@ -155,10 +155,10 @@ class Signals:
         """Read signal numbers, and end the process when its time is up."""
         since = None  # time of the first signal with a deadline
         while True:
-            left = None if since is None else since + self.grace - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if since is None else since + self.grace - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 self._exit(grace_expired(self.number, self.grace))
-            if not select.select([self._reader], [], [], left)[0]:
+            if not select.select([self._reader], [], [], remaining)[0]:
                 continue
             number = self._reader.recv(1)[0]
             if not self._deferred:

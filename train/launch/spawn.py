@@ -71,10 +71,10 @@ def replace_torchrun(environment: MutableMapping[str, str], args: argparse.Names
     if has_slurm_peers(environment) or args.local_rank not in (None, 0) or options.given(*RENDEZVOUS_OPTIONS):
         return
     if args.spawn is None:
-        listed = args.gpus not in (None, "none")
-        gpus = len(parse_gpus(args.gpus)) if listed else count_gpus() * (args.gpus is None)
+        has_list = args.gpus not in (None, "none")
+        gpus = len(parse_gpus(args.gpus)) if has_list else count_gpus() * (args.gpus is None)
         # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
-        ranks = gpus if listed or args.backend == "nccl" else max(2, gpus)
+        ranks = gpus if has_list or args.backend == "nccl" else max(2, gpus)
         if args.method is not None or not saves or ranks < 2:
             return
         args.spawn = ranks
@@ -101,9 +101,11 @@ def check_options(environment: Mapping[str, str], options: LaunchOptions) -> Non
     wrong = options.given("local_rank", "rank", "world_size", "init_method")
     if wrong:
         raise UserError(f"--spawn and {wrong[0]}: --spawn sets it for each rank; drop one of the options")
-    given = options.given("ip", "port")
-    if len(given) == 1:
-        raise UserError(f"--spawn and {given[0]}: an address needs both --ip and --port; add the other or drop it")
+    address_options = options.given("ip", "port")
+    if len(address_options) == 1:
+        raise UserError(
+            f"--spawn and {address_options[0]}: an address needs both --ip and --port; add the other or drop it"
+        )
     if "RANK" in environment or "WORLD_SIZE" in environment:
         raise UserError("--spawn under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
     if has_slurm_peers(environment):

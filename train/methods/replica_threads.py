@@ -46,7 +46,9 @@ class ReplicaBuffers:
         Parameters are the module's own. A GPU replica has copies, but from before the optimizer step.
         """
         state = module.state_dict()
-        return [state | {n: buffer for n, buffer in own.items() if n in state} for own in self.last]
+        return [
+            state | {n: buffer for n, buffer in replica_buffers.items() if n in state} for replica_buffers in self.last
+        ]
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -133,13 +133,13 @@ def build_model(name: str, channels: int, classes: int, width: int | None, **opt
     for option in ("width", "depth", "alpha"):
         number = getattr(shape, option)
         if number is not None and option not in network.options:
-            others = ", ".join(other for other in MODELS if option in MODELS[other].options)
-            raise UserError(f"--{option} {number}: not supported by {name}; use it with {others}")
+            models_with_option = ", ".join(model_name for model_name in MODELS if option in MODELS[model_name].options)
+            raise UserError(f"--{option} {number}: not supported by {name}; use it with {models_with_option}")
     if network.text and channels:
         raise UserError(f"--model {name}: predicts text, not images; use --data text")
     if not network.text and not channels:
-        others = ", ".join(other for other in MODELS if MODELS[other].text)
-        raise UserError(f"--model {name}: for images, not for text; use {others}")
+        models_with_option = ", ".join(model_name for model_name in MODELS if MODELS[model_name].text)
+        raise UserError(f"--model {name}: for images, not for text; use {models_with_option}")
     if width is not None and width > MAX_WIDTH:
         raise UserError(f"--width {width}: must be at most {MAX_WIDTH}")
     try:

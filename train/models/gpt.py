@@ -62,8 +62,8 @@ class Attention(nn.Module):
         positions = self.position_offset + torch.arange(x.shape[2], device=x.device)
         angles = positions[:, None] * frequencies  # [T, head_dim / 2]
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
+        first_half, right = x.chunk(2, -1)
+        return torch.cat([first_half * cos - right * sin, first_half * sin + right * cos], -1)
 
 
 class Mlp(nn.Module):

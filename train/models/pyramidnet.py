@@ -98,8 +98,8 @@ class PyramidNet(nn.Module):
         super().__init__()
         width, depth, alpha = width or WIDTH, depth or block.depth, alpha or block.alpha
         step = 3 * block.layers
-        blocks, rest = divmod(depth - 2, step)
-        if rest or not 0 < depth <= MAX_DEPTH or blocks < 1:
+        blocks, remainder = divmod(depth - 2, step)
+        if remainder or not 0 < depth <= MAX_DEPTH or blocks < 1:
             depths = f"{step + 2}, {2 * step + 2}, {3 * step + 2}, ... ({step}n+2), at most {MAX_DEPTH}"
             raise UserError(f"--depth {depth}: for --model {block.name}, must be {depths}")
         if alpha > MAX_ALPHA:

@@ -120,8 +120,8 @@ class RankLog(LogFile):
         process = f"process {os.getpid()} on {socket.gethostname()} (node {ctx.node}, local rank {ctx.local_rank})"
         versions = f"python {platform.python_version()}, torch {torch.__version__}"
         device = f"device {device_name(ctx.device)}, backend {ctx.backend or 'none'}, {torch.get_num_threads()} threads"
-        of = ("the model", f"--task {s.task}") if s.task else (s.model, s.data)
-        task = f"{of[0]} with {start.parameters} parameters on {start.samples} samples of {of[1]}"
+        subject = ("the model", f"--task {s.task}") if s.task else (s.model, s.data)
+        task = f"{subject[0]} with {start.parameters} parameters on {start.samples} samples of {subject[1]}"
         share = f"{start.shares[ctx.mesh.data_rank]} of {sum(start.shares)} samples per step on this rank"
         launcher = self.launcher or "unknown"
         lines = [
@@ -137,11 +137,11 @@ class RankLog(LogFile):
 
     def log(self, record: StepRecord) -> None:
         """Write the metrics of this rank."""
-        own, pace = record.own, record.own_pace
-        of = "of" if own.main[0] == "accuracy" else "over"  # only a share is of the predictions
+        score, pace = record.own, record.own_pace
+        preposition = "of" if score.main[0] == "accuracy" else "over"  # only a share is of the predictions
         self.note(
-            f"step {record.step}, epoch {record.epoch}: own loss {own.loss:.4f}, {own.format(named=True)} {of} "
-            f"{own.samples} predictions; lr {record.lr:.4g}; data {1000 * pace.data_time_s:.2f} ms, "
+            f"step {record.step}, epoch {record.epoch}: own loss {score.loss:.4f}, {score.format(named=True)} "
+            f"{preposition} {score.samples} predictions; lr {record.lr:.4g}; data {1000 * pace.data_time_s:.2f} ms, "
             f"batch {1000 * pace.batch_time_s:.2f} ms per step; memory {pace.peak_memory_bytes / 2**20:.0f} MiB"
         )
 

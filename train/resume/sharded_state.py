@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.errors import UserError
-from train.resume.state import collect_tensors, find_local_optimizer, is_dtensor, parameter_names
+from train.mesh import is_dtensor
+from train.resume.state import collect_tensors, find_local_optimizer, parameter_names
 from train.resume.state_files import sharded_folder
 
 if TYPE_CHECKING:
@@ -98,6 +99,8 @@ def _model_shards(trainer: Trainer) -> dict[str, Any]:
 
 def _first_failure(error: BaseException) -> str:
     """Return the reason of the first rank that failed, in one line."""
-    failures = getattr(error, "failures", {})
-    cause = next(iter(failures.values()))[0] if failures else error
+    cause = error
+    for failure, _ in getattr(error, "failures", {}).values():
+        cause = failure
+        break
     return getattr(cause, "strerror", None) or str(cause).strip().partition("\n")[0]

@@ -10,7 +10,7 @@ import torch
 
 from train.checkpoints.saver import build_metadata_block
 from train.errors import UserError
-from train.mesh import join_shards
+from train.mesh import is_dtensor, join_shards, local_part
 from train.schedule import Position
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def collect_state(trainer: Trainer, plan: Plan, position: Position, run_id: str)
         "model": collect_tensors(method.module),
         "optimizer": optimizer.state_dict(),
         "optimizer_names": parameter_names(method.module, optimizer),
-        "scaler": trainer.scaler.state_dict() if trainer.scaler.is_enabled() else None,
-        "ema": None if trainer.average is None else collect_average(trainer),
+        "scaler": trainer.scaler_state,
+        "ema": collect_average(trainer),
         "method": method.extra_state(),
         "rng": collect_rng_states(ctx.devices),
         "syncheck": build_metadata_block(trainer, optimizer, plan, run_id, position.step, ctx.rank, ctx.world_size),
@@ -79,9 +79,10 @@ def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(parameter), f"({index})") for index, parameter in enumerate(ordered)]
 
 
-def collect_average(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the averaged parameters by name, and the number of averaged steps."""
-    assert trainer.average is not None
+def collect_average(trainer: Trainer) -> dict[str, Tensor] | None:
+    """Return the averaged parameters by name, and the number of averaged steps; None without --ema."""
+    if trainer.average is None:
+        return None
     return {**dict(trainer.average.module.named_parameters()), "n_averaged": trainer.average.n_averaged}
 
 
@@ -91,25 +92,34 @@ def check_shapes(state: Mapping[str, Any], trainer: Trainer, where: str) -> None
     Checked before anything is restored, because a rank that fails halfway would leave the other ranks waiting.
     where: the state as named in the message.
     """
-    pairs = [("model", collect_tensors(trainer.method.module), state["model"])]
-    if trainer.average is not None:
-        pairs.append(("ema", collect_average(trainer), state["ema"] or {}))
-    for part, mine, theirs in pairs:
-        for name in sorted(mine.keys() | theirs.keys()):
-            found, needed = (_shape(tensors[name]) if name in tensors else "missing" for tensors in (theirs, mine))
-            if found != needed:
-                raise UserError(f"--resume: {where}: {part}: {name} is {found}; this program expects {needed}")
+    current_tensors = {"model": collect_tensors(trainer.method.module)}
+    average = collect_average(trainer)
+    if average is not None:
+        current_tensors["ema"] = average
+    for part, current in current_tensors.items():
+        saved = state[part] or {}
+        for name in sorted(current.keys() | saved.keys()):
+            saved_shape, current_shape = _describe_shape(saved, name), _describe_shape(current, name)
+            if saved_shape != current_shape:
+                raise UserError(
+                    f"--resume: {where}: {part}: {name} is {saved_shape}; this program expects {current_shape}"
+                )
     optimizer = find_local_optimizer(trainer)
-    names, known = parameter_names(trainer.method.module, optimizer), state["optimizer_names"]
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Frozen parameters have no optimizer state.
-    lacking = [n for n, parameter in zip(names, ordered, strict=True) if n not in known and parameter.requires_grad]
-    if lacking:
-        raise UserError(f"--resume: {where}: the optimizer state lacks parameter {lacking[0]}")
+    names = parameter_names(trainer.method.module, optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        # Frozen parameters have no optimizer state.
+        if parameter.requires_grad and name not in state["optimizer_names"]:
+            raise UserError(f"--resume: {where}: the optimizer state lacks parameter {name}")
 
 
-def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+def _describe_shape(tensors: Mapping[str, Any], name: str) -> str:
+    if name not in tensors:
+        return "missing"
+    value = tensors[name]
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    return type(value).__name__
 
 
 def restore_state(state: Mapping[str, Any], trainer: Trainer) -> None:
@@ -119,10 +129,10 @@ def restore_state(state: Mapping[str, Any], trainer: Trainer) -> None:
     """
     method, optimizer = trainer.method, find_local_optimizer(trainer)
     module, saved = method.module, state["model"]
-    own = module.state_dict()
-    module.load_state_dict({name: distribute_like(saved[name], target) for name, target in own.items()})
+    current = module.state_dict()
+    module.load_state_dict({name: distribute_like(saved[name], target) for name, target in current.items()})
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        if name not in own:
+        if name not in current:
             buffer.copy_(saved[name])
     _restore_optimizer(state, module, optimizer)
     if trainer.scaler.is_enabled() and state["scaler"] is not None:
@@ -145,8 +155,8 @@ def _restore_optimizer(state: Mapping[str, Any], module: nn.Module, optimizer: O
         groups.append({**values, "params": list(members)})
         for index, parameter in zip(members, group["params"], strict=True):
             # A parameter without a gradient so far has no state.
-            if (found := by_name.get(names[index])) is not None:
-                states[index] = {key: _place_state_value(value, parameter) for key, value in found.items()}
+            if (saved_states := by_name.get(names[index])) is not None:
+                states[index] = {key: _place_state_value(value, parameter) for key, value in saved_states.items()}
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
@@ -155,13 +165,15 @@ def _place_state_value(value: Any, parameter: Tensor) -> Any:
     # A DTensor's shape is the global shape.
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
         return distribute_like(value, parameter)
-    return value.to_local() if is_dtensor(value) else value
+    return local_part(value)
 
 
 def _restore_average(trainer: Trainer, saved: Mapping[str, Tensor]) -> None:
+    averaged = collect_average(trainer)
+    assert averaged is not None
     assert trainer.average is not None
     with torch.no_grad():
-        for name, tensor in collect_average(trainer).items():
+        for name, tensor in averaged.items():
             tensor.copy_(saved[name])
         # update_parameters() copies the model's buffers without averaging.
         for mine, theirs in zip(trainer.average.module.buffers(), trainer.method.module.buffers(), strict=True):
@@ -224,18 +236,12 @@ def reseed_generators(seed: int, step: int, stream: int) -> None:
     np.random.seed(int(words[1]))
 
 
-def is_dtensor(tensor: Any) -> bool:
-    """Return whether a value is a DTensor, without importing torch.distributed.tensor."""
-    return hasattr(tensor, "to_local")
-
-
 def distribute_like(saved: Tensor, target: Tensor) -> Tensor:
     """Give a saved tensor of this rank, possibly a DTensor, the mesh of `target`.
 
     The mesh in a file has no process group, so a DTensor gets the current mesh.
     """
-    local = saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined]
-    if not is_dtensor(target):
-        return local
-    shards: Tensor = join_shards(local.to(target.device), like=target)
-    return shards
+    local: Tensor = local_part(saved)
+    if is_dtensor(target):
+        local = join_shards(local.to(target.device), like=target)
+    return local

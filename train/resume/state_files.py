@@ -74,16 +74,16 @@ def read_newest_step(out: Path, run: str) -> int | None:
 
 def list_visible_ranks(folder: Path) -> dict[int, list[int]]:
     """List the ranks with a state file visible to this process, by step. Raises UserError if that fails."""
-    found: dict[int, list[int]] = {}
+    ranks_by_step: dict[int, list[int]] = {}
     try:
         for path in folder.glob("step_*/rank_*.pth"):
             step = re.fullmatch(r"step_(\d+)", path.parent.name)
             rank = re.fullmatch(r"rank_(\d+)\.pth", path.name)
             if step and rank:
-                found.setdefault(int(step[1]), []).append(int(rank[1]))
+                ranks_by_step.setdefault(int(step[1]), []).append(int(rank[1]))
     except OSError as error:
         raise UserError(f"--resume: cannot read {folder}: {error.strerror}") from error
-    return {step: sorted(ranks) for step, ranks in found.items()}
+    return {step: sorted(ranks) for step, ranks in ranks_by_step.items()}
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:

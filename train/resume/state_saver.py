@@ -138,9 +138,9 @@ class StateSaver:
         """Restore a state; a collective. Raises UserError if it belongs to another run."""
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
         where = str(state_path(self.folder, newest.step, 0).parent)
-        same = newest.world_size == ctx.world_size
+        same_ranks = newest.world_size == ctx.world_size
         state = newest.state
-        if not same and is_sharded(trainer):
+        if not same_ranks and is_sharded(trainer):
             state = load_shards(self.folder / f"step_{newest.step}", trainer, state)
         with ctx.together():
             check_same_run(state, trainer, self.plan, where)
@@ -152,14 +152,14 @@ class StateSaver:
         vars(self.best).update(state["also"]["best"])
         trainer.fault.after_resume(newest.step, trainer.method, trainer.optimizer)
         self.position, self.resumed = restore_position(state, ctx, self.trainer.task), True
-        if same:
+        if same_ranks:
             # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first
             # step: each DataLoader has its own generator.
             restore_rng_states(state["rng"], ctx.devices)
         else:
             reseed_generators(settings.seed, newest.step, ctx.mesh.stream)
         self.complete, self.saved_at = sorted([*newest.older, newest.step]), newest.step
-        self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
+        self.saver.resume(state["run_id"], state["saved"], same_ranks=same_ranks)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
         print_once(ctx, f"resumed {settings.run} at step {newest.step}/{self.plan.steps}, {epoch}, from {where}")
         for text in describe_changes(state, settings, ctx, trainer):
