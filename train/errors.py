@@ -9,6 +9,13 @@ class UserError(Exception):
     """An unusable option, file or environment. Raised on all ranks, printed by rank 0."""
 
 
+def refuse(*cases: tuple[object, str]) -> None:
+    """Raise UserError with the message of the first case that applies. cases: whether each applies, and its message."""
+    for applies, message in cases:
+        if applies:
+            raise UserError(message)
+
+
 class RankError(UserError):
     """An error on a single rank, which prints it."""
 

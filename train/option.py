@@ -25,7 +25,7 @@ class Numbers(NamedTuple):
 
 
 COUNT = Numbers(lambda number: number >= 1, "at least 1")
-ANY = Numbers(lambda _: True, "any number")
+POWERSGD_START = Numbers(lambda number: number >= 2, "at least 2; earlier DDP may rebuild its buckets")
 POSITIVE = Numbers(lambda number: math.isfinite(number) and number > 0, "a positive number")
 MOMENTUM = Numbers(lambda number: 0 <= number < 1, "at least 0 and below 1")
 DECAY = Numbers(lambda number: 0 < number < 1, "between 0 and 1, for example 0.999")

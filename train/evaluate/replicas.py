@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.formats import FORMATS
 from train.data import DATASETS, MAX_SAMPLES
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.mesh import local_part
 from train.models import MODELS
 from train.optional import Options, compare, read
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -100,24 +100,36 @@ def _check_group(group: Group, task: str | None) -> Replicas:
 def _read_settings(snapshot: Snapshot, task: str | None) -> Settings:
     """Read model and data, or the task, from the metadata block. Raises UserError."""
     path = snapshot.path
-    config = snapshot.metadata.config if snapshot.metadata is not None else {}
-    if config.get("task") != task:
-        trained = f"--task {config['task']}" if config.get("task") else "built-in model and data"
-        raise UserError(f"{path}: trained with {trained}, found --task {task or 'omitted'}; pass the task of the run")
+    config: Mapping[str, Any] = {}
+    if snapshot.metadata is not None:
+        config = snapshot.metadata.config
+    saved_task = config.get("task")
+    trained = f"--task {saved_task}" if saved_task else "built-in model and data"
+    refuse(
+        (
+            saved_task != task,
+            f"{path}: trained with {trained}, found --task {task or 'omitted'}; pass the task of the run",
+        )
+    )
     if task is not None:
         return Settings(task=task)
-    if "model" not in config or "data" not in config:
-        raise UserError(f"{path}: no model and data in its metadata; pass a file that train/run.py saved")
-    model, data = config["model"], config["data"]
-    if not isinstance(model, str) or model not in MODELS:
-        raise UserError(f"{path}: model {model!r} is unknown; supported: {', '.join(MODELS)}")
-    if not isinstance(data, str) or data not in DATASETS:
-        raise UserError(f"{path}: data {data!r} is unknown; supported: {', '.join(DATASETS)}")
-    numbers: dict[str, Any] = {name: config.get(name) for name in NUMERIC_FIELDS}
-    for name, number in numbers.items():
+    model: Any = config.get("model")
+    data: Any = config.get("data")
+    refuse(
+        (
+            not {"model", "data"} <= config.keys(),
+            f"{path}: no model and data in its metadata; pass a file that train/run.py saved",
+        ),
+        # The values are untrusted, and may have any type.
+        (model not in list(MODELS), f"{path}: model {model!r} is unknown; supported: {', '.join(MODELS)}"),
+        (data not in list(DATASETS), f"{path}: data {data!r} is unknown; supported: {', '.join(DATASETS)}"),
+    )
+    numbers: dict[str, Any] = {}
+    for name in NUMERIC_FIELDS:
+        numbers[name] = number = config.get(name)
         largest = MAX_SAMPLES if name == "train_samples" else MAX_SIZE
-        if number is not None and not (isinstance(number, int) and 1 <= number <= largest):
-            raise UserError(f"{path}: {name} {number!r} in its metadata: must be 1 to {largest}, or null")
+        is_valid = number is None or (isinstance(number, int) and 1 <= number <= largest)
+        refuse((not is_valid, f"{path}: {name} {number!r} in its metadata: must be 1 to {largest}, or null"))
     return Settings(model=model, data=data, **numbers)
 
 

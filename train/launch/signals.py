@@ -153,25 +153,38 @@ class Signals:
 
     def _watch(self) -> None:
         """Read signal numbers, and end the process when its time is up."""
-        since = None  # time of the first signal with a deadline
+        stop_time = None  # of the first signal with a deadline
         while True:
-            remaining = None if since is None else since + self.grace - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                self._exit(grace_expired(self.number, self.grace))
+            remaining = None
+            if stop_time is not None:
+                remaining = stop_time + self.grace - time.monotonic()
+                if remaining <= 0:
+                    self._exit(grace_expired(self.number, self.grace))
             if not select.select([self._reader], [], [], remaining)[0]:
                 continue
             number = self._reader.recv(1)[0]
             if not self._deferred:
-                if number == signal.SIGINT and not self._raised.wait(INTERRUPT):
-                    self._exit(INTERRUPTED)
-                self._raised.clear()  # Python has raised KeyboardInterrupt, maybe at a debugger's prompt
+                self._end_early(number)
             elif number in STOP:
-                if since is not None and number != signal.SIGUSR1 and time.monotonic() - since > REPEAT:
-                    text = f"ended by {signal.Signals(number).name}"
-                    self._exit(INTERRUPTED if number == signal.SIGINT else ExitStatus(128 + number, text))
                 self.number = self.number or number
-                if since is None and number != signal.SIGUSR1:
-                    since = time.monotonic()
+                if number == signal.SIGUSR1:  # a notice of SLURM, without a deadline
+                    continue
+                if stop_time is None:
+                    stop_time = time.monotonic()
+                elif time.monotonic() - stop_time > REPEAT:
+                    self._end_now(number)
+
+    def _end_early(self, number: int) -> None:
+        """End a starting process after Ctrl-C, unless Python raises KeyboardInterrupt, maybe at a debugger's prompt."""
+        if number == signal.SIGINT and not self._raised.wait(INTERRUPT):
+            self._exit(INTERRUPTED)
+        self._raised.clear()
+
+    def _end_now(self, number: int) -> None:
+        """End the process at a second signal."""
+        if number == signal.SIGINT:
+            self._exit(INTERRUPTED)
+        self._exit(ExitStatus(128 + number, f"ended by {signal.Signals(number).name}"))
 
     def _exit(self, status: ExitStatus) -> None:
         if self.prints and prints_for_all_ranks(os.environ):
@@ -236,7 +249,9 @@ class SignalAgreement:
         number, seconds = largest.tolist()
         self.last = (step, time.monotonic())
         if not now:
-            self.due = step + (count_steps_within(step - before, seconds) if before else 1)
+            # At the first agreement the speed is unknown.
+            steps = count_steps_within(step - before, seconds) if before else 1
+            self.due = step + steps
         return int(number)
 
 
@@ -247,8 +262,10 @@ def count_steps_within(steps: int, seconds: float, every: float = EVERY) -> int:
 
 def print_status(status: ExitStatus) -> None:
     """Print the message of a status to stderr, if it has one."""
-    if status.message:
-        print_line(f"error: {status.message}" if status.code in (1, 2) else status.message)
+    if not status.message:
+        return
+    prefix = "error: " if status.code in (1, 2) else ""
+    print_line(prefix + status.message)
 
 
 def print_once(ctx: RankContext, text: str) -> None:
