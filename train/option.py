@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LARGEST = 3.4e38  # the maximum of float32, to which torch's optimizers convert rates
-MOST_WORKERS = 1024  # per rank; each worker takes memory, so a larger number is probably a typing error
+# The maximum of float32, to which torch's optimizers convert rates.
+LARGEST = 3.4e38
+# Per rank; each worker takes memory, so a larger number is probably a typing error.
+MOST_WORKERS = 1024
 
 
 class Numbers(NamedTuple):

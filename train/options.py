@@ -130,13 +130,17 @@ def list_models() -> str:
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows in columns, one line per row. On a terminal the last column is wrapped."""
-    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    # The last column has no fixed width.
+    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+    columns = max(shutil.get_terminal_size().columns, 60)
     lines = []
-    for *cells, last in rows:
-        lines.append("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), last]))
-    if sys.stdout.isatty():
-        columns, indent = shutil.get_terminal_size().columns, " " * sum(width + 2 for width in widths)
-        lines = [textwrap.fill(line, max(columns, 60), subsequent_indent=indent) for line in lines]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        line = "  ".join(cells).rstrip()
+        if sys.stdout.isatty():
+            line = textwrap.fill(line, columns, subsequent_indent=" " * indent)
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 

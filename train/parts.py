@@ -135,7 +135,9 @@ def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, repli
     otherwise. The smallest share of all ranks counts, because a rank that fails alone leaves the other ranks waiting.
     replicas: of each rank.
     """
-    ranks = 1 if settings.sync_bn else world_size
+    ranks = world_size
+    if settings.sync_bn:
+        ranks = 1
     if smallest_share(settings.batch_size, ranks, settings.accumulate, replicas) > 1:
         return
     if has_batchnorm(model):

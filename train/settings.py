@@ -301,7 +301,8 @@ class Settings:
 
 
 DEFAULT = Settings()
-OPTION_FIELDS = {spell(field): field.name for field in fields(Settings)}  # fields by option, as users type it
+# Fields by option, as users type it.
+OPTION_FIELDS = {spell(field): field.name for field in fields(Settings)}
 
 
 # Options that need another option, and the message without it. Braces contain names of settings.

@@ -131,9 +131,12 @@ def compare_cases(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     sys.stdout.write(as_text(rows, machine))
     if received:
         return 128 + received
-    if any(row.problem and not row.refused for row in rows) or not all(written):
+    has_failed = any(row.problem and not row.refused for row in rows)
+    if has_failed or not all(written):
         return 1
-    return 2 if all(row.problem for row in rows) else 0
+    if all(row.problem for row in rows):
+        return 2
+    return 0
 
 
 def write_file(path: Path, text: str) -> bool:

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
     from train.bench.runs import Row
 
-PIPE_WIDTH = 200  # columns, if stdout is not a terminal
-SCHEMA = 1  # of the JSON document; removing a field increases it
-TEXTS = 4  # columns of text, aligned to the left
+# Columns, if stdout is not a terminal.
+PIPE_WIDTH = 200
+# Of the JSON document; removing a field increases it.
+SCHEMA = 1
+# Columns of text, aligned to the left.
+TEXTS = 4
 HEAD = (
     *("case", "launcher", "model", "data", "processes", "start s", "total s", "epoch s", "steps", "step ms"),
     *("samples/s", "speed-up", "test %", "memory MB", "GPU %"),
@@ -34,16 +37,15 @@ NOTES = (
 
 def compute_speed_up(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the median over the rounds of the throughput relative to `single`; None if not measured."""
-    bases = [
-        reference
-        for reference in rows
-        if reference.case.name in REFERENCES and reference.timings and reference.model == row.model
-    ]
-    if not bases or not row.timings:
-        return None
-    # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
-    pairs = zip(row.timings, bases[0].timings, strict=False)
-    return statistics.median(timing.samples_per_second / base.samples_per_second for timing, base in pairs)
+    for reference in rows:
+        if reference.case.name in REFERENCES and reference.model == row.model:
+            # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
+            ratios = []
+            for timing, base in zip(row.timings, reference.timings, strict=False):
+                ratios.append(timing.samples_per_second / base.samples_per_second)
+            if ratios:
+                return statistics.median(ratios)
+    return None
 
 
 def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:

@@ -36,7 +36,8 @@ def write_atomic(path: Path, payload: bytes) -> None:
         rename_into_place(path)
     finally:
         with suppress(OSError):
-            temporary_path(path).unlink()  # keep the folder: another rank may be about to write to it
+            # Keep the folder: another rank may be about to write to it.
+            temporary_path(path).unlink()
 
 
 def temporary_path(path: Path) -> Path:
@@ -64,7 +65,8 @@ def rename_into_place(path: Path) -> None:
         temporary_path(path).replace(path)
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # flush the folder, so that the new name survives a power failure
+            # Flush the folder, so that the new name survives a power failure.
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:

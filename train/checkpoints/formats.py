@@ -62,7 +62,8 @@ def encode_safetensors(snapshot: Snapshot) -> bytes:
     except ImportError as error:
         raise UserError("--save-format safetensors: not installed; pip install -e '.[train]'") from error
     tensors = snapshot.model | {f"ema.{name}": tensor for name, tensor in (snapshot.ema or {}).items()}
-    names = snapshot.block["optimizer_parameters"]  # in the order of the state dict's integer ids
+    # In the order of the state dict's integer ids.
+    names = snapshot.block["optimizer_parameters"]
     for index, states in snapshot.optimizer["state"].items():
         for key, value in states.items():
             if isinstance(value, torch.Tensor):

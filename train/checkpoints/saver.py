@@ -50,7 +50,8 @@ class Saver:
         self.replicas = self.ctx.world_size * trainer.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0
-        self.cleared = False  # whether the files of an earlier run have been removed
+        # Whether the files of an earlier run have been removed.
+        self.cleared = False
         self.resumed = False
         self.attempts = 0
         self.errors: list[str] = []  # of periodic saves
@@ -207,7 +208,8 @@ def build_metadata_block(
     """
     config = trainer.settings.config(world_size)
     if trainer.settings.fault is not None:
-        config["fault_step"] = trainer.fault.fault_step  # the default, if --fault-step was not given
+        # The default, if --fault-step was not given.
+        config["fault_step"] = trainer.fault.fault_step
     return metadata(
         run=trainer.settings.run,
         run_id=run_id,

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from train.data.dataset import Augment, DataOptions, Normalize
 
 AUGMENTATIONS = ("none", "basic", "strong", "timm")
-JITTER = 0.4  # brightness, contrast and saturation are multiplied by 0.6 to 1.4
+# Brightness, contrast and saturation are multiplied by 0.6 to 1.4.
+JITTER = 0.4
 ERASE_PROBABILITY = 0.25
-STRONG_STREAM = 1  # of random numbers; BasicAugment uses stream 0, and `mixup` stream 2
+# Of random numbers; BasicAugment uses stream 0, and `mixup` stream 2.
+STRONG_STREAM = 1
 
 
 def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:

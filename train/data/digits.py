@@ -14,7 +14,8 @@ from train.errors import UserError
 
 FOLDER = Path(__file__).resolve().parent / "files" / "digits"
 FILE = "digits.npz"
-TRAIN = 1437  # the other 360, 20 %, are the test set
+# The other 360, 20 %, are the test set.
+TRAIN = 1437
 # Pixels are 0 to 16. Mean and standard deviation of the 1,437 training images divided by 16.
 MEAN, STD = 0.3054, 0.3759
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from train.seeds import draw_integers, mixed, mixed_each
 
-MIXUP_STREAM = 2  # of random numbers; `augment` uses streams 0 and 1
+# Of random numbers; `augment` uses streams 0 and 1.
+MIXUP_STREAM = 2
 MIXUP_ALPHA, SMOOTHING = 0.2, 0.1
 
 

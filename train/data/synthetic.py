@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 IMAGE_SIZE, CHANNELS, CLASSES, TRAIN_SAMPLES = 32, 3, 10, 50_000  # the sizes of CIFAR-10
-SEED = 0  # independent of --seed: all runs train on the same images
+# Independent of --seed: all runs train on the same images.
+SEED = 0
 POOL = 2**24  # bytes of noise
 PATCHES = 4  # along each edge
-MAX_PIXELS = 2**24  # of one image over all channels; the size of the pool
+# Of one image over all channels; the size of the pool.
+MAX_PIXELS = 2**24
 MAX_CLASSES = 65_536
-MAX_SAMPLES = 2**24  # ten times ImageNet; the order of an epoch is a list of this length
+# Ten times ImageNet; the order of an epoch is a list of this length.
+MAX_SAMPLES = 2**24
 # The average of two uniform distributions over 0 to 255: mean 1/2, variance 2 (1/2)^2 / 12.
 MEAN, STD = 0.5, 24**-0.5
 

@@ -119,7 +119,8 @@ def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
         settings = replace(settings, data_dir=data_dir)
     task = make_task(settings)
     data = load_task_data(task, settings)
-    batches = evaluation_batches(data.test, RankContext())  # all test samples; training partitions them over the ranks
+    # All test samples; training partitions them over the ranks.
+    batches = evaluation_batches(data.test, RankContext())
     states = [load_weights(file) for file in replicas.files]
     model = _build_model(replicas, partial(task.build_model, settings, data), states)
 

@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 
 # Exceptions of torch.load and safetensors for files in other formats, and damaged files.
 LOAD_ERRORS = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
-STATISTICS = frozenset({"bn_mean", "bn_var"})  # kinds of tensors in syncheck's report
-MAX_SIZE = 65_536  # of width, depth etc.; far above useful sizes, but products do not overflow
-LOADABLE = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` supports
+# Kinds of tensors in syncheck's report.
+STATISTICS = frozenset({"bn_mean", "bn_var"})
+# Of width, depth etc.; far above useful sizes, but products do not overflow.
+MAX_SIZE = 65_536
+# Formats that `load_weights` supports.
+LOADABLE = ("torch-zip", "torch-legacy", "safetensors")
 METHODS_ADVICE = "train with --method ddp, zero, localsgd, diloco or replicate"  # whose files have complete models
 NUMERIC_FIELDS = ("width", "depth", "alpha", "image_size", "channels", "classes", "train_samples")
 
@@ -158,7 +161,8 @@ def _is_shard(sharding: Any) -> bool:
 
 def load_weights(replica: Replica) -> dict[str, Tensor]:
     """Load a rank's model tensors on the CPU without executing code in the file. Raises UserError."""
-    import torch.distributed.tensor  # torch.load needs this import for the files of --method replicate
+    # torch.load needs this import for the files of --method replicate.
+    import torch.distributed.tensor
 
     # Otherwise torch warns that this process has no process group.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)

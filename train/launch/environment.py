@@ -103,7 +103,8 @@ ADDRESS_OPTIONS = "--init-method file:///PATH, or --ip ADDRESS --port PORT"
 HIGHEST_PORT = 65_535
 # Ports for SLURM jobs, below Linux's range for outgoing connections, which starts at 32768.
 FIRST_PORT, PORTS = 20_000, 12_000
-STEPS_PER_JOB = 16  # consecutive ports for concurrent steps of a job
+# Consecutive ports for concurrent steps of a job.
+STEPS_PER_JOB = 16
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ def is_group_requested(environment: Mapping[str, str], args: argparse.Namespace 
     options = LaunchOptions.from_args(args)
     launcher = find_launcher(environment, options)
     if launcher == "slurm" and options.spawn is None:
-        return has_slurm_peers(environment)  # a batch script may run every command as a single task
+        # A batch script may run every command as a single task.
+        return has_slurm_peers(environment)
     return launcher != "alone" or options.spawn is not None
 
 
@@ -270,7 +272,8 @@ def read_torchrun(environment: Mapping[str, str], options: LaunchOptions) -> Ran
     if wrong:
         raise UserError(f"{wrong[0]} under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
     rank, world_size = _read_rank(environment, "RANK", "WORLD_SIZE", TORCHRUN_ADVICE)
-    local = rank, world_size  # without local variables, all ranks are on one machine
+    # Without local variables, all ranks are on one machine.
+    local = rank, world_size
     if "LOCAL_RANK" in environment or "LOCAL_WORLD_SIZE" in environment:
         local = _read_rank(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", TORCHRUN_ADVICE)
     # torch.distributed.launch passes the option too.

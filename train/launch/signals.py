@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
     from train.launch.environment import RankContext
 
-LINGER = 10.0  # seconds for rank 0 to print the error first; torchrun ends them sooner
-LINGER_SLURM = 3.0  # srun ends the other ranks only with --kill-on-bad-exit
+# Seconds for rank 0 to print the error first; torchrun ends them sooner.
+LINGER = 10.0
+# srun ends the other ranks only with --kill-on-bad-exit.
+LINGER_SLURM = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,15 @@ class ExitStatus:
 
 INTERRUPTED = ExitStatus(128 + signal.SIGINT, "interrupted", shared=True)
 
-INTERRUPT = 2.0  # seconds after Ctrl-C in which a starting process may end by KeyboardInterrupt
+# Seconds after Ctrl-C in which a starting process may end by KeyboardInterrupt.
+INTERRUPT = 2.0
 # Seconds in which a training must stop: torchrun (multiprocessing/api.py, close) and SLURM (KillWait) kill a process
 # 30 s after the first signal.
 GRACE = 20.0
-EVERY = 0.5  # approximate seconds between agreements of the ranks on a signal
-REPEAT = 1.0  # seconds: a terminal and torchrun both deliver one Ctrl-C; a later signal counts as a second
+# Approximate seconds between agreements of the ranks on a signal.
+EVERY = 0.5
+# Seconds: a terminal and torchrun both deliver one Ctrl-C; a later signal counts as a second.
+REPEAT = 1.0
 # SLURM can send SIGUSR1 as a notice before its time limit (--signal=USR1@60), without a kill 30 s later.
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -85,7 +90,8 @@ def block_signals(*numbers: int) -> Iterator[None]:
     """Block signals during the block, and permanently in processes started by the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        resource_tracker.ensure_running()  # when multiprocessing starts it, it unblocks the signals
+        # When multiprocessing starts it, it unblocks the signals.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
@@ -130,7 +136,8 @@ class Signals:
         """
         if hasattr(self, "_reader"):
             self._deferred = True
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # --spawn starts ranks with SIGINT blocked
+            # --spawn starts ranks with SIGINT blocked.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 self._handle(number, lambda *_: None)
 
@@ -153,7 +160,8 @@ class Signals:
 
     def _watch(self) -> None:
         """Read signal numbers, and end the process when its time is up."""
-        stop_time = None  # of the first signal with a deadline
+        # Of the first signal with a deadline.
+        stop_time = None
         while True:
             remaining = None
             if stop_time is not None:
@@ -204,7 +212,8 @@ def grace_expired(number: int, grace: float = GRACE) -> ExitStatus:
     return ExitStatus(128 + number, f"{text}; earlier checkpoints are complete", shared=True)
 
 
-SIGNALS = Signals()  # a process has one set of signal handlers
+# A process has one set of signal handlers.
+SIGNALS = Signals()
 
 
 class SignalAgreement:
@@ -222,7 +231,8 @@ class SignalAgreement:
     def __init__(self, ctx: RankContext, signals: Signals | None = None, *, between: bool = True) -> None:
         self.ctx, self.signals, self.between = ctx, signals, between
         self.due = 0  # step
-        self.last = (0, 0.0)  # step and time of the last agreement; at step 0 the speed is unknown
+        # Step and time of the last agreement; at step 0 the speed is unknown.
+        self.last = (0, 0.0)
 
     def begin(self) -> None:
         """Start to handle signals."""
@@ -300,6 +310,15 @@ def exit_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def choose_linger() -> float:
+    """Return the seconds for which this rank waits for rank 0; 0 for rank 0 itself, and without a launcher."""
+    if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        return LINGER
+    if os.environ.get("SLURM_PROCID", "0") != "0" and "SLURM_STEP_ID" in os.environ:
+        return LINGER_SLURM
+    return 0.0
+
+
 def exit_process(code: int, *, shared: bool = False, signaled: bool = False) -> NoReturn:
     """End this process; after an error rank 0 goes first.
 
@@ -312,12 +331,10 @@ def exit_process(code: int, *, shared: bool = False, signaled: bool = False) -> 
     abort the process if the interpreter is gone (https://github.com/pytorch/pytorch/pull/179291; with torch 2.15 a DDP
     script of 20 lines aborted in every fifth run).
     """
-    linger = 0.0
-    if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-        linger = LINGER
-    elif "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
-        linger = LINGER_SLURM
-    if linger and not signaled and (code == 2 or (code == 1 and shared)):
+    # Rank 0 prints errors of all ranks, and in any case the errors of the user.
+    rank_zero_prints = code == 2 or (code == 1 and shared)
+    linger = choose_linger()
+    if linger and rank_zero_prints and not signaled:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(linger)
     # torch 2.6 creates a temporary folder on import, which only the end of the interpreter would remove.

@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
     Work = Callable[[argparse.Namespace], ExitStatus]
 
-LINGER = 10.0  # seconds for the remaining ranks to end by themselves after a rank has failed
-KILL = 3.0  # seconds between SIGTERM and SIGKILL
+# Seconds for the remaining ranks to end by themselves after a rank has failed.
+LINGER = 10.0
+# Seconds between SIGTERM and SIGKILL.
+KILL = 3.0
 RENDEZVOUS_OPTIONS = ("rank", "world_size", "init_method", "ip", "port")
 # Variables of torchrun besides TORCHELASTIC_*.
 TORCHRUN_VARIABLES = (
@@ -79,7 +81,8 @@ def replace_torchrun(environment: MutableMapping[str, str], args: argparse.Names
             gpus = count_gpus()
         ranks = max(2, gpus)
         if has_list or args.backend == "nccl":
-            ranks = gpus  # an explicit single GPU, or NCCL with a single GPU, keeps one rank
+            # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
+            ranks = gpus
         if args.method is not None or not saves or ranks < 2:
             return
         args.spawn = ranks
@@ -156,7 +159,8 @@ def run_ranks(work: Work, args: argparse.Namespace) -> ExitStatus:
             end_ranks(processes)
             shutil.rmtree(folder, ignore_errors=True)
             if processes and sys.stdout.isatty():
-                sys.stdout.write("\x1b[?25h")  # an interrupted progress bar has hidden the cursor
+                # An interrupted progress bar has hidden the cursor.
+                sys.stdout.write("\x1b[?25h")
                 sys.stdout.flush()
 
 
@@ -165,7 +169,8 @@ def _run_rank(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> 
     open_closed_streams()
     exit_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     if getattr(args, "under_torchrun", False):
-        os.setpgrp()  # torchrun signals the process group of the parent, and the parent passes signals on
+        # torchrun signals the process group of the parent, and the parent passes signals on.
+        os.setpgrp()
     SIGNALS.listen(prints=False)
     try:
         status = work(make_rank_args(args, rank, folder))

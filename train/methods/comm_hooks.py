@@ -51,7 +51,8 @@ def register_hook(wrapper: DistributedDataParallel, settings: Settings) -> Power
     return None
 
 
-@wraps(powerSGD_hook)  # DDP checks the annotations and rejects strings
+# DDP checks the annotations and rejects strings.
+@wraps(powerSGD_hook)
 def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Compress one bucket with torch's hook, and wait until it is complete.
 
@@ -101,7 +102,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, device: torch.device) -> Non
         for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
-                    payload = value.to(device)  # Adam's step count is on the CPU, which NCCL does not support
+                    # Adam's step count is on the CPU, which NCCL does not support.
+                    payload = value.to(device)
                     dist.broadcast(payload, 0)
                     value.copy_(payload)
 

@@ -166,7 +166,8 @@ class Pp(Method):
 
     def share_sums(self, sums: Tensor) -> Tensor:
         """Return the sums of the last stage."""
-        shared = sums.clone()  # a collective needs contiguous memory
+        # A collective needs contiguous memory.
+        shared = sums.clone()
         dist.broadcast(shared, self.find_global_rank(self.last), self.group)
         return shared
 

@@ -133,13 +133,19 @@ def replicate(module: nn.Module, *, own_buffers: bool) -> nn.Module:
         part: part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         for part in module.modules()
     }
-    buffers = {buffer: buffer.clone() if own_buffers else buffer for buffer in module.buffers()}
+    buffers: dict[Tensor | None, Tensor | None] = {buffer: buffer for buffer in module.buffers()}
+    if own_buffers:
+        buffers = {buffer: buffer.clone() for buffer in module.buffers()}
+    # A module may have a name without a buffer or a child.
+    buffers[None] = None
+    children: dict[nn.Module | None, nn.Module | None] = {None: None}
+    children.update(copies)
     for part, copy in copies.items():
         copy._parameters = part._parameters.copy()
         for name, buffer in part._buffers.items():
-            copy._buffers[name] = None if buffer is None else buffers[buffer]
+            copy._buffers[name] = buffers[buffer]
         for name, child in part._modules.items():
-            copy._modules[name] = None if child is None else copies[child]
+            copy._modules[name] = children[child]
     return copies[module]
 
 

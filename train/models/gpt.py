@@ -106,7 +106,8 @@ class Experts(nn.Module):
         inputs = torch.split(tokens[order // expert_ids.shape[1]], counts)
         # An expert without tokens computes an empty output, so that its parameters get gradients of zero.
         outputs = torch.cat([expert(part) for expert, part in zip(self.experts, inputs, strict=True)])
-        by_token = outputs[order.argsort()].view(*expert_ids.shape, -1)  # [tokens, experts per token, width]
+        # [tokens, experts per token, width].
+        by_token = outputs[order.argsort()].view(*expert_ids.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 

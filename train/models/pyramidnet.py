@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from train.errors import UserError
 
-WIDTH = 16  # channels of the first convolution in the paper
+# Channels of the first convolution in the paper.
+WIDTH = 16
 MAX_DEPTH, MAX_ALPHA = 2_000, 10_000  # far above useful sizes
 
 
@@ -27,7 +28,8 @@ class Block(nn.Module):
     """Residual block with two 3x3 convolutions."""
 
     name: ClassVar[str] = "pyramidnet"  # of the network
-    expansion: ClassVar[int] = 1  # output channels divided by `channels`
+    # Output channels divided by `channels`.
+    expansion: ClassVar[int] = 1
     layers: ClassVar[int] = 2
     depth, alpha = 110, 48  # the smallest network in the paper
 

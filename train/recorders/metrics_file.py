@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from train.metrics import Score
     from train.recorders.base import EpochRecord, Start, StepRecord
 
-NOT_WRITTEN = ("own", "own_pace", "step_time_s")  # fields of records for other recorders
+# Fields of records for other recorders.
+NOT_WRITTEN = ("own", "own_pace", "step_time_s")
 
 
 class MetricsFile(LogFile):
@@ -70,7 +71,8 @@ class MetricsFile(LogFile):
             self.resume_at(start.resumed_at)
             self.steps = start.resumed_at
         self.run, self.since = plan.run, time.perf_counter()
-        config = s.config(ctx.world_size)  # a user's task replaces model and data by None
+        # A user's task replaces model and data by None.
+        config = s.config(ctx.world_size)
         record = {
             "method": s.method,
             "world_size": ctx.world_size,

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from train.schedule import LearningRate, Plan, Position
     from train.trainer import Trainer
 
-INTERVAL = 50  # default of --log-interval, in optimizer steps
+# Default of --log-interval, in optimizer steps.
+INTERVAL = 50
 
 
 @dataclass
@@ -176,7 +177,9 @@ class MetricsLogger:
         """
         utilization = fmean(self.utilization) if self.utilization else -1.0
         numbers = [*sums, *astuple(pace), utilization]
-        return self.ctx.gather(numbers) if self.gathers else [numbers]
+        if self.gathers:
+            return self.ctx.gather(numbers)
+        return [numbers]
 
 
 def read_peak_memory(device: torch.device) -> int:

@@ -15,9 +15,12 @@ from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 if TYPE_CHECKING:
     from train.metrics import MetricSums, Score
 
-MAX_NAME = 10  # characters of the run's name beside the bar
-REFRESH = 10  # steps between reads of the sums, because each read synchronizes with the device
-MAX_LISTED = 8  # maximum number of ranks for listing every share
+# Characters of the run's name beside the bar.
+MAX_NAME = 10
+# Steps between reads of the sums, because each read synchronizes with the device.
+REFRESH = 10
+# Maximum number of ranks for listing every share.
+MAX_LISTED = 8
 
 
 class Output:
@@ -171,11 +174,11 @@ class Bar(Recorder):
 
 def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> Recorder:
     """Build the recorder of --progress. kind: bar, plain, none, or auto (a bar if stdout is a terminal)."""
+    if not is_main or kind == "none":
+        return Recorder()
     output = output or Output()
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
-    if not is_main or kind == "none":
-        return Recorder()
     if kind == "bar":
         return Bar(output)
     return Lines(output)

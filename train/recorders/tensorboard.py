@@ -75,7 +75,8 @@ class TensorBoard(Recorder):
             try:
                 write(self.writer)
             except OSError as error:
-                self.writer = None  # it cannot continue after a failure
+                # It cannot continue after a failure.
+                self.writer = None
                 warn_lost(self.folder, error)
 
     def close(self, error: BaseException | None) -> None:  # noqa: ARG002

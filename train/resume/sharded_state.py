@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from train.trainer import Trainer
 
-MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of keys; an optimizer's key ends with the name of the state
+# Prefixes of keys; an optimizer's key ends with the name of the state.
+MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 def is_sharded(trainer: Trainer) -> bool:

@@ -137,7 +137,8 @@ def remove_states(folder: Path, keep: Collection[int]) -> None:
                 with suppress(OSError):  # contains files of the user
                     step.rmdir()
     except FileNotFoundError:
-        pass  # a rank on another node removed it first, in a shared folder
+        # A rank on another node removed it first, in a shared folder.
+        pass
     except OSError as error:
         raise UserError(f"cannot remove the old state {error.filename}: {error.strerror}") from error
 

@@ -49,9 +49,12 @@ if TYPE_CHECKING:
     from train.settings import Settings
     from train.trainer import Trainer
 
-COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
-LENGTH = ("epochs", "max_steps")  # may change, like the number of ranks; the changes are reported
-MESH = ("parallel_degree", "replicas")  # may change if the mesh stays equal; dp has none
+# Complete states to keep: a second one, in case the newest is damaged.
+COMPLETE = 2
+# May change, like the number of ranks; the changes are reported.
+LENGTH = ("epochs", "max_steps")
+# May change if the mesh stays equal; dp has none.
+MESH = ("parallel_degree", "replicas")
 
 
 class StateSaver:
@@ -70,7 +73,8 @@ class StateSaver:
         self.resumed = False
         self.complete: list[int] = []  # steps whose states are kept
         self.saved_at: int | None = None
-        self.cleared = False  # whether the states of an earlier run have been removed
+        # Whether the states of an earlier run have been removed.
+        self.cleared = False
         if settings.resume:
             with ctx.together():
                 step = read_newest_step(settings.out, settings.run)
@@ -90,12 +94,14 @@ class StateSaver:
         `now` raises UserError on all ranks.
         """
         every, step = self.settings.checkpoint_every, position.step
-        due = every is not None and (step % every == 0 or step == self.plan.steps)
         if step == self.saved_at:
             return
         if now:
             self._save(position)
-        elif due:
+            return
+        is_due = every is not None and step % every == 0
+        is_last = every is not None and step == self.plan.steps
+        if is_due or is_last:
             self.saver.attempt(f"the state of step {step}", lambda: self._save(position))
 
     def _save(self, position: Position) -> None:
