@@ -32,7 +32,7 @@ from train.bench.cases import CASES, select_cases
 from train.bench.runs import Row, run_case
 from train.bench.table import as_json, as_markdown, as_text
 from train.checkpoints.checkpoint_files import write_atomic
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 from train.options import Parser
 from train.options import build_parser as build_trainer_parser
 
@@ -190,10 +190,8 @@ def check_arguments(arguments: argparse.Namespace, options: Sequence[str]) -> No
     for path in arguments.output:
         if path.suffix not in FORMATS:
             raise UserError(f"-o {path}: unknown file extension; supported: {', '.join(FORMATS)}")
-        try:
+        with explain_os_error(f"-o {path}: cannot be written"):
             path.open("a").close()
-        except OSError as error:
-            raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from train.checkpoints.formats import FORMATS
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -49,19 +49,17 @@ def write_temporary(path: Path, payload: bytes) -> None:
     """Write the temporary file for `path` and flush it to disk. Raises UserError with the system's reason."""
     if path.is_dir():  # fail before any rank renames its file
         raise UserError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
-    try:
+    with explain_os_error(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_path(path).open("wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def rename_into_place(path: Path) -> None:
     """Rename the temporary file to `path` atomically. Raises UserError with the system's reason."""
-    try:
+    with explain_os_error(f"cannot write {path}"):
         temporary_path(path).replace(path)
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
@@ -69,8 +67,6 @@ def rename_into_place(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def remove_temporary(path: Path) -> None:
@@ -86,12 +82,10 @@ def remove_temporary(path: Path) -> None:
 
 def check_writable(out: Path) -> None:
     """Create the output folder and test that it is writable, before the training starts. Raises UserError."""
-    try:
+    with explain_os_error(f"cannot write to --out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-    except OSError as error:
-        raise UserError(f"cannot write to --out {out}: {error.strerror}") from error
 
 
 def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:

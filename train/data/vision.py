@@ -13,7 +13,7 @@ import torch
 
 from train.data.augment import build_augment
 from train.data.dataset import Data, DataOptions, Images, Normalize
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,10 +66,8 @@ class Source:
         from torchvision.datasets.utils import check_integrity  # type: ignore[import-untyped]
 
         for path, md5 in files:
-            try:
+            with explain_os_error(f"{path}: cannot be read"):
                 is_published = md5 is None or check_integrity(path, md5)
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read: {error.strerror}") from error
             if not is_published:
                 raise UserError(f"{path}: not the published file (MD5 {md5}); replace it with --download")
 

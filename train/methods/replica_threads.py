@@ -138,8 +138,7 @@ def replicate(module: nn.Module, *, own_buffers: bool) -> nn.Module:
         buffers = {buffer: buffer.clone() for buffer in module.buffers()}
     # A module may have a name without a buffer or a child.
     buffers[None] = None
-    children: dict[nn.Module | None, nn.Module | None] = {None: None}
-    children.update(copies)
+    children: dict[Any, Any] = {**copies, None: None}
     for part, copy in copies.items():
         copy._parameters = part._parameters.copy()
         for name, buffer in part._buffers.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.errors import Stopped, UserError
+from train.errors import Stopped, explain_os_error
 from train.launch.signals import print_line
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 from train.settings import DEFAULT
@@ -62,7 +62,7 @@ class LogFile(Recorder):
         Raises UserError, because nothing is lost yet.
         """
         mode = "a" if append else "w"
-        try:
+        with explain_os_error(f"cannot write the log {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handler = LogFileHandler(self.path, mode, encoding="utf-8", errors="backslashreplace")
             handler.setFormatter(self.formatter)
@@ -70,8 +70,6 @@ class LogFile(Recorder):
                 handler.handle(logging.makeLogRecord({"msg": line}))
             if handler.error is not None:
                 raise handler.error
-        except OSError as error:
-            raise UserError(f"cannot write the log {self.path}: {error.strerror}") from error
         self.handler = handler
 
     def write(self, line: str) -> None:

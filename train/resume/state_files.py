@@ -22,7 +22,7 @@ import torch
 
 from train.checkpoints.checkpoint_files import write_atomic
 from train.checkpoints.formats import copy_to_cpu
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 from train.launch.signals import print_once
 
 if TYPE_CHECKING:
@@ -75,14 +75,12 @@ def read_newest_step(out: Path, run: str) -> int | None:
 def list_visible_ranks(folder: Path) -> dict[int, list[int]]:
     """List the ranks with a state file visible to this process, by step. Raises UserError if that fails."""
     ranks_by_step: dict[int, list[int]] = {}
-    try:
+    with explain_os_error(f"--resume: cannot read {folder}"):
         for path in folder.glob("step_*/rank_*.pth"):
             step = re.fullmatch(r"step_(\d+)", path.parent.name)
             rank = re.fullmatch(r"rank_(\d+)\.pth", path.name)
             if step and rank:
                 ranks_by_step.setdefault(int(step[1]), []).append(int(rank[1]))
-    except OSError as error:
-        raise UserError(f"--resume: cannot read {folder}: {error.strerror}") from error
     return {step: sorted(ranks) for step, ranks in ranks_by_step.items()}
 
 
