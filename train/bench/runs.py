@@ -150,7 +150,7 @@ def read_timing(records: Sequence[Record], began: float, total: float = 0.0) -> 
     """Compute the timing of a run from its metrics. began: Unix time of the command. total: its seconds."""
     (start,) = [record for record in records if record["event"] == "start"]
     epochs = [record for record in records if record["event"] == "epoch"]
-    # Of every complete epoch.
+    # Steps of every complete epoch.
     steps = epochs[0]["step"]
     # The first epoch is warm-up, unless it is the only one.
     later = epochs[1:] or epochs

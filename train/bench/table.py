@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Columns, if stdout is not a terminal.
 PIPE_WIDTH = 200
-# Of the JSON document; removing a field increases it.
+# The version of the JSON document; removing a field increases it.
 SCHEMA = 1
 # Columns of text, aligned to the left.
 TEXTS = 4

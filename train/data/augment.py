@@ -23,7 +23,7 @@ AUGMENTATIONS = ("none", "basic", "strong", "timm")
 # Brightness, contrast and saturation are multiplied by 0.6 to 1.4.
 JITTER = 0.4
 ERASE_PROBABILITY = 0.25
-# Of random numbers; BasicAugment uses stream 0, and `mixup` stream 2.
+# Stream of random numbers; BasicAugment uses stream 0, and `mixup` stream 2.
 STRONG_STREAM = 1
 
 

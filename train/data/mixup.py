@@ -9,7 +9,7 @@ from torch import Tensor
 
 from train.seeds import draw_integers, mixed, mixed_each
 
-# Of random numbers; `augment` uses streams 0 and 1.
+# Stream of random numbers; `augment` uses streams 0 and 1.
 MIXUP_STREAM = 2
 MIXUP_ALPHA, SMOOTHING = 0.2, 0.1
 

@@ -21,7 +21,7 @@ IMAGE_SIZE, CHANNELS, CLASSES, TRAIN_SAMPLES = 32, 3, 10, 50_000  # the sizes of
 SEED = 0
 POOL = 2**24  # bytes of noise
 PATCHES = 4  # along each edge
-# Of one image over all channels; the size of the pool.
+# Pixels of one image over all channels; the size of the pool.
 MAX_PIXELS = 2**24
 MAX_CLASSES = 65_536
 # Ten times ImageNet; the order of an epoch is a list of this length.

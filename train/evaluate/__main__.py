@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from train.evaluate.rank_scores import RunScores
     from train.metrics import Score
 
-# Of the JSON document; removing a field increases it.
+# The version of the JSON document; removing a field increases it.
 SCHEMA = 1
 HEAD = ("run", "step", "rank", "accuracy", "loss", "averaged: accuracy", "loss")
 DESCRIPTION = """Evaluate each rank's checkpoint on the same test data.

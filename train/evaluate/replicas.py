@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOAD_ERRORS = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
 # Kinds of tensors in syncheck's report.
 STATISTICS = frozenset({"bn_mean", "bn_var"})
-# Of width, depth etc.; far above useful sizes, but products do not overflow.
+# The limit of width, depth etc.; far above useful sizes, but products do not overflow.
 MAX_SIZE = 65_536
 # Formats that `load_weights` supports.
 LOADABLE = ("torch-zip", "torch-legacy", "safetensors")

@@ -160,7 +160,7 @@ class Signals:
 
     def _watch(self) -> None:
         """Read signal numbers, and end the process when its time is up."""
-        # Of the first signal with a deadline.
+        # The time of the first signal with a deadline.
         stop_time = None
         while True:
             remaining = None

@@ -38,8 +38,11 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
     plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
     if plan is None:
         raise refuse_model(settings, "needs a model with a tp_plan")
-    modules = [name for name, _ in model.named_modules()]
-    styles = {name: style for name in modules for pattern, style in plan.items() if fnmatchcase(name, pattern)}
+    styles: dict[str, str] = {}
+    for name, _ in model.named_modules():
+        for pattern, style in plan.items():
+            if fnmatchcase(name, pattern):
+                styles[name] = style
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)

@@ -26,7 +26,7 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 def is_sharded(trainer: Trainer) -> bool:
     """Return whether this method shards the model or the optimizer so that torch can shard them again."""
-    # Of a model whose ranks have different layers, experts or parts of layers, torch does not know the whole.
+    # torch does not know the whole model if ranks have different layers, experts or parts of layers.
     if max(trainer.ctx.mesh.size(name) for name in ("pipeline", "expert", "tensor")) > 1:
         return False
     tensors = collect_tensors(trainer.method.module).values()
