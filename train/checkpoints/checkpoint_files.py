@@ -116,8 +116,13 @@ def _find_run_files(out: Path, run: str) -> Iterator[Path]:
     ending = rf"\.(?:{'|'.join(FORMATS)})"
     final = re.compile(rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp")
     moment = re.compile(rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp")
-    yield from [path for path in out.iterdir() if final.fullmatch(path.name)]
-    steps = [f for f in (out / "history" / run).glob("step_*") if re.fullmatch(r"step_\d+", f.name)]
-    for folder in (*steps, out / "best" / run):
+    # Lists, because the caller removes files while it iterates.
+    for path in list(out.iterdir()):
+        if final.fullmatch(path.name):
+            yield path
+    step_folders = [path for path in (out / "history" / run).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    for folder in (*step_folders, out / "best" / run):
         if folder.is_dir():
-            yield from [path for path in folder.iterdir() if moment.fullmatch(path.name)]
+            for path in list(folder.iterdir()):
+                if moment.fullmatch(path.name):
+                    yield path

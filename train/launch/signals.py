@@ -71,17 +71,20 @@ def signals_to_socket(*numbers: int) -> Iterator[socket.socket]:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     # nohup, and shells that start background jobs, ignore some signals on purpose.
-    before = {number: signal.getsignal(number) for number in numbers}
-    handled = [number for number in numbers if before[number] is not signal.SIG_IGN]
+    handlers = {}
+    for number in numbers:
+        handler = signal.getsignal(number)
+        if handler is not signal.SIG_IGN:
+            handlers[number] = handler
     with reader, writer:
         descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in handled:
+        for number in handlers:
             signal.signal(number, lambda *_: None)
         try:
             yield reader
         finally:
-            for number in handled:
-                signal.signal(number, before[number])
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(descriptor)
 
 

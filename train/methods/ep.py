@@ -100,15 +100,24 @@ class Ep(Method):
         #    an expert then contains the tokens of all ranks in the group.
         loss.backward()  # type: ignore[no-untyped-call]
         # 3a. The losses of all ranks add up to the global mean, so gradients are added, not averaged.
-        for name, group in self.groups.items() if self.reduces else ():
+        if not self.reduces:
+            return
+        for name, group in self.groups.items():
             dist.all_reduce(self.module.get_parameter(name).grad, group=group)  # type: ignore[arg-type]
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients by the norm over all experts and the other parameters, each counted once."""
-        named = [(n, p.grad) for n, p in self.module.named_parameters() if p.grad is not None]
-        squared = get_total_norm([grad for name, grad in named if is_expert(name)]) ** 2
+        expert_gradients, shared_gradients = [], []
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is None:
+                continue
+            if is_expert(name):
+                expert_gradients.append(parameter.grad)
+            else:
+                shared_gradients.append(parameter.grad)
+        squared = get_total_norm(expert_gradients) ** 2
         dist.all_reduce(squared, group=self.mesh.get_group("expert"))
-        norm = (squared + get_total_norm([grad for name, grad in named if not is_expert(name)]) ** 2).sqrt()
+        norm = (squared + get_total_norm(shared_gradients) ** 2).sqrt()
         clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 

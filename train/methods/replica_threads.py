@@ -35,20 +35,27 @@ class ReplicaBuffers:
     @contextmanager
     def watch(self, module: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Record the buffers after a training forward, which is the block. An evaluation is not recorded."""
-        before = [{n: buffer.clone() for n, buffer in _buffers(module)} for _ in range(len(replicas), self.count)]
+        # Replicas without samples keep the buffers from before the forward.
+        idle_buffers = []
+        for _ in range(len(replicas), self.count):
+            idle_buffers.append({name: buffer.clone() for name, buffer in _buffers(module)})
         yield
         if module.training:
-            self.last = [dict(_buffers(replica)) for replica in replicas] + before
+            self.last = [dict(_buffers(replica)) for replica in replicas] + idle_buffers
 
     def states(self, module: nn.Module) -> list[dict[str, Tensor]]:
         """Return the state dict of each replica, with the module's names.
 
         Parameters are the module's own. A GPU replica has copies, but from before the optimizer step.
         """
-        state = module.state_dict()
-        return [
-            state | {n: buffer for n, buffer in replica_buffers.items() if n in state} for replica_buffers in self.last
-        ]
+        states = []
+        for replica_buffers in self.last:
+            state = module.state_dict()
+            for name, buffer in replica_buffers.items():
+                if name in state:
+                    state[name] = buffer
+            states.append(state)
+        return states
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

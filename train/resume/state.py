@@ -73,10 +73,13 @@ def find_local_optimizer(trainer: Trainer) -> Optimizer:
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in the order of the integer ids of its state dict."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # An injected fault may train parameters outside the module.
-    return [names.get(id(parameter), f"({index})") for index, parameter in enumerate(ordered)]
+    names_by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # An injected fault may train parameters outside the module.
+            names.append(names_by_id.get(id(parameter), f"({len(names)})"))
+    return names
 
 
 def collect_average(trainer: Trainer) -> dict[str, Tensor] | None:
