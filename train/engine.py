@@ -90,7 +90,8 @@ def prepare(
     parts.check_agreement(settings, ctx)
     check_modifiers(settings)
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
-    torch.manual_seed(settings.seed)  # equal on all ranks, so that all ranks build equal models
+    # Equal on all ranks, so that all ranks build equal models.
+    torch.manual_seed(settings.seed)
     data = parts.load(settings, ctx)
     ctx = METHODS[settings.method].place(settings, ctx)
     method = METHODS[settings.method](settings, ctx)
@@ -99,7 +100,8 @@ def prepare(
     fault = make_fault(settings, ctx, plan.steps)
     fault.build_model = partial(parts.make_model, settings, data)
     model = fault.build_model()
-    method.parameters = sum(p.numel() for p in model.parameters())  # before a method removes parts of other ranks
+    # Before a method removes parts of other ranks.
+    method.parameters = sum(p.numel() for p in model.parameters())
     parts.check_model(model, sampler, plan, settings, ctx, method.replicas)
     # Training calls `forward`: the model, possibly wrapped by the method, compiled, or changed by an injected fault.
     forward = fault.after_wrap(method, method.wrap(model))
@@ -139,7 +141,8 @@ def prepare(
 
 def run_job(job: Job) -> Result:
     """Train until the plan ends. Raises the same errors as `train`."""
-    position = job.state_saver.position  # the start of the run, or the restored state of --resume
+    # The start of the run, or the restored state of --resume.
+    position = job.state_saver.position
     diverged: int | None = None
     job.signals.begin()
     job.metrics_logger.start(position.step if job.state_saver.resumed else None)
@@ -149,7 +152,8 @@ def run_job(job: Job) -> Result:
             train_epoch(job, position)
             trained, test = score_epoch(job, position)
             if math.isfinite(trained.loss) and (test is None or math.isfinite(test.loss)):
-                diverged = None  # a run recovers from a single overflow, as with --amp fp16
+                # A run recovers from a single overflow, as with --amp fp16.
+                diverged = None
             else:
                 diverged = diverged or position.epoch
             # An evaluation may take long, so the ranks agree on a signal now.
@@ -157,7 +161,8 @@ def run_job(job: Job) -> Result:
             if position.step == job.plan.steps:
                 break
             position.next_epoch()
-    assert test is not None  # the last epoch is always evaluated
+    # The last epoch is always evaluated.
+    assert test is not None
     return Result(
         run=job.plan.run,
         epochs=position.epoch,

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from signal import Signals
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class UserError(Exception):
     """An unusable option, file or environment. Raised on all ranks, printed by rank 0."""
+
+
+@contextmanager
+def explain_os_error(problem: str) -> Iterator[None]:
+    """Raise UserError with a problem and the system's reason if the block raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{problem}: {error.strerror}") from error
+
+
+def refuse(*cases: tuple[object, str]) -> None:
+    """Raise UserError with the message of the first case that applies. cases: whether each applies, and its message."""
+    for applies, message in cases:
+        if applies:
+            raise UserError(message)
 
 
 class RankError(UserError):

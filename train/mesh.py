@@ -92,7 +92,21 @@ class Mesh:
 
 def gather_whole(tensor: Any) -> Any:
     """Return the whole tensor of a DTensor, a collective; return any other tensor unchanged."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if is_dtensor(tensor):
+        return tensor.full_tensor()
+    return tensor
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a value is a DTensor, without importing torch.distributed.tensor, which takes half a second."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Any) -> Any:
+    """Return this rank's shard of a DTensor; return any other value unchanged."""
+    if is_dtensor(tensor):
+        return tensor.to_local()
+    return tensor
 
 
 def join_shards(local: Tensor, *, like: Any) -> Any:
@@ -121,7 +135,9 @@ def find_parallel_degree(settings: Settings, world_size: int, default: int | Non
         raise UserError(f"--parallel-degree {degree}: must be at least 2, the ranks that share a copy of the model")
     degree = degree or default or world_size
     if degree < 2 or world_size % degree:
-        given = f"--method {settings.method}" + f" --parallel-degree {degree}" * (settings.parallel_degree is not None)
+        options = f"--method {settings.method}" + f" --parallel-degree {degree}" * (
+            settings.parallel_degree is not None
+        )
         needed = f"a multiple of {degree} ranks" if degree > 1 else "at least 2 ranks"
-        raise UserError(f"{given}: needs {needed}, found {world_size}")
+        raise UserError(f"{options}: needs {needed}, found {world_size}")
     return degree

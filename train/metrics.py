@@ -53,13 +53,24 @@ class Score:
     def is_better(self, other: float | None) -> bool:
         """Return whether the first metric is better than another value of it."""
         name, value = self.main
-        return other is None or (value > other if self.task.metrics[name] else value < other)
+        if other is None:
+            return True
+        if self.task.metrics[name]:  # higher is better
+            return value > other
+        return value < other
 
     def format(self, digits: int = 1, *, named: bool | None = None) -> str:
         """Format the first metric; named: with its name, by default unless it is accuracy, a percentage."""
         name, value = self.main
-        number = f"{value:.{digits}%}" if name == "accuracy" else f"{value:.4g}"
-        return f"{name} {number}" if (name != "accuracy" if named is None else named) else number
+        is_percentage = name == "accuracy"
+        number = f"{value:.4g}"
+        if is_percentage:
+            number = f"{value:.{digits}%}"
+        if named is None:
+            named = not is_percentage
+        if named:
+            return f"{name} {number}"
+        return number
 
 
 class MetricSums:
@@ -93,9 +104,9 @@ class MetricSums:
 
         A difference of totals would be NaN after one infinite loss.
         """
-        taken = self.recent.clone()
+        recent_sums = self.recent.clone()
         self.recent.zero_()
-        return taken
+        return recent_sums
 
     def local(self) -> Score:
         """Return the score of this rank's samples."""

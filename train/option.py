@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LARGEST = 3.4e38  # the maximum of float32, to which torch's optimizers convert rates
-MOST_WORKERS = 1024  # per rank; each worker takes memory, so a larger number is probably a typing error
+# The maximum of float32, to which torch's optimizers convert rates.
+LARGEST = 3.4e38
+# Per rank; each worker takes memory, so a larger number is probably a typing error.
+MOST_WORKERS = 1024
 
 
 class Numbers(NamedTuple):
@@ -25,7 +27,7 @@ class Numbers(NamedTuple):
 
 
 COUNT = Numbers(lambda number: number >= 1, "at least 1")
-ANY = Numbers(lambda _: True, "any number")
+POWERSGD_START = Numbers(lambda number: number >= 2, "at least 2; earlier DDP may rebuild its buckets")
 POSITIVE = Numbers(lambda number: math.isfinite(number) and number > 0, "a positive number")
 MOMENTUM = Numbers(lambda number: 0 <= number < 1, "at least 0 and below 1")
 DECAY = Numbers(lambda number: 0 < number < 1, "between 0 and 1, for example 0.999")

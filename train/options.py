@@ -65,13 +65,13 @@ class Parser(argparse.ArgumentParser):
         """Suggest the option or choice with the most similar spelling; Python does so itself since 3.14."""
         if "maybe you meant" in message:
             return ""
-        typed, known, cutoff = "", [], 0.6
+        typed, candidates, cutoff = "", [], 0.6
         if match := re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)", message):
-            typed, known = match[1], re.findall(r"[\w-]+", match[2])
+            typed, candidates = match[1], re.findall(r"[\w-]+", match[2])
         elif match := re.search(r"unrecognized arguments: (--[\w-]+)", message):
             # A higher cutoff, because the leading dashes make all options similar.
-            typed, known, cutoff = match[1], list(self._option_string_actions), 0.75
-        similar = difflib.get_close_matches(typed, known, n=1, cutoff=cutoff)
+            typed, candidates, cutoff = match[1], list(self._option_string_actions), 0.75
+        similar = difflib.get_close_matches(typed, candidates, n=1, cutoff=cutoff)
         return f"; did you mean {similar[0]}?" if similar else ""
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
@@ -130,13 +130,17 @@ def list_models() -> str:
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows in columns, one line per row. On a terminal the last column is wrapped."""
-    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    # The last column has no fixed width.
+    indent = sum(widths[:-1]) + 2 * len(widths[:-1])
+    columns = max(shutil.get_terminal_size().columns, 60)
     lines = []
-    for *cells, last in rows:
-        lines.append("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), last]))
-    if sys.stdout.isatty():
-        columns, indent = shutil.get_terminal_size().columns, " " * sum(width + 2 for width in widths)
-        lines = [textwrap.fill(line, max(columns, 60), subsequent_indent=indent) for line in lines]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        line = "  ".join(cells).rstrip()
+        if sys.stdout.isatty():
+            line = textwrap.fill(line, columns, subsequent_indent=" " * indent)
+        lines.append(line)
     return "\n".join(lines) + "\n"
 
 

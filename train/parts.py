@@ -52,14 +52,16 @@ def check_agreement(settings: Settings, ctx: RankContext) -> None:
 
     A collective; the error is raised on all ranks. Only paths may differ.
     """
-    folders = ("data_dir", "out", "log_dir")
-    mine = {name: value for name, value in vars(settings).items() if name not in folders}
-    ranks = ctx.gather(mine | {"log_dir": "given" if settings.log_dir else None})
+    mine = dict(vars(settings))
+    for folder in ("data_dir", "out"):
+        del mine[folder]
+    mine["log_dir"] = "given" if settings.log_dir else None  # records need collectives
+    ranks = ctx.gather(mine)
     for rank, theirs in enumerate(ranks):
         for name, value in theirs.items():
             if value != ranks[0][name]:
-                found = f"rank {rank} was started with {name}={value}, rank 0 with {ranks[0][name]}"
-                raise UserError(f"{found}; start all ranks with the same options")
+                difference = f"rank {rank} was started with {name}={value}, rank 0 with {ranks[0][name]}"
+                raise UserError(f"{difference}; start all ranks with the same options")
 
 
 def make_sampler(
@@ -69,8 +71,8 @@ def make_sampler(
     s, shares = settings, (samples, settings.batch_size, ctx.mesh.data_rank, ctx.mesh.data_size)
     if s.join:
         return OwnSharesSampler(*shares, shuffle=s.shuffle, seed=s.seed)
-    rest = smallest_share(samples % s.batch_size, ctx.mesh.data_size, s.accumulate, replicas)
-    return DistributedBatchSampler(*shares, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and rest > 1)
+    remainder = smallest_share(samples % s.batch_size, ctx.mesh.data_size, s.accumulate, replicas)
+    return DistributedBatchSampler(*shares, shuffle=s.shuffle, seed=s.seed, keep_last=s.keep_last and remainder > 1)
 
 
 def check_model(
@@ -87,14 +89,19 @@ def check_model(
         check_own_shares(model, sampler, plan, settings)
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    """Return whether a layer computes statistics of a batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def check_own_shares(model: nn.Module, sampler: OwnSharesSampler, plan: Plan, settings: Settings) -> None:
     """Raise UserError for --join settings that would fail on some ranks only."""
     if sampler.batches < sampler.world_size:
-        found = f"{sampler.samples} training samples make {sampler.batches} batches of {sampler.size}"
+        shortage = f"{sampler.samples} training samples make {sampler.batches} batches of {sampler.size}"
         raise UserError(
-            f"--join: {found}, and each of {sampler.world_size} ranks needs one; use a smaller --batch-size"
+            f"--join: {shortage}, and each of {sampler.world_size} ranks needs one; use a smaller --batch-size"
         )
-    if sampler.smallest == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if sampler.smallest == 1 and has_batchnorm(model):
         raise UserError(
             f"--join --batch-size {settings.batch_size}: the last batch of an epoch would be a single sample, from "
             "which BatchNorm cannot compute statistics; use another --batch-size or --limit-train"
@@ -128,12 +135,16 @@ def check_batchnorm(model: nn.Module, settings: Settings, world_size: int, repli
     otherwise. The smallest share of all ranks counts, because a rank that fails alone leaves the other ranks waiting.
     replicas: of each rank.
     """
-    ranks = 1 if settings.sync_bn else world_size
+    ranks = world_size
+    if settings.sync_bn:
+        ranks = 1
     if smallest_share(settings.batch_size, ranks, settings.accumulate, replicas) > 1:
         return
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+    if has_batchnorm(model):
         shares = ranks * settings.accumulate * replicas
-        advice = f"use a multiple of {shares}, {2 * shares} or more" if replicas > 1 else f"use {2 * shares} or more"
+        advice = f"use {2 * shares} or more"
+        if replicas > 1:
+            advice = f"use a multiple of {shares}, {2 * shares} or more"
         if ranks > 1 and "--sync-bn" not in METHODS[settings.method].refuses and settings.batch_size > 1:
             advice += ", or --sync-bn"
         raise UserError(f"--batch-size {settings.batch_size} (global) gives BatchNorm a single sample; {advice}")

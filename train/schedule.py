@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from train.settings import Settings
 
-WARM_UP = 0.1  # default fraction of steps for the warm-up
+# Default fraction of steps for the warm-up.
+WARM_UP = 0.1
 # Factors of --lr-scale, by the number of shares of the global batch.
 # linear: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.1.
 # sqrt: Krizhevsky 2014, https://arxiv.org/abs/1404.5997, section 5: keeps the variance of the gradient constant.

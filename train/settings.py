@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from train.errors import UserError
 from train.option import (
-    ANY,
     CHECKS,
     DECAY,
     FINITE,
     MOMENTUM,
     NOT_NEGATIVE,
     POSITIVE,
+    POWERSGD_START,
     SEED,
     WEIGHT_DECAY,
     WORKERS,
@@ -93,7 +93,9 @@ class Settings:
         choices=("none", "fp16", "bf16", "powersgd"),
     )
     powersgd_rank: int | None = option(None, "rank of powersgd's matrices (default: 1)")
-    powersgd_start: int | None = option(None, "number of first steps without powersgd (default: 2)", numbers=ANY)
+    powersgd_start: int | None = option(
+        None, "number of first steps without powersgd (default: 2)", numbers=POWERSGD_START
+    )
     ema: float | None = option(
         None,
         "also save an exponential moving average of the weights, for example with decay 0.999",
@@ -299,86 +301,110 @@ class Settings:
 
 
 DEFAULT = Settings()
-OPTION_FIELDS = {spell(field): field.name for field in fields(Settings)}  # fields by option, as users type it
+# Fields by option, as users type it.
+OPTION_FIELDS = {spell(field): field.name for field in fields(Settings)}
+
+
+# Options that need another option, and the message without it. Braces contain names of settings.
+REQUIRES = (
+    ("--tensorboard", "--log-dir", "--tensorboard: requires --log-dir DIR, the folder to write to"),
+    (
+        "--on-desync",
+        "--monitor",
+        "--on-desync {on_desync}: requires --monitor N, the number of steps between checks",
+    ),
+    ("--fault-step", "--fault", "--fault-step: requires --fault NAME; see --list-faults"),
+    ("--powersgd-rank", "--comm-hook powersgd", "--powersgd-rank: requires --comm-hook powersgd"),
+    ("--powersgd-start", "--comm-hook powersgd", "--powersgd-start: requires --comm-hook powersgd"),
+)
+# Options that exclude each other, and the message with both.
+EXCLUDES = (
+    ("--warmup-steps", "--warmup-epochs", "--warmup-steps and --warmup-epochs: mutually exclusive"),
+    (
+        "--static-graph",
+        "--accumulate",
+        "--static-graph: not with --accumulate: no_sync fails an internal assertion of DDP",
+    ),
+    (
+        "--mp-policy",
+        "--amp",
+        "--mp-policy: not with --amp {amp}: both select the precision in which layers compute",
+    ),
+    (
+        "--comm-hook powersgd",
+        "--amp fp16",
+        (
+            "--comm-hook powersgd: not with --amp fp16: an overflow would remain in the error added to the next "
+            "gradient; use --amp bf16"
+        ),
+    ),
+)
+# Options that need all ranks at every step, and why, for --join.
+NOT_WITH_JOIN = {
+    "--sync-bn": "ranks without batches do not take part in the collectives of its forward",
+    "--amp fp16": "ranks without batches would miss changes of the loss scale; use --amp bf16",
+    "--ema": "ranks without batches would stop updating their average",
+    "--accumulate": "a rank's last batch may be too small to split",
+    "--comm-hook powersgd": "join passes zeros to the hook, which change its state",
+    "--log-dir": "its records are gathered at steps common to all ranks",
+    "--log-interval": "its records are gathered at steps common to all ranks",
+    "--fault": "injected faults need all ranks at every step",
+}
 
 
 def check(settings: Settings, world_size: int) -> None:
     """Raise UserError for impossible settings. The result is equal on all ranks, because they have equal arguments."""
     s = settings
-    _check_numbers(s)
-    if s.tensorboard and s.log_dir is None:
-        raise UserError("--tensorboard: requires --log-dir DIR, the folder to write to")
-    if s.replicas == 1:
-        raise UserError("--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)")
-    if s.on_desync is not None and not s.monitor:
-        raise UserError(f"--on-desync {s.on_desync}: requires --monitor N, the number of steps between checks")
-    if s.reshard_after_forward not in (None, "true", "false") and not s.reshard_after_forward.strip("0").isdecimal():
-        raise UserError(f"--reshard-after-forward {s.reshard_after_forward}: must be true, false, or a number of ranks")
-    if s.static_graph and s.accumulate > 1:
-        raise UserError("--static-graph: not with --accumulate: no_sync fails an internal assertion of DDP")
-    if s.mp_policy and s.amp != "off":
-        raise UserError(f"--mp-policy: not with --amp {s.amp}: both select the precision in which layers compute")
-    for field in fields(s):
-        if s.task is not None and field.metadata["replaced_by_task"] and s.uses(spell(field)):
-            raise UserError(f"{spell(field)}: not with --task, which has its own data and model; omit it")
-    for name, used in (("--monitor", s.monitor), ("--fault", s.fault)):
-        if MISSING and used:
-            raise UserError(f"{name}: {MISSING}; run in a clone of syncheck, or omit the option")
-    check_hook(s)
-    check_join(s, world_size)
-    if s.fault_step is not None and s.fault is None:
-        raise UserError("--fault-step: requires --fault NAME; see --list-faults")
+    check_numbers(s)
+    for option_text, needed, message in REQUIRES:
+        if s.uses(option_text) and not s.uses(needed):
+            raise UserError(message.format(**vars(s)))
+    for option_text, excluded, message in EXCLUDES:
+        if s.uses(option_text) and s.uses(excluded):
+            raise UserError(message.format(**vars(s)))
+    if s.task is not None:
+        check_task(s)
+    if s.join:
+        check_join(s, world_size)
+    for option_text in ("--monitor", "--fault"):
+        if MISSING and s.uses(option_text):
+            raise UserError(f"{option_text}: {MISSING}; run in a clone of syncheck, or omit the option")
     least = world_size * s.accumulate
     if s.batch_size < least:
-        ranks = f"{world_size} rank{'s' * (world_size > 1)}"
-        parts = f"{ranks} x {s.accumulate} micro-batches" if s.accumulate > 1 else ranks
+        parts = f"{world_size} rank{'s' * (world_size > 1)}"
+        if s.accumulate > 1:
+            parts += f" x {s.accumulate} micro-batches"
         raise UserError(f"--batch-size {s.batch_size} (global) leaves some of {parts} empty; use {least} or more")
 
 
-def _check_numbers(settings: Settings) -> None:
+def check_numbers(settings: Settings) -> None:
     """Raise UserError for a number that its option does not accept."""
     for field in fields(settings):
         number, numbers = getattr(settings, field.name), field.metadata["numbers"]
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         if is_number and not numbers.accept(number):
             raise UserError(f"{spell(field)} {number}: must be {numbers.expected}")
-    if settings.warmup_steps is not None and settings.warmup_epochs is not None:
-        raise UserError("--warmup-steps and --warmup-epochs: mutually exclusive")
+    if settings.replicas == 1:
+        raise UserError("--replicas 1: must be at least 2; for one replica use --method single (hsdp: fsdp)")
+    group = settings.reshard_after_forward
+    if group not in (None, "true", "false") and not group.strip("0").isdecimal():
+        raise UserError(f"--reshard-after-forward {group}: must be true, false, or a number of ranks")
 
 
-def check_hook(settings: Settings) -> None:
-    """Raise UserError for settings that the hook of --comm-hook does not support."""
-    s = settings
-    for name, number in (("--powersgd-rank", s.powersgd_rank), ("--powersgd-start", s.powersgd_start)):
-        if number is not None and s.comm_hook != "powersgd":
-            raise UserError(f"{name}: requires --comm-hook powersgd")
-    if s.powersgd_start is not None and s.powersgd_start < 2:
-        raise UserError(f"--powersgd-start {s.powersgd_start}: must be at least 2; earlier DDP may rebuild its buckets")
-    if s.comm_hook == "powersgd" and s.amp == "fp16":
-        raise UserError(
-            "--comm-hook powersgd: not with --amp fp16: an overflow would remain in the error added to the next "
-            "gradient; use --amp bf16"
-        )
+def check_task(settings: Settings) -> None:
+    """Raise UserError for options that a user's task replaces."""
+    for field in fields(settings):
+        if field.metadata["replaced_by_task"] and settings.uses(spell(field)):
+            raise UserError(f"{spell(field)}: not with --task, which has its own data and model; omit it")
 
 
 def check_join(settings: Settings, world_size: int) -> None:
     """Raise UserError for settings that need all ranks at every step."""
-    s = settings
-    if not s.join:
-        return
-    for name, used, reason in (
-        ("--sync-bn", s.sync_bn, "ranks without batches do not take part in the collectives of its forward"),
-        ("--amp fp16", s.amp == "fp16", "ranks without batches would miss changes of the loss scale; use --amp bf16"),
-        ("--ema", s.ema is not None, "ranks without batches would stop updating their average"),
-        ("--accumulate", s.accumulate > 1, "a rank's last batch may be too small to split"),
-        ("--comm-hook powersgd", s.comm_hook == "powersgd", "join passes zeros to the hook, which change its state"),
-        ("--log-dir", s.log_dir is not None, "its records are gathered at steps common to all ranks"),
-        ("--log-interval", s.log_interval is not None, "its records are gathered at steps common to all ranks"),
-        ("--fault", s.fault is not None, "injected faults need all ranks at every step"),
-    ):
-        if used:
-            raise UserError(f"--join: not with {name}: {reason}")
-    if s.batch_size % world_size:
+    for option_text, reason in NOT_WITH_JOIN.items():
+        if settings.uses(option_text):
+            raise UserError(f"--join: not with {option_text}: {reason}")
+    size = settings.batch_size
+    if size % world_size:
         raise UserError(
-            f"--join --batch-size {s.batch_size}: must be a multiple of {world_size}, because all batches have one size"
+            f"--join --batch-size {size}: must be a multiple of {world_size}, because all batches have one size"
         )

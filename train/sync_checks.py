@@ -24,12 +24,14 @@ class SyncChecks:
         self.extras: dict[str, Any] = {}
         self.monitor: SyncMonitor | None = None
         if self.settings.monitor:
-            method, scaler = trainer.method, trainer.scaler
+            method = trainer.method
+            # Without --amp fp16 the scaler has no state to compare.
+            scaler = trainer.scaler if trainer.scaler.is_enabled() else None
             (replica,) = method.state(trainer.optimizer)
             self.monitor = SyncMonitor(
                 (method.monitored, self.extras),
                 replica.optimizer,
-                scaler if scaler.is_enabled() else None,
+                scaler,
                 every=self.settings.monitor,
                 on_desync=self.settings.on_desync or "warn",
                 console=console,
@@ -52,8 +54,11 @@ class SyncChecks:
         self.monitor.step(step)
         if last:
             self.monitor.close()
-        report = self.monitor.last if self.monitor.checks > before else None
-        if report is None or report.verdict != "out_of_sync":
+        report = self.monitor.last
+        was_due = self.monitor.checks > before
+        if not was_due or report is None or report.verdict != "out_of_sync":
             return ""
-        codes = sorted({finding.code for group in report.groups for finding in group.findings})
-        return f"step {step}: the ranks are out of sync: {', '.join(codes)}"
+        codes: set[str] = set()
+        for group in report.groups:
+            codes.update(finding.code for finding in group.findings)
+        return f"step {step}: the ranks are out of sync: {', '.join(sorted(codes))}"

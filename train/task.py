@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +120,8 @@ def make_task(settings: Settings) -> Task:
         return LANGUAGE_MODELING if settings.data == "text" else CLASSIFICATION
     module, _, name = settings.task.partition(":")
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # as in `python -m`, but after the packages of this clone
+        # As in `python -m`, but after the packages of this clone.
+        sys.path.append(str(Path.cwd()))
     try:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
@@ -145,12 +146,25 @@ def load_task_data(task: Task, settings: Settings) -> Data:
     data = task.load(settings)
     if settings.task is not None:
         if not isinstance(data, Data):
-            found = type(data).__name__
-            raise UserError(f"--task {settings.task}: load returned {found}; return a train.data.Data")
-        parts = [part if isinstance(part, Images) else Collated(part) for part in (data.train, data.test)]
-        for part in parts:
-            sample = part[[0]] if len(part) else None
-            if not (sample and len(sample) == 2 and all(isinstance(tensor, torch.Tensor) for tensor in sample)):
+            kind = type(data).__name__
+            raise UserError(f"--task {settings.task}: load returned {kind}; return a train.data.Data")
+        data = replace(data, train=_collate(data.train), test=_collate(data.test))
+        for samples in (data.train, data.test):
+            if not _has_pairs(samples):
                 raise UserError(f"--task {settings.task}: each sample of its data must be a pair of tensors (x, y)")
-        data = replace(data, train=parts[0], test=parts[1])
     return limit(data, settings.limit_train, settings.task or settings.data)
+
+
+def _collate(samples: Any) -> Images:
+    """Return a data set whose samples form batches."""
+    if isinstance(samples, Images):
+        return samples
+    return Collated(samples)
+
+
+def _has_pairs(samples: Images) -> bool:
+    """Return whether the first sample is a pair of tensors."""
+    if len(samples) == 0:
+        return False
+    sample = samples[[0]]
+    return len(sample) == 2 and all(isinstance(tensor, torch.Tensor) for tensor in sample)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -80,8 +80,18 @@ class Trainer:
     @property
     def averages(self) -> dict[str, Tensor] | None:
         """Return the moving averages of --ema by parameter name, as they are saved, not copied."""
-        averages = () if self.average is None else self.average.module.named_parameters()
-        return {name: self.method.mark(name, average.detach()) for name, average in averages} or None
+        if self.average is None:
+            return None
+        parameters = self.average.module.named_parameters()
+        return {name: self.method.mark(name, average.detach()) for name, average in parameters}
+
+    @property
+    def scaler_state(self) -> dict[str, Any] | None:
+        """Return the state of the loss scaling of --amp fp16; None without it."""
+        if self.scaler.is_enabled():
+            state: dict[str, Any] = self.scaler.state_dict()
+            return state
+        return None
 
     def _prepare(self, x: Tensor) -> Tensor:
         x = x.to(self.ctx.device, non_blocking=True)  # asynchronous from pinned memory

@@ -16,8 +16,10 @@ from scenarios import NEEDS_FSDP, fsdp, whole_state
 from train.engine import prepare, train
 from train.errors import UserError
 from train.launch import RankContext
+from train.mesh import gather_whole
 from train.resume import state_files, state_path, states_folder
-from train.resume.state import find_local_optimizer, merge_states, parameter_names, restore_state
+from train.resume.sharded_state import load_shards
+from train.resume.state import find_local_optimizer, parameter_names, restore_state
 from train.resume.state_files import read_state
 
 if TYPE_CHECKING:
@@ -193,21 +195,21 @@ def test_empty_shards_are_merged(syncheck_rank: Rank, size: int) -> None:
 @pytest.mark.slow
 @NEEDS_FSDP
 @pytest.mark.syncheck(ranks=4)
-def test_hsdp_merges_the_shards_of_one_replica(ctx: RankContext, syncheck_rank: Rank) -> None:
-    """Merging the states of an hsdp run returns the full model, and restoring it returns each rank's shard."""
+def test_hsdp_loads_the_shards_of_one_replica(ctx: RankContext, syncheck_rank: Rank) -> None:
+    """torch's folder of an hsdp run has the full model, and loading it restores each rank's shard."""
     settings = replace(TINY, method="hsdp", optimizer="adamw", lr=0.005, save_per_rank=False, out=syncheck_rank.shared)
     interrupt(ctx, settings, 3)
     folder = states_folder(settings.out, settings.run)
-    states = {rank: torch.load(state_path(folder, 3, rank), weights_only=True) for rank in range(4)}
+    state = torch.load(state_path(folder, 3, ctx.rank), weights_only=True)
     job = prepare(replace(settings, resume=True), ctx)
     before = {name: _local(tensor).clone() for name, tensor in job.method.module.state_dict().items()}
-    merged = merge_states(states, ctx.rank)
+    loaded = load_shards(folder / "step_3", job.trainer, state)
     full = whole_state(job)
-    assert [name for name in full if not full[name].equal(merged["model"][name])] == []
+    assert [name for name in full if not full[name].equal(gather_whole(loaded["model"][name]))] == []
     with torch.no_grad():
         for parameter in job.method.module.parameters():
             _local(parameter).zero_()
-    restore_state(merged, job.trainer)
+    restore_state(loaded, job.trainer)
     after = job.method.module.state_dict()
     assert [name for name in before if not _local(after[name]).equal(before[name])] == []
 
@@ -218,7 +220,7 @@ def _local(tensor: Any) -> Tensor:
 
 @pytest.mark.syncheck(ranks=2)
 def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.CaptureFixture[str]) -> None:
-    """With another number of ranks, zero needs the files of all saved ranks; ddp needs only one file."""
+    """With another number of ranks, zero needs the shards of all saved ranks; ddp needs only one file."""
     for method in ("zero", "ddp"):
         settings = replace(PLAIN, method=method, out=syncheck_rank.shared)
         with world(syncheck_rank, f"{method} old", 2) as ctx:
@@ -229,6 +231,9 @@ def test_only_sharded_states_need_all_files(syncheck_rank: Rank, capfd: pytest.C
                 continue
             lost = state_path(states_folder(settings.out, method), 1, 1)
             lost.unlink()
+            if method == "zero":
+                lost = lost.parent / "sharded"
+                (lost / ".metadata").unlink()
             capfd.readouterr()
             if method == "zero":
                 with pytest.raises(UserError, match=r"no state in .* is usable"):

@@ -32,7 +32,7 @@ from train.bench.cases import CASES, select_cases
 from train.bench.runs import Row, run_case
 from train.bench.table import as_json, as_markdown, as_text
 from train.checkpoints.checkpoint_files import write_atomic
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 from train.options import Parser
 from train.options import build_parser as build_trainer_parser
 
@@ -131,9 +131,12 @@ def compare_cases(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     sys.stdout.write(as_text(rows, machine))
     if received:
         return 128 + received
-    if any(row.problem and not row.refused for row in rows) or not all(written):
+    has_failed = any(row.problem and not row.refused for row in rows)
+    if has_failed or not all(written):
         return 1
-    return 2 if all(row.problem for row in rows) else 0
+    if all(row.problem for row in rows):
+        return 2
+    return 0
 
 
 def write_file(path: Path, text: str) -> bool:
@@ -141,9 +144,9 @@ def write_file(path: Path, text: str) -> bool:
     try:
         write_atomic(path, text.encode())
     except UserError as error:
-        with tempfile.NamedTemporaryFile("w", prefix="bench-", suffix=path.suffix, delete=False) as other:
-            other.write(text)
-        sys.stderr.write(f"train.bench: {error}; the table was saved to {other.name}\n")
+        with tempfile.NamedTemporaryFile("w", prefix="bench-", suffix=path.suffix, delete=False) as backup:
+            backup.write(text)
+        sys.stderr.write(f"train.bench: {error}; the table was saved to {backup.name}\n")
         return False
     return True
 
@@ -187,10 +190,8 @@ def check_arguments(arguments: argparse.Namespace, options: Sequence[str]) -> No
     for path in arguments.output:
         if path.suffix not in FORMATS:
             raise UserError(f"-o {path}: unknown file extension; supported: {', '.join(FORMATS)}")
-        try:
+        with explain_os_error(f"-o {path}: cannot be written"):
             path.open("a").close()
-        except OSError as error:
-            raise UserError(f"-o {path}: cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -118,7 +118,8 @@ _CASES = (
     Case("fsdp-sync-bn", "fsdp", ("--sync-bn",)),
 )
 CASES = {case.name: case for case in _CASES}
-REFERENCES = ("single", "single-moe")  # speed-ups are relative to the throughput of the case with the same model
+# Speed-ups are relative to the throughput of the case with the same model.
+REFERENCES = ("single", "single-moe")
 
 
 def select_cases(names: Sequence[str]) -> list[Case]:

@@ -25,7 +25,8 @@ Record = dict[str, Any]
 
 # Runs its arguments at the same time, and exits with the code of the first failed argument.
 PARALLEL = 'for words; do eval "$words" & pids+=" $!"; done; for pid in $pids; do wait $pid || exit; done'
-MARK = "TRAIN_BENCH_RUN"  # environment variable that all processes of a run inherit
+# Environment variable that all processes of a run inherit.
+MARK = "TRAIN_BENCH_RUN"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def run_case(row: Row, commands: Sequence[Sequence[str]], folder: Path, threads:
     folder: an empty folder for logs. threads: CPU threads per process. timeout: time limit in seconds, after which all
     processes of the run are killed.
     """
-    mark = str(uuid.uuid4())  # identifies all processes of this run
+    # Identifies all processes of this run.
+    mark = str(uuid.uuid4())
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", MARK: mark}
     options = ("--log-dir", str(folder), "--progress", "none")
     began = time.time()
@@ -140,26 +142,31 @@ def kill_marked_processes(mark: str) -> None:
         for pid in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)  # a killed process keeps its environment for a moment
+        # A killed process keeps its environment for a moment.
+        time.sleep(0.01)
 
 
 def read_timing(records: Sequence[Record], began: float, total: float = 0.0) -> Timing:
     """Compute the timing of a run from its metrics. began: Unix time of the command. total: its seconds."""
-    (start,) = (record for record in records if record["event"] == "start")
+    (start,) = [record for record in records if record["event"] == "start"]
     epochs = [record for record in records if record["event"] == "epoch"]
-    steps = epochs[0]["step"]  # of every complete epoch
+    # Steps of every complete epoch.
+    steps = epochs[0]["step"]
+    # The first epoch is warm-up, unless it is the only one.
     later = epochs[1:] or epochs
-    complete = [record for record in later if record["step"] == record["epoch"] * steps]
-    if not complete:
+    included = [record for record in later if record["step"] == record["epoch"] * steps]
+    if not included:
         steps = later[-1]["step"] % steps
-    included = complete or later
+        included = later
+    utilization_by_rank = zip(*[record["gpu_utilization_by_rank"] for record in included], strict=False)
     return Timing(
-        start["time"] - began,
-        tuple(record["epoch_time_s"] for record in included),
-        steps,
-        min(start["samples"], steps * start["batch_size"]),  # the epochs of a text count bytes
-        epochs[-1]["test_accuracy"],
-        max(record["peak_memory_bytes"] for record in epochs),
-        total,
-        tuple(map(statistics.mean, zip(*(r["gpu_utilization_by_rank"] for r in included), strict=False))),
+        start_s=start["time"] - began,
+        epoch_times_s=tuple([record["epoch_time_s"] for record in included]),
+        steps=steps,
+        # The epochs of a text count bytes.
+        samples=min(start["samples"], steps * start["batch_size"]),
+        test_accuracy=epochs[-1]["test_accuracy"],
+        peak_memory_bytes=max(record["peak_memory_bytes"] for record in epochs),
+        total_s=total,
+        gpu_utilization=tuple([statistics.mean(percents) for percents in utilization_by_rank]),
     )

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
     from train.bench.runs import Row
 
-PIPE_WIDTH = 200  # columns, if stdout is not a terminal
-SCHEMA = 1  # of the JSON document; removing a field increases it
-TEXTS = 4  # columns of text, aligned to the left
+# Columns, if stdout is not a terminal.
+PIPE_WIDTH = 200
+# The version of the JSON document; removing a field increases it.
+SCHEMA = 1
+# Columns of text, aligned to the left.
+TEXTS = 4
 HEAD = (
     *("case", "launcher", "model", "data", "processes", "start s", "total s", "epoch s", "steps", "step ms"),
     *("samples/s", "speed-up", "test %", "memory MB", "GPU %"),
@@ -34,17 +37,23 @@ NOTES = (
 
 def compute_speed_up(row: Row, rows: Sequence[Row]) -> float | None:
     """Return the median over the rounds of the throughput relative to `single`; None if not measured."""
-    bases = [other for other in rows if other.case.name in REFERENCES and other.timings and other.model == row.model]
-    if not bases or not row.timings:
-        return None
-    # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
-    pairs = zip(row.timings, bases[0].timings, strict=False)
-    return statistics.median(own.samples_per_second / base.samples_per_second for own, base in pairs)
+    for reference in rows:
+        if reference.case.name in REFERENCES and reference.model == row.model:
+            # Both runs of a round are affected by the same load on the machine; a case that fails is not repeated.
+            ratios = []
+            for timing, base in zip(row.timings, reference.timings, strict=False):
+                ratios.append(timing.samples_per_second / base.samples_per_second)
+            if ratios:
+                return statistics.median(ratios)
+    return None
 
 
 def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     """Format the cells of a measured row."""
     speed_up = compute_speed_up(row, rows)
+    speed_up_text = "-"
+    if speed_up is not None:
+        speed_up_text = f"{speed_up:.2f}"
     return (
         row.case.name,
         row.case.launcher,
@@ -57,7 +66,7 @@ def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         str(sum(timing.steps * len(timing.epoch_times_s) for timing in row.timings)),
         f"{1000 * row.compute_median('epoch_time_s') / row.timings[0].steps:.1f}",
         f"{row.compute_median('samples_per_second'):.1f}",
-        "-" if speed_up is None else f"{speed_up:.2f}",
+        speed_up_text,
         f"{row.timings[-1].test_accuracy * 100:.1f}",
         f"{row.compute_median('peak_memory_bytes') / 1e6:.0f}",
         "/".join(f"{percent:.0f}" for percent in row.timings[-1].gpu_utilization) or "-",
@@ -67,20 +76,42 @@ def format_row(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
 def as_text(rows: Sequence[Row], machine: dict[str, Any], width: int | None = None) -> str:
     """Format the table and, below the table, the problems. width: columns; None uses the width of the terminal."""
     # On a narrow terminal the table has several parts, and each part begins with the names of the cases.
-    width = width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH)
-    lines = [HEAD, *(format_row(row, rows) for row in rows if row.timings)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    parts = [[0]]
-    for i in range(1, len(HEAD)):
-        if sum(widths[j] + 2 for j in parts[-1]) + widths[i] > width:
-            parts.append([0])
-        parts[-1].append(i)
+    if width is None:
+        width = PIPE_WIDTH
+        if sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+    columns = align_columns([HEAD, *(format_row(row, rows) for row in rows if row.timings)])
     paragraphs = [textwrap.fill(format_machine(machine), width, break_on_hyphens=False)]
-    for part in parts:
-        cells = ([f"{line[i]:{'<' if i < TEXTS else '>'}{widths[i]}}" for i in part] for line in lines)
-        paragraphs.append("\n".join("  ".join(line).rstrip() for line in cells))
-    notes = [*(f"{row.case.name}: {row.problem}" for row in rows if row.problem), textwrap.fill(NOTES, width)]
-    return "\n\n".join([*paragraphs, "\n".join(notes)]) + "\n"
+    part, part_width = [columns[0]], len(columns[0][0])
+    for column in columns[1:]:
+        column_width = 2 + len(column[0])
+        if part_width + column_width > width:
+            paragraphs.append(join_columns(part))
+            part, part_width = [columns[0]], len(columns[0][0])
+        part.append(column)
+        part_width += column_width
+    paragraphs.append(join_columns(part))
+    notes = [f"{row.case.name}: {row.problem}" for row in rows if row.problem]
+    notes.append(textwrap.fill(NOTES, width))
+    paragraphs.append("\n".join(notes))
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def align_columns(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the cells by column, each padded to the width of its column: texts to the left, numbers to the right."""
+    columns = []
+    for index, cells in enumerate(zip(*lines, strict=True)):
+        column_width = max(len(cell) for cell in cells)
+        if index < TEXTS:
+            columns.append([cell.ljust(column_width) for cell in cells])
+        else:
+            columns.append([cell.rjust(column_width) for cell in cells])
+    return columns
+
+
+def join_columns(columns: Sequence[Sequence[str]]) -> str:
+    """Return the lines of a table."""
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def as_markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from train.checkpoints.formats import FORMATS
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -36,7 +36,8 @@ def write_atomic(path: Path, payload: bytes) -> None:
         rename_into_place(path)
     finally:
         with suppress(OSError):
-            temporary_path(path).unlink()  # keep the folder: another rank may be about to write to it
+            # Keep the folder: another rank may be about to write to it.
+            temporary_path(path).unlink()
 
 
 def temporary_path(path: Path) -> Path:
@@ -48,27 +49,24 @@ def write_temporary(path: Path, payload: bytes) -> None:
     """Write the temporary file for `path` and flush it to disk. Raises UserError with the system's reason."""
     if path.is_dir():  # fail before any rank renames its file
         raise UserError(f"cannot write {path}: {os.strerror(errno.EISDIR)}")
-    try:
+    with explain_os_error(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary_path(path).open("wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def rename_into_place(path: Path) -> None:
     """Rename the temporary file to `path` atomically. Raises UserError with the system's reason."""
-    try:
+    with explain_os_error(f"cannot write {path}"):
         temporary_path(path).replace(path)
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # flush the folder, so that the new name survives a power failure
+            # Flush the folder, so that the new name survives a power failure.
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def remove_temporary(path: Path) -> None:
@@ -84,12 +82,10 @@ def remove_temporary(path: Path) -> None:
 
 def check_writable(out: Path) -> None:
     """Create the output folder and test that it is writable, before the training starts. Raises UserError."""
-    try:
+    with explain_os_error(f"cannot write to --out {out}"):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-    except OSError as error:
-        raise UserError(f"cannot write to --out {out}: {error.strerror}") from error
 
 
 def remove_run(out: Path, run: str, keep: Collection[Path] = ()) -> int:
@@ -120,8 +116,13 @@ def _find_run_files(out: Path, run: str) -> Iterator[Path]:
     ending = rf"\.(?:{'|'.join(FORMATS)})"
     final = re.compile(rf"{re.escape(run)}_rank\d+{ending}|\.{re.escape(run)}_rank\d+{ending}\.tmp")
     moment = re.compile(rf"rank_\d+{ending}|\.rank_\d+{ending}\.tmp")
-    yield from [path for path in out.iterdir() if final.fullmatch(path.name)]
-    steps = [f for f in (out / "history" / run).glob("step_*") if re.fullmatch(r"step_\d+", f.name)]
-    for folder in (*steps, out / "best" / run):
+    # Lists, because the caller removes files while it iterates.
+    for path in list(out.iterdir()):
+        if final.fullmatch(path.name):
+            yield path
+    step_folders = [path for path in (out / "history" / run).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    for folder in (*step_folders, out / "best" / run):
         if folder.is_dir():
-            yield from [path for path in folder.iterdir() if moment.fullmatch(path.name)]
+            for path in list(folder.iterdir()):
+                if moment.fullmatch(path.name):
+                    yield path

@@ -37,15 +37,15 @@ class Snapshot:
 def encode_pth(snapshot: Snapshot) -> bytes:
     """Serialize with torch.save. torch.load(weights_only=True) accepts the result."""
     buffer = io.BytesIO()
-    content = {
-        "model": snapshot.model,
-        **({} if snapshot.ema is None else {"ema": snapshot.ema}),
-        "optimizer": snapshot.optimizer,
-        **({} if snapshot.scaler is None else {"scaler": snapshot.scaler}),
-        "epoch": snapshot.epoch,
-        "step": snapshot.step,
-        **({"syncheck": snapshot.block} if "schema" in snapshot.block else {}),
-    }
+    content: dict[str, Any] = {"model": snapshot.model}
+    if snapshot.ema is not None:
+        content["ema"] = snapshot.ema
+    content["optimizer"] = snapshot.optimizer
+    if snapshot.scaler is not None:
+        content["scaler"] = snapshot.scaler
+    content |= {"epoch": snapshot.epoch, "step": snapshot.step}
+    if "schema" in snapshot.block:
+        content["syncheck"] = snapshot.block
     torch.save(copy_to_cpu(content), buffer)
     return buffer.getvalue()
 
@@ -62,7 +62,8 @@ def encode_safetensors(snapshot: Snapshot) -> bytes:
     except ImportError as error:
         raise UserError("--save-format safetensors: not installed; pip install -e '.[train]'") from error
     tensors = snapshot.model | {f"ema.{name}": tensor for name, tensor in (snapshot.ema or {}).items()}
-    names = snapshot.block["optimizer_parameters"]  # in the order of the state dict's integer ids
+    # In the order of the state dict's integer ids.
+    names = snapshot.block["optimizer_parameters"]
     for index, states in snapshot.optimizer["state"].items():
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
@@ -83,7 +84,9 @@ def copy_to_cpu(tree: Any) -> Any:
         return {key: copy_to_cpu(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree)(copy_to_cpu(value) for value in tree)
-    return tree.detach().cpu().clone() if isinstance(tree, torch.Tensor) else tree
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu().clone()
+    return tree
 
 
 # Encoders by file extension.

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from train.launch import RankContext
     from train.settings import Settings
 
-UNFINISHED = 5.0  # seconds after which a lock without content is damaged: its run may have been about to write it
+# Seconds after which a lock without content is damaged: its run may have been about to write it.
+UNFINISHED = 5.0
 
 
 class RunLock:
@@ -33,8 +34,10 @@ class RunLock:
         self.out, self.run, self.ctx = settings.out, settings.run, ctx
         self.needed = settings.save_per_rank or settings.checkpoint_every is not None
         self.path = settings.out / f".{settings.run}.lock"
-        self.token = ""  # identifies this run on all ranks; the run id does not, because --resume keeps it
-        self.created = False  # whether this rank created the file
+        # Identifies this run on all ranks; the run id does not, because --resume keeps it.
+        self.token = ""
+        # Whether this rank created the file.
+        self.created = False
 
     def __enter__(self) -> RunLock:
         return self

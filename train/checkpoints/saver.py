@@ -50,7 +50,8 @@ class Saver:
         self.replicas = self.ctx.world_size * trainer.method.replicas  # over all ranks
         self.saved: list[Path] = []
         self.replaced = 0
-        self.cleared = False  # whether the files of an earlier run have been removed
+        # Whether the files of an earlier run have been removed.
+        self.cleared = False
         self.resumed = False
         self.attempts = 0
         self.errors: list[str] = []  # of periodic saves
@@ -172,14 +173,16 @@ class Saver:
         snapshot = Snapshot(
             model=replica.model,
             optimizer=replica.optimizer.state_dict(),
-            scaler=trainer.scaler.state_dict() if trainer.scaler.is_enabled() else None,
+            scaler=trainer.scaler_state,
             epoch=block["epoch"],
             step=step,
             block=block,
             ema=trainer.averages,
         )
         written = trainer.fault.before_save(snapshot, final=final)
-        return None if written is None else FORMATS[self.settings.save_format](written)
+        if written is None:
+            return None
+        return FORMATS[self.settings.save_format](written)
 
     def _remove_old_files(self, paths: list[Path]) -> None:
         """Remove files of an earlier run, or of steps after the resumed step.
@@ -205,7 +208,8 @@ def build_metadata_block(
     """
     config = trainer.settings.config(world_size)
     if trainer.settings.fault is not None:
-        config["fault_step"] = trainer.fault.fault_step  # the default, if --fault-step was not given
+        # The default, if --fault-step was not given.
+        config["fault_step"] = trainer.fault.fault_step
     return metadata(
         run=trainer.settings.run,
         run_id=run_id,

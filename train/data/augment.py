@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from train.data.dataset import Augment, DataOptions, Normalize
 
 AUGMENTATIONS = ("none", "basic", "strong", "timm")
-JITTER = 0.4  # brightness, contrast and saturation are multiplied by 0.6 to 1.4
+# Brightness, contrast and saturation are multiplied by 0.6 to 1.4.
+JITTER = 0.4
 ERASE_PROBABILITY = 0.25
-STRONG_STREAM = 1  # of random numbers; BasicAugment uses stream 0, and `mixup` stream 2
+# Stream of random numbers; BasicAugment uses stream 0, and `mixup` stream 2.
+STRONG_STREAM = 1
 
 
 def build_augment(options: DataOptions, channels: int, *, flip: bool) -> Augment | None:
@@ -67,13 +69,13 @@ class BasicAugment:
         keys = mixed_each(mixed(self.seed, epoch), indices.numpy())
         # Remainders of 64 random bits deviate from a uniform distribution by less than 2**-50.
         sizes = (2 * pad + 1, 2 * pad + 1, 2)
-        top, left, mirror = (torch.from_numpy(draw_integers(keys, n, size)) for n, size in enumerate(sizes))
+        top, columns, mirror = (torch.from_numpy(draw_integers(keys, n, size)) for n, size in enumerate(sizes))
         padded = F.pad(pixels, (pad, pad, pad, pad))
         if self.flip:
             padded = torch.where(mirror.view(-1, 1, 1, 1) == 1, padded.flip(3), padded)
         # A view of all windows, [N, channels, 2 * pad + 1, 2 * pad + 1, H, W]; indexing copies one window per image.
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)
-        return windows[torch.arange(count), :, top, left]
+        return windows[torch.arange(count), :, top, columns]
 
 
 class StrongAugment:

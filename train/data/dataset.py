@@ -15,6 +15,7 @@ from train.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from train.data.mixup import Mixup
 
@@ -111,8 +112,10 @@ class Images(Dataset[tuple[Tensor, ...]]):
         if self.mixup is not None:
             partners, weights = self.mixup.draw(rows, self.epoch, self.samples)
             pairs = zip((images, labels), self.load(partners), strict=True)
-            images, labels = (self.mixup.mix(one, other, weights) for one, other in pairs)
-        return (images[0], labels[0]) if isinstance(index, int) else (images, labels)
+            images, labels = (self.mixup.mix(inputs, targets, weights) for inputs, targets in pairs)
+        if isinstance(index, int):
+            return images[0], labels[0]
+        return images, labels
 
     def load(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images of the rows, augmented and normalized, and their labels."""
@@ -139,8 +142,15 @@ class Collated(Images):
         if isinstance(index, int):
             sample: tuple[Tensor, ...] = self.each[index]
             return sample
-        rows = range(*index.indices(self.samples)) if isinstance(index, slice) else index
+        rows: Sequence[int] = range(self.samples)[index] if isinstance(index, slice) else index
         return tuple(default_collate([self.each[row] for row in rows]))
+
+
+def locate_file(folder: Path | None, default_folder: Path, name: str) -> tuple[Path, str]:
+    """Return the path of a data file, and how to fix its absence. folder: None for the file in this clone."""
+    if folder is None:
+        return default_folder / name, "the clone is incomplete"
+    return folder / name, f"set --data-dir to the folder of {name}"
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from train.data.augment import build_augment
-from train.data.dataset import Data, DataOptions, Images, Normalize
+from train.data.dataset import Data, DataOptions, Images, Normalize, locate_file
 from train.errors import UserError
 
 FOLDER = Path(__file__).resolve().parent / "files" / "digits"
 FILE = "digits.npz"
-TRAIN = 1437  # the other 360, 20 %, are the test set
+# The other 360, 20 %, are the test set.
+TRAIN = 1437
 # Pixels are 0 to 16. Mean and standard deviation of the 1,437 training images divided by 16.
 MEAN, STD = 0.3054, 0.3759
 
@@ -27,18 +28,17 @@ def load_digits(folder: Path | None, options: DataOptions) -> Data:
     of RandomState never changes (NEP 19), so the split is the same everywhere. Raises UserError if the file is missing
     or invalid.
     """
-    path = (FOLDER if folder is None else folder) / FILE
+    path, hint = locate_file(folder, FOLDER, FILE)
     try:
         with np.load(path) as archive:
             images, labels = archive["images"], archive["labels"]
     except FileNotFoundError as error:
-        hint = "the clone is incomplete" if folder is None else f"set --data-dir to the folder of {FILE}"
         raise UserError(f"{path}: not found; {hint}") from error
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if images.shape != (1797, 8, 8) or labels.shape != (1797,):
-        found = f"images {images.shape}, labels {labels.shape}"
-        raise UserError(f"{path}: wrong shapes: found {found}; expected (1797, 8, 8) and (1797,)")
+        shapes = f"images {images.shape}, labels {labels.shape}"
+        raise UserError(f"{path}: wrong shapes: found {shapes}; expected (1797, 8, 8) and (1797,)")
     order = np.random.RandomState(0).permutation(len(labels))
     x = torch.from_numpy((images[order, None].astype(np.float32) / 16 - MEAN) / STD)  # [1797, 1, 8, 8]
     y = torch.from_numpy(labels[order].astype(np.int64))  # [1797]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from torch.utils.data import Sampler
@@ -18,10 +19,17 @@ def smallest_share(samples: int, world_size: int, parts: int, replicas: int) -> 
     The batch is partitioned evenly over the ranks and into `parts` micro-batches, then over the `replicas` of a
     DataParallel with torch.chunk, which partitions 13 samples into 4, 4, 4 and 1. Replicas without samples are ignored.
     """
-    per_rank = {samples // world_size, -(-samples // world_size)}
-    per_part = {size for share in per_rank for size in (share // parts, -(-share // parts))}
-    chunks = {size: -(-size // replicas) for size in per_part}
-    return min(size % chunk or chunk if size else 0 for size, chunk in chunks.items())
+    # Shares of a rank, and of a micro-batch, differ by at most one sample, so the smallest comes from the smallest or
+    # the largest share.
+    sizes = set()
+    for share in (samples // world_size, math.ceil(samples / world_size)):
+        sizes |= {share // parts, math.ceil(share / parts)}
+    smallest = []
+    for size in sizes:
+        chunk = math.ceil(size / replicas)
+        # The last replica has what remains.
+        smallest.append(size % chunk or chunk if chunk else 0)
+    return min(smallest)
 
 
 class OwnSharesSampler(Sampler[list[int]]):

@@ -44,7 +44,8 @@ class Loaders:
         return cls(data.train, sampler, batches, evaluation_batches(data.test, ctx))
 
 
-EVALUATION_BATCH = 512  # maximum samples per rank and forward; does not affect the score
+# Maximum samples per rank and forward; does not affect the score.
+EVALUATION_BATCH = 512
 # Workers must not be forked from this process: its threads (gloo's, a monitor's) may hold locks, which would stay
 # locked in the child, and its signal handlers would run twice. spawn starts Python and imports torch for each worker in
 # each epoch, which takes seconds. A fork server does this once, has no threads, and forks in milliseconds.

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from train.seeds import draw_integers, mixed, mixed_each
 
-MIXUP_STREAM = 2  # of random numbers; `augment` uses streams 0 and 1
+# Stream of random numbers; `augment` uses streams 0 and 1.
+MIXUP_STREAM = 2
 MIXUP_ALPHA, SMOOTHING = 0.2, 0.1
 
 
@@ -31,12 +32,14 @@ class Mixup:
         weights = [np.random.default_rng(int(key)).beta(MIXUP_ALPHA, MIXUP_ALPHA) for key in keys]
         return torch.from_numpy(draw_integers(keys, 0, samples)), torch.tensor(weights, dtype=torch.float32)
 
-    def mix(self, one: Tensor, other: Tensor, weights: Tensor) -> Tensor:
+    def mix(self, image: Tensor, partner: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted mean of two batches of images, or of two batches of labels, int64 [N].
 
         Labels become probabilities, float32 [N, classes].
         """
-        if not one.is_floating_point():
-            one, other = (F.one_hot(y, self.classes) * (1 - SMOOTHING) + SMOOTHING / self.classes for y in (one, other))
-        weights = weights.view(-1, *[1] * (one.dim() - 1))
-        return weights * one + (1 - weights) * other
+        if not image.is_floating_point():
+            image, partner = (
+                F.one_hot(y, self.classes) * (1 - SMOOTHING) + SMOOTHING / self.classes for y in (image, partner)
+            )
+        weights = weights.view(-1, *[1] * (image.dim() - 1))
+        return weights * image + (1 - weights) * partner

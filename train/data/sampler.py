@@ -51,10 +51,10 @@ class DistributedBatchSampler(Sampler[list[int]]):
         self.rank, self.world_size = rank, world_size
         self.shuffle, self.seed = shuffle, seed
         self.epoch, self.skip = 0, 0
-        full, rest = divmod(samples, batch_size)
+        full, remainder = divmod(samples, batch_size)
         self.sizes = [batch_size] * full
-        if keep_last and rest:
-            self.sizes.append(rest)
+        if keep_last and remainder:
+            self.sizes.append(remainder)
         self.longest = len(self.sizes)
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:

@@ -10,19 +10,22 @@ from torch import Tensor
 
 from train.data.augment import build_augment
 from train.data.dataset import Augment, Data, DataOptions, Images, Normalize
-from train.errors import UserError
+from train.errors import refuse
 from train.seeds import mixed_each
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 IMAGE_SIZE, CHANNELS, CLASSES, TRAIN_SAMPLES = 32, 3, 10, 50_000  # the sizes of CIFAR-10
-SEED = 0  # independent of --seed: all runs train on the same images
+# Independent of --seed: all runs train on the same images.
+SEED = 0
 POOL = 2**24  # bytes of noise
 PATCHES = 4  # along each edge
-MAX_PIXELS = 2**24  # of one image over all channels; the size of the pool
+# Pixels of one image over all channels; the size of the pool.
+MAX_PIXELS = 2**24
 MAX_CLASSES = 65_536
-MAX_SAMPLES = 2**24  # ten times ImageNet; the order of an epoch is a list of this length
+# Ten times ImageNet; the order of an epoch is a list of this length.
+MAX_SAMPLES = 2**24
 # The average of two uniform distributions over 0 to 255: mean 1/2, variance 2 (1/2)^2 / 12.
 MEAN, STD = 0.5, 24**-0.5
 
@@ -71,17 +74,18 @@ class Synthetic(Images):
 
 def load_synthetic(folder: Path | None, options: DataOptions) -> Data:
     """Build the synthetic data. Raises UserError for sizes above the limits, and for a folder."""
-    if folder is not None:
-        raise UserError(f"--data-dir {folder}: not supported by --data synthetic, which needs no files; omit it")
     size, channels = options.image_size or IMAGE_SIZE, options.channels or CHANNELS
     classes, samples = options.classes or CLASSES, options.train_samples or TRAIN_SAMPLES
-    if channels * size**2 > MAX_PIXELS:
-        raise UserError(f"--image-size {size} --channels {channels}: an image must have at most {MAX_PIXELS} bytes")
     most_classes = min(MAX_CLASSES, MAX_PIXELS // channels)
-    if classes > most_classes:
-        raise UserError(f"--classes {classes}: must be at most {most_classes} with {channels} channels")
-    if samples > MAX_SAMPLES:
-        raise UserError(f"--train-samples {samples}: must be at most {MAX_SAMPLES}")
+    refuse(
+        (folder, f"--data-dir {folder}: not supported by --data synthetic, which needs no files; omit it"),
+        (
+            channels * size**2 > MAX_PIXELS,
+            f"--image-size {size} --channels {channels}: an image must have at most {MAX_PIXELS} bytes",
+        ),
+        (classes > most_classes, f"--classes {classes}: must be at most {most_classes} with {channels} channels"),
+        (samples > MAX_SAMPLES, f"--train-samples {samples}: must be at most {MAX_SAMPLES}"),
+    )
     shape = (channels, size, size)
     train = Synthetic(shape, classes, samples, 0, build_augment(options, channels, flip=True))
     test = Synthetic(shape, classes, max(1, samples // 10), samples)

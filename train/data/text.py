@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from train.data.dataset import Data, DataOptions, Images
+from train.data.dataset import Data, DataOptions, Images, locate_file
 from train.errors import UserError
 
 FOLDER = Path(__file__).resolve().parent / "files" / "text"
@@ -23,11 +23,10 @@ def load_text(folder: Path | None, options: DataOptions) -> Data:
     """
     if options.augment != "none":
         raise UserError(f"--augment {options.augment}: changes images; not supported by --data text")
-    path = (FOLDER if folder is None else folder) / FILE
+    path, hint = locate_file(folder, FOLDER, FILE)
     try:
         text = path.read_bytes()
     except FileNotFoundError as error:
-        hint = "the clone is incomplete" if folder is None else f"set --data-dir to the folder of {FILE}"
         raise UserError(f"{path}: not found; {hint}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error

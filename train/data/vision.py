@@ -13,7 +13,7 @@ import torch
 
 from train.data.augment import build_augment
 from train.data.dataset import Data, DataOptions, Images, Normalize
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,10 +66,8 @@ class Source:
         from torchvision.datasets.utils import check_integrity  # type: ignore[import-untyped]
 
         for path, md5 in files:
-            try:
+            with explain_os_error(f"{path}: cannot be read"):
                 is_published = md5 is None or check_integrity(path, md5)
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read: {error.strerror}") from error
             if not is_published:
                 raise UserError(f"{path}: not the published file (MD5 {md5}); replace it with --download")
 
@@ -111,9 +109,9 @@ class Source:
         images = images.unsqueeze(1) if self.shape[0] == 1 else images.movedim(-1, 1)
         is_valid = images.dtype == torch.uint8 and images.shape == (len(labels), *self.shape) and len(labels) > 0
         if not is_valid or labels.ndim != 1 or not 0 <= labels.min() <= labels.max() < self.classes:
-            found = f"the {part} files in {folder} contain {images.dtype} {list(images.shape)}, {len(labels)} labels"
+            problem = f"the {part} files in {folder} contain {images.dtype} {list(images.shape)}, {len(labels)} labels"
             raise UserError(
-                f"--data {self.name}: {found}; expected uint8 {['N', *self.shape]}, N labels below {self.classes}"
+                f"--data {self.name}: {problem}; expected uint8 {['N', *self.shape]}, N labels below {self.classes}"
             )
         return images.contiguous(), labels.long()
 

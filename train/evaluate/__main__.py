@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from train.evaluate.rank_scores import RunScores
     from train.metrics import Score
 
-SCHEMA = 1  # of the JSON document; removing a field increases it
+# The version of the JSON document; removing a field increases it.
+SCHEMA = 1
 HEAD = ("run", "step", "rank", "accuracy", "loss", "averaged: accuracy", "loss")
 DESCRIPTION = """Evaluate each rank's checkpoint on the same test data.
 
@@ -80,33 +81,56 @@ def as_table(runs: Sequence[RunScores]) -> str:
 
     Runs with equal tables are printed once, because the last saved step usually equals the final files.
     """
-    tables = {}
+    metrics = {run.ranks[0].own.main[0] for run in runs}
+    metric = "metric"
+    if len(metrics) == 1:
+        metric = metrics.pop()
+    rows = [tuple(cell.replace("accuracy", metric) for cell in HEAD)]
+    sentences = {}
     for run in runs:
-        r = run.replicas
-        head = (r.run, "-" if r.step is None else str(r.step))
-        table = [(*head, str(rank.rank), *_format_score(rank.own), *_format_score(rank.averaged)) for rank in run.ranks]
-        spreads = (_format_points(run, spread) for spread in (run.spread, run.averaged_spread))
-        table.append((*head, "spread", next(spreads), "", next(spreads), ""))
-        tables[tuple(table)] = run.sentence
-    names = {run.ranks[0].own.main[0] for run in runs}
-    name = names.pop() if len(names) == 1 else "metric"
-    rows = [tuple(cell.replace("accuracy", name) for cell in HEAD), *(row for table in tables for row in table)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = _list_rows(run)
+        if table not in sentences:
+            rows += table
+        sentences[table] = run.sentence
+    lines = [*align_rows(rows), "", *sentences.values()]
+    return "".join(f"{escape_unprintable(line)}\n" for line in lines)
+
+
+def _list_rows(run: RunScores) -> tuple[tuple[str, ...], ...]:
+    """Return a row for each rank, and a row with the spread of the run."""
+    step = str(run.replicas.step)
+    if run.replicas.step is None:
+        step = "-"
+    head = (run.replicas.run, step)
+    rows = [(*head, str(rank.rank), *_format_score(rank.own), *_format_score(rank.averaged)) for rank in run.ranks]
+    spread, averaged_spread = _format_points(run, run.spread), _format_points(run, run.averaged_spread)
+    rows.append((*head, "spread", spread, "", averaged_spread, ""))
+    return tuple(rows)
+
+
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, with the first column to the left and the other columns to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
         lines.append("  ".join(cells).rstrip())
-    return "".join(f"{escape_unprintable(line)}\n" for line in [*lines, "", *tables.values()])
+    return lines
 
 
 def _format_score(score: Score | None) -> tuple[str, str]:
-    return ("-", "-") if score is None else (score.format(2, named=False), f"{score.loss:.4f}")
+    if score is None:
+        return "-", "-"
+    return score.format(2, named=False), f"{score.loss:.4f}"
 
 
 def _format_points(run: RunScores, spread: float | None) -> str:
     if spread is None:
         return "-"
-    return f"{100 * spread:.2f}" if run.ranks[0].own.main[0] == "accuracy" else f"{spread:.4g}"
+    if run.ranks[0].own.main[0] == "accuracy":
+        return f"{100 * spread:.2f}"
+    return f"{spread:.4g}"
 
 
 def as_json(runs: Sequence[RunScores], refused: Sequence[str]) -> str:
@@ -139,8 +163,11 @@ def _run_as_dict(run: RunScores) -> dict[str, Any]:
 def _score_as_dict(score: Score | None) -> dict[str, float | None] | None:
     if score is None:
         return None
-    numbers = {"loss": score.loss, **score.metrics, "samples": score.samples}
-    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+    numbers: dict[str, float | None] = {"loss": score.loss, **score.metrics, "samples": score.samples}
+    for name, number in numbers.items():
+        if number is not None and not math.isfinite(number):
+            numbers[name] = None
+    return numbers
 
 
 def escape_unprintable(text: str) -> str:

@@ -68,28 +68,39 @@ class RunScores:
     @property
     def sentence(self) -> str:
         """Summary of the scores and the causes of their differences."""
-        r, own = self.replicas, [rank.own for rank in self.ranks]
-        step = "" if r.step is None else f", step {r.step}"
-        present = "" if len(own) == r.world_size else f" ({len(own)} of its {r.world_size} ranks)"
+        r, scores = self.replicas, [rank.own for rank in self.ranks]
+        title = r.run
+        if r.step is not None:
+            title += f", step {r.step}"
+        if len(scores) < r.world_size:
+            title += f" ({len(scores)} of its {r.world_size} ranks)"
         causes = ["drifted BatchNorm statistics"] * r.statistics_differ + ["different weights"] * r.parameters_differ
-        name, cause = own[0].main[0], " and ".join(causes)
-        if self.spread and causes:
-            spread = f"{100 * self.spread:.2f} points" if name == "accuracy" else f"{self.spread:.4g}"
-            text = f"{name} differs by up to {spread} between ranks with {cause}"
+        name, cause = scores[0].main[0], " and ".join(causes)
+        if causes and self.spread:
+            text = f"{name} differs by up to {self._format_spread()} between ranks with {cause}"
         elif causes:
-            text = f"{name} is {_format_range(own)} despite {cause}"
+            text = f"{name} is {_format_range(scores)} despite {cause}"
+        elif self.averaged:
+            text = f"{name} is {_format_range(scores)}: weights and BatchNorm statistics agree"
         else:
-            agree = "and BatchNorm statistics agree" if self.averaged else "agree, and there is no BatchNorm"
-            text = f"{name} is {_format_range(own)}: weights {agree}"
+            text = f"{name} is {_format_range(scores)}: weights agree, and there is no BatchNorm"
         if r.statistics_differ and self.averaged:
             statistics = "the statistics alone" if r.parameters_differ else "them"
             text += f"; averaging {statistics} gives {_format_range(self.averaged)}"
-        return f"{r.run}{step}{present}: {text}"
+        return f"{title}: {text}"
+
+    def _format_spread(self) -> str:
+        if self.ranks[0].own.main[0] == "accuracy":
+            return f"{100 * self.spread:.2f} points"
+        return f"{self.spread:.4g}"
 
 
 def _format_range(scores: Sequence[Score]) -> str:
-    low, high = (extreme(scores, key=lambda s: s.main[1]).format(2, named=False) for extreme in (min, max))
-    return f"{low} on every rank" if low == high else f"{low} to {high}"
+    ordered = sorted(scores, key=lambda score: score.main[1])
+    low, high = ordered[0].format(2, named=False), ordered[-1].format(2, named=False)
+    if low == high:
+        return f"{low} on every rank"
+    return f"{low} to {high}"
 
 
 def _compute_spread(scores: Sequence[Score]) -> float:
@@ -108,7 +119,8 @@ def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
         settings = replace(settings, data_dir=data_dir)
     task = make_task(settings)
     data = load_task_data(task, settings)
-    batches = evaluation_batches(data.test, RankContext())  # all test samples; training partitions them over the ranks
+    # All test samples; training partitions them over the ranks.
+    batches = evaluation_batches(data.test, RankContext())
     states = [load_weights(file) for file in replicas.files]
     model = _build_model(replicas, partial(task.build_model, settings, data), states)
 
@@ -119,10 +131,12 @@ def score_run(replicas: Replicas, data_dir: Path | None) -> RunScores:
         return evaluate(method, batches, method.ctx, task)
 
     averaged = average_statistics(model, states)
-    ranks = [
-        RankScore(file.rank, file.path, score(state), score({**state, **averaged}) if averaged else None)
-        for file, state in zip(replicas.files, states, strict=True)
-    ]
+    ranks = []
+    for file, state in zip(replicas.files, states, strict=True):
+        own_score, averaged_score = score(state), None
+        if averaged:
+            averaged_score = score({**state, **averaged})
+        ranks.append(RankScore(file.rank, file.path, own_score, averaged_score))
     return RunScores(replicas, tuple(ranks))
 
 
@@ -146,8 +160,9 @@ def average_statistics(model: nn.Module, states: Sequence[Mapping[str, Tensor]])
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm) or layer.running_mean is None:
             continue
-        mean_name, var_name = (f"{name}.{part}".lstrip(".") for part in ("running_mean", "running_var"))
-        means, variances = (torch.stack([state[key].double() for state in states]) for key in (mean_name, var_name))
+        mean_name, var_name = f"{name}.running_mean".lstrip("."), f"{name}.running_var".lstrip(".")
+        means = torch.stack([state[mean_name].double() for state in states])
+        variances = torch.stack([state[var_name].double() for state in states])
         mean = means.mean(0)  # [ranks, C] to [C]
         var = variances.mean(0) + (means - mean).square().mean(0)
         averaged[mean_name] = mean.to(states[0][mean_name].dtype)
@@ -166,10 +181,10 @@ def _build_model(replicas: Replicas, build: Callable[[], nn.Module], states: Seq
         raise UserError(f"{replicas.files[0].path}: {error}") from error
     expected = {name: _describe_tensor(tensor) for name, tensor in model.state_dict().items()}
     for file, state in zip(replicas.files, states, strict=True):
-        found = {name: _describe_tensor(tensor) for name, tensor in state.items()}
-        for name in [*expected, *found]:
-            if expected.get(name) != found.get(name):
-                difference = f"found {found.get(name, 'no tensor')}, expected {expected.get(name, 'no tensor')}"
+        actual = {name: _describe_tensor(tensor) for name, tensor in state.items()}
+        for name in [*expected, *actual]:
+            if expected.get(name) != actual.get(name):
+                difference = f"found {actual.get(name, 'no tensor')}, expected {expected.get(name, 'no tensor')}"
                 advice = "pass a file that train/run.py saved without a fault that changes the model"
                 raise UserError(f"{file.path}: {name} does not fit {trained}: {difference}; {advice}")
     return model.to_empty(device="cpu")

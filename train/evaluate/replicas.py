@@ -11,17 +11,16 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from train.checkpoints.formats import FORMATS
 from train.data import DATASETS, MAX_SAMPLES
-from train.errors import UserError
+from train.errors import UserError, refuse
+from train.mesh import local_part
 from train.models import MODELS
 from train.optional import Options, compare, read
 from train.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -29,9 +28,12 @@ if TYPE_CHECKING:
 
 # Exceptions of torch.load and safetensors for files in other formats, and damaged files.
 LOAD_ERRORS = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, AttributeError, pickle.UnpicklingError)
-STATISTICS = frozenset({"bn_mean", "bn_var"})  # kinds of tensors in syncheck's report
-MAX_SIZE = 65_536  # of width, depth etc.; far above useful sizes, but products do not overflow
-LOADABLE = ("torch-zip", "torch-legacy", "safetensors")  # formats that `load_weights` supports
+# Kinds of tensors in syncheck's report.
+STATISTICS = frozenset({"bn_mean", "bn_var"})
+# The limit of width, depth etc.; far above useful sizes, but products do not overflow.
+MAX_SIZE = 65_536
+# Formats that `load_weights` supports.
+LOADABLE = ("torch-zip", "torch-legacy", "safetensors")
 METHODS_ADVICE = "train with --method ddp, zero, localsgd, diloco or replicate"  # whose files have complete models
 NUMERIC_FIELDS = ("width", "depth", "alpha", "image_size", "channels", "classes", "train_samples")
 
@@ -72,7 +74,7 @@ def find_replicas(paths: Sequence[str], task: str | None = None) -> tuple[list[R
 
 def _check_group(group: Group, task: str | None) -> Replicas:
     """Check that the group has complete models of one kind on at least two ranks. Raises UserError."""
-    first, *others = group.replicas
+    first, *other_runs = group.replicas
     snapshots = [read(replica.path) for replica in group.replicas]
     settings = _read_settings(snapshots[0], task)
     for snapshot in snapshots:
@@ -81,7 +83,7 @@ def _check_group(group: Group, task: str | None) -> Replicas:
             raise UserError(f"{snapshot.path}: model or data differ from {first.path}; pass files of a single run")
     metadata = snapshots[0].metadata
     world_size = (metadata and metadata.world_size) or len(snapshots)
-    if not others:
+    if not other_runs:
         advice = "train with at least 2 ranks (--spawn 2)"
         if world_size > 1:
             advice = f"pass the files of all {world_size} ranks of the run"
@@ -101,24 +103,36 @@ def _check_group(group: Group, task: str | None) -> Replicas:
 def _read_settings(snapshot: Snapshot, task: str | None) -> Settings:
     """Read model and data, or the task, from the metadata block. Raises UserError."""
     path = snapshot.path
-    config = snapshot.metadata.config if snapshot.metadata is not None else {}
-    if config.get("task") != task:
-        trained = f"--task {config['task']}" if config.get("task") else "built-in model and data"
-        raise UserError(f"{path}: trained with {trained}, found --task {task or 'omitted'}; pass the task of the run")
+    config: Mapping[str, Any] = {}
+    if snapshot.metadata is not None:
+        config = snapshot.metadata.config
+    saved_task = config.get("task")
+    trained = f"--task {saved_task}" if saved_task else "built-in model and data"
+    refuse(
+        (
+            saved_task != task,
+            f"{path}: trained with {trained}, found --task {task or 'omitted'}; pass the task of the run",
+        )
+    )
     if task is not None:
         return Settings(task=task)
-    if "model" not in config or "data" not in config:
-        raise UserError(f"{path}: no model and data in its metadata; pass a file that train/run.py saved")
-    model, data = config["model"], config["data"]
-    if not isinstance(model, str) or model not in MODELS:
-        raise UserError(f"{path}: model {model!r} is unknown; supported: {', '.join(MODELS)}")
-    if not isinstance(data, str) or data not in DATASETS:
-        raise UserError(f"{path}: data {data!r} is unknown; supported: {', '.join(DATASETS)}")
-    numbers: dict[str, Any] = {name: config.get(name) for name in NUMERIC_FIELDS}
-    for name, number in numbers.items():
+    model: Any = config.get("model")
+    data: Any = config.get("data")
+    refuse(
+        (
+            not {"model", "data"} <= config.keys(),
+            f"{path}: no model and data in its metadata; pass a file that train/run.py saved",
+        ),
+        # The values are untrusted, and may have any type.
+        (model not in list(MODELS), f"{path}: model {model!r} is unknown; supported: {', '.join(MODELS)}"),
+        (data not in list(DATASETS), f"{path}: data {data!r} is unknown; supported: {', '.join(DATASETS)}"),
+    )
+    numbers: dict[str, Any] = {}
+    for name in NUMERIC_FIELDS:
+        numbers[name] = number = config.get(name)
         largest = MAX_SAMPLES if name == "train_samples" else MAX_SIZE
-        if number is not None and not (isinstance(number, int) and 1 <= number <= largest):
-            raise UserError(f"{path}: {name} {number!r} in its metadata: must be 1 to {largest}, or null")
+        is_valid = number is None or (isinstance(number, int) and 1 <= number <= largest)
+        refuse((not is_valid, f"{path}: {name} {number!r} in its metadata: must be 1 to {largest}, or null"))
     return Settings(model=model, data=data, **numbers)
 
 
@@ -133,9 +147,9 @@ def _check_complete(snapshot: Snapshot) -> None:
     model = {name: tensor for name, tensor in snapshot.tensors.items() if not name.startswith("optimizer.")}
     shards = [name for name, tensor in model.items() if _is_shard(tensor.sharding)]
     if shards:
-        found = f"{len(shards)} of {len(model)} tensors are shards (of fsdp, hsdp, tp or a combination)"
+        problem = f"{len(shards)} of {len(model)} tensors are shards (of fsdp, hsdp, tp or a combination)"
         reason = f"first {shards[0]}, and a shard cannot be evaluated alone"
-        raise UserError(f"{snapshot.path}: {found}, {reason}; {METHODS_ADVICE}")
+        raise UserError(f"{snapshot.path}: {problem}, {reason}; {METHODS_ADVICE}")
 
 
 def _is_shard(sharding: Any) -> bool:
@@ -147,7 +161,8 @@ def _is_shard(sharding: Any) -> bool:
 
 def load_weights(replica: Replica) -> dict[str, Tensor]:
     """Load a rank's model tensors on the CPU without executing code in the file. Raises UserError."""
-    from torch.distributed.tensor import DTensor  # torch.load needs this import for the files of --method replicate
+    # torch.load needs this import for the files of --method replicate.
+    import torch.distributed.tensor
 
     # Otherwise torch warns that this process has no process group.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
@@ -167,4 +182,4 @@ def load_weights(replica: Replica) -> dict[str, Tensor]:
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in model.values()):
         raise UserError(f"{path}: no tensors under 'model'; pass a file that train/run.py saved")
-    return {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in model.items()}
+    return {name: local_part(tensor) for name, tensor in model.items()}

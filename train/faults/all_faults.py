@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.faults.base import Fault
 from train.faults.buffers import BuffersNeverSynced, ExtraForward, LocalNormalizer, VarianceOnly
 from train.faults.damaged_files import DamagedOnDisk, LastSaveFailed, OtherDtype
@@ -84,12 +84,16 @@ def make_fault(settings: Settings, ctx: RankContext, steps: int) -> Fault:
         if "ddp" in fault.methods:
             fix = "add --spawn 2, or start with torchrun" if settings.method == "single" else "remove --method"
         raise UserError(f"--fault {settings.fault}: requires --method {needed}, not {settings.method}; {fix}")
-    if ctx.world_size < 2:
-        raise UserError(
-            f"--fault {settings.fault}: needs at least 2 ranks, because one rank has no replica to differ from"
-        )
-    if settings.fault_step is not None and fault.when == "always":
-        raise UserError(f"--fault-step: --fault {settings.fault} is active from the first step; remove --fault-step")
-    if settings.fault_step is not None and settings.fault_step > steps:
-        raise UserError(f"--fault-step {settings.fault_step}: the run ends after {steps} steps")
+    name, step = settings.fault, settings.fault_step or 0
+    refuse(
+        (
+            ctx.world_size < 2,
+            f"--fault {name}: needs at least 2 ranks, because one rank has no replica to differ from",
+        ),
+        (
+            step and fault.when == "always",
+            f"--fault-step: --fault {name} is active from the first step; remove --fault-step",
+        ),
+        (step > steps, f"--fault-step {step}: the run ends after {steps} steps"),
+    )
     return fault(settings, ctx, steps)

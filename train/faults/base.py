@@ -43,7 +43,8 @@ class Fault:
     when: ClassVar[str] = "always"
     methods: ClassVar[tuple[str, ...]] = ("ddp",)
     scaler: GradScaler  # set by FaultyTrainer
-    build_model: Callable[[], nn.Module]  # of the run, from torch's seed; set by prepare
+    # Builds the model of the run from torch's seed; set by prepare.
+    build_model: Callable[[], nn.Module]
     early_save_step: int | None = None
 
     def __init__(self, settings: Settings, ctx: RankContext, steps: int) -> None:

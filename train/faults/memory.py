@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 # 2**128.
 BIT = 29
 LOW, HIGH = 2.0**-63, 2.0
-RUN = 64  # elements: 256 bytes, four cache lines
+# Elements: 256 bytes, four cache lines.
+RUN = 64
 
 
 class MemoryFault(Fault):

@@ -149,15 +149,18 @@ class DiffersByNode(UnequalGradients):
 
     def _check(self) -> None:
         super()._check()
+        # The node of each rank.
         nodes = self.ctx.gather(self.ctx.node)
         self.has_real_nodes = len(set(nodes)) > 1
         if not self.has_real_nodes:
-            nodes = [int(rank >= self.ctx.world_size // 2) for rank in range(self.ctx.world_size)]
-        # node -> its ranks
-        self.nodes = {node: [rank for rank, n in enumerate(nodes) if n == node] for node in sorted(set(nodes))}
+            upper_half = self.ctx.world_size // 2
+            nodes = [int(rank >= upper_half) for rank in range(self.ctx.world_size)]
         self.node = nodes[self.ctx.rank]
-        if min(map(len, self.nodes.values())) < 2:
-            count = len(self.nodes)
+        self.nodes: dict[int, list[int]] = {node: [] for node in sorted(set(nodes))}
+        for rank, node in enumerate(nodes):
+            self.nodes[node].append(rank)
+        count = len(self.nodes)
+        if any(len(ranks) < 2 for ranks in self.nodes.values()):
             self.refuse(f"needs at least 2 ranks on each of {count} nodes; start {2 * count} or more")
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:  # noqa: ARG002 - the wrapper is `forward`

@@ -30,16 +30,16 @@ class InitNotBroadcast(Fault):
 
     def after_wrap(self, method: Method, forward: nn.Module) -> nn.Module:
         """Copy the parameters of another model."""
-        other = self.build_other_model()
+        unequal_model = self.build_other_model()
         if self.is_faulty:
-            copy_parameters(other, method.module)
+            copy_parameters(unequal_model, method.module)
         return forward
 
     def build_other_model(self) -> nn.Module:
         """Build the run's model from another seed. Its norm weights and zero biases are equal, as in practice."""
         with self.fork_rng(self.settings.seed + 1):
-            other: nn.Module = self.build_model()
-        return other
+            unequal_model: nn.Module = self.build_model()
+        return unequal_model
 
 
 class FrozenNotBroadcast(InitNotBroadcast):
@@ -59,9 +59,9 @@ class FrozenNotBroadcast(InitNotBroadcast):
         # Wrap again: DDP records which parameters are trainable, and raises an error if a gradient is missing.
         forward = method.wrap(method.module)
         # After wrapping, which broadcasts rank 0's frozen parameters too.
-        other = self.build_other_model()
+        unequal_model = self.build_other_model()
         if self.is_faulty:
-            copy_parameters(find_first_layer(other), frozen)
+            copy_parameters(find_first_layer(unequal_model), frozen)
         return forward
 
     def before_step(self, step: int, method: Method, optimizer: Optimizer, x: Tensor) -> None:  # noqa: ARG002

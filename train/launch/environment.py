@@ -103,7 +103,8 @@ ADDRESS_OPTIONS = "--init-method file:///PATH, or --ip ADDRESS --port PORT"
 HIGHEST_PORT = 65_535
 # Ports for SLURM jobs, below Linux's range for outgoing connections, which starts at 32768.
 FIRST_PORT, PORTS = 20_000, 12_000
-STEPS_PER_JOB = 16  # consecutive ports for concurrent steps of a job
+# Consecutive ports for concurrent steps of a job.
+STEPS_PER_JOB = 16
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,9 @@ def find_launcher(environment: Mapping[str, str], options: LaunchOptions) -> str
         return "by_hand"
     if _is_slurm_task(environment):
         return "slurm"  # --ip and --port may correct its address
-    return "by_hand" if options.given("ip", "port", "local_rank") else "alone"
+    if options.given("ip", "port", "local_rank"):
+        return "by_hand"
+    return "alone"
 
 
 def is_group_requested(environment: Mapping[str, str], args: argparse.Namespace | None = None) -> bool:
@@ -201,7 +204,8 @@ def is_group_requested(environment: Mapping[str, str], args: argparse.Namespace 
     options = LaunchOptions.from_args(args)
     launcher = find_launcher(environment, options)
     if launcher == "slurm" and options.spawn is None:
-        return has_slurm_peers(environment)  # a batch script may run every command as a single task
+        # A batch script may run every command as a single task.
+        return has_slurm_peers(environment)
     return launcher != "alone" or options.spawn is not None
 
 
@@ -235,13 +239,15 @@ def make_rank_context(
         raise RankError(f"RANK is set but MASTER_ADDR is not: {TORCHRUN_ADVICE}, or unset RANK")
     devices = choose_devices(options.gpus, info)
     local_rank = info.local_rank
-    if local_rank is None:  # not given by hand: the same rank as for the choice of the GPU
-        local_rank = info.rank % max(count_gpus(), 1) if devices else info.rank
+    if local_rank is None:  # not given by hand
+        local_rank = info.rank
+        if devices:  # the same rank as for the choice of the GPU
+            local_rank %= max(count_gpus(), 1)
     return RankContext(
         rank=info.rank,
         world_size=info.world_size,
         local_rank=local_rank,
-        device=devices[0] if devices else CPU,
+        device=(*devices, CPU)[0],
         backend=choose_backend(options.backend, devices),
         local_world_size=info.local_world_size or 1,
         node=info.node,
@@ -257,7 +263,7 @@ def _make_single_context(method: str, options: LaunchOptions) -> RankContext:
     if method == "single" and options.gpus is not None and len(devices) > 1:
         advice = f"use --method dp, or --spawn {len(devices)} for a process per GPU"
         raise UserError(f"--gpus {options.gpus}: --method single uses one GPU; {advice}")
-    return RankContext(device=devices[0] if devices else CPU, devices=devices)
+    return RankContext(device=(*devices, CPU)[0], devices=devices)
 
 
 def read_torchrun(environment: Mapping[str, str], options: LaunchOptions) -> RankInfo:
@@ -266,16 +272,18 @@ def read_torchrun(environment: Mapping[str, str], options: LaunchOptions) -> Ran
     if wrong:
         raise UserError(f"{wrong[0]} under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
     rank, world_size = _read_rank(environment, "RANK", "WORLD_SIZE", TORCHRUN_ADVICE)
-    local = rank, world_size  # without local variables, all ranks are on one machine
+    # Without local variables, all ranks are on one machine.
+    local = rank, world_size
     if "LOCAL_RANK" in environment or "LOCAL_WORLD_SIZE" in environment:
         local = _read_rank(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE", TORCHRUN_ADVICE)
     # torch.distributed.launch passes the option too.
     if options.local_rank is not None and options.local_rank != local[0]:
         raise RankError(f"--local-rank {options.local_rank} with LOCAL_RANK={local[0]}: drop the option")
-    address = ""
+    address, node = "", 0
     if "MASTER_ADDR" in environment:
         address = tcp_address(environment["MASTER_ADDR"], _read_number(environment, "MASTER_PORT", TORCHRUN_ADVICE))
-    node = _read_number(environment, "GROUP_RANK", TORCHRUN_ADVICE) if "GROUP_RANK" in environment else 0
+    if "GROUP_RANK" in environment:
+        node = _read_number(environment, "GROUP_RANK", TORCHRUN_ADVICE)
     return RankInfo(rank, world_size, *local, node=node, init_method=address)
 
 
@@ -283,9 +291,9 @@ def read_options(environment: Mapping[str, str], options: LaunchOptions) -> Rank
     """Read --rank, --world-size and the address, from a user or from --spawn."""
     rank, world_size = options.rank, options.world_size
     if rank is None or world_size is None:
-        given = options.given("rank", "world_size", "init_method", "ip", "port", "local_rank")[0]
+        option = options.given("rank", "world_size", "init_method", "ip", "port", "local_rank")[0]
         missing = "--rank" if rank is None else "--world-size"
-        raise UserError(f"{given} without {missing}: give each process --rank R --world-size N and {ADDRESS_OPTIONS}")
+        raise UserError(f"{option} without {missing}: give each process --rank R --world-size N and {ADDRESS_OPTIONS}")
     if world_size < 1:
         raise UserError(f"--world-size {world_size}: must be at least 1")
     if not 0 <= rank < world_size:
@@ -323,7 +331,10 @@ def read_slurm(environment: Mapping[str, str], options: LaunchOptions) -> RankIn
     if options.local_rank is not None and options.local_rank != local_rank:
         raise RankError(f"--local-rank {options.local_rank} with SLURM_LOCALID={local_rank}: drop the option")
     host = options.ip or environment.get("MASTER_ADDR") or find_first_slurm_host(environment, world_size)
-    address = tcp_address(host, choose_slurm_port(environment) if options.port is None else options.port)
+    port = options.port
+    if port is None:
+        port = choose_slurm_port(environment)
+    address = tcp_address(host, port)
     local_world_size = count_slurm_tasks(environment, node) or world_size
     # --gpus-per-task and --ntasks-per-gpu hide the GPUs of other tasks, --gpus-per-node and --gres do not. With two
     # tasks per GPU, both see the shared GPU only.
@@ -344,7 +355,9 @@ def _is_slurm_task(environment: Mapping[str, str]) -> bool:
 
 def _slurm_size(environment: Mapping[str, str]) -> str:
     # Inside an allocation of 4 tasks, `srun -n 2` starts a step of 2.
-    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    if "SLURM_STEP_NUM_TASKS" in environment:
+        return "SLURM_STEP_NUM_TASKS"
+    return "SLURM_NTASKS"
 
 
 def count_slurm_tasks(environment: Mapping[str, str], node: int) -> int | None:
@@ -353,7 +366,9 @@ def count_slurm_tasks(environment: Mapping[str, str], node: int) -> int | None:
     counts: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", text):
         counts += [int(tasks)] * int(nodes or 1)
-    return counts[node] if node < len(counts) else None
+    if node >= len(counts):
+        return None
+    return counts[node]
 
 
 def choose_slurm_port(environment: Mapping[str, str]) -> int:
@@ -389,15 +404,23 @@ def tcp_address(host: str, port: int) -> str:
     """Format an address, IPv6 in brackets. Raises UserError for an invalid port."""
     if not 1 <= port <= HIGHEST_PORT:
         raise UserError(f"port {port}: must be 1 to {HIGHEST_PORT}; see --port and MASTER_PORT")
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"tcp://{host}:{port}"
 
 
 def _read_number(environment: Mapping[str, str], name: str, advice: str) -> int:
     text = environment.get(name)
-    if text is None or not (text.isascii() and text.isdigit()):
-        problem = "is not set" if text is None else f"is {text!r}, not a number"
-        raise RankError(f"the environment variable {name} {problem}: {advice}")
+    if text is None:
+        raise RankError(f"the environment variable {name} is not set: {advice}")
+    if not is_number(text):
+        raise RankError(f"the environment variable {name} is {text!r}, not a number: {advice}")
     return int(text)
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text consists of the digits 0 to 9."""
+    return text.isascii() and text.isdigit()
 
 
 def _read_rank(environment: Mapping[str, str], rank_name: str, size_name: str, advice: str) -> tuple[int, int]:
@@ -416,7 +439,9 @@ def choose_devices(gpus: str | None, info: RankInfo | None) -> tuple[torch.devic
     """
     if gpus == "none":
         return ()
-    numbers = list(range(count_gpus())) if gpus is None else parse_gpus(gpus)
+    numbers = list(range(count_gpus()))
+    if gpus is not None:
+        numbers = parse_gpus(gpus)
     if info is None:
         return tuple(torch.device("cuda", number) for number in numbers)
     if not numbers:
@@ -425,7 +450,9 @@ def choose_devices(gpus: str | None, info: RankInfo | None) -> tuple[torch.devic
         return (torch.device("cuda", numbers[0]),)
     if info.local_world_size is None:
         # Started by hand, so it is unknown which ranks share this machine: distribute all ranks evenly.
-        local_rank = info.rank % len(numbers) if info.local_rank is None else info.local_rank
+        local_rank = info.local_rank
+        if local_rank is None:
+            local_rank = info.rank % len(numbers)
         if local_rank >= len(numbers):
             raise RankError(f"--local-rank {local_rank}: this machine has {_gpus(len(numbers))} for its ranks")
     elif info.local_world_size > len(numbers):
@@ -450,21 +477,25 @@ def describe_idle_gpus(gpus: str | None, devices: tuple[torch.device, ...], rank
 
 def count_gpus() -> int:
     """Count the visible GPUs; CUDA_VISIBLE_DEVICES may hide some."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
 
 
 def parse_gpus(gpus: str) -> list[int]:
     """Parse the numbers in --gpus. Raises UserError, or RankError for a GPU missing on this machine."""
     texts = [text.strip() for text in gpus.split(",")]
-    if not all(text.isascii() and text.isdigit() for text in texts):
+    if not all(is_number(text) for text in texts):
         raise UserError(f"--gpus {gpus}: must be comma-separated numbers like 0,1, or none for the CPU")
     numbers = [int(text) for text in texts]
     for number in numbers:
         if numbers.count(number) > 1:
             raise UserError(f"--gpus {gpus}: GPU {number} is repeated")
-        if number >= count_gpus():
-            numbered = f", 0 to {count_gpus() - 1}" if count_gpus() > 1 else ""
-            raise RankError(f"--gpus {gpus}: this machine has {_gpus(count_gpus())}{numbered}; or give --gpus none")
+    if max(numbers) >= count_gpus():
+        existing = _gpus(count_gpus())
+        if count_gpus() > 1:
+            existing += f", 0 to {count_gpus() - 1}"
+        raise RankError(f"--gpus {gpus}: this machine has {existing}; or give --gpus none")
     return numbers
 
 
@@ -472,7 +503,9 @@ def choose_backend(backend: str | None, devices: tuple[torch.device, ...]) -> st
     """Choose NCCL for GPUs and gloo for CPUs, unless --backend is given. Raises UserError."""
     if backend == "nccl" and not devices:
         raise UserError("--backend nccl needs a GPU for each rank, but the ranks use the CPU: give --backend gloo")
-    return backend or ("nccl" if devices else "gloo")
+    if backend is None:
+        backend = "nccl" if devices else "gloo"
+    return backend
 
 
 def _gpus(number: int) -> str:

@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LIVENESS_SECONDS = 5.0  # for every rank to notice a failed collective
-CONNECT_SLACK = 5.0  # seconds beyond the timeout for a server to answer after it has accepted
-FILE_STORE_START = b"\x09\0\0\0refcount/"  # FileStore writes this first: the length of a key, and the key
+# For every rank to notice a failed collective.
+LIVENESS_SECONDS = 5.0
+# Seconds beyond the timeout for a server to answer after it has accepted.
+CONNECT_SLACK = 5.0
+# FileStore writes this first: the length of a key, and the key.
+FILE_STORE_START = b"\x09\0\0\0refcount/"
 # RuntimeErrors of gloo and NCCL contain these texts when a peer has ended or hangs.
 PEER_ERRORS = (
     *("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe"),
@@ -55,9 +58,11 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     """
     if ctx.device.type == "cuda":
         torch.cuda.set_device(ctx.device)
-        torch.backends.cudnn.deterministic = True  # two runs with one seed must be bitwise equal
+        # Two runs with one seed must be bitwise equal.
+        torch.backends.cudnn.deterministic = True
     if ctx.world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun does; otherwise the ranks of a node compete for its cores
+        # As torchrun does; otherwise the ranks of a node compete for its cores.
+        torch.set_num_threads(1)
     if ctx.backend is None:
         yield
         return
@@ -66,6 +71,7 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
         yield
     except (UserError, Stopped):
         dist.destroy_process_group()
+        leave_store(ctx, store)
         raise
     except RuntimeError as error:
         if any(text in str(error) for text in PEER_ERRORS):
@@ -74,6 +80,7 @@ def process_group(ctx: RankContext, timeout: float) -> Iterator[None]:
     # After any other exception the group stays open: the peers may be inside a collective, and closing the group could
     # wait for them. The process is about to end anyway.
     dist.destroy_process_group()
+    leave_store(ctx, store)
 
 
 def join_process_group(ctx: RankContext, timeout: float) -> Store:
@@ -99,6 +106,15 @@ def join_process_group(ctx: RankContext, timeout: float) -> Store:
             "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network to use"
         ) from error
     return PrefixStore("train", store)
+
+
+def leave_store(ctx: RankContext, store: Store) -> None:
+    """Remove the rendezvous file after the last rank: torch would do so only if the process freed all its objects."""
+    address = urlsplit(ctx.init_method)
+    if address.scheme == "file":
+        with suppress(OSError, RuntimeError):  # a leftover file is no reason to fail
+            if store.add("finished", 1) == ctx.world_size:
+                Path(unquote(address.path)).resolve().unlink(missing_ok=True)  # not just a link to it
 
 
 def uses_agent_store() -> bool:

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
     from train.launch.environment import RankContext
 
-LINGER = 10.0  # seconds for rank 0 to print the error first; torchrun ends them sooner
-LINGER_SLURM = 3.0  # srun ends the other ranks only with --kill-on-bad-exit
+# Seconds for rank 0 to print the error first; torchrun ends them sooner.
+LINGER = 10.0
+# srun ends the other ranks only with --kill-on-bad-exit.
+LINGER_SLURM = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,15 @@ class ExitStatus:
 
 INTERRUPTED = ExitStatus(128 + signal.SIGINT, "interrupted", shared=True)
 
-INTERRUPT = 2.0  # seconds after Ctrl-C in which a starting process may end by KeyboardInterrupt
+# Seconds after Ctrl-C in which a starting process may end by KeyboardInterrupt.
+INTERRUPT = 2.0
 # Seconds in which a training must stop: torchrun (multiprocessing/api.py, close) and SLURM (KillWait) kill a process
 # 30 s after the first signal.
 GRACE = 20.0
-EVERY = 0.5  # approximate seconds between agreements of the ranks on a signal
-REPEAT = 1.0  # seconds: a terminal and torchrun both deliver one Ctrl-C; a later signal counts as a second
+# Approximate seconds between agreements of the ranks on a signal.
+EVERY = 0.5
+# Seconds: a terminal and torchrun both deliver one Ctrl-C; a later signal counts as a second.
+REPEAT = 1.0
 # SLURM can send SIGUSR1 as a notice before its time limit (--signal=USR1@60), without a kill 30 s later.
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -66,17 +71,20 @@ def signals_to_socket(*numbers: int) -> Iterator[socket.socket]:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     # nohup, and shells that start background jobs, ignore some signals on purpose.
-    before = {number: signal.getsignal(number) for number in numbers}
-    handled = [number for number in numbers if before[number] is not signal.SIG_IGN]
+    handlers = {}
+    for number in numbers:
+        handler = signal.getsignal(number)
+        if handler is not signal.SIG_IGN:
+            handlers[number] = handler
     with reader, writer:
         descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        for number in handled:
+        for number in handlers:
             signal.signal(number, lambda *_: None)
         try:
             yield reader
         finally:
-            for number in handled:
-                signal.signal(number, before[number])
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(descriptor)
 
 
@@ -85,7 +93,8 @@ def block_signals(*numbers: int) -> Iterator[None]:
     """Block signals during the block, and permanently in processes started by the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        resource_tracker.ensure_running()  # when multiprocessing starts it, it unblocks the signals
+        # When multiprocessing starts it, it unblocks the signals.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
@@ -130,7 +139,8 @@ class Signals:
         """
         if hasattr(self, "_reader"):
             self._deferred = True
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # --spawn starts ranks with SIGINT blocked
+            # --spawn starts ranks with SIGINT blocked.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 self._handle(number, lambda *_: None)
 
@@ -153,25 +163,39 @@ class Signals:
 
     def _watch(self) -> None:
         """Read signal numbers, and end the process when its time is up."""
-        since = None  # time of the first signal with a deadline
+        # The time of the first signal with a deadline.
+        stop_time = None
         while True:
-            left = None if since is None else since + self.grace - time.monotonic()
-            if left is not None and left <= 0:
-                self._exit(grace_expired(self.number, self.grace))
-            if not select.select([self._reader], [], [], left)[0]:
+            remaining = None
+            if stop_time is not None:
+                remaining = stop_time + self.grace - time.monotonic()
+                if remaining <= 0:
+                    self._exit(grace_expired(self.number, self.grace))
+            if not select.select([self._reader], [], [], remaining)[0]:
                 continue
             number = self._reader.recv(1)[0]
             if not self._deferred:
-                if number == signal.SIGINT and not self._raised.wait(INTERRUPT):
-                    self._exit(INTERRUPTED)
-                self._raised.clear()  # Python has raised KeyboardInterrupt, maybe at a debugger's prompt
+                self._end_early(number)
             elif number in STOP:
-                if since is not None and number != signal.SIGUSR1 and time.monotonic() - since > REPEAT:
-                    text = f"ended by {signal.Signals(number).name}"
-                    self._exit(INTERRUPTED if number == signal.SIGINT else ExitStatus(128 + number, text))
                 self.number = self.number or number
-                if since is None and number != signal.SIGUSR1:
-                    since = time.monotonic()
+                if number == signal.SIGUSR1:  # a notice of SLURM, without a deadline
+                    continue
+                if stop_time is None:
+                    stop_time = time.monotonic()
+                elif time.monotonic() - stop_time > REPEAT:
+                    self._end_now(number)
+
+    def _end_early(self, number: int) -> None:
+        """End a starting process after Ctrl-C, unless Python raises KeyboardInterrupt, maybe at a debugger's prompt."""
+        if number == signal.SIGINT and not self._raised.wait(INTERRUPT):
+            self._exit(INTERRUPTED)
+        self._raised.clear()
+
+    def _end_now(self, number: int) -> None:
+        """End the process at a second signal."""
+        if number == signal.SIGINT:
+            self._exit(INTERRUPTED)
+        self._exit(ExitStatus(128 + number, f"ended by {signal.Signals(number).name}"))
 
     def _exit(self, status: ExitStatus) -> None:
         if self.prints and prints_for_all_ranks(os.environ):
@@ -191,7 +215,8 @@ def grace_expired(number: int, grace: float = GRACE) -> ExitStatus:
     return ExitStatus(128 + number, f"{text}; earlier checkpoints are complete", shared=True)
 
 
-SIGNALS = Signals()  # a process has one set of signal handlers
+# A process has one set of signal handlers.
+SIGNALS = Signals()
 
 
 class SignalAgreement:
@@ -209,7 +234,8 @@ class SignalAgreement:
     def __init__(self, ctx: RankContext, signals: Signals | None = None, *, between: bool = True) -> None:
         self.ctx, self.signals, self.between = ctx, signals, between
         self.due = 0  # step
-        self.last = (0, 0.0)  # step and time of the last agreement; at step 0 the speed is unknown
+        # Step and time of the last agreement; at step 0 the speed is unknown.
+        self.last = (0, 0.0)
 
     def begin(self) -> None:
         """Start to handle signals."""
@@ -236,7 +262,9 @@ class SignalAgreement:
         number, seconds = largest.tolist()
         self.last = (step, time.monotonic())
         if not now:
-            self.due = step + (count_steps_within(step - before, seconds) if before else 1)
+            # At the first agreement the speed is unknown.
+            steps = count_steps_within(step - before, seconds) if before else 1
+            self.due = step + steps
         return int(number)
 
 
@@ -247,8 +275,10 @@ def count_steps_within(steps: int, seconds: float, every: float = EVERY) -> int:
 
 def print_status(status: ExitStatus) -> None:
     """Print the message of a status to stderr, if it has one."""
-    if status.message:
-        print_line(f"error: {status.message}" if status.code in (1, 2) else status.message)
+    if not status.message:
+        return
+    prefix = "error: " if status.code in (1, 2) else ""
+    print_line(prefix + status.message)
 
 
 def print_once(ctx: RankContext, text: str) -> None:
@@ -283,6 +313,15 @@ def exit_with_parent(clean_up: Callable[[], object] = lambda: None) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def choose_linger() -> float:
+    """Return the seconds for which this rank waits for rank 0; 0 for rank 0 itself, and without a launcher."""
+    if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        return LINGER
+    if os.environ.get("SLURM_PROCID", "0") != "0" and "SLURM_STEP_ID" in os.environ:
+        return LINGER_SLURM
+    return 0.0
+
+
 def exit_process(code: int, *, shared: bool = False, signaled: bool = False) -> NoReturn:
     """End this process; after an error rank 0 goes first.
 
@@ -295,12 +334,10 @@ def exit_process(code: int, *, shared: bool = False, signaled: bool = False) -> 
     abort the process if the interpreter is gone (https://github.com/pytorch/pytorch/pull/179291; with torch 2.15 a DDP
     script of 20 lines aborted in every fifth run).
     """
-    linger = 0.0
-    if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-        linger = LINGER
-    elif "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_PROCID", "0") != "0":
-        linger = LINGER_SLURM
-    if linger and not signaled and (code == 2 or (code == 1 and shared)):
+    # Rank 0 prints errors of all ranks, and in any case the errors of the user.
+    rank_zero_prints = code == 2 or (code == 1 and shared)
+    linger = choose_linger()
+    if linger and rank_zero_prints and not signaled:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
         time.sleep(linger)
     # torch 2.6 creates a temporary folder on import, which only the end of the interpreter would remove.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from torch.multiprocessing.spawn import spawn
 
-from train.errors import UserError
+from train.errors import refuse
 from train.launch.environment import LaunchOptions, count_gpus, has_slurm_peers, parse_gpus
 from train.launch.signals import (
     GRACE,
@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
     Work = Callable[[argparse.Namespace], ExitStatus]
 
-LINGER = 10.0  # seconds for the remaining ranks to end by themselves after a rank has failed
-KILL = 3.0  # seconds between SIGTERM and SIGKILL
+# Seconds for the remaining ranks to end by themselves after a rank has failed.
+LINGER = 10.0
+# Seconds between SIGTERM and SIGKILL.
+KILL = 3.0
 RENDEZVOUS_OPTIONS = ("rank", "world_size", "init_method", "ip", "port")
 # Variables of torchrun besides TORCHELASTIC_*.
 TORCHRUN_VARIABLES = (
@@ -71,10 +73,16 @@ def replace_torchrun(environment: MutableMapping[str, str], args: argparse.Names
     if has_slurm_peers(environment) or args.local_rank not in (None, 0) or options.given(*RENDEZVOUS_OPTIONS):
         return
     if args.spawn is None:
-        listed = args.gpus not in (None, "none")
-        gpus = len(parse_gpus(args.gpus)) if listed else count_gpus() * (args.gpus is None)
-        # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
-        ranks = gpus if listed or args.backend == "nccl" else max(2, gpus)
+        has_list = args.gpus not in (None, "none")
+        gpus = 0
+        if has_list:
+            gpus = len(parse_gpus(args.gpus))
+        elif args.gpus is None:
+            gpus = count_gpus()
+        ranks = max(2, gpus)
+        if has_list or args.backend == "nccl":
+            # An explicit single GPU, or NCCL with a single GPU, keeps one rank.
+            ranks = gpus
         if args.method is not None or not saves or ranks < 2:
             return
         args.spawn = ranks
@@ -96,24 +104,32 @@ def _stop_with_launcher(launcher: int) -> None:
 def check_options(environment: Mapping[str, str], options: LaunchOptions) -> None:
     """Raise UserError for an invalid number, or if another launcher has started this process."""
     number = options.spawn or 0
-    if number < 1:
-        raise UserError(f"--spawn {number}: must be at least 1")
     wrong = options.given("local_rank", "rank", "world_size", "init_method")
-    if wrong:
-        raise UserError(f"--spawn and {wrong[0]}: --spawn sets it for each rank; drop one of the options")
-    given = options.given("ip", "port")
-    if len(given) == 1:
-        raise UserError(f"--spawn and {given[0]}: an address needs both --ip and --port; add the other or drop it")
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        raise UserError("--spawn under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables")
-    if has_slurm_peers(environment):
-        raise UserError("--spawn under srun, which has started several tasks: drop it, or use srun --ntasks 1")
+    address = options.given("ip", "port")
+    refuse(
+        (number < 1, f"--spawn {number}: must be at least 1"),
+        (wrong, f"--spawn and {' '.join(wrong[:1])}: --spawn sets it for each rank; drop one of the options"),
+        (
+            len(address) == 1,
+            f"--spawn and {' '.join(address[:1])}: an address needs both --ip and --port; add the other or drop it",
+        ),
+        (
+            not environment.keys().isdisjoint({"RANK", "WORLD_SIZE"}),
+            "--spawn under a launcher that has set RANK or WORLD_SIZE: drop it, or unset the variables",
+        ),
+        (
+            has_slurm_peers(environment),
+            "--spawn under srun, which has started several tasks: drop it, or use srun --ntasks 1",
+        ),
+    )
 
 
 def make_rank_args(args: argparse.Namespace, rank: int, folder: Path) -> argparse.Namespace:
     """Return the arguments of one rank."""
     number = args.spawn
-    url = (folder / "rendezvous").as_uri() if args.ip is None else None
+    url = None
+    if args.ip is None:
+        url = (folder / "rendezvous").as_uri()
     local = {"init_method": url, "local_rank": rank, "local_world_size": number}
     return argparse.Namespace(**vars(args) | {"spawn": None, "rank": rank, "world_size": number} | local)
 
@@ -134,13 +150,17 @@ def run_ranks(work: Work, args: argparse.Namespace) -> ExitStatus:
                 context = spawn(_run_rank, (work, args, folder), args.spawn, join=False)  # type: ignore[no-untyped-call]
             processes = context.processes
             number = wait_for_ranks(processes, signals)
-            codes, statuses = [process.exitcode for process in processes], read_statuses(len(processes), folder)
-            return status_after_signal(number, codes, statuses) if number else choose_status(codes, statuses)
+            codes = [process.exitcode for process in processes]
+            statuses = read_statuses(len(processes), folder)
+            if number:
+                return status_after_signal(number, codes, statuses)
+            return choose_status(codes, statuses)
         finally:
             end_ranks(processes)
             shutil.rmtree(folder, ignore_errors=True)
             if processes and sys.stdout.isatty():
-                sys.stdout.write("\x1b[?25h")  # an interrupted progress bar has hidden the cursor
+                # An interrupted progress bar has hidden the cursor.
+                sys.stdout.write("\x1b[?25h")
                 sys.stdout.flush()
 
 
@@ -149,7 +169,8 @@ def _run_rank(rank: int, work: Work, args: argparse.Namespace, folder: Path) -> 
     open_closed_streams()
     exit_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     if getattr(args, "under_torchrun", False):
-        os.setpgrp()  # torchrun signals the process group of the parent, and the parent passes signals on
+        # torchrun signals the process group of the parent, and the parent passes signals on.
+        os.setpgrp()
     SIGNALS.listen(prints=False)
     try:
         status = work(make_rank_args(args, rank, folder))
@@ -168,38 +189,53 @@ def wait_for_ranks(processes: Sequence[BaseProcess], signals: socket) -> int:
 
     The first signal is passed on, and the ranks get time to reach an agreed step; a second one ends the wait.
     """
+    never = float("inf")
+    number, stop_time, deadline = 0, never, never
     running = list(processes)
-    number, since, deadline = 0, float("inf"), float("inf")
     while running and time.monotonic() < deadline:
-        patience = None if deadline == float("inf") else max(deadline - time.monotonic(), 0)
-        if signals in connection.wait([signals, *(process.sentinel for process in running)], patience):
+        patience = None
+        if deadline < never:
+            patience = max(deadline - time.monotonic(), 0)
+        events = connection.wait([signals, *(process.sentinel for process in running)], patience)
+        if signals in events:
             received = signals.recv(1)[0]
-            if received == signal.SIGHUP or (received != signal.SIGUSR1 and time.monotonic() - since > REPEAT):
-                return number or received
+            is_stop = received != signal.SIGUSR1  # a notice of SLURM needs no end
+            is_second = is_stop and time.monotonic() - stop_time > REPEAT
             number = number or received
-            if since == float("inf"):
+            if is_second or received == signal.SIGHUP:
+                return number
+            if stop_time == never:
                 _send_signal(running, received)
-            if received != signal.SIGUSR1 and since == float("inf"):
-                since = time.monotonic()
-                deadline = min(deadline, since + GRACE + KILL)
+                if is_stop:
+                    stop_time = time.monotonic()
+                    deadline = min(deadline, stop_time + GRACE + KILL)
         running = [process for process in running if process.exitcode is None]
-        if deadline == float("inf") and any(process.exitcode for process in processes):
+        has_failed = any(process.exitcode for process in processes)
+        if has_failed and deadline == never:
             deadline = time.monotonic() + LINGER
     return number
 
 
 def _send_signal(processes: Sequence[BaseProcess], number: int) -> None:
     """Pass a signal on; Ctrl-C as SIGTERM, because the ranks block SIGINT."""
+    if number == signal.SIGINT:
+        number = signal.SIGTERM
     for process in processes:
         if process.pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
+                os.kill(process.pid, number)
 
 
 def read_statuses(ranks: int, folder: Path) -> list[ExitStatus | None]:
     """Read the status of each rank; None if a rank has left no file."""
-    paths = [folder / f"status.{rank}" for rank in range(ranks)]
-    return [ExitStatus(**json.loads(path.read_text())) if path.exists() else None for path in paths]
+    statuses: list[ExitStatus | None] = []
+    for rank in range(ranks):
+        path = folder / f"status.{rank}"
+        status = None
+        if path.exists():
+            status = ExitStatus(**json.loads(path.read_text()))
+        statuses.append(status)
+    return statuses
 
 
 def status_after_signal(number: int, codes: Sequence[int | None], statuses: Sequence[ExitStatus | None]) -> ExitStatus:
@@ -224,18 +260,31 @@ def choose_status(codes: Sequence[int | None], statuses: Sequence[ExitStatus | N
     """
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
+            text = f"rank {rank} was ended by signal {-code}"
             with suppress(ValueError):  # real-time signals have no names
-                return ExitStatus(1, f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name})")
-            return ExitStatus(1, f"rank {rank} was ended by signal {-code}")
+                text += f" ({signal.Signals(-code).name})"
+            return ExitStatus(1, text)
     for rank, (code, status) in enumerate(zip(codes, statuses, strict=True)):
         if code and status is None:
             return ExitStatus(1, f"rank {rank} ended with code {code}; see its message above")
-    failed = [status for status in statuses if status is not None and status.code != 0]
-    # 2 is an error of the user, 1 the loss of a peer; an error shared by all ranks comes first.
-    status = min(failed, key=lambda status: (-status.code, not status.shared), default=ExitStatus())
-    if status.code == 1 and None in codes and f"rank {codes.index(None)} " not in status.message:
-        return ExitStatus(1, f"rank {codes.index(None)} did not respond: {status.message}")
-    return status
+    cause = choose_cause(statuses)
+    if cause.code == 1 and None in codes:
+        silent = f"rank {codes.index(None)} "
+        if silent not in cause.message:
+            return ExitStatus(1, f"{silent}did not respond: {cause.message}")
+    return cause
+
+
+def choose_cause(statuses: Sequence[ExitStatus | None]) -> ExitStatus:
+    """Choose the status of a failed rank: an error of the user (2) before a lost peer (1), a shared error first."""
+    cause = ExitStatus()
+    for status in statuses:
+        if status is None or status.code < cause.code:
+            continue
+        # Among equal statuses, the first rank's.
+        if status.code > cause.code or (status.shared and not cause.shared):
+            cause = status
+    return cause
 
 
 def end_ranks(processes: Sequence[BaseProcess]) -> None:

@@ -51,7 +51,8 @@ def register_hook(wrapper: DistributedDataParallel, settings: Settings) -> Power
     return None
 
 
-@wraps(powerSGD_hook)  # DDP checks the annotations and rejects strings
+# DDP checks the annotations and rejects strings.
+@wraps(powerSGD_hook)
 def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Compress one bucket with torch's hook, and wait until it is complete.
 
@@ -101,9 +102,10 @@ def broadcast_optimizer_state(optimizer: Optimizer, device: torch.device) -> Non
         for parameter in group["params"]:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
-                    sent = value.to(device)  # Adam's step count is on the CPU, which NCCL does not support
-                    dist.broadcast(sent, 0)
-                    value.copy_(sent)
+                    # Adam's step count is on the CPU, which NCCL does not support.
+                    payload = value.to(device)
+                    dist.broadcast(payload, 0)
+                    value.copy_(payload)
 
 
 def build_buffer_arguments(sync: bool) -> dict[str, Any]:
@@ -114,5 +116,5 @@ def build_buffer_arguments(sync: bool) -> dict[str, Any]:
     """
     if sync:
         return {}
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}

@@ -45,8 +45,8 @@ class Cp(Ddp):
         self.mode = settings.context_mode or MODES[0]
         self.at, self.degree = ctx.mesh.coordinate("context"), ctx.mesh.size("context")
         if self.mode == "ulysses" and HEADS % self.degree:
-            found = f"{HEADS} attention heads cannot be divided by {self.degree} ranks"
-            raise UserError(f"--context-mode ulysses: {found}; use --context-mode allgather")
+            problem = f"{HEADS} attention heads cannot be divided by {self.degree} ranks"
+            raise UserError(f"--context-mode ulysses: {problem}; use --context-mode allgather")
 
     @classmethod
     def mesh_shape(cls, settings: Settings, world_size: int) -> dict[str, int]:
@@ -69,8 +69,8 @@ class Cp(Ddp):
     def select_tokens(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return this rank's slice of the tokens and targets, [N, T / ranks]. Raises UserError."""
         if x.shape[1] % self.degree:
-            found = f"sequences of {x.shape[1]} tokens cannot be divided by {self.degree} ranks"
-            raise UserError(f"--method cp: {found}; change --parallel-degree")
+            problem = f"sequences of {x.shape[1]} tokens cannot be divided by {self.degree} ranks"
+            raise UserError(f"--method cp: {problem}; change --parallel-degree")
         length = x.shape[1] // self.degree
         # Rotary embedding needs the position in the whole sequence.
         for layer in self.module.modules():
@@ -98,7 +98,7 @@ def build_attention(mode: str, group: ProcessGroup) -> Callable[[Tensor, Tensor,
     """Return a replacement for `Attention.attend` for slices of tokens."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd  # takes half a second
 
-    ranks, at = group.size(), group.rank()
+    ranks, rank = group.size(), group.rank()
 
     def exchange(slices: tuple[Tensor, ...], dimension: int) -> Tensor:
         """Send a slice to each rank, and concatenate the received slices; backward returns their gradients."""
@@ -108,8 +108,8 @@ def build_attention(mode: str, group: ProcessGroup) -> Callable[[Tensor, Tensor,
     def gather_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (exchange((x,) * ranks, 2) for x in (k, v))
         # Each query attends to all keys up to its own position.
-        own, total = q.shape[2], k.shape[2]
-        mask = torch.ones(own, total, dtype=torch.bool, device=q.device).tril(at * own)
+        queries, keys = q.shape[2], k.shape[2]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(rank * queries)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     def exchange_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -65,11 +65,12 @@ class Ep(Method):
             raise UserError(f"--model {self.settings.model}: has no experts for --method ep; use gpt-tiny-moe")
         self.mesh = self.ctx.mesh.build(self.ctx.device.type)
         # 1a. Remove the experts of other ranks. Names keep the numbers of all experts: "experts.2.gate.weight".
-        count, at = EXPERTS // self.ctx.mesh.size("expert"), self.ctx.mesh.coordinate("expert")
+        count, coordinate = EXPERTS // self.ctx.mesh.size("expert"), self.ctx.mesh.coordinate("expert")
         for layer in layers:
-            own = {str(number): layer.experts[number] for number in range(at * count, (at + 1) * count)}
-            layer.experts = nn.ModuleDict(own)  # type: ignore[assignment]
-            layer.apply_experts = send_to_experts(list(own.values()), self.mesh.get_group("expert"))  # type: ignore[assignment,method-assign]
+            first = coordinate * count
+            local_experts = {str(number): layer.experts[number] for number in range(first, first + count)}
+            layer.experts = nn.ModuleDict(local_experts)  # type: ignore[assignment]
+            layer.apply_experts = send_to_experts(list(local_experts.values()), self.mesh.get_group("expert"))  # type: ignore[assignment,method-assign]
         # 1. Move the parameters and buffers to the device. Nothing is broadcast: all ranks start from one seed.
         self.module = model.to(self.ctx.device)
         # 1b. An expert's gradient is added over its replicas, every other gradient over all ranks.
@@ -99,15 +100,24 @@ class Ep(Method):
         #    an expert then contains the tokens of all ranks in the group.
         loss.backward()  # type: ignore[no-untyped-call]
         # 3a. The losses of all ranks add up to the global mean, so gradients are added, not averaged.
-        for name, group in self.groups.items() if self.reduces else ():
+        if not self.reduces:
+            return
+        for name, group in self.groups.items():
             dist.all_reduce(self.module.get_parameter(name).grad, group=group)  # type: ignore[arg-type]
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients by the norm over all experts and the other parameters, each counted once."""
-        named = [(n, p.grad) for n, p in self.module.named_parameters() if p.grad is not None]
-        squared = get_total_norm([grad for name, grad in named if is_expert(name)]) ** 2
+        expert_gradients, shared_gradients = [], []
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is None:
+                continue
+            if is_expert(name):
+                expert_gradients.append(parameter.grad)
+            else:
+                shared_gradients.append(parameter.grad)
+        squared = get_total_norm(expert_gradients) ** 2
         dist.all_reduce(squared, group=self.mesh.get_group("expert"))
-        norm = (squared + get_total_norm([grad for name, grad in named if not is_expert(name)]) ** 2).sqrt()
+        norm = (squared + get_total_norm(shared_gradients) ** 2).sqrt()
         clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
         return norm
 
@@ -151,7 +161,7 @@ def send_to_experts(experts: list[nn.Module], group: ProcessGroup) -> Callable[[
     """Return a replacement for `Experts.apply_experts`. experts: of this rank."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd  # takes half a second
 
-    own, ranks = len(experts), group.size()
+    expert_count, ranks = len(experts), group.size()
 
     def apply_experts(tokens: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         # Sort the pairs of token and expert by expert, and so by rank, because ranks hold consecutive experts.
@@ -160,15 +170,15 @@ def send_to_experts(experts: list[nn.Module], group: ProcessGroup) -> Callable[[
         # Exchange the number of tokens for each expert, so that every rank knows the lengths of its messages.
         arriving = torch.empty_like(counts)  # by rank, then by expert
         dist.all_to_all_single(arriving, counts, group=group)
-        sent, received = (numbers.view(ranks, -1).sum(1).tolist() for numbers in (counts, arriving))
-        inputs = all_to_all_single_autograd(tokens[order // expert_ids.shape[1]], received, sent, group)
+        outgoing, incoming = (numbers.view(ranks, -1).sum(1).tolist() for numbers in (counts, arriving))
+        inputs = all_to_all_single_autograd(tokens[order // expert_ids.shape[1]], incoming, outgoing, group)
         # Sort the received tokens by expert. An expert without tokens computes an empty output, and gets gradients.
-        numbers = torch.arange(own, device=tokens.device).repeat(ranks).repeat_interleave(arriving)
+        numbers = torch.arange(expert_count, device=tokens.device).repeat(ranks).repeat_interleave(arriving)
         by_expert = numbers.argsort(stable=True)
-        parts = torch.split(inputs[by_expert], numbers.bincount(minlength=own).tolist())
+        parts = torch.split(inputs[by_expert], numbers.bincount(minlength=expert_count).tolist())
         outputs = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         # Send the outputs back, and undo both sorts.
-        outputs = all_to_all_single_autograd(outputs[by_expert.argsort()], sent, received, group)
+        outputs = all_to_all_single_autograd(outputs[by_expert.argsort()], outgoing, incoming, group)
         by_token = outputs[order.argsort()].view(*expert_ids.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 

@@ -102,7 +102,8 @@ class Fsdp(Method):
 
     def shard_module(self, module: nn.Module, **arguments: Any) -> None:
         """Shard the parameters of a module that are not sharded yet."""
-        from torch.distributed.fsdp import fully_shard  # takes half a second, so only this method imports it
+        # Takes half a second, so only this method imports it.
+        from torch.distributed.fsdp import fully_shard
 
         group = self.settings.reshard_after_forward
         if group is not None:

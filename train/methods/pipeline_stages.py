@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.errors import UserError
+from train.mesh import local_part
 from train.models.gpt import Gpt
 
 if TYPE_CHECKING:
@@ -37,20 +37,30 @@ class Stage(Gpt):
 
     def __init__(self, model: Gpt, start: int, stop: int, autocast: Callable[[], AbstractContextManager[None]]) -> None:
         nn.Module.__init__(self)
-        self.embed, self.layers = None if start else model.embed, model.layers[start:stop]
-        self.norm, self.head = (model.norm, model.head) if stop == len(model.layers) else (None, None)
+        self.embed = self.norm = self.head = None
+        if start == 0:
+            self.embed = model.embed
+        self.layers = model.layers[start:stop]
+        if stop == len(model.layers):
+            self.norm, self.head = model.norm, model.head
         self.autocast = autocast
 
     def forward(self, x: Tensor) -> Tensor:
         """x: bytes, or the output of the previous stage. Returns the input of the next stage, or logits."""
-        with self.autocast() if torch.is_grad_enabled() else nullcontext():
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        with self.autocast():
             return super().forward(x)
 
 
 def assign_stages(schedule: str | None, ranks: int) -> list[int]:
     """Return the rank of each stage: ranks take turns, but zbv returns, so that rank 0 has the first and last stage."""
     name, per_rank = PIPELINES[schedule or "1f1b"]
-    turns = [*range(ranks), *(reversed(range(ranks)) if "ZBV" in name else range(ranks))]
+    first_turn = list(range(ranks))
+    second_turn = list(range(ranks))
+    if "ZBV" in name:
+        second_turn.reverse()
+    turns = first_turn + second_turn
     return turns[: ranks * per_rank]
 
 
@@ -59,13 +69,15 @@ def count_micro_batches(settings: Settings, ranks: int, copies: int) -> int:
 
     ranks: of a pipeline. copies: of each stage. Raises UserError if the batches cannot be split evenly.
     """
-    s, parts = settings, settings.accumulate if settings.accumulate > 1 else ranks
+    s, parts = settings, settings.accumulate
+    if parts == 1:
+        parts = ranks
     if parts % ranks and s.pipeline_schedule != "gpipe":
         raise UserError(f"--accumulate {parts}: must be a multiple of {ranks} pipeline ranks, except for gpipe")
     reason = "because all micro-batches have one size"
     if s.batch_size % (parts * copies):
-        given = f"--method {s.method} --batch-size {s.batch_size}"
-        raise UserError(f"{given}: must be a multiple of {parts * copies}, {reason}")
+        option = f"--method {s.method} --batch-size {s.batch_size}"
+        raise UserError(f"{option}: must be a multiple of {parts * copies}, {reason}")
     if s.keep_last:
         raise UserError(f"--keep-last: not with --method {s.method}, {reason}")
     return parts
@@ -81,13 +93,19 @@ def split_model(
     depth, count = len(model.layers), len(owners)
     if depth < count:
         raise UserError(f"--depth {depth}: {count} pipeline stages need a layer each; use --depth {count} or more")
-    starts = [i * depth // count for i in range(count + 1)]
-    mine = [i for i, owner in enumerate(owners) if owner == rank]
-    stages = {i: Stage(model, starts[i], starts[i + 1], autocast) for i in mine}
-    kept = {layer for i in mine for layer in range(starts[i], starts[i + 1])}
-    model.layers = nn.Sequential(*(layer if i in kept else nn.Identity() for i, layer in enumerate(model.layers)))
-    model.embed = model.embed if 0 in stages else None
-    model.norm, model.head = (model.norm, model.head) if count - 1 in stages else (None, None)
+    stages: dict[int, Stage] = {}
+    # The numbers of layers are part of their names, so a layer of another rank leaves an empty module.
+    layers: list[nn.Module] = [nn.Identity() for _ in range(depth)]
+    for number, owner in enumerate(owners):
+        if owner == rank:
+            start, stop = number * depth // count, (number + 1) * depth // count
+            stages[number] = Stage(model, start, stop, autocast)
+            layers[start:stop] = model.layers[start:stop]
+    model.layers = nn.Sequential(*layers)
+    if 0 not in stages:
+        model.embed = None
+    if count - 1 not in stages:
+        model.norm = model.head = None
     return stages
 
 
@@ -111,19 +129,23 @@ def build_schedule(
     # not sent, so its example may have any shape.
     ids = x[: len(x) // parts]
     hidden = torch.empty(*ids.shape, width, device=x.device, requires_grad=True)
-    built = [
-        pipelining.PipelineStage(stage, i, count, x.device, hidden if i else ids, hidden, group=group)
-        for i, stage in stages.items()
-    ]
+    torch_stages = []
+    for number, stage in stages.items():
+        example = hidden
+        if number == 0:
+            example = ids
+        torch_stages.append(pipelining.PipelineStage(stage, number, count, x.device, example, hidden, group=group))
     build = getattr(pipelining, kind)
-    return build(built if per_rank > 1 else built[0], parts, loss_fn=loss, scale_grads=False)
+    if per_rank == 1:
+        return build(torch_stages[0], parts, loss_fn=loss, scale_grads=False)
+    return build(torch_stages, parts, loss_fn=loss, scale_grads=False)
 
 
-def add_gradient_of(other: int, gradient: Any, group: ProcessGroup) -> None:
+def add_gradient_of(twin: int, gradient: Any, group: ProcessGroup) -> None:
     """Exchange a gradient, or a shard of one, with another rank, and add both: a + b is bitwise equal to b + a."""
-    mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    mine = local_part(gradient)
     theirs = torch.empty_like(mine)
-    exchange = [dist.P2POp(dist.isend, mine, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+    exchange = [dist.P2POp(dist.isend, mine, twin, group), dist.P2POp(dist.irecv, theirs, twin, group)]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
     mine += theirs

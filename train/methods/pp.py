@@ -85,7 +85,9 @@ class Pp(Method):
         self.mesh = mesh.build(self.ctx.device.type)
         self.group = self.mesh.get_group("pipeline")
         # The layer with a copy of a tied embedding on this rank, if another rank has the other copy.
-        self.copy = (model.embed or model.head) if self.tied and (model.embed is None) != (model.head is None) else None
+        self.copy = None
+        if self.tied and (model.embed is None) != (model.head is None):
+            self.copy = model.embed or model.head
         return self.module
 
     # 2. As in single.py: each rank updates the parameters of its stages.
@@ -106,7 +108,13 @@ class Pp(Method):
         """Run the schedule: forward and backward of all micro-batches, in all stages."""
         self.compute_loss = self.autocast()(compute_loss)  # type: ignore[operator]  # also a decorator
         # 3. Only the first stage has inputs, and only the last computes the loss.
-        self.schedule.step(*([x] if 0 in self.stages else []), target=y if self.last in self.stages else None)
+        inputs: list[Tensor] = []
+        target = None
+        if 0 in self.stages:
+            inputs.append(x)
+        if self.last in self.stages:
+            target = y
+        self.schedule.step(*inputs, target=target)
         # 3a. Add the gradients of all samples, then of both copies of the embedding.
         self.reduce_gradients()
         self.add_tied_gradient()
@@ -119,13 +127,19 @@ class Pp(Method):
     def add_tied_gradient(self) -> None:
         """Add the gradient of the embedding's other copy."""
         if self.copy is not None:
-            other = self.find_global_rank(0 if self.last in self.stages else self.last)
-            add_gradient_of(other, self.copy.weight.grad, self.group)
+            twin_stage = self.last
+            if self.last in self.stages:
+                twin_stage = 0
+            add_gradient_of(self.find_global_rank(twin_stage), self.copy.weight.grad, self.group)
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip by the norm over all stages. Both copies of the embedding count once."""
-        second = self.copy.weight if self.copy is not None and 0 not in self.stages else None
-        norm = get_total_norm([p.grad for p in self.module.parameters() if p is not second and p.grad is not None])
+        gradients = []
+        for parameter in self.module.parameters():
+            is_second_copy = self.copy is not None and parameter is self.copy.weight and 0 not in self.stages
+            if parameter.grad is not None and not is_second_copy:
+                gradients.append(parameter.grad)
+        norm = get_total_norm(gradients)
         square: Tensor = gather_whole(norm) ** 2
         dist.all_reduce(square, group=self.group)
         clip_grads_with_norm_(self.module.parameters(), max_norm, square.sqrt())
@@ -133,13 +147,16 @@ class Pp(Method):
 
     def evaluate(self, x: Tensor, y: Tensor, measure: Callable[[Tensor, Tensor], object]) -> None:
         """Send one batch of any size through the stages, and measure the outputs of the last."""
-        for i in range(len(self.owners)):
-            if i and i in self.stages and i - 1 not in self.stages:
+        for number, stage in sorted(self.stages.items()):
+            # The stage before the first stage, and after the last, does not exist. Neighboring stages of one rank
+            # need no message.
+            previous, following = number - 1, number + 1
+            if number > 0 and previous not in self.stages:
                 x = torch.empty(*y.shape, self.width, device=y.device)
-                dist.recv(x, self.find_global_rank(i - 1), self.group)
-            x = self.stages[i](x) if i in self.stages else x
-            if i in self.stages and i != self.last and i + 1 not in self.stages:
-                dist.send(x, self.find_global_rank(i + 1), self.group)
+                dist.recv(x, self.find_global_rank(previous), self.group)
+            x = stage(x)
+            if number < self.last and following not in self.stages:
+                dist.send(x, self.find_global_rank(following), self.group)
         if self.last in self.stages:
             measure(x, y)
 
@@ -149,7 +166,8 @@ class Pp(Method):
 
     def share_sums(self, sums: Tensor) -> Tensor:
         """Return the sums of the last stage."""
-        shared = sums.clone()  # a collective needs contiguous memory
+        # A collective needs contiguous memory.
+        shared = sums.clone()
         dist.broadcast(shared, self.find_global_rank(self.last), self.group)
         return shared
 

@@ -35,18 +35,27 @@ class ReplicaBuffers:
     @contextmanager
     def watch(self, module: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Record the buffers after a training forward, which is the block. An evaluation is not recorded."""
-        before = [{n: buffer.clone() for n, buffer in _buffers(module)} for _ in range(len(replicas), self.count)]
+        # Replicas without samples keep the buffers from before the forward.
+        idle_buffers = []
+        for _ in range(len(replicas), self.count):
+            idle_buffers.append({name: buffer.clone() for name, buffer in _buffers(module)})
         yield
         if module.training:
-            self.last = [dict(_buffers(replica)) for replica in replicas] + before
+            self.last = [dict(_buffers(replica)) for replica in replicas] + idle_buffers
 
     def states(self, module: nn.Module) -> list[dict[str, Tensor]]:
         """Return the state dict of each replica, with the module's names.
 
         Parameters are the module's own. A GPU replica has copies, but from before the optimizer step.
         """
-        state = module.state_dict()
-        return [state | {n: buffer for n, buffer in own.items() if n in state} for own in self.last]
+        states = []
+        for replica_buffers in self.last:
+            state = module.state_dict()
+            for name, buffer in replica_buffers.items():
+                if name in state:
+                    state[name] = buffer
+            states.append(state)
+        return states
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -131,13 +140,18 @@ def replicate(module: nn.Module, *, own_buffers: bool) -> nn.Module:
         part: part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         for part in module.modules()
     }
-    buffers = {buffer: buffer.clone() if own_buffers else buffer for buffer in module.buffers()}
+    buffers: dict[Tensor | None, Tensor | None] = {buffer: buffer for buffer in module.buffers()}
+    if own_buffers:
+        buffers = {buffer: buffer.clone() for buffer in module.buffers()}
+    # A module may have a name without a buffer or a child.
+    buffers[None] = None
+    children: dict[Any, Any] = {**copies, None: None}
     for part, copy in copies.items():
         copy._parameters = part._parameters.copy()
         for name, buffer in part._buffers.items():
-            copy._buffers[name] = None if buffer is None else buffers[buffer]
+            copy._buffers[name] = buffers[buffer]
         for name, child in part._modules.items():
-            copy._modules[name] = None if child is None else copies[child]
+            copy._modules[name] = children[child]
     return copies[module]
 
 

@@ -137,12 +137,17 @@ class _Normalize(torch.autograd.Function):
             sums = torch.stack([sum_dy, sum_dy_x_hat]).double()
             dist.all_reduce(sums, group=ctx.group)
             mean_dy, mean_dy_x_hat = (sums / ctx.count).to(mean.dtype)
-            slope = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
+            slope = inverse_std
+            if weight is not None:
+                slope = inverse_std * weight.to(mean.dtype)
             centred = wide_dy - mean_dy.view(by_channel) - x_hat * mean_dy_x_hat.view(by_channel)
             dx = (centred * slope.view(by_channel)).to(x.dtype)
         # Use this rank's sums, from before the all-reduce: the parallel method averages them like any gradient.
-        d_weight = sum_dy_x_hat.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        d_bias = sum_dy.to(dy.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        d_weight = d_bias = None
+        if ctx.needs_input_grad[1]:
+            d_weight = sum_dy_x_hat.to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            d_bias = sum_dy.to(weight.dtype)  # a layer has both or none
         return dx, d_weight, d_bias, None, None, None, None, None
 
 

@@ -38,23 +38,26 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
     plan: Mapping[str, str] | None = getattr(model, "tp_plan", None)
     if plan is None:
         raise refuse_model(settings, "needs a model with a tp_plan")
-    modules = [name for name, _ in model.named_modules()]
-    styles = {name: style for name in modules for pattern, style in plan.items() if fnmatchcase(name, pattern)}
+    styles: dict[str, str] = {}
+    for name, _ in model.named_modules():
+        for pattern, style in plan.items():
+            if fnmatchcase(name, pattern):
+                styles[name] = style
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
         check_parameter(model, name, parameter, styles.get(name.rpartition(".")[0]), mesh.size(), settings)
-    whole = tuple(f"{name}." for name, style in styles.items() if style == "all_tokens")
+    full_size = tuple(f"{name}." for name, style in styles.items() if style == "all_tokens")
     for name, style in styles.items():
-        split = settings.sequence_parallel and not name.startswith(whole)
+        split = settings.sequence_parallel and not name.startswith(full_size)
         style_of_torch = make_style(style, split_tokens=split, split_logits=settings.loss_parallel)
         if style_of_torch is None:
             replicate_module(model.get_submodule(name), mesh)
         else:
             parallelize_module(model.get_submodule(name), mesh, style_of_torch)
-    for first, *others in shared.values():
-        for other in others:
-            module, _, name = other.rpartition(".")
+    for first, *other_names in shared.values():
+        for other_name in other_names:
+            module, _, name = other_name.rpartition(".")
             setattr(model.get_submodule(module), name, model.get_parameter(first))
     if settings.sequence_parallel:
         model.register_forward_pre_hook(lambda _, inputs: check_length(inputs[0], mesh.size()))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from train.errors import UserError
+from train.errors import UserError, refuse
 from train.models import pyramidnet, resnet
 from train.models.convnet import ConvNet, MnistConvNet
 from train.models.gpt import Gpt
@@ -133,15 +133,15 @@ def build_model(name: str, channels: int, classes: int, width: int | None, **opt
     for option in ("width", "depth", "alpha"):
         number = getattr(shape, option)
         if number is not None and option not in network.options:
-            others = ", ".join(other for other in MODELS if option in MODELS[other].options)
-            raise UserError(f"--{option} {number}: not supported by {name}; use it with {others}")
-    if network.text and channels:
-        raise UserError(f"--model {name}: predicts text, not images; use --data text")
-    if not network.text and not channels:
-        others = ", ".join(other for other in MODELS if MODELS[other].text)
-        raise UserError(f"--model {name}: for images, not for text; use {others}")
-    if width is not None and width > MAX_WIDTH:
-        raise UserError(f"--width {width}: must be at most {MAX_WIDTH}")
+            supporting = [model_name for model_name, candidate in MODELS.items() if option in candidate.options]
+            raise UserError(f"--{option} {number}: not supported by {name}; use it with {', '.join(supporting)}")
+    text_models = [model_name for model_name, candidate in MODELS.items() if candidate.text]
+    is_text = channels == 0
+    refuse(
+        (network.text and not is_text, f"--model {name}: predicts text, not images; use --data text"),
+        (is_text and not network.text, f"--model {name}: for images, not for text; use {', '.join(text_models)}"),
+        ((width or 0) > MAX_WIDTH, f"--width {width}: must be at most {MAX_WIDTH}"),
+    )
     try:
         return network.build(shape)
     except RuntimeError as error:  # torch has no exception class for a lack of CPU memory

@@ -45,7 +45,8 @@ class MnistConvNet(nn.Module):
     def __init__(self, channels: int, classes: int, image_size: int, width: int | None) -> None:
         super().__init__()
         width = width or MNIST_WIDTH
-        pooled = (image_size - 4) // 2  # each convolution removes one pixel at each edge
+        # Each convolution removes one pixel at each edge.
+        pooled = (image_size - 4) // 2
         if pooled < 1:
             raise UserError(
                 f"--model mnist_convnet: images of {image_size}x{image_size} are too small; use at least 6x6"

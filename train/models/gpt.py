@@ -62,8 +62,8 @@ class Attention(nn.Module):
         positions = self.position_offset + torch.arange(x.shape[2], device=x.device)
         angles = positions[:, None] * frequencies  # [T, head_dim / 2]
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
+        first_half, right = x.chunk(2, -1)
+        return torch.cat([first_half * cos - right * sin, first_half * sin + right * cos], -1)
 
 
 class Mlp(nn.Module):
@@ -106,7 +106,8 @@ class Experts(nn.Module):
         inputs = torch.split(tokens[order // expert_ids.shape[1]], counts)
         # An expert without tokens computes an empty output, so that its parameters get gradients of zero.
         outputs = torch.cat([expert(part) for expert, part in zip(self.experts, inputs, strict=True)])
-        by_token = outputs[order.argsort()].view(*expert_ids.shape, -1)  # [tokens, experts per token, width]
+        # [tokens, experts per token, width].
+        by_token = outputs[order.argsort()].view(*expert_ids.shape, -1)
         return (by_token * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
 

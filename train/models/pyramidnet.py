@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from train.errors import UserError
 
-WIDTH = 16  # channels of the first convolution in the paper
+# Channels of the first convolution in the paper.
+WIDTH = 16
 MAX_DEPTH, MAX_ALPHA = 2_000, 10_000  # far above useful sizes
 
 
@@ -27,7 +28,8 @@ class Block(nn.Module):
     """Residual block with two 3x3 convolutions."""
 
     name: ClassVar[str] = "pyramidnet"  # of the network
-    expansion: ClassVar[int] = 1  # output channels divided by `channels`
+    # Output channels divided by `channels`.
+    expansion: ClassVar[int] = 1
     layers: ClassVar[int] = 2
     depth, alpha = 110, 48  # the smallest network in the paper
 
@@ -98,8 +100,8 @@ class PyramidNet(nn.Module):
         super().__init__()
         width, depth, alpha = width or WIDTH, depth or block.depth, alpha or block.alpha
         step = 3 * block.layers
-        blocks, rest = divmod(depth - 2, step)
-        if rest or not 0 < depth <= MAX_DEPTH or blocks < 1:
+        blocks, remainder = divmod(depth - 2, step)
+        if remainder or not 0 < depth <= MAX_DEPTH or blocks < 1:
             depths = f"{step + 2}, {2 * step + 2}, {3 * step + 2}, ... ({step}n+2), at most {MAX_DEPTH}"
             raise UserError(f"--depth {depth}: for --model {block.name}, must be {depths}")
         if alpha > MAX_ALPHA:

@@ -34,8 +34,10 @@ class Projection(nn.Sequential):
 class Block(nn.Module):
     """Residual block with two 3x3 convolutions."""
 
-    expansion: ClassVar[int] = 1  # output channels divided by `channels`
-    width: ClassVar[int] = 64  # channels of the first stage in the paper
+    # Output channels divided by `channels`.
+    expansion: ClassVar[int] = 1
+    # Channels of the first stage in the paper.
+    width: ClassVar[int] = 64
     shortcut: ClassVar[type[Projection | PaddedShortcut]] = Projection
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:

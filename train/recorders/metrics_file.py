@@ -17,9 +17,11 @@ from train.recorders.rank_log import LogFile, classify_ending, device_name
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from train.metrics import Score
     from train.recorders.base import EpochRecord, Start, StepRecord
 
-NOT_WRITTEN = ("own", "own_pace", "step_time_s")  # fields of records for other recorders
+# Fields of records for other recorders.
+NOT_WRITTEN = ("own", "own_pace", "step_time_s")
 
 
 class MetricsFile(LogFile):
@@ -37,7 +39,7 @@ class MetricsFile(LogFile):
         If an epoch ends with the step, its record is removed too, because the epoch is evaluated and recorded again.
         Partial lines of a crashed run are removed. Raises UserError if the file cannot be read or written.
         """
-        kept = []
+        kept_lines = []
         try:
             lines = self.path.read_text(errors="replace").splitlines()
         except FileNotFoundError:
@@ -52,9 +54,9 @@ class MetricsFile(LogFile):
                     continue
             except (ValueError, TypeError, KeyError):
                 continue
-            kept.append(line)
+            kept_lines.append(line)
             self._remember_scores(record)
-        write_atomic(self.path, "".join(f"{line}\n" for line in kept).encode())
+        write_atomic(self.path, "".join(f"{line}\n" for line in kept_lines).encode())
 
     def _remember_scores(self, record: dict[str, Any]) -> None:
         if (test := record.get(f"test_{self.metric}")) is not None and record["event"] == "epoch":
@@ -69,13 +71,15 @@ class MetricsFile(LogFile):
             self.resume_at(start.resumed_at)
             self.steps = start.resumed_at
         self.run, self.since = plan.run, time.perf_counter()
+        # A user's task replaces model and data by None.
+        config = s.config(ctx.world_size)
         record = {
             "method": s.method,
             "world_size": ctx.world_size,
             "task": s.task,
-            "model": None if s.task else s.model,
+            "model": config["model"],
             "parameters": start.parameters,
-            "data": None if s.task else s.data,
+            "data": config["data"],
             "samples": start.samples,
             "batch_size": s.batch_size,
             "shares": start.shares,
@@ -88,7 +92,7 @@ class MetricsFile(LogFile):
             "host": socket.gethostname(),
             "device": device_name(ctx.device),
             "backend": ctx.backend,
-            "config": {k: str(v) if hasattr(v, "__fspath__") else v for k, v in s.config(ctx.world_size).items()},
+            "config": config,
         }
         self.open([self._format_line({"event": "start", **record})], append=start.resumed_at is not None)
 
@@ -123,18 +127,29 @@ class MetricsFile(LogFile):
     def _format_line(self, record: dict[str, Any]) -> str:
         complete = {"event": record["event"], "time": time.time(), "run": self.run, **record}
         # Non-finite numbers become null, because JSON has no NaN, and strict readers would refuse the whole line.
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in complete.items()}
-        return json.dumps(finite, allow_nan=False)
+        for name, value in complete.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                complete[name] = None
+        return json.dumps(complete, allow_nan=False)
 
 
 def _list_fields(record: StepRecord | EpochRecord) -> dict[str, Any]:
+    """Return the fields of an event; a score becomes its loss, its metrics and its number of samples."""
     fields: dict[str, Any] = {}
     for name, value in vars(record).items():
-        if name in ("trained", "test"):
-            prefix = "" if name == "trained" else "test_"
-            metrics = value.metrics if value else dict.fromkeys(record.trained.metrics)
-            numbers = {"loss": value and value.loss, **metrics, "samples": value and value.samples}
-            fields |= {prefix + key: number for key, number in numbers.items()}
+        if name == "trained":
+            fields |= _list_numbers(value)
+        elif name == "test":
+            # Without an evaluation the numbers are null.
+            numbers = dict.fromkeys(_list_numbers(record.trained))
+            if value is not None:
+                numbers = _list_numbers(value)
+            for key, number in numbers.items():
+                fields[f"test_{key}"] = number
         elif name not in NOT_WRITTEN:
             fields[name] = value
     return fields
+
+
+def _list_numbers(score: Score) -> dict[str, Any]:
+    return {"loss": score.loss, **score.metrics, "samples": score.samples}

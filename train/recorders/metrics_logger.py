@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from train.schedule import LearningRate, Plan, Position
     from train.trainer import Trainer
 
-INTERVAL = 50  # default of --log-interval, in optimizer steps
+# Default of --log-interval, in optimizer steps.
+INTERVAL = 50
 
 
 @dataclass
@@ -108,8 +109,8 @@ class MetricsLogger:
     def _build_step_record(self, position: Position, lr: float) -> StepRecord:
         sums = position.metric_sums.take().tolist()  # synchronizes with the device
         self.read_clock()
-        own, trainer = self.since_record.pace(self.ctx.device), self.trainer
-        rows = self._gather(own, sums if self.ctx.mesh.counts else [0.0] * SUMS)
+        local_pace, trainer = self.since_record.pace(self.ctx.device), self.trainer
+        rows = self._gather(local_pace, sums if self.ctx.mesh.counts else [0.0] * SUMS)
         *totals, data, batch, memory, _ = zip(*rows, strict=True)
         record = StepRecord(
             step=position.step,
@@ -125,7 +126,7 @@ class MetricsLogger:
             loss_scale=trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
             peak_memory_bytes=int(max(memory)),
             own=score_of(sums, trainer.task),
-            own_pace=own,
+            own_pace=local_pace,
         )
         self.since_record = StepTimes()
         return record
@@ -134,7 +135,7 @@ class MetricsLogger:
         """Record an epoch; a collective with --log-dir or --log-interval. test_time: seconds of the evaluation."""
         rows = self._gather(self.of_epoch.pace(self.ctx.device))
         *_, data, batch, memory, utilization = zip(*rows, strict=True)
-        known = tuple(percent for percent in utilization if percent >= 0)
+        known_utilization = tuple(percent for percent in utilization if percent >= 0)
         self.utilization.clear()
         # With --join, the last steps of an epoch are smaller than the global batch.
         samples = self.of_epoch.samples
@@ -154,8 +155,8 @@ class MetricsLogger:
                 # `trained` also includes the steps before a resume within the epoch, the elapsed time does not.
                 samples_per_second=samples / (max(batch) * self.of_epoch.steps) if self.of_epoch.steps else 0.0,
                 peak_memory_bytes=int(max(memory)),
-                gpu_utilization=fmean(known) if known else None,
-                gpu_utilization_by_rank=known,
+                gpu_utilization=fmean(known_utilization) if known_utilization else None,
+                gpu_utilization_by_rank=known_utilization,
                 step_time_s=max(batch),
             )
         )
@@ -176,7 +177,9 @@ class MetricsLogger:
         """
         utilization = fmean(self.utilization) if self.utilization else -1.0
         numbers = [*sums, *astuple(pace), utilization]
-        return self.ctx.gather(numbers) if self.gathers else [numbers]
+        if self.gathers:
+            return self.ctx.gather(numbers)
+        return [numbers]
 
 
 def read_peak_memory(device: torch.device) -> int:

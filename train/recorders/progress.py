@@ -15,9 +15,12 @@ from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 if TYPE_CHECKING:
     from train.metrics import MetricSums, Score
 
-MAX_NAME = 10  # characters of the run's name beside the bar
-REFRESH = 10  # steps between reads of the sums, because each read synchronizes with the device
-MAX_LISTED = 8  # maximum number of ranks for listing every share
+# Characters of the run's name beside the bar.
+MAX_NAME = 10
+# Steps between reads of the sums, because each read synchronizes with the device.
+REFRESH = 10
+# Maximum number of ranks for listing every share.
+MAX_LISTED = 8
 
 
 class Output:
@@ -93,7 +96,9 @@ class Lines(Recorder):
 
     def epoch(self, record: EpochRecord) -> None:
         """Print the line of an epoch."""
-        test = "" if record.test is None else f"test {record.test.format()}{format_top5(record.test)}  "
+        test = ""
+        if record.test is not None:
+            test = f"test {record.test.format()}{format_top5(record.test)}  "
         self._write(record, test, record.step_time_s)
 
     def _write(self, record: StepRecord | EpochRecord, details: str, step_time: float) -> None:
@@ -108,7 +113,9 @@ class Lines(Recorder):
 def format_top5(test: Score) -> str:
     """Format the top-5 accuracy; empty with at most five classes, or for a task without this metric."""
     top5 = test.metrics.get("top5_accuracy", math.nan)
-    return "" if math.isnan(top5) else f"  top-5 {top5:.1%}"
+    if math.isnan(top5):
+        return ""
+    return f"  top-5 {top5:.1%}"
 
 
 class Bar(Recorder):
@@ -129,10 +136,12 @@ class Bar(Recorder):
         """Draw the empty bar."""
         self.plan, self.batch_size = start.plan, start.settings.batch_size
         # A longer name would leave no room for the metrics, and is printed above the bar.
-        short = self.plan.run if len(self.plan.run) <= MAX_NAME else ""
-        self.task = self.bar.add_task(short, total=self.plan.steps, completed=start.resumed_at or 0, numbers="")
+        name, lines = self.plan.run, describe_surprises(start)
+        if len(name) > MAX_NAME:
+            name, lines = "", [name, *lines]
+        self.task = self.bar.add_task(name, total=self.plan.steps, completed=start.resumed_at or 0, numbers="")
         self.bar.start()
-        for text in ([] if short else [self.plan.run]) + describe_surprises(start):
+        for text in lines:
             self.bar.console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, step: int, epoch: int, metric_sums: MetricSums, samples_per_second: float) -> None:
@@ -150,9 +159,9 @@ class Bar(Recorder):
 
     def _show(self, step: int, epoch: int, score: Score, samples_per_second: float, step_time: float) -> None:
         seconds = self.bar.tasks[0].time_remaining
-        left = f"  {timedelta(seconds=round(seconds))} left".replace("  0:", "  ") if seconds else ""
+        remaining = f"  {timedelta(seconds=round(seconds))} left".replace("  0:", "  ") if seconds else ""
         numbers = (
-            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{left}\n"
+            f"epoch {epoch}/{self.plan.epochs}  step {step}/{self.plan.steps}{remaining}\n"
             f"loss {score.loss:.4f}  train {score.format()}{self.test}  {samples_per_second:.0f} samples/s\n"
             f"{1000 * step_time:.1f} ms/step{self.top5}"
         )
@@ -165,9 +174,11 @@ class Bar(Recorder):
 
 def make_progress(kind: str, *, is_main: bool, output: Output | None = None) -> Recorder:
     """Build the recorder of --progress. kind: bar, plain, none, or auto (a bar if stdout is a terminal)."""
+    if not is_main or kind == "none":
+        return Recorder()
     output = output or Output()
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
-    if not is_main or kind == "none":
-        return Recorder()
-    return Bar(output) if kind == "bar" else Lines(output)
+    if kind == "bar":
+        return Bar(output)
+    return Lines(output)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from train.errors import Stopped, UserError
+from train.errors import Stopped, explain_os_error
 from train.launch.signals import print_line
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 from train.settings import DEFAULT
@@ -62,7 +62,7 @@ class LogFile(Recorder):
         Raises UserError, because nothing is lost yet.
         """
         mode = "a" if append else "w"
-        try:
+        with explain_os_error(f"cannot write the log {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handler = LogFileHandler(self.path, mode, encoding="utf-8", errors="backslashreplace")
             handler.setFormatter(self.formatter)
@@ -70,8 +70,6 @@ class LogFile(Recorder):
                 handler.handle(logging.makeLogRecord({"msg": line}))
             if handler.error is not None:
                 raise handler.error
-        except OSError as error:
-            raise UserError(f"cannot write the log {self.path}: {error.strerror}") from error
         self.handler = handler
 
     def write(self, line: str) -> None:
@@ -120,8 +118,10 @@ class RankLog(LogFile):
         process = f"process {os.getpid()} on {socket.gethostname()} (node {ctx.node}, local rank {ctx.local_rank})"
         versions = f"python {platform.python_version()}, torch {torch.__version__}"
         device = f"device {device_name(ctx.device)}, backend {ctx.backend or 'none'}, {torch.get_num_threads()} threads"
-        of = ("the model", f"--task {s.task}") if s.task else (s.model, s.data)
-        task = f"{of[0]} with {start.parameters} parameters on {start.samples} samples of {of[1]}"
+        model, data = s.model, s.data
+        if s.task:
+            model, data = "the model", f"--task {s.task}"
+        task = f"{model} with {start.parameters} parameters on {start.samples} samples of {data}"
         share = f"{start.shares[ctx.mesh.data_rank]} of {sum(start.shares)} samples per step on this rank"
         launcher = self.launcher or "unknown"
         lines = [
@@ -137,11 +137,12 @@ class RankLog(LogFile):
 
     def log(self, record: StepRecord) -> None:
         """Write the metrics of this rank."""
-        own, pace = record.own, record.own_pace
-        of = "of" if own.main[0] == "accuracy" else "over"  # only a share is of the predictions
+        score, pace = record.own, record.own_pace
+        # Only a share is of the predictions.
+        preposition = "of" if score.main[0] == "accuracy" else "over"
         self.note(
-            f"step {record.step}, epoch {record.epoch}: own loss {own.loss:.4f}, {own.format(named=True)} {of} "
-            f"{own.samples} predictions; lr {record.lr:.4g}; data {1000 * pace.data_time_s:.2f} ms, "
+            f"step {record.step}, epoch {record.epoch}: own loss {score.loss:.4f}, {score.format(named=True)} "
+            f"{preposition} {score.samples} predictions; lr {record.lr:.4g}; data {1000 * pace.data_time_s:.2f} ms, "
             f"batch {1000 * pace.batch_time_s:.2f} ms per step; memory {pace.peak_memory_bytes / 2**20:.0f} MiB"
         )
 
@@ -150,7 +151,8 @@ class RankLog(LogFile):
         test = "not evaluated"
         if record.test is not None:
             test = f"test loss {record.test.loss:.4f}, {record.test.format(named=True)}"
-            test += ", best so far" if record.best else ""
+            if record.best:
+                test += ", best so far"
         self.note(
             f"end of epoch {record.epoch}, step {record.step}, all ranks: loss {record.trained.loss:.4f}, "
             f"{record.trained.format(named=True)}; {test}; {record.epoch_time_s:.1f} s + {record.test_time_s:.1f} s"
@@ -163,7 +165,10 @@ class RankLog(LogFile):
     def close(self, error: BaseException | None) -> None:
         """Write how the run ended, with the traceback of a failure."""
         ended = classify_ending(error)
-        self.note(f"{ended} after step {self.steps}" + (f": {type(error).__name__}: {error}" if error else ""))
+        text = f"{ended} after step {self.steps}"
+        if error is not None:
+            text += f": {type(error).__name__}: {error}"
+        self.note(text)
         if ended == "failed":
             self.note("".join(traceback.format_exception(error)))
         super().close(error)
@@ -171,4 +176,6 @@ class RankLog(LogFile):
 
 def device_name(device: torch.device) -> str:
     """Return "cpu" or the name of the GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return str(device)

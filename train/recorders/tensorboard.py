@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 from train.recorders.base import EpochRecord, Recorder, Start, StepRecord
 from train.recorders.rank_log import warn_lost
 
@@ -35,15 +35,13 @@ class TensorBoard(Recorder):
         # Imported only if it is used, because the import takes a second.
         from torch.utils.tensorboard import SummaryWriter
 
-        try:
+        with explain_os_error(f"cannot write the log {self.folder}"):
             if start.resumed_at is None and self.folder.exists():
                 for path in self.folder.glob("events.out.tfevents.*"):
                     path.unlink()
             purge = None if start.resumed_at is None else start.resumed_at + 1
             self.writer = SummaryWriter(str(self.folder), purge_step=purge)
             self.writer.flush()
-        except OSError as error:
-            raise UserError(f"cannot write the log {self.folder}: {error.strerror}") from error
 
     def log(self, record: StepRecord) -> None:
         """Write the metrics since the previous record."""
@@ -75,7 +73,8 @@ class TensorBoard(Recorder):
             try:
                 write(self.writer)
             except OSError as error:
-                self.writer = None  # it cannot continue after a failure
+                # It cannot continue after a failure.
+                self.writer = None
                 warn_lost(self.folder, error)
 
     def close(self, error: BaseException | None) -> None:  # noqa: ARG002

@@ -2,7 +2,7 @@
 
 state_saver.py decides when to save and restore, and compares the options of the saved and the resumed run.
 state_files.py reads and writes state files, and finds the newest state complete on all ranks. state.py collects and
-restores one rank's state with its RNG states, and converts sharded tensors to another number of ranks.
+restores one rank's state with its RNG states, and sharded_state.py gives torch the shards for another number of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collect and restore the state of one rank, merging the shards of all saving ranks for another number of ranks."""
+"""Collect and restore the state of one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from train.checkpoints.saver import build_metadata_block
 from train.errors import UserError
-from train.mesh import join_shards
+from train.mesh import is_dtensor, join_shards, local_part
 from train.schedule import Position
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def collect_state(trainer: Trainer, plan: Plan, position: Position, run_id: str)
         "model": collect_tensors(method.module),
         "optimizer": optimizer.state_dict(),
         "optimizer_names": parameter_names(method.module, optimizer),
-        "scaler": trainer.scaler.state_dict() if trainer.scaler.is_enabled() else None,
-        "ema": None if trainer.average is None else collect_average(trainer),
+        "scaler": trainer.scaler_state,
+        "ema": collect_average(trainer),
         "method": method.extra_state(),
         "rng": collect_rng_states(ctx.devices),
         "syncheck": build_metadata_block(trainer, optimizer, plan, run_id, position.step, ctx.rank, ctx.world_size),
@@ -73,15 +73,19 @@ def find_local_optimizer(trainer: Trainer) -> Optimizer:
 
 def parameter_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in the order of the integer ids of its state dict."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # An injected fault may train parameters outside the module.
-    return [names.get(id(parameter), f"({index})") for index, parameter in enumerate(ordered)]
+    names_by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+    names: list[str] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # An injected fault may train parameters outside the module.
+            names.append(names_by_id.get(id(parameter), f"({len(names)})"))
+    return names
 
 
-def collect_average(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the averaged parameters by name, and the number of averaged steps."""
-    assert trainer.average is not None
+def collect_average(trainer: Trainer) -> dict[str, Tensor] | None:
+    """Return the averaged parameters by name, and the number of averaged steps; None without --ema."""
+    if trainer.average is None:
+        return None
     return {**dict(trainer.average.module.named_parameters()), "n_averaged": trainer.average.n_averaged}
 
 
@@ -91,39 +95,47 @@ def check_shapes(state: Mapping[str, Any], trainer: Trainer, where: str) -> None
     Checked before anything is restored, because a rank that fails halfway would leave the other ranks waiting.
     where: the state as named in the message.
     """
-    pairs = [("model", collect_tensors(trainer.method.module), state["model"])]
-    if trainer.average is not None:
-        pairs.append(("ema", collect_average(trainer), state["ema"] or {}))
-    for part, mine, theirs in pairs:
-        for name in sorted(mine.keys() | theirs.keys()):
-            found, needed = (_shape(tensors[name]) if name in tensors else "missing" for tensors in (theirs, mine))
-            if found != needed:
-                raise UserError(f"--resume: {where}: {part}: {name} is {found}; this program expects {needed}")
+    current_tensors = {"model": collect_tensors(trainer.method.module)}
+    average = collect_average(trainer)
+    if average is not None:
+        current_tensors["ema"] = average
+    for part, current in current_tensors.items():
+        saved = state[part] or {}
+        for name in sorted(current.keys() | saved.keys()):
+            saved_shape, current_shape = _describe_shape(saved, name), _describe_shape(current, name)
+            if saved_shape != current_shape:
+                raise UserError(
+                    f"--resume: {where}: {part}: {name} is {saved_shape}; this program expects {current_shape}"
+                )
     optimizer = find_local_optimizer(trainer)
-    names, known = parameter_names(trainer.method.module, optimizer), state["optimizer_names"]
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Frozen parameters have no optimizer state.
-    lacking = [n for n, parameter in zip(names, ordered, strict=True) if n not in known and parameter.requires_grad]
-    if lacking:
-        raise UserError(f"--resume: {where}: the optimizer state lacks parameter {lacking[0]}")
+    names = parameter_names(trainer.method.module, optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        # Frozen parameters have no optimizer state.
+        if parameter.requires_grad and name not in state["optimizer_names"]:
+            raise UserError(f"--resume: {where}: the optimizer state lacks parameter {name}")
 
 
-def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+def _describe_shape(tensors: Mapping[str, Any], name: str) -> str:
+    if name not in tensors:
+        return "missing"
+    value = tensors[name]
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    return type(value).__name__
 
 
 def restore_state(state: Mapping[str, Any], trainer: Trainer) -> None:
     """Restore the model, optimizer, scaler, average and method; under fsdp a collective.
 
-    Tensors are DTensors of this rank, or whole tensors merged from another number of ranks (see `merge_states`).
-    `StateSaver` restores RNG states afterwards.
+    Tensors are this rank's, possibly DTensors. `StateSaver` restores RNG states afterwards.
     """
     method, optimizer = trainer.method, find_local_optimizer(trainer)
     module, saved = method.module, state["model"]
-    own = module.state_dict()
-    module.load_state_dict({name: distribute_like(saved[name], target) for name, target in own.items()})
+    current = module.state_dict()
+    module.load_state_dict({name: distribute_like(saved[name], target) for name, target in current.items()})
     for name, buffer in module.named_buffers(remove_duplicate=False):
-        if name not in own:
+        if name not in current:
             buffer.copy_(saved[name])
     _restore_optimizer(state, module, optimizer)
     if trainer.scaler.is_enabled() and state["scaler"] is not None:
@@ -146,8 +158,8 @@ def _restore_optimizer(state: Mapping[str, Any], module: nn.Module, optimizer: O
         groups.append({**values, "params": list(members)})
         for index, parameter in zip(members, group["params"], strict=True):
             # A parameter without a gradient so far has no state.
-            if (found := by_name.get(names[index])) is not None:
-                states[index] = {key: _place_state_value(value, parameter) for key, value in found.items()}
+            if (saved_states := by_name.get(names[index])) is not None:
+                states[index] = {key: _place_state_value(value, parameter) for key, value in saved_states.items()}
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
@@ -156,13 +168,15 @@ def _place_state_value(value: Any, parameter: Tensor) -> Any:
     # A DTensor's shape is the global shape.
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
         return distribute_like(value, parameter)
-    return value.to_local() if is_dtensor(value) else value
+    return local_part(value)
 
 
 def _restore_average(trainer: Trainer, saved: Mapping[str, Tensor]) -> None:
+    averaged = collect_average(trainer)
+    assert averaged is not None
     assert trainer.average is not None
     with torch.no_grad():
-        for name, tensor in collect_average(trainer).items():
+        for name, tensor in averaged.items():
             tensor.copy_(saved[name])
         # update_parameters() copies the model's buffers without averaging.
         for mine, theirs in zip(trainer.average.module.buffers(), trainer.method.module.buffers(), strict=True):
@@ -225,64 +239,12 @@ def reseed_generators(seed: int, step: int, stream: int) -> None:
     np.random.seed(int(words[1]))
 
 
-def is_dtensor(tensor: Any) -> bool:
-    """Return whether a value is a DTensor, without importing torch.distributed.tensor."""
-    return hasattr(tensor, "to_local")
-
-
 def distribute_like(saved: Tensor, target: Tensor) -> Tensor:
-    """Give a saved tensor the layout of `target`.
+    """Give a saved tensor of this rank, possibly a DTensor, the mesh of `target`.
 
-    saved: this rank's DTensor, or the whole tensor. For a whole tensor and a DTensor `target`, this is a collective
-    that scatters rank 0's tensor.
+    The mesh in a file has no process group, so a DTensor gets the current mesh.
     """
-    if not is_dtensor(target):
-        return saved.to_local() if is_dtensor(saved) else saved  # type: ignore[attr-defined]
-    if is_dtensor(saved):  # the mesh in the file has no process group: use the current mesh
-        shards: Tensor = join_shards(saved.to_local().to(target.device), like=target)  # type: ignore[attr-defined]
-        return shards
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(saved.to(target.device), target.device_mesh, target.placements)  # type: ignore[attr-defined]
-
-
-def merge_states(states: Mapping[int, dict[str, Any]], rank: int) -> dict[str, Any]:
-    """Merge the states of all saving ranks into one state with whole tensors.
-
-    states: by saving rank. rank: the source of values that every rank holds, such as buffers. Merged are, under fsdp
-    and hsdp, the tensors of the model and the optimizer, and under zero the optimizer state of the parameters of each
-    rank. `find_newest_state` refuses methods that shard by other rules.
-    """
-    state = dict(states[rank])
-    # Under hsdp the first copy of the model has all shards.
-    parts = [states[r] for r in sorted(states) if states[r]["syncheck"]["mesh"].get("replicate", 0) == 0]
-    state["model"] = {
-        name: _concatenate_shards([p["model"][name] for p in parts], own) for name, own in state["model"].items()
-    }
-    names: list[str] = []
-    optimizer: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        for index, name in enumerate(part["optimizer_names"]):
-            if name in names:
-                continue
-            if index in part["optimizer"]["state"]:
-                optimizer[len(names)] = {
-                    key: _concatenate_shards([p["optimizer"]["state"][index][key] for p in parts], own)
-                    if is_dtensor(own)
-                    else own
-                    for key, own in part["optimizer"]["state"][index].items()
-                }
-            names.append(name)
-    state["optimizer_names"] = names
-    state["optimizer"] = {"state": optimizer, "param_groups": state["optimizer"]["param_groups"]}
-    return state
-
-
-def _concatenate_shards(parts: list[Any], own: Any) -> Any:
-    """Concatenate the local shards in rank order; return `own` if it is not a DTensor.
-
-    FSDP2 shards along the first dimension like torch.chunk, so the last ranks may have no rows.
-    """
-    if not is_dtensor(own):
-        return own
-    return torch.cat([part.to_local() for part in parts])
+    local: Tensor = local_part(saved)
+    if is_dtensor(target):
+        local = join_shards(local.to(target.device), like=target)
+    return local

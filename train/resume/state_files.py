@@ -12,16 +12,17 @@ from __future__ import annotations
 import io
 import logging
 import re
+import shutil
 import zipfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from train.checkpoints.checkpoint_files import write_atomic
 from train.checkpoints.formats import copy_to_cpu
-from train.errors import UserError
+from train.errors import UserError, explain_os_error
 from train.launch.signals import print_once
 
 if TYPE_CHECKING:
@@ -73,16 +74,14 @@ def read_newest_step(out: Path, run: str) -> int | None:
 
 def list_visible_ranks(folder: Path) -> dict[int, list[int]]:
     """List the ranks with a state file visible to this process, by step. Raises UserError if that fails."""
-    found: dict[int, list[int]] = {}
-    try:
+    ranks_by_step: dict[int, list[int]] = {}
+    with explain_os_error(f"--resume: cannot read {folder}"):
         for path in folder.glob("step_*/rank_*.pth"):
             step = re.fullmatch(r"step_(\d+)", path.parent.name)
             rank = re.fullmatch(r"rank_(\d+)\.pth", path.name)
             if step and rank:
-                found.setdefault(int(step[1]), []).append(int(rank[1]))
-    except OSError as error:
-        raise UserError(f"--resume: cannot read {folder}: {error.strerror}") from error
-    return {step: sorted(ranks) for step, ranks in found.items()}
+                ranks_by_step.setdefault(int(step[1]), []).append(int(rank[1]))
+    return {step: sorted(ranks) for step, ranks in ranks_by_step.items()}
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -129,13 +128,15 @@ def remove_states(folder: Path, keep: Collection[int]) -> None:
         for step in folder.glob("step_*"):
             number = re.fullmatch(r"step_(\d+)", step.name)
             if number and int(number[1]) not in keep:
+                shutil.rmtree(sharded_folder(step), ignore_errors=True)
                 for path in step.iterdir():
                     if re.fullmatch(r"rank_\d+\.pth|\.rank_\d+\.pth\.tmp", path.name) and not path.is_dir():
                         path.unlink(missing_ok=True)
                 with suppress(OSError):  # contains files of the user
                     step.rmdir()
     except FileNotFoundError:
-        pass  # a rank on another node removed it first, in a shared folder
+        # A rank on another node removed it first, in a shared folder.
+        pass
     except OSError as error:
         raise UserError(f"cannot remove the old state {error.filename}: {error.strerror}") from error
 
@@ -144,50 +145,48 @@ def remove_states(folder: Path, keep: Collection[int]) -> None:
 class FoundState:
     """A state to resume from.
 
-    step: optimizer steps done. world_size: number of ranks that saved it. states: the contents needed by this rank, by
-    saving rank. older: steps of older states.
+    step: optimizer steps done. world_size: number of ranks that saved it. state: the contents of this rank's file;
+    after a change of the number of ranks, of the file of rank r modulo the old number. older: steps of older states.
     """
 
     step: int
     world_size: int
-    states: dict[int, dict[str, Any]]
+    state: dict[str, Any]
     older: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepFiles:
+    """The files of one step. problem: why the step is unusable, or empty. lacking: ranks without a file."""
+
+    world_size: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    lacking: tuple[int, ...] = ()
 
 
 def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool) -> FoundState | None:
     """Find the newest state of `run` usable on all ranks; None if no state was completed. A collective.
 
-    Each skipped step is reported in one line. sharded: whether each file holds only a shard of the model or optimizer,
-    so that another number of ranks needs all files. Raises UserError on all ranks if all existing states are unusable,
-    or if the method cannot change the number of ranks.
+    Each skipped step is reported in one line. sharded: whether another number of ranks needs the folder of
+    torch.distributed.checkpoint too. Raises UserError on all ranks if all existing states are unusable, or if the
+    method cannot change the number of ranks.
     """
     with ctx.together():
         mine = list_visible_ranks(folder)
-    visible = ctx.gather(mine)
-    steps = sorted({step for ranks in visible for step in ranks}, reverse=True)
+    visible_by_rank = ctx.gather(mine)
+    steps = sorted({step for visible in visible_by_rank for step in visible}, reverse=True)
     damaged = False
-    for at, step in enumerate(steps):
-        known, lacking = [ranks.get(step, []) for ranks in visible], []
-        # A rank without a file of its own reads any other, because every file contains the number of saving ranks.
-        own = known[ctx.rank]
-        states, identities, problem = _read_states(folder, run, step, [ctx.rank] if ctx.rank in own else own[:1], ctx)
-        if not problem:
-            ((_, saved_by),) = identities
-            if saved_by == ctx.world_size:
-                lacking = [rank for rank, ranks in enumerate(known) if rank not in ranks]
-            elif max(ctx.mesh.size(name) for name in ("pipeline", "expert", "tensor")) > 1:
-                found = f"{folder / f'step_{step}'} was saved by {saved_by} ranks, each with another part of the model"
-                raise UserError(f"--resume: {found}; start {saved_by} ranks, or use another --out")
-            else:
-                wanted = [_choose_ranks(rank, saved_by, ranks, sharded=sharded) for rank, ranks in enumerate(known)]
-                problem = _find_lacking_file(folder, step, saved_by, known, wanted)
-                if not problem:
-                    states, _, problem = _read_states(folder, run, step, wanted[ctx.rank], ctx)
-            if not problem and not lacking:
-                return FoundState(step, saved_by, states, tuple(steps[at + 1 :]))
-        damaged = damaged or bool(problem)
-        if lacking:
-            problem = f"{state_path(folder, step, lacking[0])}: rank {lacking[0]} lacks this file"
+    for index, step in enumerate(steps):
+        saved_ranks = [visible.get(step, []) for visible in visible_by_rank]
+        files = _read_step(folder, run, step, saved_ranks, ctx, sharded=sharded)
+        if not files.problem and not files.lacking:
+            return FoundState(step, files.world_size, files.state, tuple(steps[index + 1 :]))
+        damaged = damaged or bool(files.problem)
+        problem = files.problem
+        if files.lacking:
+            rank = files.lacking[0]
+            problem = f"{state_path(folder, step, rank)}: rank {rank} lacks this file"
         print_once(ctx, f"--resume: skipping step {step}: {problem}")
     if damaged or len(steps) > 1:
         raise UserError(f"--resume: no state in {folder} is usable; remove the folder to start at step 0")
@@ -196,47 +195,61 @@ def find_newest_state(folder: Path, run: str, ctx: RankContext, *, sharded: bool
     return None
 
 
-def _choose_ranks(rank: int, saved_by: int, known: list[int], *, sharded: bool) -> list[int]:
-    """Choose the files to read after a change of the number of ranks.
+def _read_step(
+    folder: Path, run: str, step: int, saved_ranks: list[list[int]], ctx: RankContext, *, sharded: bool
+) -> StepFiles:
+    """Read this rank's file of a step; a collective. saved_ranks: the ranks whose files each rank can read."""
+    readable = saved_ranks[ctx.rank]
+    rank: int | None = None
+    if ctx.rank in readable:
+        rank = ctx.rank
+    elif readable:
+        # A rank without a file of its own reads another, because every file contains the number of saving ranks.
+        rank = readable[ctx.rank % len(readable)]
+    state, problem = _read_rank(folder, run, step, rank)
+    mine: tuple[str, int] | None = (state["run_id"], state["world_size"]) if state else None
+    answers = ctx.gather((mine, problem))
+    for _, text in answers:
+        if text:
+            return StepFiles(problem=text)
+    identities = {identity for identity, _ in answers if identity is not None}
+    if len(identities) > 1:
+        return StepFiles(problem="its files come from different runs")
+    ((_, saved_by),) = identities
+    if saved_by == ctx.world_size:
+        lacking = tuple(rank for rank, ranks in enumerate(saved_ranks) if rank not in ranks)
+        return StepFiles(saved_by, state, lacking=lacking)
+    if max(ctx.mesh.size(name) for name in ("pipeline", "expert", "tensor")) > 1:
+        text = f"{folder / f'step_{step}'} was saved by {saved_by} ranks, each with another part of the model"
+        raise UserError(f"--resume: {text}; start {saved_by} ranks, or use another --out")
+    shards = sharded_folder(folder / f"step_{step}")
+    needed_path = None
+    if not state:
+        needed_path = state_path(folder, step, ctx.rank % saved_by)
+    elif sharded and not (shards / ".metadata").is_file():  # torch writes it last
+        needed_path = shards
+    for reader, path in enumerate(ctx.gather(needed_path)):
+        if path is not None:
+            problem = f"rank {reader} cannot read {path}, which is required because the number of ranks changed from "
+            problem += f"{saved_by} to {ctx.world_size}; copy the files of all ranks to each node"
+            return StepFiles(problem=problem)
+    return StepFiles(saved_by, state)
 
-    A whole replica needs one file. If all files are visible, rank r reads the file of rank r modulo their number.
-    """
-    if sharded:
-        return list(range(saved_by))
-    known = [other for other in known if other < saved_by]
-    return [known[rank % len(known)] if known else rank % saved_by]
 
-
-def _find_lacking_file(folder: Path, step: int, saved_by: int, known: list[list[int]], wanted: list[list[int]]) -> str:
-    for rank, (visible, needed) in enumerate(zip(known, wanted, strict=True)):
-        for other in needed:
-            if other not in visible:
-                return (
-                    f"rank {rank} cannot read {state_path(folder, step, other)}, which is required because the number "
-                    f"of ranks changed from {saved_by} to {len(known)}; copy the files of all ranks to each node"
-                )
-    return ""
-
-
-def _read_states(
-    folder: Path, run: str, step: int, ranks: list[int], ctx: RankContext
-) -> tuple[dict[int, dict[str, Any]], set[tuple[str, int]], str]:
-    """Read the files of these saving ranks; a collective.
-
-    Returns the contents by rank, and for the files of all ranks: the run ids with their numbers of ranks, and the first
-    problem or an empty string.
-    """
-    states: dict[int, dict[str, Any]] = {}
-    problem = ""
+def _read_rank(folder: Path, run: str, step: int, rank: int | None) -> tuple[dict[str, Any], str]:
+    """Read the file of a saving rank; return its contents, empty without a file, and the problem or an empty string."""
+    if rank is None:
+        return {}, ""
+    path = state_path(folder, step, rank)
     try:
-        for rank in ranks:
-            path = state_path(folder, step, rank)
-            states[rank] = state = read_state(path, run)
-            if (state["step"], state["rank"]) != (step, rank):
-                raise UnusableState(f"{path}: contains step {state['step']} of rank {state['rank']}")
+        state = read_state(path, run)
     except UnusableState as error:
-        problem = str(error)
-    answers = ctx.gather(([(state["run_id"], state["world_size"]) for state in states.values()], problem))
-    identities = {identity for found, _ in answers for identity in found}
-    problem = next((text for _, text in answers if text), "")
-    return states, identities, problem or "its files come from different runs" * (len(identities) > 1)
+        return {}, str(error)
+    if (state["step"], state["rank"]) != (step, rank):
+        return {}, f"{path}: contains step {state['step']} of rank {state['rank']}"
+    return state, ""
+
+
+def sharded_folder(step_folder: Path) -> Path:
+    """Return the folder of a step's sharded tensors, in the format of torch.distributed.checkpoint."""
+    return step_folder / "sharded"

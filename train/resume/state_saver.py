@@ -14,10 +14,10 @@ from train.errors import UserError
 from train.launch.signals import print_once
 from train.metrics import MetricSums
 from train.option import spell
+from train.resume.sharded_state import is_sharded, load_shards, save_shards
 from train.resume.state import (
     check_shapes,
     collect_state,
-    merge_states,
     reseed_generators,
     restore_position,
     restore_rng_states,
@@ -49,9 +49,12 @@ if TYPE_CHECKING:
     from train.settings import Settings
     from train.trainer import Trainer
 
-COMPLETE = 2  # complete states to keep: a second one, in case the newest is damaged
-LENGTH = ("epochs", "max_steps")  # may change, like the number of ranks; the changes are reported
-MESH = ("parallel_degree", "replicas")  # may change if the mesh stays equal; dp has none
+# Complete states to keep: a second one, in case the newest is damaged.
+COMPLETE = 2
+# May change, like the number of ranks; the changes are reported.
+LENGTH = ("epochs", "max_steps")
+# May change if the mesh stays equal; dp has none.
+MESH = ("parallel_degree", "replicas")
 
 
 class StateSaver:
@@ -70,7 +73,8 @@ class StateSaver:
         self.resumed = False
         self.complete: list[int] = []  # steps whose states are kept
         self.saved_at: int | None = None
-        self.cleared = False  # whether the states of an earlier run have been removed
+        # Whether the states of an earlier run have been removed.
+        self.cleared = False
         if settings.resume:
             with ctx.together():
                 step = read_newest_step(settings.out, settings.run)
@@ -79,11 +83,9 @@ class StateSaver:
                         f"--resume: {self.folder} contains no state, but a state of step {step} was saved there; "
                         "restore it, or start at step 0 without --resume"
                     )
-            facts = trainer.method.metadata_fields
-            sharded = bool(facts.get("optimizer_sharded") or facts.get("mesh"))
-            found = find_newest_state(self.folder, settings.run, ctx, sharded=sharded)
-            if found is not None:
-                self._resume(found, samples)
+            newest = find_newest_state(self.folder, settings.run, ctx, sharded=is_sharded(trainer))
+            if newest is not None:
+                self._resume(newest, samples)
 
     def after_step(self, position: Position, *, now: bool = False) -> None:
         """Save a state if it is due after this step, or `now`; a collective in both cases.
@@ -92,12 +94,14 @@ class StateSaver:
         `now` raises UserError on all ranks.
         """
         every, step = self.settings.checkpoint_every, position.step
-        due = every is not None and (step % every == 0 or step == self.plan.steps)
         if step == self.saved_at:
             return
         if now:
             self._save(position)
-        elif due:
+            return
+        is_due = every is not None and step % every == 0
+        is_last = every is not None and step == self.plan.steps
+        if is_due or is_last:
             self.saver.attempt(f"the state of step {step}", lambda: self._save(position))
 
     def _save(self, position: Position) -> None:
@@ -114,6 +118,9 @@ class StateSaver:
         try:
             with self.ctx.together():
                 self.saver.lock.check()
+            if is_sharded(self.trainer):
+                save_shards(self.folder / f"step_{position.step}", self.trainer)
+            with self.ctx.together():
                 write_state(state_path(self.folder, position.step, self.ctx.rank), state)
         except UserError:
             self._remove()  # the files written by other ranks
@@ -133,13 +140,14 @@ class StateSaver:
                 self.saver.lock.check()
                 remove_states(self.folder, self.complete)
 
-    def _resume(self, found: FoundState, samples: Images) -> None:
+    def _resume(self, newest: FoundState, samples: Images) -> None:
         """Restore a state; a collective. Raises UserError if it belongs to another run."""
         settings, ctx, trainer = self.settings, self.ctx, self.trainer
-        where = str(state_path(self.folder, found.step, 0).parent)
-        same = found.world_size == ctx.world_size
-        own = ctx.rank if same else min(found.states, key=lambda rank: (rank != ctx.rank % found.world_size, rank))
-        state = merge_states(found.states, own) if not same and len(found.states) > 1 else found.states[own]
+        where = str(state_path(self.folder, newest.step, 0).parent)
+        same_ranks = newest.world_size == ctx.world_size
+        state = newest.state
+        if not same_ranks and is_sharded(trainer):
+            state = load_shards(self.folder / f"step_{newest.step}", trainer, state)
         with ctx.together():
             check_same_run(state, trainer, self.plan, where)
             check_shapes(state, trainer, where)
@@ -148,25 +156,25 @@ class StateSaver:
             warm_up_buckets(trainer, torch.stack([x, x]), torch.stack([y, y]))
         restore_state(state, trainer)
         vars(self.best).update(state["also"]["best"])
-        trainer.fault.after_resume(found.step, trainer.method, trainer.optimizer)
+        trainer.fault.after_resume(newest.step, trainer.method, trainer.optimizer)
         self.position, self.resumed = restore_position(state, ctx, self.trainer.task), True
-        if same:
+        if same_ranks:
             # Restore RNG states last, because the warm-up draws random numbers. No code draws from here to the first
             # step: each DataLoader has its own generator.
             restore_rng_states(state["rng"], ctx.devices)
         else:
-            reseed_generators(settings.seed, found.step, ctx.mesh.stream)
-        self.complete, self.saved_at = sorted([*found.older, found.step]), found.step
-        self.saver.resume(state["run_id"], state["saved"], same_ranks=same)
+            reseed_generators(settings.seed, newest.step, ctx.mesh.stream)
+        self.complete, self.saved_at = sorted([*newest.older, newest.step]), newest.step
+        self.saver.resume(state["run_id"], state["saved"], same_ranks=same_ranks)
         epoch = f"epoch {self.position.epoch}/{self.plan.epochs}"
-        print_once(ctx, f"resumed {settings.run} at step {found.step}/{self.plan.steps}, {epoch}, from {where}")
+        print_once(ctx, f"resumed {settings.run} at step {newest.step}/{self.plan.steps}, {epoch}, from {where}")
         for text in describe_changes(state, settings, ctx, trainer):
             print_once(ctx, f"resumed: {text}")
-        if settings.checkpoint_every is None and found.step < self.plan.steps:
+        if settings.checkpoint_every is None and newest.step < self.plan.steps:
             print_once(ctx, "resumed: without --checkpoint-every N, no further states are saved")
-        if found.step == self.plan.steps:
+        if newest.step == self.plan.steps:
             print_once(ctx, "resumed: the run had already ended, nothing is left to train")
-            self.saver.finish(found.step)
+            self.saver.finish(newest.step)
 
 
 def warm_up_buckets(trainer: Trainer, x: Tensor, y: Tensor) -> None:

@@ -144,15 +144,12 @@ def test_different_options(shell: Shell, option: str, values: tuple[str, str]) -
 
 @pytest.mark.parametrize(("ip", "timeout"), [("127.0.0.1", 1), ("no-such-host.invalid", 600), ("192.0.2.1", 1)])
 def test_unreachable_rank_zero(
-    capfd: pytest.CaptureFixture[str], no_launcher: None, free_port: int, ip: str, timeout: int
+    capsys: pytest.CaptureFixture[str], no_launcher: None, free_port: int, ip: str, timeout: int
 ) -> None:
-    """An unknown host name is reported at once, and an address without an answer after --timeout.
-
-    Both messages are one line, without torch's pages of warnings.
-    """
+    """An unknown host name is reported at once, and an address without an answer after --timeout, in one line."""
     arguments = ("--rank", 1, "--world-size", 2, "--ip", ip, "--port", free_port, "--timeout", timeout)
     assert main([str(word) for word in arguments]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert f"tcp://{ip}:{free_port}" in line
 
 
