@@ -26,18 +26,23 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the torch optimizer inside Accelerate's, also for lists and tuples; other objects unchanged."""
     if isinstance(optimizer, (list, tuple)):
         return tuple(unwrap_optimizer(each) for each in optimizer)
-    if any(kind.__name__ == "AcceleratedOptimizer" for kind in type(optimizer).__mro__):
+
+    # By name, because the class cannot be imported without accelerate.
+    class_names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if "AcceleratedOptimizer" in class_names:
         return optimizer.optimizer
+
     return optimizer
 
 
 def monitor(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -> SyncMonitor:
     """Return a SyncMonitor for objects from `accelerator.prepare`; call its `step()` after each optimizer step.
 
-    model, optimizer: prepared objects, or tuples of them; the monitor unwraps Accelerate's optimizers. The gradient
-    scaler is the accelerator's unless options contain `scaler`. options: of SyncMonitor, for example every= and
-    on_desync=. Only rank 0, which is Accelerate's main process, writes the log and the events. Raises UsageError like
-    SyncMonitor.
+    model, optimizer: prepared objects, or tuples of them; the monitor unwraps Accelerate's optimizers.
+    options: of SyncMonitor, for example every= and on_desync=. The gradient scaler is the accelerator's unless they
+        contain `scaler`.
+
+    Only rank 0, which is Accelerate's main process, writes the log and the events. Raises UsageError like SyncMonitor.
     """
     from syncheck.live import SyncMonitor
 

@@ -22,15 +22,20 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 def _bases() -> tuple[type, ...]:
     """Return the Callback class of each loaded package, or else of the first installed package."""
-    loaded = tuple(module.Callback for module in map(sys.modules.get, _PACKAGES) if module is not None)
+    # A program may use both packages, and each accepts only callbacks of its own class.
+    loaded = [sys.modules[name].Callback for name in _PACKAGES if sys.modules.get(name) is not None]
     if loaded:
-        return loaded
+        return tuple(loaded)
+
     for name in _PACKAGES:
         try:
             return (import_module(name).Callback,)
         except ModuleNotFoundError as error:
-            if error.name not in (name, name.partition(".")[0]):
-                raise  # the package is installed but lacks a dependency
+            package, _, _ = name.partition(".")
+            is_installed = error.name not in (name, package)
+            if is_installed:
+                raise  # the package lacks a dependency
+
     raise ImportError("syncheck.integrations.lightning needs Lightning, which is not installed: pip install lightning")
 
 
@@ -84,7 +89,15 @@ def _find_writer(trainer: Any) -> Any:
     """Return the writer of a TensorBoard logger on rank 0, or None."""
     if not trainer.is_global_zero:
         return None
-    # By class name, because accessing the experiment of another logger may start a run.
-    boards = (log for log in trainer.loggers if any("TensorBoard" in kind.__name__ for kind in type(log).__mro__))
-    writers = (log.experiment for log in boards)
-    return next((writer for writer in writers if callable(getattr(writer, "add_scalar", None))), None)
+
+    for logger in trainer.loggers:
+        # By class name, because accessing the experiment of another logger may start a run.
+        class_names = [kind.__name__ for kind in type(logger).__mro__]
+        if "TensorBoard" not in " ".join(class_names):
+            continue
+
+        writer = logger.experiment
+        if callable(getattr(writer, "add_scalar", None)):
+            return writer
+
+    return None

@@ -21,6 +21,7 @@ class MonitorSession:
 
         self._options = {"every": every, "on_desync": on_desync, **monitor_options}
         self.monitor: SyncMonitor | None = None
+        # Only to check the options: the model does not exist yet.
         SyncMonitor(None, **self._options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -38,9 +39,12 @@ class MonitorSession:
         """Count an optimizer step. last: check in any case, because no step follows."""
         if self.monitor is None:
             return
+
         try:
             # Count steps that the gradient scaler skipped too: ranks with equal counts do not wait for each other.
-            if self.monitor.step() is None and last:
+            report = self.monitor.step()
+            was_checked = report is not None
+            if last and not was_checked:
                 self.monitor.check()
         except BaseException as error:
             self._fail(error)
@@ -49,6 +53,7 @@ class MonitorSession:
     def _fail(self, error: BaseException) -> None:
         """End without a check, after an exception."""
         if self.monitor is not None:
+            # As a `with` statement ends the monitor.
             self.monitor.__exit__(type(error), error, error.__traceback__)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

@@ -17,13 +17,17 @@ from syncheck.integrations.session import MonitorSession
 
 
 def _base() -> type:
+    """Return the base class of transformers' callbacks."""
     try:
         base: type = import_module("transformers.trainer_callback").TrainerCallback
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "transformers":
+        missing_package = (error.name or "").partition(".")[0]
+        if missing_package != "transformers":
             raise  # the package is installed but lacks a dependency
+
         text = "syncheck.integrations.transformers needs transformers, which is not installed: pip install transformers"
         raise ImportError(text) from None
+
     return base
 
 
@@ -46,6 +50,7 @@ class SyncCheckCallback(MonitorSession, _base()):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Create the monitor, after a checkpoint was loaded."""
         optimizer = kwargs.get("optimizer")
+        # Accelerate's optimizer knows the scaler, which the callback does not get otherwise.
         scaler = getattr(optimizer, "scaler", None)
         self._begin(kwargs["model"], unwrap_optimizer(optimizer), scaler, start=state.global_step)
 

@@ -13,6 +13,7 @@ import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncheck.errors import RankFailed, SyncheckError, UsageError
@@ -34,7 +35,11 @@ _DONE = "done"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The message of a rank that failed. usage: the error is a UsageError."""
+    """The message of a rank that failed.
+
+    text: of the error.
+    usage: the error is a UsageError.
+    """
 
     text: str
     usage: bool
@@ -44,8 +49,8 @@ class Failure:
 class _Envelope:
     """A message and its kind.
 
-    kind: the topic of the message, or the rank that a request addresses. message: pickled separately, because a rank
-    may fail to unpickle it.
+    kind: the topic of the message, or the rank that a request addresses.
+    message: pickled separately, because a rank may fail to unpickle it.
     """
 
     kind: str | int
@@ -69,11 +74,16 @@ def world_size() -> int:
 
 
 class Channel:
-    """The ranks of one process group. rank: this process; ranks: the group's. Both are ranks of the whole world.
+    """The ranks of one process group.
 
-    group: a torch.distributed group, all ranks by default. is_world: the group contains all ranks. ended: all ranks
-    have raised an error, or no message arrives any more. broken: no message arrives any more. Raises UsageError without
-    a process group, if the group is invalid, and on a rank outside the group.
+    group: a torch.distributed group, all ranks by default.
+    rank: this process, as rank of the whole world.
+    ranks: the group's, as ranks of the whole world.
+    is_world: the group contains all ranks.
+    ended: all ranks have raised an error, or no message arrives any more.
+    broken: no message arrives any more.
+
+    Raises UsageError without a process group, if the group is invalid, and on a rank outside the group.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -81,18 +91,21 @@ class Channel:
             raise UsageError(
                 "no process group to compare across ranks; call torch.distributed.init_process_group() on every rank"
             )
+
         self._dist: Any = sys.modules["torch.distributed"]
         self._group = group if group is not None else self._dist.group.WORLD
         self.rank = int(self._dist.get_rank())
         try:
-            inside = self._dist.get_rank(self._group) >= 0
+            rank_in_group = self._dist.get_rank(self._group)
         except (TypeError, ValueError):
             raise UsageError(
                 f"group= of class {type(group).__name__}: expected a torch.distributed process group that was not "
                 "destroyed"
             ) from None
-        if not inside:
+
+        if rank_in_group < 0:
             raise UsageError(f"rank {self.rank} is not in group=; call this on its members only")
+
         self.ranks = tuple(int(rank) for rank in self._dist.get_process_group_ranks(self._group))
         self.is_world = len(self.ranks) == world_size()
         self.ended = self.broken = False
@@ -104,16 +117,31 @@ class Channel:
         then in a different collective call, and if a rank has exited or does not respond within the group's timeout.
         """
         # Pickling may fail, so it happens before the other ranks wait for this message.
-        data = _add_mark(message if isinstance(message, Failure) else _Envelope(kind, pickle.dumps(message)))
+        envelope = message
+        if not isinstance(message, Failure):
+            envelope = _Envelope(kind, pickle.dumps(message))
+
+        data = _add_mark(envelope)
         received: list[Any] = [None] * len(self.ranks)
         with self._translate_errors():
             self._dist.all_gather_object(received, data, group=self._group)
+
         messages = {rank: _remove_mark(part) for rank, part in zip(self.ranks, received, strict=True)}
-        foreign = [rank for rank, sent in messages.items() if not isinstance(sent, (Failure, _Envelope))]
-        # A failure replaces a message of any kind, so only other messages must agree in kind.
-        if foreign or len({sent.kind for sent in messages.values() if isinstance(sent, _Envelope)}) > 1:
-            raise self._report_mismatch(ranks_text(foreign or self.ranks))
+        self._check_kinds(messages)
         return self._unpack_all(messages)
+
+    def _check_kinds(self, messages: Mapping[int, Any]) -> None:
+        """Raise RankFailed unless all messages are of one kind. A failure replaces a message of any kind."""
+        foreign_ranks = []
+        kinds = set()
+        for rank, message in messages.items():
+            if isinstance(message, _Envelope):
+                kinds.add(message.kind)
+            elif not isinstance(message, Failure):
+                foreign_ranks.append(rank)
+
+        if foreign_ranks or len(kinds) > 1:
+            raise self._report_mismatch(ranks_text(foreign_ranks or self.ranks))
 
     def share(self, make: Callable[[], Any], senders: Collection[int], kind: str) -> dict[int, Any]:
         """Broadcast a message from some ranks, and return the messages by rank. If one fails, all ranks raise.
@@ -123,45 +151,47 @@ class Channel:
         """
         if len(senders) * _FEW > len(self.ranks):
             return self.gather(make() if self.rank in senders else None, kind)
+
         self.gather(None, f"{kind} follow")
         messages: dict[int, Any] = {}
-        for rank in senders:
-            message: Any = None
-            if rank == self.rank:
-                try:
-                    message = _Envelope(kind, pickle.dumps(make()))
-                except Exception as error:  # noqa: BLE001 - raised on all ranks below
-                    message = _make_failure(error)
-            messages[rank] = self._broadcast(message, rank)
+        for sender in senders:
+            message = _try_to_pack(make, kind) if sender == self.rank else None
+            messages[sender] = self._broadcast(message, sender)
+
         return self._unpack_all({rank: self._unpack_expected(part) for rank, part in messages.items()})
 
     def broadcast_rows(self, rows: Sequence[tuple[Any, int, Callable[[], None]]]) -> None:
         """Broadcast byte tensors, each from its source, and call the function of each row on arrival."""
         # A rank that ran out of memory reports it here, before its peers wait for rows.
         self.gather(None, "rows follow")
-        failed: list[Exception] = []
-        for row, source, arrived in rows:
+        errors: list[Exception] = []
+        for row, source, handle_arrival in rows:
             with self._translate_errors():
                 self._dist.broadcast(row, source, group=self._group)
+
             try:
-                arrived()
+                handle_arrival()
             except Exception as error:  # noqa: BLE001 - other ranks wait for the next row
-                failed.append(error)
-        if failed:
-            raise failed[0]
+                errors.append(error)
+
+        if errors:
+            raise errors[0]
 
     def run_together(self, work: Callable[[], T]) -> T:
         """Run the work of every rank, which may gather. If it fails on one rank, raise the same error on all."""
         try:
             result = work()
         except Exception as error:
+            # The other ranks have the error already, or cannot be reached.
             if self.ended:
                 raise
+
             try:
                 self.gather(_make_failure(error), _DONE)
             except SyncheckError as combined:
                 raise combined from error
             raise
+
         self.gather(None, _DONE)  # receives failures of ranks that failed after their last message
         return result
 
@@ -179,65 +209,76 @@ class Channel:
         self.gather(None, "requests follow")
         if not self.is_leader:
             return self._respond_to_requests(respond)  # type: ignore[no-any-return]
+
         try:
             result = work()
             self._broadcast(_Envelope(_DONE, pickle.dumps(result)))  # pickling fails before the message is due
         except Exception as error:
             if self.ended:
                 raise
-            by_rank = error.by_rank if isinstance(error, _RequestFailed) else {self.rank: _make_failure(error)}
-            self._broadcast(by_rank)
-            raise self._make_error(by_rank) from error
+
+            failures = {self.rank: _make_failure(error)}
+            if isinstance(error, _RequestFailed):
+                failures = error.by_rank
+            self._broadcast(failures)
+            raise self._make_error(failures) from error
+
         return result
 
     def request(self, rank: int, message: Any) -> Any:
         """Return another rank's response. Only for work on the leader, within `run_on_leader`."""
         self._broadcast(_Envelope(rank, pickle.dumps(message)))  # every rank receives every request
-        listed: list[Any] = [None]
+        replies: list[Any] = [None]
         with self._translate_errors():
-            self._dist.recv_object_list(listed, src=rank, group=self._group)
-        reply = self._unpack_expected(listed[0])
+            self._dist.recv_object_list(replies, src=rank, group=self._group)
+
+        reply = self._unpack_expected(replies[0])
         if isinstance(reply, Failure):
             raise _RequestFailed(rank, reply)
+
         return _load(reply)
 
     def _respond_to_requests(self, respond: Callable[[Any], Any]) -> Any:
-        first = min(self.ranks)
+        """Respond to the leader until it sends its result, and return the result."""
         while True:
-            sent = self._unpack_expected(self._broadcast(None))
-            if isinstance(sent, dict):
-                raise self._make_error(sent)
-            if sent.kind == _DONE:
-                return _load(sent)
-            if sent.kind != self.rank:
-                continue
-            try:
-                # Pickling fails before the message is due.
-                reply: Any = _Envelope(_DONE, pickle.dumps(respond(_load(sent))))
-            except Exception as error:  # noqa: BLE001 - the leader raises it on all ranks
-                reply = _make_failure(error)
-            with self._translate_errors():
-                self._dist.send_object_list([_add_mark(reply)], dst=first, group=self._group)
+            request = self._unpack_expected(self._broadcast(None))
+            if isinstance(request, dict):  # the failures that end the work
+                raise self._make_error(request)
+
+            if request.kind == _DONE:
+                return _load(request)
+
+            if request.kind == self.rank:
+                reply = _try_to_pack(partial(_respond, respond, request), _DONE)
+                with self._translate_errors():
+                    self._dist.send_object_list([_add_mark(reply)], dst=min(self.ranks), group=self._group)
 
     def _broadcast(self, message: Any, source: int | None = None) -> Any:
         """Broadcast a message from one rank, the leader by default, and return it as received."""
-        listed = [_add_mark(message)]
+        if source is None:
+            source = min(self.ranks)
+
+        messages = [_add_mark(message)]
         with self._translate_errors():
-            self._dist.broadcast_object_list(listed, min(self.ranks) if source is None else source, self._group)
-        return listed[0]
+            self._dist.broadcast_object_list(messages, source, self._group)
+
+        return messages[0]
 
     def _unpack_all(self, messages: Mapping[int, Any]) -> dict[int, Any]:
-        failures = {rank: sent for rank, sent in messages.items() if isinstance(sent, Failure)}
+        """Return the contents of messages. Raises the error of all failures."""
+        failures = {rank: message for rank, message in messages.items() if isinstance(message, Failure)}
         if failures:
             raise self._make_error(failures)
-        return {rank: _load(sent) for rank, sent in messages.items()}
+
+        return {rank: _load(message) for rank, message in messages.items()}
 
     def _unpack_expected(self, part: Any) -> Any:
         """Unpack a message. Raises RankFailed if this module did not send it."""
-        sent = _remove_mark(part)
-        if sent is None:
+        message = _remove_mark(part)
+        if message is None:
             raise self._report_mismatch("some rank")
-        return sent
+
+        return message
 
     def _report_mismatch(self, who: str) -> RankFailed:
         self.ended = True
@@ -249,11 +290,15 @@ class Channel:
     def _make_error(self, failures: Mapping[int, Failure]) -> SyncheckError:
         """Return the error that all ranks raise. It lists the ranks unless all failed in the same way."""
         self.ended = True
-        by_text = group_ranks({rank: failure.text for rank, failure in failures.items()})
-        everyone = len(by_text) == 1 and len(failures) == len(self.ranks)
-        texts = (text if everyone else f"{ranks_text(of)}: {text}" for text, of in list(by_text.items())[:MAX_VALUES])
+        ranks_by_text = group_ranks({rank: failure.text for rank, failure in failures.items()})
+        # Errors that all ranks have in common need no ranks, for example an invalid argument.
+        texts = list(ranks_by_text)
+        failed_alike = len(texts) == 1 and len(failures) == len(self.ranks)
+        if not failed_alike:
+            texts = [f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+
         kind = UsageError if all(failure.usage for failure in failures.values()) else RankFailed
-        return kind(one_line("; ".join(texts)))
+        return kind(one_line("; ".join(texts[:MAX_VALUES])))
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -274,17 +319,39 @@ class Channel:
 
 def _first_sentence(error: RuntimeError) -> str:
     """Return the first sentence of torch's error, without source location and suspected reason."""
-    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return re.sub(r"^\[[^\]]*\]\s*", "", first).partition(". ")[0][:200]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = re.sub(r"^\[[^\]]*\]\s*", "", lines[0])
+    sentence, _, _ = text.partition(". ")
+    return sentence[:200]
+
+
+def _try_to_pack(make: Callable[[], Any], kind: str) -> _Envelope | Failure:
+    """Return the message that a function makes, or the failure: other ranks wait for either of them."""
+    try:
+        return _Envelope(kind, pickle.dumps(make()))
+    except Exception as error:  # noqa: BLE001 - raised on all ranks by the caller
+        return _make_failure(error)
+
+
+def _respond(respond: Callable[[Any], Any], request: _Envelope) -> Any:
+    """Return the response to a request. Unpickling it may fail, too."""
+    return respond(_load(request))
 
 
 def _make_failure(error: Exception) -> Failure:
-    kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-    return Failure(f"{kind}{error}"[:_MAX_TEXT], isinstance(error, UsageError))
+    return Failure(describe_error(error)[:_MAX_TEXT], isinstance(error, UsageError))
 
 
-def _add_mark(sent: Any) -> bytes:
-    return _MARK + pickle.dumps(sent)
+def describe_error(error: Exception) -> str:
+    """Return the text of an error, with the class of errors that syncheck does not raise itself."""
+    if isinstance(error, SyncheckError):
+        return str(error)
+
+    return f"{type(error).__name__}: {error}"
+
+
+def _add_mark(message: Any) -> bytes:
+    return _MARK + pickle.dumps(message)
 
 
 def _remove_mark(part: Any) -> Any:
@@ -295,5 +362,5 @@ def _remove_mark(part: Any) -> Any:
     return pickle.loads(memoryview(part)[len(_MARK) :])  # noqa: S301
 
 
-def _load(sent: _Envelope) -> Any:
-    return pickle.loads(sent.message)  # noqa: S301 - as in `_remove_mark`
+def _load(envelope: _Envelope) -> Any:
+    return pickle.loads(envelope.message)  # noqa: S301 - as in `_remove_mark`

@@ -65,14 +65,17 @@ def check(
     attributes of modules that differ are named in a note. Each tensor gets one 128-bit digest, computed on its device
     (`syncheck.live.digest`); only the bytes of differing tensors are fetched.
 
-    model: a module, or a tuple of modules and other objects with a `state_dict()`. optimizer, scaler: of this rank; an
-    object given on some ranks only is a difference. group: a torch.distributed process group, by default the group of a
-    one-dimensional mesh, else all ranks. mesh: a DeviceMesh of the ranks of the group. Plain tensors are shards along
-    its tensor, pipeline and expert parallel dimensions (named tp, pp, ep and so on) and copies along its other
-    dimensions. DTensors have their own mesh. only, include, exclude, allow: as in `syncheck.Options`; a string stands
-    for a tuple with one element. rng: also compare the RNG states (Python, numpy, torch, the current CUDA device),
-    which differ by design in most jobs. budget: maximum bytes of differing tensors to fetch, smallest tensors first;
-    the report lists the other tensors and their ranks without the size of the difference.
+    model: a module, or a tuple of modules and other objects with a `state_dict()`.
+    optimizer, scaler: of this rank; an object given on some ranks only is a difference.
+    group: a torch.distributed process group, by default the group of a one-dimensional mesh, else all ranks.
+    mesh: a DeviceMesh of the ranks of the group. Plain tensors are shards along its tensor, pipeline and expert
+        parallel dimensions (named tp, pp, ep and so on) and copies along its other dimensions. DTensors have their own
+        mesh.
+    only, include, exclude, allow: as in `syncheck.Options`; a string stands for a tuple with one element.
+    rng: also compare the RNG states (Python, numpy, torch, the current CUDA device), which differ by design in most
+        jobs.
+    budget: maximum bytes of differing tensors to fetch, smallest tensors first; the report lists the other tensors and
+        their ranks without the size of the difference.
 
     Raises the same error on all ranks: UsageError for arguments that cannot be compared, RankFailed if a rank could not
     take part. If a rank exits, the other ranks raise RankFailed when they notice, within the group's timeout. A
@@ -136,8 +139,10 @@ def group_of(mesh: Any) -> Any:
     """
     if not _is_mesh(mesh) or mesh.ndim != 1:
         return None
+
     if mesh.get_coordinate() is None:
         raise UsageError("this rank is not in mesh=; call this on the ranks of the mesh only")
+
     return mesh.get_group()
 
 
@@ -145,37 +150,48 @@ def _is_mesh(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("get_coordinate", "get_group", "mesh_dim_names", "ndim"))
 
 
-def make_options(**given: Any) -> Options:
+def make_options(**arguments: Any) -> Options:
     """Return options from arguments of `check`: None stands for (), and a string for a tuple with one element."""
+    options = {name: _make_tuple(value) for name, value in arguments.items()}
+    return Options(**options)
 
-    def as_tuple(value: Any) -> Any:
-        if value is None or isinstance(value, str):
-            return () if value is None else (value,)
-        return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else value
 
-    return Options(**{name: as_tuple(value) for name, value in given.items()})
+def _make_tuple(value: Any) -> Any:
+    """Return an argument as a tuple; values of other types are invalid or need no tuple."""
+    if value is None:
+        return ()
+
+    if isinstance(value, str):
+        return (value,)
+
+    return tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else value
 
 
 def _get_mesh_coordinates(mesh: Any, group: Any) -> dict[str, int]:
     """Return this rank's coordinate in each named mesh dimension. group: None for all ranks."""
     if mesh is None:
         return {}
+
     if not _is_mesh(mesh):
         raise UsageError(f"mesh= of class {type(mesh).__name__}: expected a torch.distributed.device_mesh.DeviceMesh")
+
     if mesh.ndim > 1 and not mesh.mesh_dim_names:
         raise UsageError(
             "mesh= has no dimension names, which are required to distinguish shards from copies; pass "
             'mesh_dim_names=, as in init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))'
         )
+
     dist = sys.modules["torch.distributed"]
-    inside = set(mesh.mesh.flatten().tolist())
-    members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    outside = tuple(rank for rank in members if rank not in inside)
-    if outside:
+    group_ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    # A rank outside the mesh has no coordinate, so nobody knows which shards it holds.
+    mesh_ranks = set(mesh.mesh.flatten().tolist())
+    missing_ranks = tuple(rank for rank in group_ranks if rank not in mesh_ranks)
+    if missing_ranks:
         raise UsageError(
-            f"mesh= does not contain {ranks_text(outside)} of the group; pass a mesh with all ranks of the group, or "
-            "the ranks of the mesh as group="
+            f"mesh= does not contain {ranks_text(missing_ranks)} of the group; pass a mesh with all ranks of the "
+            "group, or the ranks of the mesh as group="
         )
+
     return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate(), strict=False))
 
 
@@ -199,20 +215,30 @@ class _GlobalStates:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             state |= _get_numpy_state(numpy)
+
+        # Asking an uninitialized device for its state would initialize it.
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = torch.cuda.get_rng_state()
+
         return state
 
 
 def _get_numpy_state(numpy: Any) -> dict[str, Any]:
     """Return the state of numpy's global generator as arrays."""
     state = numpy.random.get_state(legacy=False)
-    if "key" not in state["state"]:  # not MT19937: integers of any size, in a dict
+    generator_state = state["state"]
+    if "key" not in generator_state:  # not MT19937: integers of any size, in a dict
         return {"numpy": numpy.frombuffer(hashlib.sha256(repr(state).encode()).digest(), numpy.uint8)}
-    at = [state["state"]["pos"], *_encode_gauss(state["gauss"] if state["has_gauss"] else None)]
-    return {"numpy": state["state"]["key"], "numpy_at": numpy.array(at, numpy.int64)}
+
+    gauss = state["gauss"] if state["has_gauss"] else None
+    position = [generator_state["pos"], *_encode_gauss(gauss)]
+    return {"numpy": generator_state["key"], "numpy_at": numpy.array(position, numpy.int64)}
 
 
 def _encode_gauss(gauss: float | None) -> tuple[int, int]:
     """Encode the normal variate that a generator has cached for its next call: (present, bits)."""
-    return (0, 0) if gauss is None else (1, *struct.unpack("<q", struct.pack("<d", gauss)))
+    if gauss is None:
+        return 0, 0
+
+    (bits,) = struct.unpack("<q", struct.pack("<d", gauss))
+    return 1, bits

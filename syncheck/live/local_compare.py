@@ -46,44 +46,64 @@ def compare_objects(things: Sequence[Any], options: Options) -> Report:
     """
     _check_objects(things)
     # State dicts and files lack non-persistent buffers.
-    persistent = not all(map(has_module, things))
+    persistent = not all(has_module(value) for value in things)
     ranked: dict[int, Snapshot] = {}
     unreadable: list[Unreadable] = []
-    for i, thing in enumerate(things):
-        if not isinstance(thing, (str, os.PathLike)):
-            ranked[i] = snapshot(
-                thing, path=f"things[{i}], {class_title(thing)}", persistent=persistent, attributes=True
-            )
-            continue
-        found = find(thing, options=replace(options, reference=None))
-        snapshots = [snapshot for replicas in found.groups for _, snapshot in replicas.ranks]
-        if len(snapshots) + len(found.unreadable) != 1:
-            raise UsageError(
-                f"{os.fspath(thing)}: {len(snapshots)} checkpoints; together with objects in memory, a path must be "
-                "one file"
-            )
-        ranked.update((i, opened) for opened in snapshots)
-        unreadable += found.unreadable
-    agreed = tuple(zip(ranked, agree_on_buffers(ranked.values()), strict=True))
-    groups = (ReplicaGroup("model", None, agreed, (Grouping.MEMORY(),)),) if agreed else ()
+    for position, value in enumerate(things):
+        if isinstance(value, (str, os.PathLike)):
+            snapshots, unreadable_files = _open_file(value, options)
+            ranked.update((position, opened) for opened in snapshots)
+            unreadable += unreadable_files
+        else:
+            title = f"things[{position}], {class_title(value)}"
+            ranked[position] = snapshot(value, path=title, persistent=persistent, attributes=True)
+
+    groups: tuple[ReplicaGroup, ...] = ()
+    if ranked:
+        agreed = zip(ranked, agree_on_buffers(ranked.values()), strict=True)
+        groups = (ReplicaGroup("model", None, tuple(agreed), (Grouping.MEMORY(),)),)
+
     reference.check_reference(options.reference, groups, unreadable)
     return finish(judge(Found(groups, tuple(unreadable)), options), options)
+
+
+def _open_file(path: Any, options: Options) -> tuple[list[Snapshot], Sequence[Unreadable]]:
+    """Return the checkpoint of a path, or the reason why it cannot be read. Raises UsageError for several files."""
+    # The reference may be another one of the objects, so it is checked after all of them.
+    opened = find(path, options=replace(options, reference=None))
+    snapshots: list[Snapshot] = []
+    for group in opened.groups:
+        snapshots += [snapshot for _, snapshot in group.ranks]
+
+    if len(snapshots) + len(opened.unreadable) != 1:
+        raise UsageError(
+            f"{os.fspath(path)}: {len(snapshots)} checkpoints; together with objects in memory, a path must be one file"
+        )
+
+    return snapshots, opened.unreadable
 
 
 def _check_objects(things: Sequence[Any]) -> None:
     if not things:
         raise UsageError(NO_OBJECTS)
+
     if len(things) < 2:
         context = "in a process group of one rank" if world_size() == 1 else "outside a process group"
         raise UsageError(
             f"one object to compare, {context}; pass two or more replicas, or run in a process group of several ranks, "
             "in which the objects are this rank's replica"
         )
-    if any(map(is_module, things)) and any(map(is_optimizer, things)):
+
+    if _are_parts_of_one_replica(things):
         raise UsageError(
             "a module and an optimizer are not replicas of each other; outside a process group each object is one "
             "replica, so pass tuples: assert_in_sync((model, optimizer), (other_model, other_optimizer))"
         )
+
+
+def _are_parts_of_one_replica(values: Sequence[Any]) -> bool:
+    """Whether objects are a model and its optimizer."""
+    return any(is_module(value) for value in values) and any(is_optimizer(value) for value in values)
 
 
 def check_unambiguous(things: Sequence[Any]) -> None:
@@ -92,53 +112,92 @@ def check_unambiguous(things: Sequence[Any]) -> None:
     Across ranks, both would be parts of this rank's replica, and a difference between them would go unnoticed. A model
     and its average look the same, so only the caller can decide.
     """
-    if any(map(is_module, things)) and any(map(is_optimizer, things)):
-        return  # a model and an optimizer are parts of one replica
-    seen: dict[Any, int] = {}
-    for i, thing in enumerate(things):
-        for part in thing if is_bundle(thing) else (thing,):
-            for role in _find_roles(part):
-                if seen.setdefault(role, i) != i:
-                    first = seen[role]
-                    raise UsageError(
-                        f"ambiguous call in a process group: things[{first}], {class_title(things[first])}, and "
-                        f"things[{i}], {class_title(thing)}, look like copies; pass across_ranks=True if all objects "
-                        "are parts of this rank's replica, or across_ranks=False if each object is a replica"
-                    )
+    if _are_parts_of_one_replica(things):
+        return
+
+    # The position of the first object with each role.
+    positions: dict[Any, int] = {}
+    for position, value in enumerate(things):
+        for role in _list_roles_of_object(value):
+            first = positions.setdefault(role, position)
+            if first != position:
+                raise UsageError(
+                    f"ambiguous call in a process group: things[{first}], {class_title(things[first])}, and "
+                    f"things[{position}], {class_title(value)}, look like copies; pass across_ranks=True if all "
+                    "objects are parts of this rank's replica, or across_ranks=False if each object is a replica"
+                )
 
 
-def _find_roles(part: Any) -> list[Any]:
+def _list_roles_of_object(value: Any) -> list[Any]:
+    """Return the roles of an object, or of the parts of a bundle."""
+    roles: list[Any] = []
+    parts = value if is_bundle(value) else [value]
+    for part in parts:
+        roles += _list_roles(part)
+
+    return roles
+
+
+def _list_roles(part: Any) -> list[Any]:
     """Return the roles of a part in a replica. Two objects with a common role may be copies of each other."""
     if is_module(part):
-        parameters = [name for name, _ in part.named_parameters(remove_duplicate=False)]
-        buffers = [name for name, _ in part.named_buffers(remove_duplicate=False)]
-        transient = get_transient_buffers(dict(part.named_modules(remove_duplicate=False)))
-        # With all buffers, without buffers, and with the persistent buffers: the state dict may accompany its module.
-        ways = (
-            [*parameters, *buffers],
-            parameters,
-            [*parameters, *(name for name in buffers if name not in transient)],
-        )
-        return [_make_name_role(names) for names in ways if names]
+        return _list_roles_of_module(part)
+
     if is_optimizer(part):
         return [("optimizer", _get_parameter_shapes(part))]
+
     if is_tensor(part):
         return [("tensor", describe_tensor(part).shape)]
-    if isinstance(part, Mapping):
-        # Parts of one replica share no key, and a state dict may accompany its module.
-        return [_make_name_role(map(str, part)), *(("key", str(key)) for key in part)] if part else []
-    if isinstance(part, (list, tuple)):
-        return [("list", len(part))] if part else []
+
+    if isinstance(part, (Mapping, list, tuple)):
+        return _list_roles_of_container(part)
+
     # A scheduler belongs to its optimizer. Every other helper, for example a gradient scaler, occurs once per replica.
-    return [
-        (type(part), _get_parameter_shapes(part.optimizer) if is_optimizer(getattr(part, "optimizer", None)) else ())
-    ]
+    optimizer = getattr(part, "optimizer", None)
+    shapes = _get_parameter_shapes(optimizer) if is_optimizer(optimizer) else ()
+    return [(type(part), shapes)]
 
 
-def _make_name_role(names: Any) -> Any:
+def _list_roles_of_module(module: Any) -> list[Any]:
+    """Return the names of a module with all buffers, without buffers, and with the persistent buffers.
+
+    The state dict of the module may accompany it.
+    """
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    transient = get_transient_buffers(dict(module.named_modules(remove_duplicate=False)))
+    persistent_buffers = [name for name in buffers if name not in transient]
+    roles = []
+    for buffers_in_role in (buffers, [], persistent_buffers):
+        names = [*parameters, *buffers_in_role]
+        if names:
+            roles.append(_make_name_role(names))
+
+    return roles
+
+
+def _list_roles_of_container(container: Any) -> list[Any]:
+    # An empty container is no copy of anything.
+    if not container:
+        return []
+
+    if not isinstance(container, Mapping):
+        return [("list", len(container))]
+
+    # Parts of one replica share no key, and a state dict may accompany its module.
+    names = [str(key) for key in container]
+    return [_make_name_role(names), *(("key", name) for name in names)]
+
+
+def _make_name_role(names: Sequence[str]) -> Any:
     return ("names", frozenset(normalize(names).values()))
 
 
 def _get_parameter_shapes(optimizer: Any) -> tuple[tuple[int, ...], ...]:
-    listed = [p for group in optimizer.param_groups for p in group.get("params", ())]
-    return tuple(describe_tensor(p).shape for p in listed if is_tensor(p))
+    shapes = []
+    for group in optimizer.param_groups:
+        for parameter in group.get("params", ()):
+            if is_tensor(parameter):
+                shapes.append(describe_tensor(parameter).shape)
+
+    return tuple(shapes)

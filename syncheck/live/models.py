@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.api import diff, finish
 from syncheck.conversion.diff import compare_copies, compare_sides
@@ -30,19 +30,21 @@ from syncheck.tensors.dtypes import DTYPES
 from syncheck.tensors.names import normalize_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from syncheck.live.exchange.fetching import Key
     from syncheck.options import DiffOptions
     from syncheck.records import Group, Report
-    from syncheck.snapshots import Snapshot, Tensor
+    from syncheck.snapshots import Snapshot
 
 
 def compare_models(a: Any, b: Any, group: Any, options: Callable[[], DiffOptions]) -> Report:
     """Compare two models; in a process group, on all ranks with the same report.
 
-    a, b: each a path, several paths separated by commas, or an object in memory as in `memory.snapshot`. group: a
-    process group, all ranks by default. options: a function that returns the options; if it raises, all ranks raise.
+    a, b: each a path, several paths separated by commas, or an object in memory as in `memory.snapshot`.
+    group: a process group, all ranks by default.
+    options: a function that returns the options; if it raises, all ranks raise.
+
     Raises UsageError for objects without tensors, and as `api.diff` does; in a process group the same error
     on all ranks.
     """
@@ -50,97 +52,180 @@ def compare_models(a: Any, b: Any, group: Any, options: Callable[[], DiffOptions
         if group is not None:
             raise UsageError("each rank compares files alone; remove group=")
         return diff(a, b, options=options())
+
     if group is None and world_size() < 2:
-        chosen = options()
-        sides = [
-            open_side(label, thing)
-            if _is_path(thing)
-            else _make_side(label, {0: _take_snapshot(thing)}, class_title(thing))
-            for label, thing in zip(LABELS, (a, b), strict=True)
-        ]
-        report = compare_sides(sides, [compare_copies(side, chosen) for side in sides], chosen)
-        return finish(report, chosen)
+        return _compare_alone((a, b), options())
+
     channel = Channel(group)
     return channel.run_together(lambda: _compare_on_ranks(channel, (a, b), options()))
 
 
-def _is_path(thing: Any) -> bool:
-    return isinstance(thing, (str, os.PathLike))
+def _compare_alone(models: tuple[Any, Any], options: DiffOptions) -> Report:
+    """Compare two models without other ranks."""
+    sides = []
+    for label, model in zip(LABELS, models, strict=True):
+        if _is_path(model):
+            sides.append(open_side(label, model))
+        else:
+            sides.append(_make_side(label, {0: _take_snapshot(model)}, class_title(model)))
+
+    copies = [compare_copies(side, options) for side in sides]
+    return finish(compare_sides(sides, copies, options), options)
 
 
-def _take_snapshot(thing: Any, rank: int | None = None) -> Snapshot:
-    place = "" if rank is None else f" on rank {rank}"
-    return snapshot(thing, path=f"{class_title(thing)}{place}", persistent=True)
+def _is_path(model: Any) -> bool:
+    return isinstance(model, (str, os.PathLike))
+
+
+def _take_snapshot(model: Any, rank: int | None = None) -> Snapshot:
+    suffix = "" if rank is None else f" on rank {rank}"
+    return snapshot(model, path=f"{class_title(model)}{suffix}", persistent=True)
 
 
 def _make_side(label: str, snapshots: Mapping[int, Snapshot], path: str) -> Side:
     return Side(label, ReplicaGroup(path, None, tuple(snapshots.items()), ()), join(snapshots, path))
 
 
-def _have_copies(snapshots: Sequence[Snapshot]) -> bool:
+def _have_copies(snapshots: Iterable[Snapshot]) -> bool:
     """Whether several ranks hold a tensor of the same name; otherwise each holds its own part of a model."""
-    names = [name for snapshot in snapshots for name in normalize_keys(snapshot.tensors)]
-    return len(set(names)) < len(names)
+    names: set[str] = set()
+    for replica in snapshots:
+        names_of_rank = normalize_keys(replica.tensors).keys()
+        if not names.isdisjoint(names_of_rank):
+            return True
+        names.update(names_of_rank)
+
+    return False
 
 
-def _compare_on_ranks(channel: Channel, things: tuple[Any, Any], options: DiffOptions) -> Report:
-    kinds = channel.gather(tuple(map(_is_path, things)), "models")
-    if len(set(kinds.values())) > 1:
+class _Exchange(NamedTuple):
+    """Two models of which each rank holds a part or a copy.
+
+    models: as given by the caller.
+    local: this rank's snapshots with their bytes, by side; None for a path.
+    by_rank: the snapshots of all ranks without bytes, by rank and side.
+    """
+
+    channel: Channel
+    models: tuple[Any, Any]
+    local: list[Snapshot | None]
+    by_rank: dict[int, list[Snapshot | None]]
+
+    def list_snapshots(self, side: int) -> dict[int, Snapshot]:
+        """Return the snapshots of one model by rank; empty for a path."""
+        snapshots = {}
+        for rank, snapshots_of_rank in self.by_rank.items():
+            replica = snapshots_of_rank[side]
+            if replica is not None:
+                snapshots[rank] = replica
+
+        return snapshots
+
+
+def _compare_on_ranks(channel: Channel, models: tuple[Any, Any], options: DiffOptions) -> Report:
+    """Compare two models on all ranks. To be called within `channel.run_together`."""
+    # A path on some ranks only would leave the other ranks waiting for tensors.
+    are_paths = channel.gather(tuple(_is_path(model) for model in models), "models")
+    if len(set(are_paths.values())) > 1:
         raise UsageError("A or B is a path on some ranks and an object on other ranks; pass the same on every rank")
-    local = [None if _is_path(thing) else _take_snapshot(thing, channel.rank) for thing in things]
-    described = [own and replace(own, tensors=_without_bytes(own.tensors)) for own in local]
-    by_rank = channel.gather(described, "descriptions")
-    copies: list[Group | None] = [None, None]
-    for side, own in enumerate(local):
-        if own is not None and _have_copies([snapshots[side] for snapshots in by_rank.values()]):
-            report = compare_snapshots(channel, own, options, name=f"{LABELS[side]}: model")
-            copies[side] = report.groups[0]
-    own_bytes: dict[Key, Any] = {
-        (_make_key(side, channel.rank, name), b""): tensor.data
-        for side, own in enumerate(local)
-        if own is not None
-        for name, tensor in own.tensors.items()
-        if tensor.data is not None
-    }
+
+    local = []
+    for model in models:
+        local.append(None if _is_path(model) else _take_snapshot(model, channel.rank))
+
+    exchange = _Exchange(channel, models, local, channel.gather(_without_bytes(local), "descriptions"))
+    copies = [_compare_copies(exchange, side, options) for side in range(len(models))]
+    local_bytes = _list_local_bytes(exchange)
 
     def compare() -> Report:
-        # This rank has the first copy of a plain tensor, unless its pipeline stage lacks the tensor.
-        local_names = [set() if own is None else own.tensors.keys() for own in local]
-        wanted = [
-            RemoteTensor(_make_key(side, rank, name), b"", rank, tensor.numel * DTYPES[tensor.dtype].size)
-            for side, own in enumerate(local)
-            if own is not None
-            for rank, described in by_rank.items()
-            if rank != channel.rank
-            for name, tensor in described[side].tensors.items()
-            if (tensor.sharding is not None or name not in local_names[side]) and tensor.dtype in DTYPES
-        ]
-        fetcher = Fetcher(channel, own_bytes, wanted)
+        fetcher = Fetcher(channel, local_bytes, _list_remote_tensors(exchange))
         sides = []
-        for side, (label, thing) in enumerate(zip(LABELS, things, strict=True)):
-            if _is_path(thing):
-                sides.append(open_side(label, thing))
+        for side, (label, model) in enumerate(zip(LABELS, models, strict=True)):
+            if _is_path(model):
+                # Files are read by this rank alone, so their copies are compared here, too.
+                sides.append(open_side(label, model))
                 copies[side] = compare_copies(sides[side], options)
-                continue
-            snapshots = {
-                rank: replace(
-                    described[side],
-                    tensors={
-                        name: replace(t, data=RemoteBytes(fetcher, (_make_key(side, rank, name), b"")))
-                        for name, t in described[side].tensors.items()
-                    },
-                )
-                for rank, described in by_rank.items()
-            }
-            sides.append(_make_side(label, snapshots, class_title(thing)))
+            else:
+                snapshots = _attach_bytes(exchange.list_snapshots(side), side, fetcher)
+                sides.append(_make_side(label, snapshots, class_title(model)))
+
         return finish(compare_sides(sides, copies, options), options)
 
-    return channel.run_on_leader(compare, lambda pieces: read_pieces(own_bytes, pieces))
+    return channel.run_on_leader(compare, lambda pieces: read_pieces(local_bytes, pieces))
 
 
-def _without_bytes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: replace(tensor, data=None) for name, tensor in tensors.items()}
+def _compare_copies(exchange: _Exchange, side: int, options: DiffOptions) -> Group | None:
+    """Compare the copies of one model on all ranks; None for a path, and without copies."""
+    local = exchange.local[side]
+    if local is None or not _have_copies(exchange.list_snapshots(side).values()):
+        return None
+
+    # Digests are sufficient for copies, so this comparison fetches the bytes of differing tensors only.
+    report = compare_snapshots(exchange.channel, local, options, name=f"{LABELS[side]}: model")
+    return report.groups[0]
 
 
-def _make_key(side: int, rank: int, name: str) -> str:
-    return f"{side}/{rank}/{name}"
+def _list_local_bytes(exchange: _Exchange) -> dict[Key, Any]:
+    """Return the bytes of this rank's tensors."""
+    local_bytes: dict[Key, Any] = {}
+    for side, local in enumerate(exchange.local):
+        if local is None:
+            continue
+
+        for name, tensor in local.tensors.items():
+            # Refused tensors have no bytes.
+            if tensor.data is not None:
+                local_bytes[_make_key(side, exchange.channel.rank, name)] = tensor.data
+
+    return local_bytes
+
+
+def _list_remote_tensors(exchange: _Exchange) -> list[RemoteTensor]:
+    """Return the tensors of other ranks that this rank compares."""
+    remote_tensors = []
+    for side, local in enumerate(exchange.local):
+        # This rank has the first copy of a plain tensor, unless its pipeline stage lacks the tensor.
+        local_names = set() if local is None else local.tensors.keys()
+        for rank, replica in exchange.list_snapshots(side).items():
+            if rank == exchange.channel.rank:
+                continue
+
+            for name, tensor in replica.tensors.items():
+                is_needed = tensor.sharding is not None or name not in local_names
+                if is_needed and tensor.dtype in DTYPES:
+                    key, digest = _make_key(side, rank, name)
+                    size = tensor.numel * DTYPES[tensor.dtype].size
+                    remote_tensors.append(RemoteTensor(key, digest, rank, size))
+
+    return remote_tensors
+
+
+def _attach_bytes(snapshots: Mapping[int, Snapshot], side: int, fetcher: Fetcher) -> dict[int, Snapshot]:
+    """Return snapshots whose tensors are fetched when they are read."""
+    readable = {}
+    for rank, replica in snapshots.items():
+        tensors = {}
+        for name, tensor in replica.tensors.items():
+            tensors[name] = replace(tensor, data=RemoteBytes(fetcher, _make_key(side, rank, name)))
+
+        readable[rank] = replace(replica, tensors=tensors)
+
+    return readable
+
+
+def _without_bytes(snapshots: Iterable[Snapshot | None]) -> list[Snapshot | None]:
+    """Return snapshots that can be sent to other ranks."""
+    descriptions: list[Snapshot | None] = []
+    for replica in snapshots:
+        if replica is None:
+            descriptions.append(None)
+        else:
+            tensors = {name: replace(tensor, data=None) for name, tensor in replica.tensors.items()}
+            descriptions.append(replace(replica, tensors=tensors))
+
+    return descriptions
+
+
+def _make_key(side: int, rank: int, name: str) -> Key:
+    """Return the key under which ranks exchange a tensor. Tensors of different ranks need no digest."""
+    return f"{side}/{rank}/{name}", b""

@@ -7,7 +7,7 @@ import operator
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncheck.api import Options
 from syncheck.errors import RankFailed, SyncheckError, UsageError
@@ -27,27 +27,36 @@ if TYPE_CHECKING:
     from syncheck.records import Finding, Group
 
 
-def check_agreement(channel: Channel, own: tuple[int, int, str, str]) -> None:
-    """Raise on all ranks unless they are at the same step with equal settings.
+class _Settings(NamedTuple):
+    """The settings of a monitor that must be equal on all ranks, and its step."""
 
-    own: step, every=, on_desync= and stop_at=.
-    """
-    settings = channel.gather(own, "monitor")
-    steps, intervals, actions, severities = ({rank: sent[i] for rank, sent in settings.items()} for i in range(4))
-    for name, answers in (("every", intervals), ("on_desync", actions), ("stop_at", severities)):
-        if len(set(answers.values())) > 1:
-            raise UsageError(f"{name}= differs between ranks: {_format_answers(answers)}")
+    step: int
+    every: int
+    on_desync: str
+    stop_at: str
+
+
+def check_agreement(channel: Channel, settings: _Settings) -> None:
+    """Raise on all ranks unless they are at the same step with equal settings. settings: of this rank."""
+    by_rank: dict[int, _Settings] = channel.gather(settings, "monitor")
+    for name in ("every", "on_desync", "stop_at"):
+        values = {rank: getattr(settings_of_rank, name) for rank, settings_of_rank in by_rank.items()}
+        if len(set(values.values())) > 1:
+            raise UsageError(f"{name}= differs between ranks: {_format_by_value(values)}")
+
+    steps = {rank: settings_of_rank.step for rank, settings_of_rank in by_rank.items()}
     if len(set(steps.values())) > 1:
         raise RankFailed(
-            f"the monitors are at different steps: {_format_answers(steps)}; call step() on every rank once after each "
-            "optimizer step, with the same step= if any"
+            f"the monitors are at different steps: {_format_by_value(steps)}; call step() on every rank once after "
+            "each optimizer step, with the same step= if any"
         )
 
 
-def _format_answers(answers: Mapping[int, object]) -> str:
+def _format_by_value(values: Mapping[int, object]) -> str:
     """Format values by rank: '5 on rank 0, 10 on ranks 1, 2'."""
-    ranks = group_ranks(dict(sorted(answers.items())))
-    return ", ".join(f"{answer} on {ranks_text(of)}" for answer, of in list(ranks.items())[:MAX_VALUES])
+    ranks_by_value = group_ranks(dict(sorted(values.items())))
+    texts = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items()]
+    return ", ".join(texts[:MAX_VALUES])
 
 
 def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], report: Report) -> None:
@@ -58,10 +67,11 @@ def call_on_all_ranks(channel: Channel, action: Callable[[Report], object], repo
         with suppress(SyncheckError):  # if other ranks have exited, the error of this rank matters more
             channel.gather(f"{type(error).__name__}: {brief(str(error), 200)}", "on_desync")
         raise
-    sent = channel.gather("", "on_desync")
-    failed = {rank: text for rank, text in sent.items() if text}
+
+    errors = channel.gather("", "on_desync")
+    failed = {rank: text for rank, text in errors.items() if text}
     if failed:
-        raise RankFailed(f"on_desync raised {_format_answers(failed)}")
+        raise RankFailed(f"on_desync raised {_format_by_value(failed)}")
 
 
 # Earlier checks that are kept to decide about a fault.
@@ -71,13 +81,15 @@ _MOST_CHECKS = 16
 class DesyncState:
     """The known findings, so that only new findings are printed in detail.
 
-    last_good: the last step in sync. since: the first step out of sync, None while in sync.
+    last_good: the last step in sync.
+    since: the first step out of sync, None while in sync.
     """
 
     def __init__(self, last_good: int | None = None) -> None:
         self.last_good = last_good
         self.since: int | None = None
-        self._known: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+        # The names of tensors and values, by code and ranks.
+        self._reported: dict[tuple[str, tuple[int, ...]], set[str]] = {}
         self._checks: list[Group] = []  # the last checks out of sync, as diagnosed alone
 
     def decide(self, step: int, report: Report) -> Report:
@@ -85,29 +97,53 @@ class DesyncState:
         if report.verdict != "out_of_sync":
             self._checks = []
             return report
+
         from syncheck.diagnose.course import decide_over_steps  # only needed if the ranks differ
 
         (group,) = report.groups
-        self._checks = [*self._checks, replace(group, step=step)][-_MOST_CHECKS:]
+        # Groups of memory have no step of their own.
+        self._checks.append(replace(group, step=step))
+        del self._checks[:-_MOST_CHECKS]
         findings = decide_over_steps(self._checks)[-1].findings
-        return report if findings == group.findings else replace(report, groups=(replace(group, findings=findings),))
+        if findings == group.findings:
+            return report
+
+        return replace(report, groups=(replace(group, findings=findings),))
 
     def update(self, step: int, report: Report) -> tuple[Finding, ...]:
         """Record a check; return the failing findings with a new code, new ranks or new tensors."""
         if report.verdict == "in_sync":
             self.last_good, self.since = step, None
-            self._known.clear()
+            self._reported.clear()
+
         if report.verdict != "out_of_sync":
             return ()
-        self.since = step if self.since is None else self.since
-        new = []
-        for finding in (finding for group in report.groups for finding in group.findings if finding.fails):
+
+        if self.since is None:
+            self.since = step
+
+        new_findings = []
+        # A finding is known by its code and ranks, because its tensors may grow in number.
+        for finding in _list_failing(report):
+            key = finding.code, finding.ranks
             names = {*finding.tensors, *finding.values}
-            known = self._known.get((finding.code, finding.ranks))
-            if known is None or not names <= known:
-                new.append(finding)
-            self._known[finding.code, finding.ranks] = names | (known or set())
-        return tuple(new)
+            reported_names = self._reported.get(key)
+            # A finding may be about no tensor and no value.
+            if reported_names is None or not names <= reported_names:
+                new_findings.append(finding)
+
+            self._reported.setdefault(key, set()).update(names)
+
+        return tuple(new_findings)
+
+
+def _list_failing(report: Report) -> list[Finding]:
+    """Return the findings that fail."""
+    failing: list[Finding] = []
+    for group in report.groups:
+        failing += [finding for finding in group.findings if finding.fails]
+
+    return failing
 
 
 ACTIONS = ("raise", "warn", "resync")
@@ -188,7 +224,10 @@ class SyncMonitor:
 
         An upper bound of the cost: the time of a check includes waiting for slower ranks, and on a GPU for queued work.
         """
-        elapsed = 0.0 if self._first_step_end is None else time.perf_counter() - self._first_step_end
+        if self._first_step_end is None:
+            return 0.0
+
+        elapsed = time.perf_counter() - self._first_step_end
         return min(1.0, self._check_seconds / elapsed) if elapsed > 0 else 0.0
 
     def step(self, step: int | None = None) -> Report | None:
@@ -199,35 +238,47 @@ class SyncMonitor:
         the other ranks wait until the timeout of the process group. Raises RankFailed on all checking ranks if they are
         at different steps, and the errors of `on_desync` and `syncheck.live.check`.
         """
-        self._step = self._step + 1 if step is None else _whole(step, "step", least=0)
+        self._step = self._step + 1 if step is None else _read_integer(step, "step", least=0)
         self._pending = self._step != self._checked_at
+        is_due = self._pending and self._step % self._every == 0
         try:
-            return self.check() if self._pending and self._step % self._every == 0 else None
+            return self.check() if is_due else None
         finally:
+            # The first step is not counted, because it includes warm-up.
             if self._first_step_end is None:
                 self._first_step_end, self._check_seconds = time.perf_counter(), 0.0
 
     def check(self) -> Report:
         """Check now, and return the report. A collective call; raises like `step`."""
         began = time.perf_counter()
+        # Programs that also run in a single process need no process group.
         channel = Channel(self._process_group) if world_size() else None
         self._start_events(channel)
-        if channel is None:
-            report = Report("undecided", ())
-        else:
-            check_agreement(channel, (self._step, self._every, self._action, self._stop_at))
-            report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
-            report = self._state.decide(self._step, report)
+        report = self._compare(channel)
         seconds = time.perf_counter() - began
         self._check_seconds += seconds
-        self.checks, self.last, self._pending, self._checked_at = self.checks + 1, report, False, self._step
-        if channel is None or len(channel.ranks) < 2:
-            self._warn_once(f"could not tell: {_NO_GROUP if channel is None else _ALONE}")
+        self.checks += 1
+        self.last, self._pending, self._checked_at = report, False, self._step
+        if channel is None:
+            self._warn_once(f"could not tell: {_NO_GROUP}")
+        elif len(channel.ranks) < 2:
+            self._warn_once(f"could not tell: {_ALONE}")
         else:
             self._report_check(report, seconds)
+
         if report.verdict == "out_of_sync":
             self._handle_desync(report)
+
         return report
+
+    def _compare(self, channel: Channel | None) -> Report:
+        """Return the report of a check. channel: None without a process group."""
+        if channel is None:
+            return Report("undecided", ())
+
+        check_agreement(channel, _Settings(self._step, self._every, self._action, self._stop_at))
+        report = run_check(self._objects, self._cache, group=self._process_group, **self._checking)
+        return self._state.decide(self._step, report)
 
     def close(self) -> None:
         """Check once more if steps followed the last check, and end the events. `with` calls this at its end."""
@@ -254,7 +305,10 @@ class SyncMonitor:
     def _process_group(self) -> Any:
         """The checked process group. As in `check`, a one-dimensional mesh sets it; None for all ranks."""
         mesh = self._checking.get("mesh")
-        return group_of(mesh) if self._group is None and mesh is not None else self._group
+        if self._group is None and mesh is not None:
+            return group_of(mesh)
+
+        return self._group
 
     @property
     def _action(self) -> str:
@@ -264,8 +318,12 @@ class SyncMonitor:
         """At the first check, determine whether this rank reports, and start the events."""
         if self._is_leader is not None:
             return
-        ranks = () if channel is None else channel.ranks
-        self._is_leader = channel is None or channel.is_leader
+
+        ranks: tuple[int, ...] = ()
+        self._is_leader = True
+        if channel is not None:
+            ranks, self._is_leader = channel.ranks, channel.is_leader
+
         if self._is_leader:
             settings = {"every": self._every, "on_desync": self._action, "ranks": sorted(ranks)}
             self._reporter.write_event("start", step=self._start, **settings)
@@ -276,51 +334,58 @@ class SyncMonitor:
             self._reporter.print_text(f"warning: step {self._step}: {text}", "yellow")
 
     def _report_check(self, report: Report, seconds: float) -> None:
-        new = self._state.update(self._step, report)
+        new_findings = self._state.update(self._step, report)
         if report.verdict == "undecided":
             from syncheck.report.words import verdict_line
 
-            self._warn_once(f"could not tell: {verdict_line(report).partition(': ')[2]}")
+            _, _, reason = verdict_line(report).partition(": ")
+            self._warn_once(f"could not tell: {reason}")
+
         if self._is_leader:
             self._print_new_facts(report)
-            good, since = self._state.last_good, self._state.since
-            checked = CheckRecord(self._step, report, seconds, self.overhead, good, since, new)
+            record = CheckRecord(
+                self._step, report, seconds, self.overhead, self._state.last_good, self._state.since, new_findings
+            )
             # The text of OutOfSync has the details.
-            self._reporter.report_check(checked, details=self._on_desync != "raise" or not self._stops(report))
+            raises = self._on_desync == "raise" and self._stops(report)
+            self._reporter.report_check(record, details=not raises)
 
     def _print_new_facts(self, report: Report) -> None:
         """Print what a verdict does not say: tensors that are not finite, and differences that do not count."""
         from syncheck.report.words import describe_not_finite
 
         (group,) = report.groups
-        facts = [describe_not_finite(group)]
-        # Without their values, which may be new at each check.
-        differing = sorted(value.name for value in group.values if value.kind == "attribute")
-        facts += [Note.ATTRIBUTE_NAMES(count=len(differing), names=tuple(differing))] if differing else []
         for finding in group.findings:
             if not finding.counts:
                 self._warn_once(f"{finding.code} {finding.slug} ({finding.certainty}): {finding.evidence}")
-        for fact in facts:
-            if fact is not None:
-                self._warn_once(str(fact))
+
+        not_finite = describe_not_finite(group)
+        if not_finite is not None:
+            self._warn_once(str(not_finite))
+
+        # Without their values, which may be new at each check.
+        attributes = sorted(value.name for value in group.values if value.kind == "attribute")
+        if attributes:
+            self._warn_once(str(Note.ATTRIBUTE_NAMES(count=len(attributes), names=tuple(attributes))))
 
     def _stops(self, report: Report) -> bool:
         """Whether a failing finding is severe enough to stop the run. Equal on all ranks, like the report."""
-        failing = [finding for group in report.groups for finding in group.findings if finding.fails]
-        return self._stop_at == "warning" or any(finding.severity == "error" for finding in failing)
+        severities = {finding.severity for finding in _list_failing(report)}
+        return self._stop_at == "warning" or "error" in severities
 
     def _handle_desync(self, report: Report) -> None:
-        if self._on_desync == "raise":
-            if not self._stops(report):
-                return
+        """Do what `on_desync` demands."""
+        stops = self._stops(report)
+        if self._on_desync == "raise" and stops:
             from syncheck.report.failure import message
 
-            good = (
-                "never in sync before" if self._state.last_good is None else f"in sync at step {self._state.last_good}"
-            )
-            raise OutOfSync(f"step {self._step} ({good}): {message(report)}", report)
+            history = "never in sync before"
+            if self._state.last_good is not None:
+                history = f"in sync at step {self._state.last_good}"
+            raise OutOfSync(f"step {self._step} ({history}): {message(report)}", report)
+
         if self._on_desync == "resync":
-            self._resync(stops=self._stops(report))
+            self._resync(stops=stops)
         elif callable(self._on_desync):
             call_on_all_ranks(Channel(self._process_group), self._on_desync, report)
 
@@ -343,6 +408,7 @@ class SyncMonitor:
             if isinstance(error.__cause__, NoMajority):  # of this rank; all ranks raise a UsageError with its text
                 text += "; to choose the source, pass on_desync=lambda report: resync(model, optimizer, source=RANK)"
             raise UsageError(text) from error
+        # The repair ends with a check in sync, so later findings are new.
         self._state = DesyncState(last_good=self._step)
         if self._is_leader:
             self._reporter.print_text(f"step {self._step}: {result.summary}", "bold")
@@ -359,27 +425,42 @@ def _check_arguments(
     every: Any, on_desync: Any, start: Any, writer: Any, console: Any, checking: Mapping[str, Any]
 ) -> None:
     """Raise UsageError for invalid arguments."""
-    _whole(every, "every", least=1)
-    _whole(start, "start", least=0)
-    if not callable(on_desync) and on_desync not in ACTIONS:
+    _read_integer(every, "every", least=1)
+    _read_integer(start, "start", least=0)
+    is_action = callable(on_desync) or on_desync in ACTIONS
+    if not is_action:
         raise UsageError(f"on_desync={brief(on_desync)}: must be {', '.join(ACTIONS)}, or a function of a report")
-    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+
+    # By methods, because neither TensorBoard nor rich is imported here.
+    is_writer = writer is None or callable(getattr(writer, "add_scalar", None))
+    if not is_writer:
         raise UsageError(f"writer={brief(writer)}: expected an object with add_scalar(tag, value, step)")
-    if console is not None and console is not False and not callable(getattr(console, "print", None)):
+
+    is_console = console is None or console is False or callable(getattr(console, "print", None))
+    if not is_console:
         raise UsageError(f"console={brief(console)}: expected a rich Console, False for no output, or None for stderr")
-    known = [name for name, p in inspect.signature(check).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    unknown = [name for name in checking if name not in known]
-    if unknown:
-        raise UsageError(f"{unknown[0]}=: no such option; syncheck.live.check takes {', '.join(known)}")
+
+    parameters = inspect.signature(check).parameters.values()
+    options = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    selection = {}
+    for name, value in checking.items():
+        if name not in options:
+            raise UsageError(f"{name}=: no such option; syncheck.live.check takes {', '.join(options)}")
+        if name in Options.__dataclass_fields__:
+            selection[name] = value
+
     # Now, and not at the first check, hours later.
-    make_options(**{name: value for name, value in checking.items() if name in Options.__dataclass_fields__})
+    make_options(**selection)
 
 
-def _whole(value: Any, name: str, *, least: int) -> int:
+def _read_integer(value: Any, name: str, *, least: int) -> int:
+    """Return an integer of any type. Raises UsageError if it is less than `least`."""
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
+
     if number < least:
         raise UsageError(f"{name}={brief(value)}: must be an integer, at least {least}")
+
     return number

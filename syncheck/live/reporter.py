@@ -23,7 +23,7 @@ from syncheck.text import brief, one_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncheck.records import Finding, Report
+    from syncheck.records import Finding, Report, TensorDiff
     from syncheck.report.parts import Part
 
 _STYLES = {"in_sync": "green", "out_of_sync": "bold red", "undecided": "yellow", "alone": "yellow"}
@@ -35,9 +35,12 @@ _SENTENCE = 600  # characters
 class CheckRecord:
     """One check to report.
 
-    step: optimizer steps so far. seconds: duration, including waiting for other ranks. overhead: fraction of the wall
-    time in checks so far. last_good: the last earlier step in sync, or None. since: the first step out of sync, None
-    while in sync. new: findings absent from the previous check.
+    step: optimizer steps so far.
+    seconds: duration, including waiting for other ranks.
+    overhead: fraction of the wall time in checks so far.
+    last_good: the last earlier step in sync, or None.
+    since: the first step out of sync, None while in sync.
+    new: findings absent from the previous check.
     """
 
     step: int
@@ -51,7 +54,11 @@ class CheckRecord:
     @property
     def findings(self) -> list[Finding]:
         """The findings of the report."""
-        return [finding for group in self.report.groups for finding in group.findings]
+        findings: list[Finding] = []
+        for group in self.report.groups:
+            findings += group.findings
+
+        return findings
 
 
 class Reporter:
@@ -79,6 +86,7 @@ class Reporter:
         Without logging configuration, Python prints warnings to stderr. Handlers of the program still get the messages.
         """
         logger = logging.getLogger("syncheck")
+        # Python prints warnings itself only if no handler gets them.
         silent = logging.NullHandler()
         if self._console is not False:
             logger.addHandler(silent)
@@ -116,6 +124,7 @@ class Reporter:
             findings=describe_findings(record.findings, report),
             **describe_check(report),
         )
+        # A desync that continues is written once, and each check has the verdict.
         if record.new:
             new = describe_findings(record.new, report)
             self.write_event("desync", step=record.step, in_sync_at=record.last_good, findings=new)
@@ -150,21 +159,36 @@ class Reporter:
             work()
         except Exception as error:  # noqa: BLE001 - a rank that raises alone leaves the others waiting
             self._broken.add(output)
+            # A broken console cannot print the warning either.
             if output != "console":
                 text = f"{output}: {type(error).__name__}: {brief(str(error), 200)}; this output is disabled"
                 self.print_text(f"warning: {text}", "yellow")
 
 
 def _add_scalars(writer: Any, record: CheckRecord) -> None:
-    diffs = [diff for group in record.report.groups for diff in group.tensors if diff.out_of_sync]
     scalars: dict[str, float] = {"seconds": record.seconds, "overhead": record.overhead}
-    if record.report.verdict in ("in_sync", "out_of_sync"):
-        scalars |= {"out_of_sync": int(record.report.verdict == "out_of_sync"), "different": len(diffs)}
-        differences = [abs(diff.max_abs) for diff in diffs if diff.max_abs is not None]
-        if differences or not diffs:
-            scalars["max_abs"] = max(differences, default=0)
+    verdict = record.report.verdict
+    if verdict in ("in_sync", "out_of_sync"):
+        scalars["out_of_sync"] = int(verdict == "out_of_sync")
+        scalars |= _measure_differences(record.report)
+
     for name, value in scalars.items():
         writer.add_scalar(f"syncheck/{name}", value, record.step)
+
+
+def _measure_differences(report: Report) -> dict[str, float]:
+    """Return the number of differing tensors and the largest difference, if it was measured."""
+    diffs: list[TensorDiff] = []
+    for group in report.groups:
+        diffs += [diff for diff in group.tensors if diff.out_of_sync]
+
+    # Tensors beyond the budget differ without a measured difference.
+    scalars: dict[str, float] = {"different": len(diffs)}
+    differences = [abs(diff.max_abs) for diff in diffs if diff.max_abs is not None]
+    if differences or not diffs:
+        scalars["max_abs"] = max(differences, default=0)
+
+    return scalars
 
 
 def _make_line(*spans: Span) -> Line:
@@ -175,36 +199,58 @@ def _render_check(record: CheckRecord, details: bool) -> list[Part]:
     """Render a check: one line, and below it the new findings."""
     report = record.report
     counts, ranks = report.counts, len(report.groups[0].ranks)
-    cost = f"{record.seconds * 1e3:.3g} ms, overhead {record.overhead:.2%}"
-    verdict, more = words.VERDICTS[report.verdict].lower(), ""
-    if report.verdict == "out_of_sync":
-        verdict = words.VERDICTS[report.verdict]
-        codes = [f"{f.code} {f.slug} on {words.ranks_label(f.ranks)}" for f in record.findings if f.fails]
-        more = f" ({_format_time(record)}): {'; '.join(codes)}"
-    elif report.verdict == "in_sync":
-        verdict = words.verdict_line(report).replace(words.VERDICTS["in_sync"], verdict)
-    first = _make_line(
-        Span(f"step {record.step}: "),
-        Span(verdict, _STYLES[report.verdict]),
-        Span(one_line(f"{more}; {counts.compared} of {counts.tensors} tensors compared on {ranks} ranks")),
-        Span(f", {cost}", "dim"),
-    )
-    parts: list[Part] = [first]
-    if details and record.new:
+    verdict, reason = _describe_verdict(record)
+    parts: list[Part] = [
+        _make_line(
+            Span(f"step {record.step}: "),
+            Span(verdict, _STYLES[report.verdict]),
+            Span(one_line(f"{reason}; {counts.compared} of {counts.tensors} tensors compared on {ranks} ranks")),
+            Span(f", {record.seconds * 1e3:.3g} ms, overhead {record.overhead:.2%}", "dim"),
+        )
+    ]
+    if details:
         for finding in record.new[:_MOST_FINDINGS]:
             parts += _render_finding(finding)
+
         if len(record.new) > _MOST_FINDINGS:
             parts.append(line(f"... and {len(record.new) - _MOST_FINDINGS} more findings", "dim", 2))
+
     return parts
 
 
+def _describe_verdict(record: CheckRecord) -> tuple[str, str]:
+    """Return the verdict, and the time and codes of failing findings."""
+    report = record.report
+    verdict = words.VERDICTS[report.verdict]
+    if report.verdict == "out_of_sync":
+        codes = []
+        for finding in record.findings:
+            if finding.fails:
+                codes.append(f"{finding.code} {finding.slug} on {words.ranks_label(finding.ranks)}")
+        return verdict, f" ({_format_time(record)}): {'; '.join(codes)}"
+
+    # Capitals are for verdicts that fail.
+    lowered = verdict.lower()
+    if report.verdict == "in_sync":
+        lowered = words.verdict_line(report).replace(verdict, lowered)
+
+    return lowered, ""
+
+
 def _format_time(record: CheckRecord) -> str:
-    if record.since is not None and record.since != record.step:
-        # A new finding beside earlier findings did not begin with the first of them.
-        is_beside_earlier = 0 < len(record.new) < len(record.findings)
-        new = f", new: {', '.join(finding.code for finding in record.new)}" if is_beside_earlier else ""
-        return f"{'' if record.new else 'still, '}since step {record.since}{new}"
-    return "at the first check" if record.last_good is None else f"in sync at step {record.last_good}"
+    """Return since when the ranks are out of sync, and which findings are new."""
+    if record.since is None or record.since == record.step:
+        return "at the first check" if record.last_good is None else f"in sync at step {record.last_good}"
+
+    text = f"since step {record.since}"
+    if not record.new:
+        return f"still, {text}"
+
+    # A new finding beside earlier findings did not begin with the first of them.
+    if len(record.new) < len(record.findings):
+        text += f", new: {', '.join([finding.code for finding in record.new])}"
+
+    return text
 
 
 def _render_finding(finding: Finding) -> list[Part]:

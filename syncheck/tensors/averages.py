@@ -268,14 +268,18 @@ def _is_complete(root: Root, group: _Group, trained: Sequence[str]) -> bool:
     original = "_".join(word for word in words if not is_average_key(word))
     usual_prefixes = {*_MODEL_PREFIXES, f"{original}."}
 
-    start = f"{root.prefix}{group.wrapper}"
-    copies = {name.removeprefix(start).replace(".", "") for name in group.names}
+    copies = _strip_names(group.names, f"{root.prefix}{group.wrapper}")
     for prefix in group.prefixes & usual_prefixes:
-        model = [name.removeprefix(prefix) for name in trained if name.startswith(prefix)]
-        if model and copies.issuperset(name.replace(".", "") for name in model):
+        model = _strip_names(trained, prefix)
+        if model and model <= copies:
             return True
 
     return False
+
+
+def _strip_names(names: Iterable[str], prefix: str) -> set[str]:
+    """Return the names with a prefix, without the prefix and without dots, because LitEma drops the dots."""
+    return {name.removeprefix(prefix).replace(".", "") for name in names if name.startswith(prefix)}
 
 
 def _find_lists(root: Root, below: Iterable[str]) -> dict[str, list[str]]:
@@ -304,14 +308,16 @@ def _is_list_of(
     certain: bool,
 ) -> bool:
     """Whether tensors have the shapes of the model's parameters, in their order; if certain, of some parameters."""
-    entry_shapes = [shapes[name] for name in entries]
-    all_shapes = [shapes[name] for name in parameters]
-    trained_shapes = [shapes[name] for name in trained]
-    if entry_shapes in (all_shapes, trained_shapes):
+
+    def get_shapes(names: Iterable[str]) -> list[Shape]:
+        return [shapes[name] for name in names]
+
+    entry_shapes = get_shapes(entries)
+    if entry_shapes in (get_shapes(parameters), get_shapes(trained)):
         return True
 
     # The search continues after the last match, so the order counts.
-    remaining = iter(all_shapes)
+    remaining = iter(get_shapes(parameters))
     return certain and all(shape in remaining for shape in entry_shapes)
 
 

@@ -241,13 +241,13 @@ def _measure_block(
 
     beyond = differs
     indices = _ElementIndices(start, picked, parts)
-    if arrays[0].size and row.family in _FLOATING:
+    if row.family not in _FLOATING:
+        _add_integer_differences(row, arrays, indices, total, majority)
+    elif arrays[0].size:  # else, all differences are between numbers that are not finite
         tolerated = _add_float_differences(row, arrays, indices, total, tolerance, majority)
         if tolerated is not None and picked is not None:
             beyond = differs.copy()
             beyond[picked[tolerated]] = False
-    elif arrays[0].size:
-        _add_integer_differences(row, arrays, indices, total, majority)
 
     first = start + int(np.argmax(elements))
     last = start + elements.size - 1 - int(np.argmax(elements[::-1]))

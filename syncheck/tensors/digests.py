@@ -114,23 +114,23 @@ def _describe_cluster(tensors: Sequence[Tensor], positions: Sequence[int], files
 
 def _describe_moments(digests: Sequence[Digest]) -> Message:
     """Return the moments that differ between clusters, in the order of the clusters: 'mean 0.1 | 0.2'."""
+    moments = {name: [getattr(digest, name) for digest in digests] for name in _MOMENTS}
     differing = []
-    for name in _MOMENTS:
-        numbers = [getattr(digest, name) for digest in digests]
+    for name, numbers in moments.items():
         if len(set(numbers)) > 1:
             texts = _format_distinct(numbers)
             differing.append(f"{name} {' | '.join(texts[:_MOST_CLUSTERS])}")
 
-    has_moments = any(digest.min is not None or digest.nonfinite is not None for digest in digests)
-    if not has_moments:
+    # Complex tensors, and tensors beyond the budget of a live check, have digests only.
+    if set(moments["min"] + moments["nonfinite"]) == {None}:
         return Detail.DIGESTS_ONLY()
 
     if not differing:
         return Detail.MOMENTS_AGREE()
 
-    least_difference = max(_spread(digests, "min"), _spread(digests, "max"))
-    all_finite = not any(digest.nonfinite for digest in digests)
-    if least_difference and all_finite:
+    least_difference = max(_spread(moments["min"]), _spread(moments["max"]))
+    has_nonfinite = any(moments["nonfinite"])
+    if least_difference and not has_nonfinite:
         return Detail.MOMENTS_APART(least=least_difference, differing=", ".join(differing))
 
     return Detail.MOMENTS(differing=", ".join(differing))
@@ -150,13 +150,13 @@ def _format_distinct(numbers: Sequence[float | None]) -> list[str]:
     return texts
 
 
-def _spread(digests: Sequence[Digest], name: str) -> float:
-    """Return the difference between the highest and the lowest value of a moment; 0 if a value is unknown."""
-    numbers = [getattr(digest, name) for digest in digests]
-    if None in numbers:
+def _spread(numbers: Sequence[float | None]) -> float:
+    """Return the difference between the highest and the lowest number; 0 if a number is unknown."""
+    known_numbers = [number for number in numbers if number is not None]
+    if len(known_numbers) < len(numbers):
         return 0.0
 
-    return float(max(numbers)) - float(min(numbers))
+    return float(max(known_numbers)) - float(min(known_numbers))
 
 
 def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: bool) -> dict[str, Any]:
@@ -176,15 +176,22 @@ def _measure_single_element(digests: Sequence[Digest], like: Tensor, majority: b
     if lowest == highest or may_be_rounded:
         return {}
 
+    # With a majority, the first cluster is compared with each other cluster.
     pairs = [(lowest, highest)]
     if majority:
         pairs = [(values[0], value) for value in values[1:]]
 
-    difference = max(abs(a - b) for a, b in pairs)
+    largest = 0.0
+    largest_relative = 0.0
+    for first, second in pairs:
+        difference = abs(first - second)
+        largest = max(largest, difference)
+        largest_relative = max(largest_relative, difference / max(abs(first), abs(second)))
+
     return {
         "mismatched": 1,
-        "max_abs": difference if is_float else int(difference),
-        "max_rel": max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs),
+        "max_abs": largest if is_float else int(largest),
+        "max_rel": largest_relative,
         "index": (0,) * len(like.shape),
         "extent": "all",
     }

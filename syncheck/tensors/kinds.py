@@ -91,19 +91,24 @@ def classify_tensors(
     for name in candidates:
         if name in copies:
             # Options that select parameters or buffers select the copies in modules, too.
-            classified[name] = ("ema", not evidence.belongs_to_model(name))
+            classified[name] = ("ema", name not in evidence.model)
         else:
             classified[name] = evidence.kind(name, sure=False)
 
     for name in swapped:
         classified[name] = ("ema", True)
 
-    kinds = {name: classified[name][0] for name in shapes}
-    guessed = evidence.buffers is None and any(
-        kind == "parameter" and name not in evidence.trained for name, kind in kinds.items()
-    )
-    unsure = frozenset(name for name, (_, sure) in classified.items() if not sure)
-    return Kinds(kinds, guessed, unsure)
+    kinds: dict[str, str] = {}
+    unsure: set[str] = set()
+    guessed = False
+    for name in shapes:
+        kinds[name], sure = classified[name]
+        if not sure:
+            unsure.add(name)
+        if kinds[name] == "parameter" and name not in evidence.trained:
+            guessed = evidence.buffers is None
+
+    return Kinds(kinds, guessed, frozenset(unsure))
 
 
 def _collect_evidence(
@@ -123,8 +128,18 @@ def _collect_evidence(
         if metadata.buffers is not None:
             buffers = frozenset(metadata.buffers)
 
-    trained = _find_trained(shapes, known_parameters | (buffers or set()))
-    return _Evidence(shapes, dtypes, frozenset(known_parameters), buffers, optimized, trained, tuple(buffer_globs))
+    described = known_parameters.union(buffers or ())
+    trained = _find_trained(shapes, described)
+    return _Evidence(
+        shapes,
+        dtypes,
+        frozenset(known_parameters),
+        buffers,
+        optimized,
+        trained,
+        trained.union(described),
+        tuple(buffer_globs),
+    )
 
 
 def _find_trained(names: Collection[str], model: Collection[str]) -> frozenset[str]:
@@ -177,6 +192,7 @@ class _Evidence(NamedTuple):
     buffers: names of buffers in the metadata; None if it does not list them.
     optimized: the optimizer's parameters in the metadata.
     trained: tensors with optimizer state.
+    model: tensors that certainly belong to the model, even if their names are those of a scaler or an RNG state.
     globs: the user's globs of buffers.
     """
 
@@ -186,12 +202,8 @@ class _Evidence(NamedTuple):
     buffers: frozenset[str] | None
     optimized: frozenset[str]
     trained: frozenset[str]
+    model: frozenset[str]
     globs: tuple[str, ...]
-
-    def belongs_to_model(self, name: str) -> bool:
-        """Whether a tensor certainly belongs to the model, even if its name is that of a scaler or an RNG state."""
-        is_buffer = self.buffers is not None and name in self.buffers
-        return is_buffer or name in self.parameters or name in self.trained
 
     def kind(self, name: str, *, sure: bool = True) -> tuple[str, bool]:
         """Return the kind of a tensor outside averaged copies, and whether it is certain.
@@ -201,7 +213,7 @@ class _Evidence(NamedTuple):
         if name in self.parameters:
             return "parameter", True
 
-        if not self.belongs_to_model(name):
+        if name not in self.model:
             kind = self._kind_outside_model(name)
             if kind is not None:
                 # No optimizer has a state called `weight`, so this may be a module called `optimizer`.
@@ -242,7 +254,7 @@ class _Evidence(NamedTuple):
         if self._is_rng_state(name, parts) or _is_powersgd_error(parts):
             return "rng"
 
-        if is_scalar and self._is_of_scaler(parts):
+        if is_scalar and self._is_of_scaler(name):
             return "scaler"
 
         return None
@@ -254,13 +266,15 @@ class _Evidence(NamedTuple):
 
         return _is_state(parts, self.dtypes.get(name, "uint8"))
 
-    def _is_of_scaler(self, parts: Sequence[str]) -> bool:
+    def _is_of_scaler(self, name: str) -> bool:
         """Whether a number is a value of a gradient scaler, and not of a module called `scaler`."""
-        if len(parts) != 2 or parts[0] not in SCALERS or parts[1] not in _SCALING:
+        scaler, _, value = name.partition(".")
+        if scaler not in SCALERS or value not in _SCALING:
             return False
 
-        values = [value for value in _SCALING if f"{parts[0]}.{value}" in self.shapes]
-        return len(values) > 1 or parts[1].startswith("_")
+        # One value alone may be a parameter, unless its name is that of a private attribute.
+        values = [value for value in _SCALING if f"{scaler}.{value}" in self.shapes]
+        return len(values) > 1 or value.startswith("_")
 
     def _is_layer(self, name: str) -> bool:
         owner, _, last = name.removeprefix("optimizer.").rpartition(".")
@@ -298,6 +312,9 @@ class _Evidence(NamedTuple):
     def _has_siblings(self, name: str, *siblings: str, depth: int = 1) -> bool:
         """Whether tensors exist whose names have other last parts. depth: number of parts that they replace."""
         module = name.split(".")[:-depth]
+        if depth > 1 and not module:  # a parametrization belongs to a parameter, which has a name
+            return False
+
         return all(".".join([*module, sibling]) in self.shapes for sibling in siblings)
 
 

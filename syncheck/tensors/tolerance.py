@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -37,6 +38,11 @@ _FIELDS = {"rtol": (int, float), "atol": (int, float), "ulp": (int,)}
 _NEEDED = 'must be "close", "bitwise", or rtol and atol, or ulp, as in {rtol = 1e-5, atol = 1e-8} or {ulp = 4}'
 
 
+def _is_within(number: float | None, most: float) -> bool:
+    """Whether an optional number is at least 0 and at most `most`."""
+    return number is None or 0 <= number <= most
+
+
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Two finite floats are close if |a-b| <= atol + rtol * max(|a|, |b|), or if they lie within `ulp` steps.
@@ -61,11 +67,10 @@ class Tolerance:
         if (self.rtol is None) != (self.atol is None):
             raise OptionError("{rtol} and {atol} belong together: give both (0 is a value)", "rtol", "atol")
 
-        rtol, atol = self.rtol or 0, self.atol or 0
-        if not (0 <= rtol <= 1 and 0 <= atol < math.inf):
+        if not _is_within(self.rtol, 1) or not _is_within(self.atol, sys.float_info.max):
             raise OptionError("must be 0 <= rtol <= 1 and a finite atol >= 0", rtol=self.rtol, atol=self.atol)
 
-        if self.ulp is not None and self.ulp < 0:
+        if not _is_within(self.ulp, math.inf):
             raise OptionError("must be at least 0", ulp=self.ulp)
 
     @property
@@ -106,24 +111,20 @@ class Tolerances:
         Counters are exact, also those stored as floats, unless an entry is of their kind or ends with their own name.
         """
         last = name.rpartition(".")[2]
-        is_counter = kind in COUNTING or last in COUNTERS
-        for glob, entry in self.names:
-            applies = glob.endswith(last) or not is_counter
-            if applies and fnmatchcase(name, glob):
+        names, kinds, general = self.names, dict(self.kinds), self.general
+        if kind in COUNTING or last in COUNTERS:
+            names = tuple(row for row in names if row[0].endswith(last))
+            kinds = {key: entry for key, entry in kinds.items() if key in COUNTING}
+            general = Tolerance()
+
+        for glob, entry in names:
+            if fnmatchcase(name, glob):
                 return _of_dtype(entry, dtype, f"tolerance of {glob}")
 
-        entry_of_kind = dict(self.kinds).get(kind)
-        applies = kind in COUNTING or not is_counter
-        if applies and entry_of_kind is not None:
-            return _of_dtype(entry_of_kind, dtype, f"tolerance of {kind}")
+        if kind in kinds:
+            return _of_dtype(kinds[kind], dtype, f"tolerance of {kind}")
 
-        if is_counter:
-            return Tolerance()
-
-        if isinstance(self.general, Tolerance):
-            return self.general
-
-        return _of_dtype(self.general, dtype, "")
+        return general if isinstance(general, Tolerance) else _of_dtype(general, dtype, "")
 
     def idle(self, names: Collection[str]) -> tuple[str, ...]:
         """Return the globs that match none of these names."""

@@ -289,11 +289,10 @@ def _has_kind(kind: ValueKind, values: Mapping[str, Any]) -> bool:
 def values_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return the values of a checkpoint. Step and epoch of the metadata are defaults."""
     values: dict[str, Any] = {}
-    metadata = snapshot.metadata
-    if metadata is not None and metadata.step is not None:
-        values["step"] = metadata.step
-    if metadata is not None and metadata.epoch is not None:
-        values["epoch"] = metadata.epoch
+    for name in ("step", "epoch"):
+        number = getattr(snapshot.metadata, name, None)
+        if number is not None:
+            values[name] = number
 
     values.update(snapshot.values)
     return values

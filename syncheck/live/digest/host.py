@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.digest import parts
 from syncheck.tensors.blocks import count_processors, run_in_threads
@@ -64,7 +64,8 @@ def default_threads() -> int:
     """
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = max(int(local_ranks), 1) if local_ranks.isdecimal() else 1
-    return min(max(count_processors() // ranks, 1), MAX_THREADS)
+    share = max(count_processors() // ranks, 1)
+    return min(share, MAX_THREADS)
 
 
 class Stream:
@@ -84,12 +85,16 @@ class Stream:
     def update(self, data: Any) -> None:
         """Add bytes, or any object with a contiguous buffer."""
         view = memoryview(data)
-        view = view.cast("B") if view.nbytes else memoryview(b"")
+        if not view.nbytes:  # cannot be cast
+            return
+
+        view = view.cast("B")
         start = 0
         while start < len(view):
             if not self._room:
                 self._chunk_digests.append(self._chunk.digest())
                 self._chunk, self._room = self._new_hash(), self._size
+
             piece = view[start : start + self._room]
             self._chunk.update(piece)
             self._room -= len(piece)
@@ -101,47 +106,83 @@ class Stream:
         return _combine([*self._chunk_digests, last], self._new_hash)
 
 
+class _Task(NamedTuple):
+    """A part of a source to hash.
+
+    source: index of the source.
+    chunk: index of the chunk in the source.
+    data: the bytes in memory, or a tensor that is copied part by part.
+    """
+
+    source: int
+    chunk: int
+    data: Any
+
+
 def hash_on_cpu(sources: Sequence[Any], algorithm: str, threads: int | None = None) -> list[bytes]:
     """Return the 16-byte digest of each source.
 
     sources: strided tensors on any device, or arrays. CPU memory in C order is read in place, everything else is copied
-    part by part. threads: maximum number of threads; None for this rank's share of the CPUs.
+        part by part.
+    threads: maximum number of threads; None for this rank's share of the CPUs.
     """
     new_hash = _get_hash(algorithm)
     digests = [b""] * len(sources)
     chunk_digests: dict[int, list[bytes]] = {}
-    todo: deque[tuple[int, int, Any]] = deque()
+    tasks: deque[_Task] = deque()
     total = 0
     with parts.as_plain_tensors():
         for i, source in enumerate(sources):
             view = _get_buffer(source, i)
-            if view is None:  # copied and hashed in the same thread
-                total += source.nbytes
-                todo.append((i, 0, source))
-                chunk_digests[i] = [b""]
-            elif (size := view.nbytes) < SMALL:
+            if view is not None and view.nbytes < SMALL:
                 digests[i] = new_hash(view).digest()
-            else:
-                total += size
-                starts = range(0, size, CHUNK if algorithm == XXH3 else size)
-                chunk_digests[i] = [b""] * len(starts)
-                todo.extend((i, part, view[start : start + starts.step]) for part, start in enumerate(starts))
+                continue
+
+            tasks_of_source = _split_source(i, source, view, algorithm)
+            tasks += tasks_of_source
+            chunk_digests[i] = [b""] * len(tasks_of_source)
+            total += source.nbytes
 
     def work(_: int, failed: Event) -> None:
         with parts.as_plain_tensors():
-            while todo and not failed.is_set():
+            while tasks and not failed.is_set():
                 try:
-                    i, part, data = todo.popleft()
-                except IndexError:  # another thread took the last item
+                    task = tasks.popleft()
+                except IndexError:  # another thread took the last task
                     return
-                is_view = isinstance(data, memoryview)
-                chunk_digests[i][part] = new_hash(data).digest() if is_view else _hash_copies(data, algorithm)
 
-    most = 1 if total < LARGE else default_threads() if threads is None else threads
-    run_in_threads(work, max(min(most, len(todo)), 1))
+                chunk_digests[task.source][task.chunk] = _hash_task(task, algorithm, new_hash)
+
+    # Small sources are hashed by now, so starting threads pays only for many bytes.
+    most_threads = threads
+    if total < LARGE:
+        most_threads = 1
+    elif most_threads is None:
+        most_threads = default_threads()
+
+    run_in_threads(work, max(min(most_threads, len(tasks)), 1))
     for i, values in chunk_digests.items():
         digests[i] = _combine(values, new_hash)
+
     return digests
+
+
+def _split_source(number: int, source: Any, view: memoryview | None, algorithm: str) -> list[_Task]:
+    """Return the tasks of a large source. view: its bytes, or None for a source that is copied in one task."""
+    if view is None:
+        return [_Task(number, 0, source)]
+
+    size = CHUNK if algorithm == XXH3 else view.nbytes
+    starts = range(0, view.nbytes, size)
+    return [_Task(number, chunk, view[start : start + size]) for chunk, start in enumerate(starts)]
+
+
+def _hash_task(task: _Task, algorithm: str, new_hash: Callable[..., Any]) -> bytes:
+    if not isinstance(task.data, memoryview):
+        return _hash_copies(task.data, algorithm)
+
+    digest: bytes = new_hash(task.data).digest()
+    return digest
 
 
 def _get_hash(algorithm: str) -> Callable[..., Any]:
@@ -155,6 +196,7 @@ def _get_hash(algorithm: str) -> Callable[..., Any]:
 def _combine(chunk_digests: Sequence[bytes], new_hash: Callable[..., Any]) -> bytes:
     if len(chunk_digests) == 1:
         return chunk_digests[0]
+
     digest: bytes = new_hash(b"".join(chunk_digests)).digest()
     return digest
 
@@ -166,10 +208,13 @@ def _get_buffer(source: Any, number: int) -> memoryview | None:
     """
     if not parts.is_torch(source):
         return memoryview(parts.array_bytes(source))
-    if source.is_cpu and source.is_contiguous() and not source.is_neg() and not source.is_conj():
+
+    if source.is_cpu and parts.is_c_order(source):
         size = source.nbytes
-        if source.untyped_storage().nbytes() >= size + source.storage_offset() * source.element_size():
+        end = size + source.storage_offset() * source.element_size()
+        if source.untyped_storage().nbytes() >= end:
             return _make_view(source.data_ptr(), size, _READ_ONLY) if size else memoryview(b"")
+
     parts.require_storage(source, number)
     return None
 

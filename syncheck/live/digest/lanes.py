@@ -124,9 +124,10 @@ def add_eagerly(rows: Sequence[Row], sums: Any) -> None:
 def _as_words(row: Any) -> Any:
     """Return bytes as 64-bit words, padded with zeros."""
     torch = sys.modules["torch"]
-    rest = len(row) % parts.WORD
-    if rest:
-        row = torch.cat([row, row.new_zeros(parts.WORD - rest)])
+    padding = -len(row) % parts.WORD
+    if padding:
+        row = torch.cat([row, row.new_zeros(padding)])
+
     return row.view(torch.int64)
 
 

@@ -15,6 +15,7 @@ cryptographic: whoever chooses the bytes can construct collisions. With BLAKE2 t
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from syncheck.live.digest import host as digest_host
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 
 
 class _Kernel:
-    """The fused kernel. broken: why it is disabled. fallback: why the eager implementation was last used."""
+    """The fused kernel.
+
+    broken: why it is disabled.
+    fallback: why the eager implementation was last used.
+    """
 
     broken = fallback = ""
 
@@ -43,10 +48,12 @@ class _Kernel:
             except Exception as error:  # noqa: BLE001 - no Triton, no C compiler, an unsupported device, ...
                 self.fallback = f"{type(error).__name__}: {error}"
                 # Memory may be free at the next check; other errors are permanent.
-                if not (isinstance(error, MemoryError) or "out of memory" in str(error).lower()):
+                lacks_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+                if not lacks_memory:
                     self.broken = self.fallback
             else:
                 return
+
         self.fallback = self.fallback or self.broken
         add_eagerly(rows, sums)
 
@@ -60,31 +67,41 @@ def digest_all(
     """Return the algorithm and the 16-byte digest of each source's bytes in C order.
 
     sources: strided torch tensors with values, on any device, or numpy arrays. They do not change, no random number is
-    drawn, and sources in another memory order are copied part by part. algorithm: XXH3 or COMMON for all sources; None
-    selects by device. Use COMMON if the algorithms of the ranks differ. threads: maximum number of CPU threads; None
-    for this rank's share of the CPUs. Raises UsageError for a tensor whose storage was freed.
+        drawn, and sources in another memory order are copied part by part.
+    algorithm: XXH3 or COMMON for all sources; None selects by device. Use COMMON if the algorithms of the ranks differ.
+    threads: maximum number of CPU threads; None for this rank's share of the CPUs.
+
+    Raises UsageError for a tensor whose storage was freed.
     """
-    digests: list[tuple[str, bytes]] = [("", b"")] * len(sources)
-    by_device: dict[Any, list[int]] = {}
+    by_device: dict[Any, list[int]] = defaultdict(list)
     with parts.as_plain_tensors():
         for i, source in enumerate(sources):
             on_gpu = algorithm is None and parts.is_torch(source) and source.is_cuda
-            by_device.setdefault(source.device if on_gpu else None, []).append(i)
-    on_cpu = by_device.pop(None, [])
+            by_device[source.device if on_gpu else None].append(i)
+
     # Devices compute while the CPU hashes. Then each device returns all of its digests at once.
-    pending = [(indices, start_digests([sources[i] for i in indices], KERNEL.add)) for indices in by_device.values()]
-    algorithm = algorithm or digest_host.default_algorithm()
+    on_cpu = by_device.pop(None, [])
+    pending = []
+    for indices in by_device.values():
+        pending.append((indices, start_digests([sources[i] for i in indices], KERNEL.add)))
+
+    if algorithm is None:
+        algorithm = digest_host.default_algorithm()
+
+    digests: list[tuple[str, bytes]] = [("", b"")] * len(sources)
     hashed = digest_host.hash_on_cpu([sources[i] for i in on_cpu], algorithm, threads)
-    for i, value in zip(on_cpu, hashed, strict=True):
-        digests[i] = algorithm, value
+    for i, digest in zip(on_cpu, hashed, strict=True):
+        digests[i] = algorithm, digest
+
     for indices, result in pending:
-        for i, value in zip(indices, result.read(), strict=True):
-            digests[i] = LANES, value
+        for i, digest in zip(indices, result.read(), strict=True):
+            digests[i] = LANES, digest
+
     return digests
 
 
 def hash_digests(digests: Sequence[tuple[str, bytes]]) -> bytes:
     """Return 16 bytes that are equal if all digests, their algorithms and their order are equal (BLAKE2)."""
     # Digests have a fixed width and names contain no zero byte, so the encoding is unique.
-    encoded = b"".join(b"%s\0%s" % (algorithm.encode(), value) for algorithm, value in digests)
-    return hashlib.blake2b(encoded, digest_size=WIDTH).digest()
+    encoded = [b"%s\0%s" % (algorithm.encode(), digest) for algorithm, digest in digests]
+    return hashlib.blake2b(b"".join(encoded), digest_size=WIDTH).digest()

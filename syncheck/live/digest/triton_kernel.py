@@ -117,21 +117,21 @@ def sum_words(
     sum_b = tl.zeros([block], tl.uint64)
     source = address.to(tl.pointer_type(tl.int64))
     for step in range(steps):
-        at = begin + step * block + lane
-        valid = at < words
-        word = tl.load(source + at, mask=valid, other=0).to(tl.uint64, bitcast=True)
+        index = begin + step * block + lane
+        valid = index < words
+        word = tl.load(source + index, mask=valid, other=0).to(tl.uint64, bitcast=True)
         sum_a += tl.where(valid, mix(word + key_a, a1, a2, a3, a4, a5), 0)
         sum_b += tl.where(valid, mix(word ^ key_b, b1, b2, b3, b4, b5), 0)
         key_a += (block * step_a) & 0xFFFFFFFFFFFFFFFF
         key_b += (block * step_b) & 0xFFFFFFFFFFFFFFFF
     # The bytes after the last whole word, padded with zeros, belong to the first program.
-    rest = tl.where(mine == 0, size % 8, 0)
-    place = tl.arange(0, 8)
-    byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + words * 8 + place, mask=place < rest, other=0)
-    tail = tl.sum(byte.to(tl.int64) << (place * 8).to(tl.int64), axis=0).to(tl.uint64, bitcast=True)
+    tail_bytes = tl.where(mine == 0, size % 8, 0)
+    position = tl.arange(0, 8)
+    byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + words * 8 + position, mask=position < tail_bytes, other=0)
+    tail = tl.sum(byte.to(tl.int64) << (position * 8).to(tl.int64), axis=0).to(tl.uint64, bitcast=True)
     last = (first + words + 1).to(tl.uint64, bitcast=True)
     # In a single lane, because the sum runs over all lanes.
-    has_tail = (lane == 0) & (rest > 0)
+    has_tail = (lane == 0) & (tail_bytes > 0)
     sum_a += tl.where(has_tail, mix(tail + last * step_a, a1, a2, a3, a4, a5), 0)
     sum_b += tl.where(has_tail, mix(tail ^ (last * step_b), b1, b2, b3, b4, b5), 0)
     tl.atomic_add(sums + slot * 2, tl.sum(sum_a.to(tl.int64, bitcast=True), axis=0), sem="relaxed")

@@ -19,7 +19,7 @@ from types import FunctionType, MemberDescriptorType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.live.digest import digest_all
-from syncheck.live.memory.objects import get_referents
+from syncheck.live.memory.objects import add_dot, get_referents
 from syncheck.live.memory.origins import is_unread_class, list_internal_names, list_packages, reads_only_values
 from syncheck.live.memory.tensor_bytes import describe_tensor
 from syncheck.tensors.value_kinds import METRIC, is_own_name
@@ -99,7 +99,7 @@ class AttributeReader:
 
         path: of the module, empty for a root.
         """
-        prefix = f"{path}." if path else ""
+        prefix = add_dot(path)
         internal_names = list_internal_names()
         is_layer = reads_only_values(module)
         metric_states = _list_metric_states(module)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncheck.errors import UsageError
-from syncheck.live.memory.objects import class_title, is_readable
+from syncheck.live.memory.objects import add_dot, class_title, is_readable
 from syncheck.live.memory.tensor_bytes import MemoryTensor
 from syncheck.live.memory.tree import Tree
 from syncheck.messages import Note, Refusal
@@ -18,7 +18,7 @@ from syncheck.tensors.names import list_spellings, normalize
 from syncheck.tensors.value_kinds import is_membership
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.readers.pickles.stand_ins import TensorLocation
 
@@ -31,10 +31,13 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False, attributes: 
     """Return a snapshot of one replica in memory. Its tensors are read during the comparison, and never changed.
 
     parts: modules, optimizers, other objects with a `state_dict()`, state dicts, nested checkpoints, tensors and arrays
-    that form the replica. path: its name in reports, by default the class names. persistent: skip non-persistent
-    buffers, to compare a module with a file. attributes: read the plain attributes of modules. Optimizer states are
-    named by the parameters of the given modules, or by position without modules. Raises UsageError for a part whose
-    class holds no tensors.
+        that form the replica. Optimizer states are named by the parameters of the given modules, or by position without
+        modules.
+    path: its name in reports, by default the class names.
+    persistent: skip non-persistent buffers, to compare a module with a file.
+    attributes: read the plain attributes of modules.
+
+    Raises UsageError for a part whose class holds no tensors.
     """
     for part in parts:
         if not is_readable(part):
@@ -42,22 +45,34 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False, attributes: 
                 f"an object of class {type(part).__name__} cannot be compared; expected a module, an optimizer, a "
                 "state dict, a tensor, or an object with a state_dict()"
             )
-    path = path or ", ".join(class_title(part) for part in parts)
+
+    path = path or ", ".join([class_title(part) for part in parts])
     tree = Tree(parts, persistent=persistent)
     flat = flatten(tree.root, path)
-    for name, kind in tree.hidden:
-        place = MemoryTensor(None, (), None, Refusal.IN_UNREAD_OBJECT(name=kind))
-        flat.tensors[flat.unique_name(name, flat.tensors)] = place
-    tensors = {name: _make_tensor(name, place, path, name in tree.parameters) for name, place in flat.tensors.items()}
-    metadata = _make_metadata(tree, tensors, flat.metadata) if tree.modules else flat.metadata
-    # With a partitioned optimizer, the groups of each rank contain its own parameters only.
-    values = {name: value for name, value in flat.values.items() if not (tree.partitioned and is_membership(name))}
-    plain = tree.attributes.finish() if attributes and tree.modules else None
+    # Listed as tensors that are not compared, so that a report does not claim to be complete.
+    for name, class_name in tree.hidden:
+        hidden = MemoryTensor(None, (), None, Refusal.IN_UNREAD_OBJECT(name=class_name))
+        flat.tensors[flat.unique_name(name, flat.tensors)] = hidden
+
+    tensors = {}
+    for name, description in flat.tensors.items():
+        tensors[name] = _make_tensor(name, description, path, name in tree.parameters)
+
+    values = flat.values
+    if tree.partitioned:
+        # With a partitioned optimizer, the groups of each rank contain its own parameters only.
+        values = {name: value for name, value in values.items() if not is_membership(name)}
+
+    metadata = flat.metadata
     unread = sorted(tree.unread)
-    if plain is not None:
-        unread += plain.unread[:_MOST_UNREAD]
-        unread += [f"{len(plain.unread) - _MOST_UNREAD} more attributes"] * (len(plain.unread) > _MOST_UNREAD)
-    notes = (Note.NOT_READ_IN_FULL(objects=", ".join(unread)),) if unread else ()
+    attribute_values = None
+    if tree.modules:
+        metadata = _make_metadata(tree, tensors, flat.metadata)
+        if attributes:
+            plain_attributes = tree.attributes.finish()
+            attribute_values = plain_attributes.values | tree.modes
+            unread += _limit(plain_attributes.unread)
+
     return remove_bookkeeping(
         Snapshot(
             path,
@@ -67,39 +82,56 @@ def snapshot(*parts: Any, path: str = "", persistent: bool = False, attributes: 
             values,
             tuple(sorted(tree.stubs)),
             metadata,
-            notes,
-            attributes=None if plain is None else plain.values | tree.modes,
+            (Note.NOT_READ_IN_FULL(objects=", ".join(unread)),) if unread else (),
+            attributes=attribute_values,
         )
     )
 
 
+def _limit(unread: Sequence[str]) -> list[str]:
+    """Return the first attributes that were not read, and the number of the rest."""
+    texts = list(unread[:_MOST_UNREAD])
+    if len(unread) > _MOST_UNREAD:
+        texts.append(f"{len(unread) - _MOST_UNREAD} more attributes")
+
+    return texts
+
+
 def agree_on_buffers(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
     """Give every snapshot with buffer names the union of the names: a buffer may be on some replicas only."""
-    listed = list(snapshots)
-    buffer_lists = [s.metadata.buffers for s in listed if s.metadata is not None and s.metadata.buffers is not None]
-    union = tuple(dict.fromkeys(name for buffers in buffer_lists for name in buffers))
-    return [
-        replace(s, metadata=replace(s.metadata, buffers=union))
-        if s.metadata is not None and s.metadata.buffers is not None
-        else s
-        for s in listed
-    ]
+    all_snapshots = list(snapshots)
+    # The keys of a dictionary, to keep the order.
+    union: dict[str, None] = {}
+    for snapshot in all_snapshots:
+        union.update(dict.fromkeys(_get_buffers(snapshot) or ()))
+
+    agreed = []
+    for snapshot in all_snapshots:
+        metadata = snapshot.metadata
+        if metadata is not None and metadata.buffers is not None:
+            agreed.append(replace(snapshot, metadata=replace(metadata, buffers=tuple(union))))
+        else:
+            agreed.append(snapshot)
+
+    return agreed
 
 
-def _make_tensor(name: str, place: TensorLocation, path: str, parameter: bool) -> Tensor:
-    dtype = place.dtype.name if place.dtype else "unknown"
-    data = place.content if isinstance(place, MemoryTensor) else None
+def _get_buffers(snapshot: Snapshot) -> tuple[str, ...] | None:
+    return None if snapshot.metadata is None else snapshot.metadata.buffers
+
+
+def _make_tensor(name: str, description: TensorLocation, path: str, parameter: bool) -> Tensor:
     return Tensor(
         name,
-        dtype,
-        place.shape,
-        place.strides,
+        description.dtype.name if description.dtype else "unknown",
+        description.shape,
+        description.strides,
         path,
         0,
-        refused=place.refused,
-        data=data,
+        refused=description.refused,
+        data=description.content if isinstance(description, MemoryTensor) else None,
         parameter=parameter,
-        sharding=place.sharding,
+        sharding=description.sharding,
     )
 
 
@@ -114,20 +146,28 @@ def _make_metadata(tree: Tree, tensors: Mapping[str, Tensor], block: Metadata | 
     normalized = normalize(tensors)
     momentum = {}
     for name, value in tree.bn_momentum.items():
-        statistic = normalized.get(f"{name}.running_mean" if name else "running_mean")
+        statistic = normalized.get(f"{add_dot(name)}running_mean")
         if statistic is not None:
             momentum[statistic.removesuffix("running_mean").removesuffix(".")] = value
+
+    def normalize_present(names: Iterable[str]) -> tuple[str, ...]:
+        """Return the normalized names of those that are names of tensors."""
+        return tuple(normalized[name] for name in names if name in normalized)
+
+    averaged: list[str] = []
+    for name in tree.averaged:
+        averaged += list_spellings(name)
+
     metadata = block or Metadata()
     return replace(
         metadata,
-        buffers=tuple(normalized[name] for name in tree.buffers if name in normalized),
-        frozen=tuple(normalized[name] for name in tree.frozen if name in normalized),
-        averaged=tuple(spelling for name in tree.averaged for spelling in list_spellings(name)),
+        buffers=normalize_present(tree.buffers),
+        frozen=normalize_present(tree.frozen),
+        averaged=tuple(averaged),
         bn_momentum=momentum,
         optimizer_sharded=metadata.optimizer_sharded or tree.partitioned,
         # To detect a rank that has lost all states of its parameters, which no other rank has.
-        optimizer_parameters=metadata.optimizer_parameters
-        or tuple(normalized[name] for name in tree.local_parameters if name in normalized),
+        optimizer_parameters=metadata.optimizer_parameters or normalize_present(tree.local_parameters),
         no_sync=tree.no_sync,
         buffers_synced=metadata.buffers_synced if tree.buffers_synced is None else tree.buffers_synced,
     )

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 EXTRA_STATE = "_extra_state"
 # Limit of a search for tensors. An object that refers to more, like a logger, counts as holding a tensor.
 _MOST_SEARCHED = 20_000
+_FSDP_CLASSES = ("FSDPModule", "FullyShardedDataParallel")
+
+
+def add_dot(path: str) -> str:
+    """Return the prefix of the names in a module or container; empty for the root."""
+    return f"{path}." if path else ""
 
 
 def is_module(value: Any) -> bool:
@@ -33,55 +39,93 @@ def is_module(value: Any) -> bool:
 
 def is_optimizer(value: Any) -> bool:
     """Whether an object has the interface of an optimizer. An optimizer's state dict does not."""
-    return (
-        not isinstance(value, Mapping) and isinstance(getattr(value, "param_groups", None), list) and is_stateful(value)
-    )
+    if isinstance(value, Mapping):
+        return False
+
+    return isinstance(getattr(value, "param_groups", None), list) and is_stateful(value)
 
 
 def is_bundle(value: Any) -> bool:
     """Whether an object is a list or tuple of parts of one replica, for example (model, optimizer)."""
-    return isinstance(value, (list, tuple)) and any(is_module(t) or is_stateful(t) for t in value)
+    return isinstance(value, (list, tuple)) and any(is_module(part) or is_stateful(part) for part in value)
 
 
 def has_module(value: Any) -> bool:
     """Whether an object is a module, or a container with a module at any depth."""
-    pending, seen = [value], set()
+    pending = [value]
+    visited: set[int] = set()
     while pending:
         node = pending.pop()
         if is_module(node):
             return True
-        if id(node) not in seen and not is_tensor(node) and not is_stateful(node):
-            seen.add(id(node))
-            listed = node if isinstance(node, (list, tuple, deque)) else ()
-            pending += node.values() if isinstance(node, Mapping) else listed or get_attributes(node).values()
+
+        is_closed = is_tensor(node) or is_stateful(node)
+        if id(node) not in visited and not is_closed:
+            visited.add(id(node))
+            pending += _list_parts(node)
+
     return False
+
+
+def _list_parts(value: Any) -> Iterable[Any]:
+    """Return the items of a container, or the attributes of another object."""
+    if isinstance(value, Mapping):
+        return value.values()
+
+    # A subclass of a list may be empty and have attributes.
+    if isinstance(value, (list, tuple, deque)) and value:
+        return value
+
+    return get_attributes(value).values()
 
 
 def get_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, from `__dict__` and the `__slots__` of its classes."""
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle and copy do
-    slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    own = getattr(value, "__dict__", None)
-    return slots | own if isinstance(own, dict) and not isinstance(value, (type, ModuleType, FunctionType)) else slots
+    attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    # The attributes of code are most of the program.
+    is_code = isinstance(value, (type, ModuleType, FunctionType))
+    dictionary = getattr(value, "__dict__", None)
+    if isinstance(dictionary, dict) and not is_code:
+        attributes |= dictionary
+
+    return attributes
 
 
-def has_tensor(inside: Iterable[Any], known: Container[int] = ()) -> bool:
+def has_tensor(values: Iterable[Any], skipped: Container[int] = ()) -> bool:
     """Whether some objects are or refer to a tensor, a module, or an object with a state.
 
-    Does not search inside modules, classes or the globals of functions. known: ids of objects to skip.
+    Does not search inside modules, classes or the globals of functions.
+
+    skipped: ids of objects that are not searched.
     """
-    pending, seen = list(inside), set()
+    pending = list(values)
+    visited: set[int] = set()
     while pending:
         node = pending.pop()
-        if id(node) in known or id(node) in seen or isinstance(node, (type, ModuleType)):
+        is_skipped = id(node) in visited or id(node) in skipped
+        if is_skipped or isinstance(node, (type, ModuleType)):
             continue
-        if is_tensor(node) or type(node).__name__ == "UntypedStorage" or is_module(node) or is_stateful(node):
+
+        if _holds_tensor(node):
             return True
-        seen.add(id(node))
-        if len(seen) > _MOST_SEARCHED:
+
+        visited.add(id(node))
+        # A search that takes too long counts as a tensor.
+        if len(visited) > _MOST_SEARCHED:
             return True
+
         pending += get_referents(node)
+
     return False
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether an object is a tensor or storage, or holds tensors by its interface."""
+    if is_tensor(value) or type(value).__name__ == "UntypedStorage":
+        return True
+
+    return is_module(value) or is_stateful(value)
 
 
 def get_referents(value: Any) -> list[Any]:
@@ -112,62 +156,88 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and callable(getattr(value, "state_dict", None))
 
 
-def get_custom_state(modules: Mapping[str, Any], known: Container[str]) -> tuple[dict[str, Any], list[str]]:
+def get_custom_state(modules: Mapping[str, Any], names: Container[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the entries that the modules' own code adds to a state dict, by name, and the methods not called.
 
-    modules: by path, without sharded modules. known: names of entries found before. Calls overridden
-    `_save_to_state_dict` methods. Overridden `state_dict` methods and hooks may contain collective calls, so with
-    several ranks they are not called.
+    Calls overridden `_save_to_state_dict` methods. Overridden `state_dict` methods and hooks may contain collective
+    calls, so with several ranks they are not called.
+
+    modules: by path, without sharded modules.
+    names: of entries that exist already.
     """
     torch: Any = sys.modules.get("torch")
     added: dict[str, Any] = {}
     not_called: list[str] = []
     if torch is None:
         return added, not_called
-    base = torch.nn.Module
+
     for path, module in modules.items():
-        kind = type(module)
         state: dict[str, Any] = {}
-        if getattr(kind, "_save_to_state_dict", base._save_to_state_dict) is not base._save_to_state_dict:  # noqa: SLF001
+        if _overrides(module, "_save_to_state_dict", torch):
             module._save_to_state_dict(state, "", True)  # noqa: SLF001
-        hooked = any(getattr(module, name, None) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
-        if hooked or getattr(kind, "state_dict", base.state_dict) is not base.state_dict:
+
+        if _has_own_state_dict(module, torch):
             if world_size() > 1:
+                kind = type(module)
                 not_called.append(f"{kind.__module__}.{kind.__qualname__}.state_dict()"[:120])
             else:
                 state |= module.state_dict()
-        prefix = f"{path}." if path else ""
-        added |= {f"{prefix}{key}": value for key, value in state.items() if f"{prefix}{key}" not in known}
+
+        for key, value in state.items():
+            name = f"{add_dot(path)}{key}"
+            # The entries of submodules come again with the state dict of the whole module.
+            if name not in names:
+                added[name] = value
+
     return added, not_called
+
+
+def _overrides(module: Any, method: str, torch: Any) -> bool:
+    """Whether the class of a module has its own version of a method of torch's modules."""
+    inherited = getattr(torch.nn.Module, method)
+    return getattr(type(module), method, inherited) is not inherited
+
+
+def _has_own_state_dict(module: Any, torch: Any) -> bool:
+    """Whether a module's own `state_dict` method or hooks may add entries."""
+    has_hooks = any(getattr(module, name, None) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
+    return has_hooks or _overrides(module, "state_dict", torch)
 
 
 def is_fsdp1(module: Any) -> bool:
     """Whether a module is an FSDP1 wrapper, whose parameters are plain tensors with a shard."""
+    # With NO_SHARD, the parameters are complete, as under DDP.
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
     return type(module).__name__ == "FullyShardedDataParallel" and strategy != "NO_SHARD"
 
 
 def is_sharded(module: Any) -> bool:
     """Whether a module is under FSDP1 or FSDP2, or holds a shard of a tensor."""
-    if any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__):
+    class_names = {kind.__name__ for kind in type(module).__mro__}
+    if not class_names.isdisjoint(_FSDP_CLASSES):
         return True
-    return any(holds_shard(p) for p in module.parameters(recurse=False))
+
+    return any(holds_shard(parameter) for parameter in module.parameters(recurse=False))
 
 
 def has_extra_state(module: Any) -> bool:
     """Whether a module's class defines an extra state, which its state dict contains."""
     torch: Any = sys.modules.get("torch")
-    own = getattr(type(module), "get_extra_state", None)
-    return torch is not None and own is not None and own is not torch.nn.Module.get_extra_state
+    method = getattr(type(module), "get_extra_state", None)
+    if torch is None or method is None:
+        return False
+
+    return method is not torch.nn.Module.get_extra_state
 
 
 def get_transient_buffers(modules: Mapping[str, Any]) -> set[str]:
     """Return the names of non-persistent buffers. modules: a module and its submodules, by path."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, owner in modules.items()
-        for name in getattr(owner, "_non_persistent_buffers_set", ())
-    }
+    names: set[str] = set()
+    for path, owner in modules.items():
+        for name in getattr(owner, "_non_persistent_buffers_set", ()):
+            names.add(f"{add_dot(path)}{name}")
+
+    return names
 
 
 def get_no_sync(modules: Iterable[Any]) -> NoSync:

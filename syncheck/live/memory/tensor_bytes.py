@@ -43,7 +43,7 @@ _MESHES: MutableMapping[Any, Mesh] = WeakKeyDictionary()
 def get_sharding(tensor: Any) -> Sharding:
     """Return the sharding of a DTensor. A placement that is neither replicated nor a shard counts as a partial sum."""
     sizes, ranks, coordinate, names = _describe_mesh(tensor.device_mesh)
-    placements = tuple(map(_format_placement, tensor.placements))
+    placements = tuple(_format_placement(placement) for placement in tensor.placements)
     return Sharding(sizes, ranks, placements, tuple(tensor.shape), names, coordinate)
 
 
@@ -51,15 +51,16 @@ def _describe_mesh(mesh: Any) -> Mesh:
     """Return sizes, ranks in C order, this rank's coordinate and the dimension names of a mesh."""
     description = _MESHES.get(mesh)
     if description is None:
-        at = mesh.get_coordinate()  # None on a rank outside the mesh
+        coordinate = mesh.get_coordinate()  # None on a rank outside the mesh
         ranks = mesh.mesh
         description = (
             tuple(ranks.shape),
             tuple(ranks.flatten().tolist()),
-            tuple(at or ()),
+            tuple(coordinate or ()),
             tuple(mesh.mesh_dim_names or ()),
         )
         _MESHES[mesh] = description
+
     return description
 
 
@@ -67,18 +68,24 @@ def _format_placement(placement: Any) -> str:
     """Format a placement as in `snapshots.Sharding`."""
     if placement.is_replicate():
         return "R"
-    name = type(placement).__name__
-    if name == "_StridedShard":
+
+    if type(placement).__name__ == "_StridedShard":
         return f"_S({placement.dim}, {placement.split_factor})"
-    return f"S({placement.dim})" if placement.is_shard() else f"P({getattr(placement, 'reduce_op', 'sum')})"
+
+    if placement.is_shard():
+        return f"S({placement.dim})"
+
+    operation = getattr(placement, "reduce_op", "sum")
+    return f"P({operation})"
 
 
 class TensorBytes:
     """The bytes of a strided tensor or an array in C order, copied part by part when read.
 
     Copies are not cached: a tensor in another memory order, for example channels-last, is gathered again for each part.
-    Tensors on a device are copied from the device part by part. source: the tensor or array; for a DTensor its local
-    tensor.
+    Tensors on a device are copied from the device part by part.
+
+    source: the tensor or array; for a DTensor its local tensor.
     """
 
     __slots__ = ("_flat", "source")
@@ -90,7 +97,11 @@ class TensorBytes:
     def __getitem__(self, part: slice) -> bytes:
         if self._flat is None and _is_c_order(self.source):
             self._flat = flat_bytes(self.source)
-        return self._gather(part) if self._flat is None else _to_bytes(self._flat[part])
+
+        if self._flat is None:
+            return self._gather(part)
+
+        return _to_bytes(self._flat[part])
 
     def _gather(self, part: slice) -> bytes:
         source = self.source
@@ -98,10 +109,10 @@ class TensorBytes:
         start, stop, _ = part.indices(math.prod(source.shape) * size)
         # Whole elements, because a window may start or end inside an element.
         first, last = start // size, -(-stop // size)
+        boxes = split_into_boxes(source.shape, first, last - first)
         with as_plain_tensors():
-            row = b"".join(
-                _to_bytes(flat_bytes(source[box])) for box in split_into_boxes(source.shape, first, last - first)
-            )
+            row = b"".join([_to_bytes(flat_bytes(source[box])) for box in boxes])
+
         return row[start - first * size : stop - first * size]
 
 
@@ -126,7 +137,11 @@ class MemoryTensor(TensorLocation):
 
     def refuse(self, reason: Message) -> MemoryTensor:
         """Return the tensor with a reason not to compare it."""
-        return self if self.refused else MemoryTensor(self.dtype, self.shape, None, reason)
+        # The first reason is about the tensor itself.
+        if self.refused:
+            return self
+
+        return MemoryTensor(self.dtype, self.shape, None, reason)
 
 
 def is_tensor(value: Any) -> bool:
@@ -142,27 +157,51 @@ def describe_tensor(value: Any) -> MemoryTensor:
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
-        dtype = DTYPES.get(value.dtype.name)
-        refused = None if dtype else Refusal.NUMPY_DTYPE(name=f"{value.dtype.str[1:]:.20}")
-        return MemoryTensor(dtype, tuple(value.shape), None if refused else TensorBytes(value), refused)
-    kind = type(value)
-    if (kind is torch.Tensor or kind is torch.nn.Parameter) and value.layout is torch.strided:  # the common case
+        return _describe_array(value)
+
+    if _is_plain_tensor(value, torch):  # the common case
         dtype = _get_dtype(value.dtype)
-        has_bytes = not (value.is_meta or value.is_quantized or value.is_nested) and has_storage(value)
-        if dtype is not None and has_bytes:
+        if dtype is not None:
             return MemoryTensor(dtype, tuple(value.shape), TensorBytes(value))
-    refused = Refusal.SHARDED_TENSOR() if type(value).__name__ == "ShardedTensor" else None
+
+    if type(value).__name__ == "ShardedTensor":
+        return MemoryTensor(_get_dtype(value.dtype), tuple(value.shape), None, Refusal.SHARDED_TENSOR())
+
     sharding = None
-    if not refused and hasattr(value, "placements") and hasattr(value, "device_mesh"):
+    if hasattr(value, "placements") and hasattr(value, "device_mesh"):
         sharding = get_sharding(value)
         with torch.no_grad():
             value = value.to_local()
-    refused = refused or _find_refusal(value, torch)
-    dtype = _get_dtype(value.dtype)
-    if dtype is None and not refused:
-        refused = Refusal.DTYPE(name=str(value.dtype).removeprefix("torch."))
-    shape = () if refused and refused.code in (Refusal.NESTED, Refusal.LAZY) else tuple(value.shape)
-    return MemoryTensor(dtype, shape, None if refused else TensorBytes(value), refused, sharding)
+
+    refused = _find_refusal(value, torch)
+    if refused:
+        shape: tuple[int, ...] = ()
+        # Asking for the shape of such a tensor raises.
+        if refused.code not in (Refusal.NESTED, Refusal.LAZY):
+            shape = tuple(value.shape)
+        return MemoryTensor(_get_dtype(value.dtype), shape, None, refused, sharding)
+
+    return MemoryTensor(_get_dtype(value.dtype), tuple(value.shape), TensorBytes(value), None, sharding)
+
+
+def _describe_array(array: Any) -> MemoryTensor:
+    """Return the bytes of an array, or the reason why they cannot be compared."""
+    # Arrays of objects and texts have no bytes of their own.
+    dtype = DTYPES.get(array.dtype.name)
+    if dtype is None:
+        refused = Refusal.NUMPY_DTYPE(name=f"{array.dtype.str[1:]:.20}")
+        return MemoryTensor(dtype, tuple(array.shape), None, refused)
+
+    return MemoryTensor(dtype, tuple(array.shape), TensorBytes(array))
+
+
+def _is_plain_tensor(value: Any, torch: Any) -> bool:
+    """Whether a tensor is of torch's own classes, in one piece of memory, and its bytes can be read."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return False
+
+    has_no_bytes = any((value.is_meta, value.is_quantized, value.is_nested))
+    return not has_no_bytes and has_storage(value)
 
 
 @cache
@@ -175,36 +214,53 @@ def holds_shard(value: Any) -> bool:
     """Whether this rank holds only a shard of a tensor."""
     if not hasattr(value, "placements") and type(value).__name__ != "ShardedTensor":
         return False
-    place = describe_tensor(value)
-    if place.refused is not None:
-        return place.refused.code in SHARD_REFUSALS
-    return place.sharding is not None and not is_whole(place.sharding)
+
+    description = describe_tensor(value)
+    if description.refused is not None:
+        return description.refused.code in SHARD_REFUSALS
+
+    return description.sharding is not None and not is_whole(description.sharding)
 
 
 def _find_refusal(value: Any, torch: Any) -> Message | None:
     """Return why the bytes of a tensor are unavailable."""
     if value.is_nested:
         return Refusal.NESTED()
+
     if hasattr(value, "cls_to_become"):  # torch.nn.UninitializedParameter and UninitializedBuffer
         return Refusal.LAZY()
+
     if value.is_quantized:
         return Refusal.QUANTIZED()
+
     # A subclass with its own __torch_dispatch__ wraps other tensors and has no bytes itself.
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return Refusal.WRAPPER()
+
     if value.device.type == "meta":
         return Refusal.META()
+
+    layout = str(value.layout)
     if value.layout != torch.strided:
-        return Refusal.SPARSE() if "sparse" in str(value.layout) else Refusal.LAYOUT(layout=str(value.layout))
-    return None if has_storage(value) else Refusal.FREED()
+        return Refusal.SPARSE() if "sparse" in layout else Refusal.LAYOUT(layout=layout)
+
+    if not has_storage(value):
+        return Refusal.FREED()
+
+    if _get_dtype(value.dtype) is None:
+        return Refusal.DTYPE(name=str(value.dtype).removeprefix("torch."))
+
+    return None
 
 
 def flat_bytes(source: Any) -> Any:
     """Return all bytes as one uint8 array or tensor, without a copy if the memory is in C order."""
     if not is_torch(source):
         return array_bytes(source)
+
     with as_plain_tensors():
-        row = as_bytes(source if is_c_order(source) else copy_in_c_order(source))
+        ordered = source if is_c_order(source) else copy_in_c_order(source)
+        row = as_bytes(ordered)
         return row.numpy() if row.device.type == "cpu" else row
 
 
@@ -212,9 +268,13 @@ def _is_c_order(source: Any) -> bool:
     """Whether all bytes can be viewed as one row without a copy."""
     if is_torch(source):
         return is_c_order(source)
+
     return bool(source.flags.c_contiguous and source.dtype.isnative)
 
 
 def _to_bytes(row: Any) -> bytes:
     """Return a uint8 row, possibly on a device, as bytes."""
-    return bytes(memoryview(row.cpu().numpy() if is_torch(row) else row))
+    if is_torch(row):
+        row = row.cpu().numpy()
+
+    return bytes(memoryview(row))

@@ -10,13 +10,15 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Mapping
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import UsageError
 from syncheck.live.memory.attributes import AttributeReader, describe_modes
 from syncheck.live.memory.objects import (
     EXTRA_STATE,
+    add_dot,
     get_attributes,
     get_custom_state,
     get_no_sync,
@@ -24,7 +26,6 @@ from syncheck.live.memory.objects import (
     get_transient_buffers,
     has_extra_state,
     has_tensor,
-    is_bundle,
     is_fsdp1,
     is_module,
     is_optimizer,
@@ -32,15 +33,14 @@ from syncheck.live.memory.objects import (
     is_stateful,
 )
 from syncheck.live.memory.origins import find_plain_path, is_read
+from syncheck.live.memory.replica_parts import get_prefix, merge_parts
 from syncheck.live.memory.tensor_bytes import MemoryTensor, describe_tensor, is_tensor
 from syncheck.messages import Refusal
 from syncheck.readers.metadata_block import get_buffers_synced
-from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
 from syncheck.tensors.averages import is_averaging_class
-from syncheck.tensors.names import MODEL_CONTAINERS
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Iterable
 
     from syncheck.snapshots import NoSync
 
@@ -52,54 +52,107 @@ def get_local_optimizer(optimizer: Any) -> tuple[Any, bool]:
     them.
     """
     inner = getattr(optimizer, "optim", None)
-    partitioned = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    return (inner, True) if partitioned and hasattr(inner, "state_dict") else (optimizer, False)
+    class_names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if "ZeroRedundancyOptimizer" in class_names and hasattr(inner, "state_dict"):
+        return inner, True
+
+    return optimizer, False
+
+
+def list_parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    parameters: list[Any] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+
+    return parameters
 
 
 def add_parameter_names(state_dict: Any, optimizer: Any, names: Mapping[int, str], sharded: Container[int]) -> Any:
     """Return an optimizer's state dict with parameter names, if the given modules have all parameters.
 
-    state_dict: converted; it is changed. names: by the id of a parameter. sharded: ids of flat shards.
+    state_dict: converted; it is changed.
+    names: by the id of a parameter.
+    sharded: ids of flat shards.
     """
-    if not isinstance(state_dict, dict) or not (
-        isinstance(state_dict.get("param_groups"), list) and isinstance(state_dict.get("state"), dict)
-    ):
+    if not _has_equal_groups(state_dict, optimizer):
         return state_dict
-    groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-    numbers = [group.get("params") for group in state_dict["param_groups"]]
-    known = all(key in names for group in groups for key in group)
-    if [len(n or ()) for n in numbers] != [len(group) for group in groups]:
-        return state_dict
-    for group, keys, ids in zip(state_dict["param_groups"], groups, numbers, strict=True):
-        if known and "param_names" not in group:
-            group["param_names"] = [names[key] for key in keys]
-        for key, number in zip(keys, ids, strict=True):
+
+    are_named = all(id(parameter) in names for parameter in list_parameters(optimizer))
+    for saved_group, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        ids = [id(parameter) for parameter in group["params"]]
+        if are_named and "param_names" not in saved_group:
+            saved_group["param_names"] = [names[key] for key in ids]
+
+        for key, number in zip(ids, saved_group.get("params") or (), strict=True):
             if key in sharded:
                 # Ranks differ in the states: a rank with an empty shard of the parameter has no states.
                 state_dict["state"][number] = {"state": MemoryTensor(None, (), None, Refusal.FLAT_PARAMETER())}
+
     return state_dict
 
 
-# The key of an averaged copy beside the model, as in files.
-_AVERAGE = "ema"
+def _has_equal_groups(state_dict: Any, optimizer: Any) -> bool:
+    """Whether a state dict has torch's keys, and groups with as many parameters as the groups of the optimizer."""
+    if not isinstance(state_dict, dict) or not isinstance(state_dict.get("state"), dict):
+        return False
+
+    saved_groups = state_dict.get("param_groups")
+    if not isinstance(saved_groups, list):
+        return False
+
+    saved_sizes = [len(group.get("params") or ()) for group in saved_groups]
+    return saved_sizes == [len(group["params"]) for group in optimizer.param_groups]
+
+
 # Below the limit of `readers.pickles.tree`, because this module uses recursion.
 MAX_DEPTH = 200
 _EXACT = (bool, int, float, complex, str, bytes, bytearray)
 _CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType)
 
 
+class _Root(NamedTuple):
+    """A module of the replica with all its submodules.
+
+    prefix: of its tensors in the tree.
+    entries: its tensors and extra states, by their names in the module.
+    modules: by path.
+    flat_prefixes: prefixes of the names below FSDP1 wrappers.
+    transient: names of non-persistent buffers.
+    """
+
+    prefix: str
+    entries: dict[str, Any]
+    modules: dict[str, Any]
+    flat_prefixes: tuple[str, ...]
+    transient: set[str]
+
+    def is_flat(self, name: str) -> bool:
+        """Whether a parameter, or the module of a name with a dot at its end, is below an FSDP1 wrapper."""
+        return name.startswith(self.flat_prefixes)
+
+
 class Tree:
     """Converts the parts of one replica; `root` is the equivalent content of a checkpoint.
 
-    parts: modules, optimizers, other objects with a `state_dict()`, tensors, containers. persistent: skip
-    non-persistent buffers. buffers, frozen, parameters: names, as in `readers.pickles.tree`. averaged: names of
-    objects that average a model. bn_momentum: by BatchNorm module. buffers_synced: as in `snapshots.Metadata`; None if
-    no module defines it. no_sync: as in `snapshots.Metadata`. stubs: unknown classes whose tensors are all compared.
-    unread: classes and module attributes that may have more tensors. hidden: the same with names, if tensors were
-    found. attributes: reads the plain attributes of the modules. modes: whether modules are in training mode, by the
-    name of the root. names: of the modules' parameters, by `id`. partitioned: an optimizer holds the states of some
-    parameters only, as with ZeRO; local_parameters: their names on this rank. Raises UsageError for objects that cannot
-    be read.
+    parts: modules, optimizers, other objects with a `state_dict()`, tensors, containers.
+    persistent: skip non-persistent buffers.
+    modules: number of modules among the parts.
+    buffers, frozen, parameters: names, as in `readers.pickles.tree`.
+    averaged: names of objects that average a model.
+    bn_momentum: by BatchNorm module.
+    buffers_synced: as in `snapshots.Metadata`; None if no module defines it.
+    no_sync: as in `snapshots.Metadata`.
+    stubs: unknown classes whose tensors are all compared.
+    unread: classes and module attributes that may have more tensors.
+    hidden: the same with names, if tensors were found.
+    attributes: reads the plain attributes of the modules.
+    modes: whether modules are in training mode, by the name of the root.
+    names: of the modules' parameters, by `id`.
+    partitioned: an optimizer holds the states of some parameters only, as with ZeRO.
+    local_parameters: the names of these parameters on this rank.
+
+    Raises UsageError for objects that cannot be read.
     """
 
     def __init__(self, parts: tuple[Any, ...], *, persistent: bool = False) -> None:
@@ -119,51 +172,71 @@ class Tree:
         self.names: dict[int, str] = {}
         self._sharded: set[int] = set()
         self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
-        self._seen: dict[int, Any] = {}
+        self._converted: dict[int, Any] = {}
         self._searched: list[tuple[str, Any, list[Any]]] = []
         self._attributes: list[tuple[str, Any]] = []
         self._owners: list[tuple[str, Any]] = []
-        self._roots: list[tuple[str, dict[str, Any]]] = []
+        self._roots: list[_Root] = []
         self.modes: dict[str, str] = {}
         self._above: set[int] = set()
+        # Keeps objects, because ids are unique only among live objects.
         self._alive: list[Any] = []
-        self.root = self._convert(_merge_parts(parts), "", 0)
+        self.root = self._convert(merge_parts(parts), "", 0)
         self.attributes = self._read_attributes()
         # After all modules, when the names of all parameters are known.
-        for into, optimizer, name in self._optimizers:
-            state_dict = add_parameter_names(
-                self._convert(optimizer.state_dict(), name, 1), optimizer, self.names, self._sharded
-            )
-            if self.partitioned:
-                self.local_parameters += [
-                    self.names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]
-                ]
-            if not ("state" in state_dict and "param_groups" in state_dict):
-                into.clear()  # a wrapper of another optimizer (fp32 masters), treated as a plain mapping
-            into.update(state_dict)
-        known = {*self._seen, *self.names, *map(id, self._alive)}
-        self.hidden = [(name, class_name(n)) for name, n, inside in self._searched if has_tensor(inside, known)]
-        self.unread.update(kind for _, kind in self.hidden)
-        self.unread.update(attribute for attribute, tensor in self._attributes if id(tensor) not in known)
+        for target, optimizer, name in self._optimizers:
+            self._fill_optimizer(target, optimizer, name)
+        self.hidden = self._find_hidden()
+
+    def _fill_optimizer(self, target: dict[str, Any], optimizer: Any, name: str) -> None:
+        """Convert the state of an optimizer into its place in the tree."""
+        converted = self._convert(optimizer.state_dict(), name, 1)
+        state_dict = add_parameter_names(converted, optimizer, self.names, self._sharded)
+        if self.partitioned:
+            for parameter in list_parameters(optimizer):
+                self.local_parameters.append(self.names.get(id(parameter), ""))
+
+        is_wrapper = "state" not in state_dict or "param_groups" not in state_dict
+        if is_wrapper:
+            target.clear()  # a wrapper of another optimizer (fp32 masters), treated as a plain mapping
+
+        target.update(state_dict)
+
+    def _list_compared(self) -> set[int]:
+        """Return the ids of all objects in the tree, which are compared anyway."""
+        alive = {id(value) for value in self._alive}
+        return alive.union(self._converted, self.names)
+
+    def _find_hidden(self) -> list[tuple[str, str]]:
+        """Return names and classes of objects with tensors that are not in the tree, and complete `unread`."""
+        compared = self._list_compared()
+        hidden: list[tuple[str, str]] = []
+        # Objects that were not converted may hold tensors of the model.
+        for name, node, referents in self._searched:
+            if has_tensor(referents, compared):
+                hidden.append((name, get_class_name(node)))
+
+        self.unread.update(kind for _, kind in hidden)
+        self.unread.update(attribute for attribute, tensor in self._attributes if id(tensor) not in compared)
         self.stubs -= self.unread
+        return hidden
 
     def _read_attributes(self) -> AttributeReader:
         """Read the plain attributes of all modules, and add the parameters in them that an optimizer trains."""
         optimized: set[int] = set()
         for _, optimizer, _ in self._optimizers:
-            for group in optimizer.param_groups:
-                optimized.update(map(id, group["params"]))
-        known = {*self._seen, *self.names, *map(id, self._alive)}
-        reader = AttributeReader(known, optimized)
+            optimized.update(id(parameter) for parameter in list_parameters(optimizer))
+
+        reader = AttributeReader(self._list_compared(), optimized)
         for path, module in self._owners:
             reader.read_module(path, module)
+
         for name, parameter in reader.attributes.trained.items():
-            prefix, entries = max((root for root in self._roots if name.startswith(root[0])), key=lambda root: root[0])
-            entries[name.removeprefix(prefix)] = describe_tensor(parameter)
-            self.names.setdefault(id(parameter), name)
-            self.parameters.add(name)
-            if not parameter.requires_grad:
-                self.frozen.append(name)
+            # A module may contain another root, whose prefix is longer.
+            roots = [root for root in self._roots if name.startswith(root.prefix)]
+            root = max(roots, key=attrgetter("prefix"))
+            self._add_parameter(root, name.removeprefix(root.prefix), parameter, describe_tensor(parameter))
+
         return reader
 
     @property
@@ -172,207 +245,240 @@ class Tree:
         return next(iter(self.synced)) if len(self.synced) == 1 else None
 
     def _convert(self, node: Any, name: str, depth: int) -> Any:
+        """Return the equivalent of an object in a checkpoint. name: in the tree. depth: of the containers around it."""
         if depth > MAX_DEPTH:
             raise UsageError(f"{name[:80]}: containers are nested more than {MAX_DEPTH} levels deep")
+
         if node is None or type(node) in _EXACT:
             return node
+
         if type(node).__name__ == "UntypedStorage":
             self._alive.append(node)
-            node = sys.modules["torch"].tensor([], dtype=sys.modules["torch"].uint8, device=node.device).set_(node)
+            node = _view_storage(node)
+
         if is_tensor(node):
-            self._alive.append(node)
-            place = describe_tensor(node)
-            if place.sharding is None and not place.refused and (own := get_attributes(node)):
-                self._searched.append((f"{name}.(attributes)", node, [own]))
-            return place
-        exact = next((kind for kind in _EXACT if isinstance(node, kind)), None)
-        if exact is not None:  # numpy.float64 is a float, an IntEnum is an int
-            self._alive.append(node)
-            self._searched.append((name, node, get_referents(node)))
-            return exact.__str__(node) if exact is str else exact(node)
+            return self._convert_tensor(node, name)
+
+        kind: Any
+        for kind in _EXACT:
+            if isinstance(node, kind):  # numpy.float64 is a float, an IntEnum is an int
+                self._alive.append(node)
+                self._searched.append((name, node, get_referents(node)))
+                return kind.__str__(node) if kind is str else kind(node)
+
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(node, numpy.generic):
             # Like the file reader: numbers that `struct` can pack, otherwise bytes.
-            return node.item() if node.dtype.kind in "fiub" and node.itemsize <= 8 else node.tobytes()
-        if id(node) in self._seen:
-            return self._seen[id(node)]
-        if id(node) in self._above:  # a reference back to an object that contains this one
-            return None
-        self._above.add(id(node))
-        plain = type(node) in (list, tuple, deque) or (type(node) is dict and all(type(key) in _EXACT for key in node))
-        if not (plain or is_module(node) or is_stateful(node) or isinstance(node, (type, ModuleType))):
+            is_number = node.dtype.kind in "fiub" and node.itemsize <= 8
+            return node.item() if is_number else node.tobytes()
+
+        if id(node) not in self._converted:
+            if id(node) in self._above:  # a reference back to an object that contains this one
+                return None
+
+            self._above.add(id(node))
+            self._add_to_search(node, name)
+            self._converted[id(node)] = self._convert_object(node, name, depth)
+            self._above.discard(id(node))
+            self._alive.append(node)
+
+        return self._converted[id(node)]
+
+    def _convert_tensor(self, tensor: Any, name: str) -> MemoryTensor:
+        self._alive.append(tensor)
+        description = describe_tensor(tensor)
+        is_complete = description.sharding is None and not description.refused
+        attributes = get_attributes(tensor) if is_complete else {}
+        if attributes:
+            self._searched.append((f"{name}.(attributes)", tensor, [attributes]))
+
+        return description
+
+    def _add_to_search(self, node: Any, name: str) -> None:
+        """Remember to search an object for tensors, unless all that it refers to is converted."""
+        if _is_plain_container(node):
+            return
+
+        if not (is_module(node) or is_stateful(node) or isinstance(node, (type, ModuleType))):
             self._searched.append((name, node, get_referents(node)))
-        converted = self._container(node, name, depth)
-        self._above.discard(id(node))
-        self._seen[id(node)] = converted
-        self._alive.append(node)  # ids are unique only among live objects
-        return converted
 
-    def _container(self, node: Any, name: str, depth: int) -> Any:
-        def below(key: Any, value: Any) -> Any:
-            return self._convert(value, f"{name}.{key}" if name else str(key), depth + 1)
-
+    def _convert_object(self, node: Any, name: str, depth: int) -> Any:
+        """Convert a container, a module or another object. Parameters as in `_convert`."""
         if is_module(node):
-            return self._module(node, name)
+            return self._convert_module(node, name)
+
         if is_optimizer(node):
-            into: dict[str, Any] = {}
-            own, partitioned = get_local_optimizer(node)
-            self.partitioned = self.partitioned or partitioned
-            self._optimizers.append((into, own, name))
-            # An empty optimizer for `readers.pickles.tree`, filled when all names are known.
-            into.update(state={}, param_groups=[])
-            return into
+            return self._add_optimizer(node, name)
+
         if isinstance(node, Mapping):
-            # 1 and "1" have the same name. Their order distinguishes them, so it must not depend on the mapping.
-            keys = list(node) if len({str(key) for key in node}) == len(node) else sorted(node, key=_sort_key)
-            return {key: below(key, node[key]) for key in keys}
+            return self._convert_items([(key, node[key]) for key in _list_keys(node)], name, depth)
+
         if isinstance(node, (list, tuple, deque)):
-            listed = [below(i, value) for i, value in enumerate(node)]
-            return tuple(listed) if isinstance(node, tuple) else listed
+            items = list(self._convert_items(enumerate(node), name, depth).values())
+            return tuple(items) if isinstance(node, tuple) else items
+
         if isinstance(node, (set, frozenset)):  # a set of tensors has no order for a comparison
             return None if has_tensor(node) else node
+
         if is_stateful(node):
             if is_averaging_class(type(node)):
                 self.averaged.append(name)
             return self._convert(node.state_dict(), name, depth + 1)
+
         if isinstance(node, _CODE):
             return None
+
+        return self._convert_items(self._list_fields(node).items(), name, depth)
+
+    def _convert_items(self, items: Iterable[tuple[Any, Any]], name: str, depth: int) -> dict[Any, Any]:
+        """Return the converted items of a container by key. name, depth: of the container."""
+        prefix = add_dot(name)
+        converted = {}
+        # No comprehension: before Python 3.12, it would be another level of the stack.
+        for key, value in items:
+            converted[key] = self._convert(value, f"{prefix}{key}", depth + 1)
+
+        return converted
+
+    def _list_fields(self, node: Any) -> dict[str, Any]:
+        """Return the attributes of an object of an unknown class, and add its class to `stubs` or `unread`."""
         fields = get_attributes(node)
         if not hasattr(node, "__dict__") and not has_tensor(fields.values()):
             fields = {}  # plain values in slots are usually internals of a library, for example pathlib
-        # Objects unknown to the garbage collector may hold tensors out of reach of Python.
-        (self.stubs if fields or gc.is_tracked(node) else self.unread).add(class_name(node))
-        return {key: below(key, value) for key, value in fields.items()}
 
-    def _module(self, module: Any, name: str) -> dict[str, Any]:
+        # Objects unknown to the garbage collector may hold tensors out of reach of Python.
+        is_readable = len(fields) > 0 or gc.is_tracked(node)
+        classes = self.stubs if is_readable else self.unread
+        classes.add(get_class_name(node))
+        return fields
+
+    def _add_optimizer(self, optimizer: Any, name: str) -> dict[str, Any]:
+        """Return an empty optimizer for `readers.pickles.tree`, filled when all names are known."""
+        local_optimizer, partitioned = get_local_optimizer(optimizer)
+        self.partitioned = self.partitioned or partitioned
+        target: dict[str, Any] = {"state": {}, "param_groups": []}
+        self._optimizers.append((target, local_optimizer, name))
+        return target
+
+    def _convert_module(self, module: Any, name: str) -> dict[str, Any]:
         """Return parameters and buffers by name, in the order of a state dict."""
         self.modules += 1
         self.synced.add(get_buffers_synced(module))
-        prefix = get_prefix(name)
-        entries: dict[str, Any] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
         self.no_sync = self.no_sync or get_no_sync(modules.values())
-        self._roots.append((prefix, entries))
-        self.modes[f"{prefix}training"] = describe_modes(modules)
-        flat = tuple(f"{path}." if path else "" for path, m in modules.items() if is_fsdp1(m))
-        transient = get_transient_buffers(modules)
+        flat_prefixes = tuple(add_dot(path) for path, owner in modules.items() if is_fsdp1(owner))
+        root = _Root(get_prefix(name), {}, modules, flat_prefixes, get_transient_buffers(modules))
+        self._roots.append(root)
+        self.modes[f"{root.prefix}training"] = describe_modes(modules)
         for path, owner in modules.items():
             # As in state dicts, keep the wrapper names of torch.compile and FSDP1, which the methods of modules hide.
-            at = f"{path}." if path else ""
-            for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-                place = describe_tensor(parameter)
-                if flat and f"{at}{key}".startswith(flat):
-                    self._sharded.add(id(parameter))
-                    place = place.refuse(Refusal.FLAT_PARAMETER())
-                entries[f"{at}{key}"] = place
-                self.names.setdefault(id(parameter), f"{prefix}{at}{key}")
-                self.parameters.add(f"{prefix}{at}{key}")
-                if not parameter.requires_grad:
-                    self.frozen.append(f"{prefix}{at}{key}")
-            for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-                if not (self.persistent and f"{at}{key}" in transient):
-                    entries[f"{at}{key}"] = describe_tensor(buffer)
-                    self.buffers.append(f"{prefix}{at}{key}")
-            if is_averaging_class(type(owner)):
-                self.averaged.append(f"{prefix}{path}".removesuffix("."))
-            self._alive += [owner, *owner.buffers(recurse=False)]
-            if is_read(owner):
-                plain_path = find_plain_path(path, modules)
-                self._owners.append((f"{prefix}{plain_path}" if plain_path else prefix.removesuffix("."), owner))
-            for holder in (*([] if is_read(owner) else [owner]), *owner.parameters(recurse=False)):
-                own = [(key, value) for key, value in vars(holder).items() if hasattr(value, "dtype")]
-                self._attributes += [(f"{class_name(holder)}.{key}", value) for key, value in own if is_tensor(value)]
-            if has_extra_state(owner):
-                entries[f"{at}{EXTRA_STATE}"] = self._convert(owner.get_extra_state(), f"{prefix}{at}{EXTRA_STATE}", 1)
-            if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
-                self.bn_momentum[f"{prefix}{path}".removesuffix(".")] = owner.momentum
+            self._read_parameters(root, path, owner)
+            self._read_buffers(root, path, owner)
+            self._read_owner(root, path, owner)
+
+        self._read_custom_state(root)
+        return root.entries
+
+    def _read_parameters(self, root: _Root, path: str, owner: Any) -> None:
+        """Add the parameters of one module, without its submodules. path: of the module in the root."""
+        for key, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{add_dot(path)}{key}"
+            description = describe_tensor(parameter)
+            if root.is_flat(name):
+                self._sharded.add(id(parameter))
+                description = description.refuse(Refusal.FLAT_PARAMETER())
+
+            self._add_parameter(root, name, parameter, description)
+
+    def _add_parameter(self, root: _Root, name: str, parameter: Any, description: MemoryTensor) -> None:
+        """Add a parameter. name: in the root."""
+        full_name = f"{root.prefix}{name}"
+        root.entries[name] = description
+        self.names.setdefault(id(parameter), full_name)
+        self.parameters.add(full_name)
+        if not parameter.requires_grad:
+            self.frozen.append(full_name)
+
+    def _read_buffers(self, root: _Root, path: str, owner: Any) -> None:
+        """Add the buffers of one module, as `_read_parameters` does."""
+        for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+            name = f"{add_dot(path)}{key}"
+            is_skipped = self.persistent and name in root.transient
+            if not is_skipped:
+                root.entries[name] = describe_tensor(buffer)
+                self.buffers.append(f"{root.prefix}{name}")
+
+    def _read_owner(self, root: _Root, path: str, owner: Any) -> None:
+        """Add everything of one module that is neither a parameter nor a buffer."""
+        self._alive += [owner, *owner.buffers(recurse=False)]
+        full_path = f"{root.prefix}{path}".removesuffix(".")
+        if is_averaging_class(type(owner)):
+            self.averaged.append(full_path)
+
+        if getattr(owner, "running_mean", None) is not None and hasattr(owner, "momentum"):
+            self.bn_momentum[full_path] = owner.momentum
+
+        holders = list(owner.parameters(recurse=False))
+        if is_read(owner):
+            plain_path = find_plain_path(path, root.modules)
+            self._owners.append((f"{root.prefix}{plain_path}".removesuffix("."), owner))
+        else:
+            holders.insert(0, owner)
+
+        for holder in holders:
+            for key, value in vars(holder).items():
+                # The test of the dtype is faster, and most attributes are no tensors.
+                if hasattr(value, "dtype") and is_tensor(value):
+                    self._attributes.append((f"{get_class_name(holder)}.{key}", value))
+
+        if has_extra_state(owner):
+            name = f"{add_dot(path)}{EXTRA_STATE}"
+            root.entries[name] = self._convert(owner.get_extra_state(), f"{root.prefix}{name}", 1)
+
+    def _read_custom_state(self, root: _Root) -> None:
+        """Add the entries that the modules' own code adds to a state dict."""
         # Sharded modules would gather their shards.
-        whole = {at: m for at, m in modules.items() if not (flat and f"{at}.".startswith(flat)) and not is_sharded(m)}
-        added, not_called = get_custom_state(whole, entries.keys() | transient)
+        complete: dict[str, Any] = {}
+        for path, owner in root.modules.items():
+            if not root.is_flat(f"{path}.") and not is_sharded(owner):
+                complete[path] = owner
+
+        custom_entries, not_called = get_custom_state(complete, root.entries.keys() | root.transient)
         self.unread.update(not_called)
-        for key, value in added.items():
-            entries[key] = self._convert(value, f"{prefix}{key}", 1)
+        for key, value in custom_entries.items():
+            root.entries[key] = self._convert(value, f"{root.prefix}{key}", 1)
             if is_tensor(value):
-                self.buffers.append(f"{prefix}{key}")
-        return entries
+                self.buffers.append(f"{root.prefix}{key}")
 
 
-def class_name(thing: Any) -> str:
-    """Return the name of an object's class, with its module."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"[:120]
+def _view_storage(storage: Any) -> Any:
+    """Return a storage as a tensor of bytes."""
+    torch: Any = sys.modules["torch"]
+    return torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def get_prefix(name: str) -> str:
-    """Return the prefix of the names in a module: its own name and a dot, but no name for a container like `model`.
+def _is_plain_container(node: Any) -> bool:
+    """Whether the items of an object are all that it refers to: a container of Python without objects as keys."""
+    if type(node) in (list, tuple, deque):
+        return True
 
-    `readers.pickles.tree` does the same.
-    """
-    head, _, last = name.rpartition(".")
-    prefix = head if last in MODEL_CONTAINERS else name
-    return f"{prefix}." if prefix else ""
+    return type(node) is dict and all(type(key) in _EXACT for key in node)
 
 
-def name_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Return the modules, optimizers and other stateful objects of a replica with their names in `Tree`.
+def _list_keys(mapping: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys of a mapping in their order, or in an order of their own if two of them have one name."""
+    # 1 and "1" have the same name. Their order distinguishes them, so it must not depend on the mapping.
+    if len({str(key) for key in mapping}) == len(mapping):
+        return list(mapping)
 
-    'model', 'optimizer', 'scaler' and so on; 'optimizer.0' and 'optimizer.1' for two of a kind.
-    """
-    merged = _merge_parts(parts)
-    named_parts: list[tuple[str, Any]] = []
-    for key, value in merged.items() if isinstance(merged, Mapping) else ():
-        several = [(f"{key}.{i}", part) for i, part in enumerate(value)] if isinstance(value, list) else [(key, value)]
-        named_parts += [(name, part) for name, part in several if is_module(part) or is_stateful(part)]
-    return named_parts
-
-
-def _merge_parts(parts: tuple[Any, ...]) -> Any:
-    """Store the parts of a replica under the keys that trainers use. A single part remains as it is."""
-    if len(parts) == 1 and not is_bundle(parts[0]):
-        only = parts[0]
-        return only if isinstance(only, (Mapping, list, tuple)) or is_tensor(only) else {_default_key(only): only}
-    by_key: dict[str, list[Any]] = {}
-    plain: list[tuple[str, Any]] = []
-    listed = [part for given in parts for part in (given if is_bundle(given) else (given,))]
-    averages = _find_averages(listed)
-    for i, part in enumerate(listed):
-        if is_optimizer_state(part):  # with other keys beside it, the whole tree would look like an optimizer
-            by_key.setdefault("optimizer", []).append(part)
-        elif isinstance(part, (Mapping, list, tuple)) or is_tensor(part):
-            plain.append((f"things.{i}", part))
-        else:
-            key = _AVERAGE if id(part) in averages else _default_key(part)
-            by_key.setdefault(key, []).append(part)
-    tree: dict[str, Any] = {key: parts[0] if len(parts) == 1 else parts for key, parts in by_key.items()}
-    for key, part in plain:
-        if isinstance(part, Mapping) and not part.keys() & tree.keys():
-            tree.update(part)
-        else:
-            tree[key] = part
-    return tree
-
-
-def _find_averages(parts: Sequence[Any]) -> frozenset[int]:
-    """Return the ids of the objects that average a model, if the model is another one of the parts."""
-    averages = [part for part in parts if is_averaging_class(type(part)) and not is_optimizer(part)]
-    has_model = any(not is_averaging_class(type(part)) and _holds_model(part) for part in parts)
-    return frozenset(map(id, averages)) if has_model else frozenset()
-
-
-def _holds_model(part: Any) -> bool:
-    return is_module(part) or (isinstance(part, Mapping) and not is_optimizer_state(part))
+    return sorted(mapping, key=_sort_key)
 
 
 def _sort_key(key: Any) -> tuple[str, str]:
     return type(key).__name__, str(key)
 
 
-def _default_key(part: Any) -> str:
-    """Return the key that trainers use for an object of this kind."""
-    if is_module(part):
-        return "model"
-    if is_optimizer(part):
-        return "optimizer"
-    kind = type(part).__name__
-    if kind.endswith("Scaler"):
-        return "scaler"
-    return "lr_scheduler" if hasattr(part, "get_last_lr") else kind
+def get_class_name(value: Any) -> str:
+    """Return the name of an object's class, with its module."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"[:120]

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING
 
 from syncheck.errors import UsageError
 from syncheck.live.memory.objects import EXTRA_STATE
+from syncheck.records import largest_first
 from syncheck.tensors.kinds import BUFFERS, OPTIMIZER
 from syncheck.text import group_ranks, names_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncheck.records import Report, TensorDiff, ValueDiff
+    from syncheck.records import Finding, Report, TensorDiff, ValueDiff
 
     Ranks = tuple[int, ...]
 
 MAJORITY = "majority"
 SHOWN = 5  # names in an error or a summary
+# Ends of names of the values that list the parameters of an optimizer.
+_MEMBERSHIP = (".params", ".(positions)")
 
 
 class NoMajority(UsageError):
@@ -29,9 +32,12 @@ class NoMajority(UsageError):
 class Job:
     """A difference in one tensor or value within one replica group, and the rank to copy from.
 
-    kind: of the tensor; "value" for a plain value or a part of a module's extra state. ranks: the replica group,
-    sorted. sets: ranks with equal bytes or values, largest first. absent: ranks without the tensor or value. groups:
-    all replica groups of the tensor. source: -1 until chosen.
+    kind: of the tensor; "value" for a plain value or a part of a module's extra state.
+    ranks: the replica group, sorted.
+    sets: ranks with equal bytes or values, largest first.
+    absent: ranks without the tensor or value.
+    groups: all replica groups of the tensor.
+    source: -1 until chosen.
     """
 
     name: str
@@ -45,13 +51,14 @@ class Job:
     @property
     def majority(self) -> Ranks:
         """The set of more than half of the ranks; empty without a majority."""
-        return self.sets[0] if 2 * len(self.sets[0]) > len(self.ranks) else ()
+        largest = self.sets[0]
+        return largest if 2 * len(largest) > len(self.ranks) else ()
 
     @property
     def targets(self) -> Ranks:
         """The ranks that differ from the source."""
-        same = next(ranks for ranks in self.sets if self.source in ranks)
-        return tuple(rank for rank in self.ranks if rank not in same)
+        (healthy,) = [ranks for ranks in self.sets if self.source in ranks]
+        return tuple(rank for rank in self.ranks if rank not in healthy)
 
     @property
     def sends_bytes(self) -> bool:
@@ -65,45 +72,78 @@ class Job:
 
 
 def plan_repair(report: Report, source: int | str) -> tuple[Job, ...]:
-    """Return the jobs of a repair.
+    """Return the jobs of a repair. Each replica group has one source.
 
-    report: out of sync. source: a rank of the report, or "majority": the first rank in the set of more than half of the
-    ranks for every differing tensor and value. Each replica group has one source. A chosen rank represents its replica:
-    other replica groups use the rank at the same position, or their own majority. Raises UsageError without a source,
-    and if the ranks differ in structure.
+    report: out of sync.
+    source: a rank of the report, or "majority": the first rank in the set of more than half of the ranks for every
+        differing tensor and value. A chosen rank represents its replica: other replica groups use the rank at the same
+        position, or their own majority.
+
+    Raises UsageError without a source, and if the ranks differ in structure.
     """
     group = report.groups[0]
-    failing = {name for finding in group.findings if finding.fails for name in (*finding.tensors, *finding.values)}
-    passing = {name for finding in group.findings if not finding.fails for name in (*finding.tensors, *finding.values)}
-    allowed = passing - failing
-    diffs = [d for d in group.tensors if d.out_of_sync and d.name not in allowed]
-    values = [v for v in group.values if v.counts and v.name not in allowed]
+    tolerated = _list_tolerated(group.findings)
+    diffs = [diff for diff in group.tensors if diff.out_of_sync and diff.name not in tolerated]
+    values = [value for value in group.values if value.counts and value.name not in tolerated]
     _refuse_structure(diffs, values)
+
     ranks = tuple(sorted(group.ranks))
-    jobs = [job for diff in diffs for job in _make_tensor_jobs(diff, ranks)]
-    alone = {diff.name for diff in diffs} - {job.name for job in jobs}
-    jobs += [_make_value_job(value, ranks) for value in values]
-    sources: dict[Ranks, int] = {}
-    for job in jobs:
-        if job.ranks not in sources:
-            sources[job.ranks] = _choose_source(job, source, jobs)
-    jobs = [replace(job, source=sources[job.ranks]) for job in jobs]
+    unsourced: list[Job] = []
+    names_without_copies: set[str] = set()
+    for diff in diffs:
+        jobs_of_tensor = _make_tensor_jobs(diff, ranks)
+        unsourced += jobs_of_tensor
+        if not jobs_of_tensor:
+            names_without_copies.add(diff.name)
+
+    unsourced += [_make_value_job(value, ranks) for value in values]
+    jobs = _set_sources(unsourced, source)
     if group.shards:  # a report has no replica groups for a missing tensor
-        alone |= {job.name for job in jobs if job.absent and job.kind != "value"}
-    if alone:
-        raise UsageError(f"no other rank has a copy of {_join_names(sorted(alone))}; load it from a checkpoint")
-    return tuple(jobs)
+        names_without_copies.update(job.name for job in jobs if job.absent and job.kind != "value")
+
+    if names_without_copies:
+        names = _join_names(sorted(names_without_copies))
+        raise UsageError(f"no other rank has a copy of {names}; load it from a checkpoint")
+
+    return jobs
+
+
+def _list_tolerated(findings: Iterable[Finding]) -> set[str]:
+    """Return the names of tensors and values that are only in findings that the options tolerate."""
+    passing: set[str] = set()
+    failing: set[str] = set()
+    for finding in findings:
+        names = failing if finding.fails else passing
+        names.update(finding.tensors, finding.values)
+
+    return passing - failing
+
+
+def _set_sources(jobs: Sequence[Job], source: int | str) -> tuple[Job, ...]:
+    """Return the jobs with the rank to copy from. source: as in `plan_repair`."""
+    # One source for each replica group: tensors of two ranks would be a model that never existed.
+    source_of: dict[Ranks, int] = {}
+    for job in jobs:
+        if job.ranks not in source_of:
+            source_of[job.ranks] = _choose_source(job, source, jobs)
+
+    return tuple(replace(job, source=source_of[job.ranks]) for job in jobs)
 
 
 def _refuse_structure(diffs: Iterable[TensorDiff], values: Iterable[ValueDiff]) -> None:
     """Raise UsageError for differences in structure: shapes, dtypes, names, parameter groups."""
-    different = [
-        f"{diff.name} ({diff.reason}: {diff.detail})"
-        for diff in diffs
-        if diff.reason in ("shape", "dtype")
-        or (diff.reason == "missing" and diff.kind not in OPTIMIZER and not _is_extra(diff.name))
-    ]
-    different += [f"{v.name} (different parameters)" for v in values if v.name.endswith((".params", ".(positions)"))]
+    different = []
+    for diff in diffs:
+        # Entries of dictionaries can be created, parameters and buffers cannot.
+        may_create = diff.kind in OPTIMIZER or _is_extra(diff.name)
+        is_missing = diff.reason == "missing" and not may_create
+        if is_missing or diff.reason in ("shape", "dtype"):
+            different.append(f"{diff.name} ({diff.reason}: {diff.detail})")
+
+    for value in values:
+        if value.name.endswith(_MEMBERSHIP):
+            different.append(f"{value.name} (different parameters)")
+
     if different:
         raise UsageError(
             "resync copies values and cannot change the structure, which differs between ranks: "
@@ -120,13 +160,21 @@ def _make_tensor_jobs(diff: TensorDiff, ranks: Ranks) -> list[Job]:
     """Return one job per replica group with a difference. ranks: all."""
     groups = tuple(tuple(sorted(members)) for members in diff.replica_groups) or (ranks,)
     kind = "value" if _is_extra(diff.name) else diff.kind
-    present = {rank for cluster in diff.clusters for rank in cluster}
+    absent: set[int] = set()
+    if diff.reason == "missing":
+        absent = set(ranks).difference(*diff.clusters)
+
     jobs = []
     for members in groups:
-        absent = tuple(rank for rank in members if diff.reason == "missing" and rank not in present)
-        sets = [equal for equal in (*diff.clusters, absent) if equal and set(equal) <= set(members)]
+        absent_members = tuple(rank for rank in members if rank in absent)
+        # Clusters of other replica groups hold other parts of the tensor.
+        sets = [equal for equal in diff.clusters if equal and set(equal) <= set(members)]
+        if absent_members:
+            sets.append(absent_members)
+
         if len(sets) > 1:
-            jobs.append(Job(diff.name, kind, members, _largest_first(sets), absent, groups))
+            jobs.append(Job(diff.name, kind, members, largest_first(sets), absent_members, groups))
+
     return jobs
 
 
@@ -134,42 +182,60 @@ def _make_value_job(value: ValueDiff, ranks: Ranks) -> Job:
     """Return the job of a value. A report does not distinguish None from a missing value."""
     by_rank = {rank: value.by_rank.get(rank) for rank in ranks}
     # repr, so that NaN equals NaN
-    sets = group_ranks({rank: repr(held) for rank, held in by_rank.items()}).values()
-    absent = tuple(rank for rank, held in by_rank.items() if held is None)
-    return Job(value.name, "value", ranks, _largest_first(map(tuple, sets)), absent, (ranks,))
+    texts = {rank: repr(value_of_rank) for rank, value_of_rank in by_rank.items()}
+    sets = [tuple(equal) for equal in group_ranks(texts).values()]
+    absent = tuple(rank for rank in ranks if by_rank[rank] is None)
+    return Job(value.name, "value", ranks, largest_first(sets), absent, (ranks,))
 
 
-def _largest_first(sets: Iterable[Ranks]) -> tuple[Ranks, ...]:
-    return tuple(sorted(sets, key=lambda ranks: (-len(ranks), ranks[0])))
+def _choose_source(job: Job, source: int | str, jobs: Sequence[Job]) -> int:
+    """Return the rank to copy from in the replica group of a job. Raises NoMajority if there is none.
 
+    source: as in `plan_repair`.
+    """
+    if source in job.ranks:
+        return int(source)
 
-def _choose_source(job: Job, asked: int | str, jobs: Sequence[Job]) -> int:
-    """Return the rank to copy from in the replica group of a job. Raises UsageError if there is none."""
-    if asked in job.ranks:
-        return int(asked)
-    home = next((members for members in job.groups if asked in members), ())
-    if home and len(set(map(len, job.groups))) == 1:
+    sizes = {len(members) for members in job.groups}
+    for members in job.groups:
         # Replica groups of a mesh have the same order, so the ranks at one position form one complete replica.
-        return job.ranks[home.index(int(asked))]
-    voting = [other for other in jobs if set(other.ranks) & set(job.ranks)]
-    tied = [other for other in voting if not other.majority]
+        if source in members and len(sizes) == 1:
+            return job.ranks[members.index(int(source))]
+
+    return _choose_from_majorities(job.ranks, [vote for vote in jobs if set(vote.ranks) & set(job.ranks)])
+
+
+def _choose_from_majorities(ranks: Ranks, votes: Sequence[Job]) -> int:
+    """Return the first rank that is in the majority of every vote. Raises NoMajority if there is none.
+
+    ranks: to choose from.
+    votes: the differences of these ranks.
+    """
+    # A single tensor without a majority is sufficient to doubt the rank that looks healthy.
+    tied = [job for job in votes if not job.majority]
     if tied:
-        text = f"no majority: {_join_names(other.name for other in tied)}; choose the healthy rank with source=RANK"
-        if all(other.kind in BUFFERS for other in tied):
+        text = f"no majority: {_join_names(job.name for job in tied)}; choose the healthy rank with source=RANK"
+        if all(job.kind in BUFFERS for job in tied):
             text += (
                 ". Under plain DDP each rank has its own BatchNorm statistics: source=0 copies the statistics of rank "
                 "0, only=('params', 'optimizer') skips them"
             )
         raise NoMajority(text)
-    faults = {rank: other.name for other in voting for rank in other.ranks if rank not in other.majority}
-    healthy = [rank for rank in job.ranks if rank not in faults]
-    if not healthy:
-        texts = _join_names(f"rank {rank} differs in {faults[rank]}" for rank in job.ranks)
-        raise NoMajority(
-            f"no rank of {ranks_text(job.ranks)} is in the majority for all tensors: {texts}; choose one with "
-            "source=RANK"
-        )
-    return healthy[0]
+
+    faulty_tensors: dict[int, str] = {}
+    for job in votes:
+        minority = set(job.ranks).difference(job.majority)
+        faulty_tensors.update(dict.fromkeys(minority, job.name))
+
+    for rank in ranks:
+        if rank not in faulty_tensors:
+            return rank
+
+    texts = [f"rank {rank} differs in {faulty_tensors[rank]}" for rank in ranks]
+    raise NoMajority(
+        f"no rank of {ranks_text(ranks)} is in the majority for all tensors: {_join_names(texts)}; choose one with "
+        "source=RANK"
+    )
 
 
 def _join_names(names: Iterable[str]) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncheck.errors import RankFailed, SyncheckError, UsageError
-from syncheck.live.channel import Channel
+from syncheck.errors import RankFailed, UsageError
+from syncheck.live.channel import Channel, describe_error
 from syncheck.live.checks import check, exclude_from_compile, group_of
 from syncheck.live.repair.plan import MAJORITY, SHOWN, plan_repair
 from syncheck.live.repair.state import ReplicaState, broadcast_tensors, get_size
@@ -26,13 +26,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncheck.live.repair.plan import Job
+    from syncheck.live.repair.state import Size
     from syncheck.records import Report
 
 __all__ = ["Resync", "resync"]
 
 
 class Copied(NamedTuple):
-    """A tensor whose bytes were sent. bytes: of the tensor, or of the replica group's shard."""
+    """A tensor whose bytes were sent.
+
+    source: the rank that sent them.
+    ranks: the ranks that were overwritten.
+    bytes: of the tensor, or of the replica group's shard.
+    """
 
     name: str
     source: int
@@ -51,10 +57,14 @@ class Changed(NamedTuple):
 class Resync:
     """The changes that `resync` made; the same on all ranks.
 
-    before: the report with the differences. after: the report in sync; the same object if there were no differences.
-    sources: the healthy rank by replica group. why: how the source was chosen. copied: tensors whose bytes were sent,
-    including created tensors. values: plain values set or removed, and parts of a module's extra state. created:
-    optimizer state missing on a rank. removed: optimizer state missing on the source.
+    before: the report with the differences.
+    after: the report in sync; the same object if there were no differences.
+    sources: the healthy rank by replica group.
+    why: how the source was chosen.
+    copied: tensors whose bytes were sent, including created tensors.
+    values: plain values set or removed, and parts of a module's extra state.
+    created: optimizer state missing on a rank.
+    removed: optimizer state missing on the source.
     """
 
     before: Report
@@ -76,21 +86,45 @@ class Resync:
         """The changes in a few lines of plain text."""
         if self.before is self.after:
             return "resync: nothing to do, the ranks are in sync"
-        changes: dict[str, Sequence[Copied | Changed]] = {
+
+        changes_by_verb: dict[str, Sequence[Copied | Changed]] = {
             "copied": self.copied, "set": self.values, "created": self.created, "removed": self.removed,
         }  # fmt: skip
-        targets = sorted({rank for done in changes.values() for change in done for rank in change.ranks})
-        size = f"{self.bytes} bytes" if self.bytes < 1000 else words.bytes_text(self.bytes)
-        amount = f"{len(self.copied):,} tensor{'s' * (len(self.copied) != 1)}, {size}"
-        if self.values:
-            amount += f", {len(self.values):,} value{'s' * (len(self.values) != 1)}"
+        targets: set[int] = set()
+        for changes in changes_by_verb.values():
+            targets.update(*(change.ranks for change in changes))
+
         origin = f"{ranks_text(sorted(set(self.sources.values())))} ({self.why})"
-        lines = [f"resync from {origin}: {amount}, on {ranks_text(targets)}; proved in sync"]
-        for verb, done in changes.items():
-            # The first line already has the ranks if all changes have the same ranks.
-            names = [c.name if list(c.ranks) == targets else f"{c.name} ({ranks_text(c.ranks)})" for c in done]
-            lines += [f"  {verb}: {names_text(names, SHOWN)}"] if done else []
-        return "\n".join(map(one_line, lines))
+        all_targets = sorted(targets)
+        lines = [f"resync from {origin}: {self._format_amount()}, on {ranks_text(all_targets)}; proved in sync"]
+        for verb, changes in changes_by_verb.items():
+            if changes:
+                names = [_format_change(change, all_targets) for change in changes]
+                lines.append(f"  {verb}: {names_text(names, SHOWN)}")
+
+        return "\n".join([one_line(text) for text in lines])
+
+    def _format_amount(self) -> str:
+        """Return how many tensors, bytes and values were set."""
+        size = f"{self.bytes} bytes" if self.bytes < 1000 else words.bytes_text(self.bytes)
+        amount = f"{_count(self.copied, 'tensor')}, {size}"
+        if self.values:
+            amount += f", {_count(self.values, 'value')}"
+
+        return amount
+
+
+def _count(changes: Sequence[Copied | Changed], noun: str) -> str:
+    plural = "" if len(changes) == 1 else "s"
+    return f"{len(changes):,} {noun}{plural}"
+
+
+def _format_change(change: Copied | Changed, all_targets: Sequence[int]) -> str:
+    """Return the name of a change, with its ranks unless they are all ranks that changed."""
+    if list(change.ranks) == all_targets:
+        return change.name
+
+    return f"{change.name} ({ranks_text(change.ranks)})"
 
 
 @exclude_from_compile
@@ -115,43 +149,64 @@ def resync(
     change. Parameters remain the same objects.
 
     source: "majority" (a rank that is in the set of more than half of the ranks for every differing tensor), or a
-    global rank. group, mesh, only, include, exclude: as in `check`, which runs before and after the repair. checking:
-    other arguments of `check`, for example allow; rng has no effect.
+        global rank.
+    group, mesh, only, include, exclude: as in `check`, which runs before and after the repair.
+    checking: other arguments of `check`, for example allow; rng has no effect.
 
     Raises the same error on all ranks: UsageError, before any change, without a majority, for ranks of different
     structure, and for a source outside the group; RankFailed if a rank fails during the repair, or if the ranks still
     differ afterwards. Then it is safe to call it again with the same source.
     """
-    group = group_of(mesh) if group is None else group
+    if group is None:
+        group = group_of(mesh)
+
     channel = Channel(group)
     parts = tuple(part for part in (model, optimizer, scaler) if part is not None)
     channel.run_together(lambda: _check_arguments(channel, source, only, checking))
 
-    def run() -> Report:
-        names: dict[str, Any] = {"only": only, "include": include, "exclude": exclude}
-        return check(model, optimizer, scaler, group=group, mesh=mesh, **names, **{**checking, "rng": False})
+    def run_check() -> Report:
+        options = {**checking, "only": only, "include": include, "exclude": exclude, "rng": False}
+        return check(model, optimizer, scaler, group=group, mesh=mesh, **options)
 
-    before = run()
+    # The report is the same on all ranks, so all of them decide alike without another message.
+    before = run_check()
     if before.verdict == "in_sync":
         return Resync(before, before)
+
     jobs, copied = channel.run_together(lambda: _repair(channel, group, parts, before, source))
-    after = run()
+    after = run_check()
     if after.verdict != "in_sync":
         raise RankFailed(_format_remaining(after))
+
     result = Resync(
         before,
         after,
         {job.ranks: job.source for job in jobs},
         _format_choice(source, jobs),
         copied,
-        values=tuple(Changed(job.name, job.targets) for job in jobs if job.kind == "value" and job.targets),
-        created=tuple(Changed(job.name, job.absent) for job in jobs if job.sends_bytes and job.absent),
-        removed=tuple(Changed(job.name, job.targets) for job in jobs if job.kind != "value" and not job.sends_bytes),
+        **_list_changes(jobs),
     )
     if channel.is_leader:
         with suppress(Exception):  # a failing handler would raise on this rank only
             logging.getLogger("syncheck").warning("%s", result.summary)
+
     return result
+
+
+def _list_changes(jobs: Sequence[Job]) -> dict[str, tuple[Changed, ...]]:
+    """Return the changes of values and entries, by fields of `Resync`."""
+    values, created, removed = [], [], []
+    for job in jobs:
+        if job.kind == "value":
+            # Without targets, the value was None on some ranks and missing on other ranks.
+            if job.targets:
+                values.append(Changed(job.name, job.targets))
+        elif not job.sends_bytes:
+            removed.append(Changed(job.name, job.targets))
+        elif job.absent:
+            created.append(Changed(job.name, job.absent))
+
+    return {"values": tuple(values), "created": tuple(created), "removed": tuple(removed)}
 
 
 def _check_arguments(channel: Channel, source: int | str, only: Sequence[str], checking: Mapping[str, Any]) -> None:
@@ -159,17 +214,33 @@ def _check_arguments(channel: Channel, source: int | str, only: Sequence[str], c
     unknown = checking.keys() - inspect.signature(check).parameters.keys()
     if unknown:
         raise UsageError(f"{min(unknown)}=: no such option of resync or of syncheck.live.check")
+
     sources = channel.gather(source, "source")
-    if len(set(map(repr, sources.values()))) > 1:
+    # repr, because the values may not be hashable.
+    if len({repr(value) for value in sources.values()}) > 1:
         texts = [f"{brief(value, 20)} on rank {rank}" for rank, value in sources.items()]
         raise UsageError(f"source= differs between ranks: {names_text(texts, SHOWN)}")
+
     is_rank = isinstance(source, int) and not isinstance(source, bool)
     if source != MAJORITY and not is_rank:
         raise UsageError(f'source={brief(source)}: must be "majority" or a rank number')
+
     if is_rank and source not in channel.ranks:
         raise UsageError(f"source={source} is not in the group; choose from {ranks_text(sorted(channel.ranks))}")
+
     if "rng" in only:
         raise UsageError("only='rng': RNG states differ by design, so resync does not change them")
+
+
+class _Offer(NamedTuple):
+    """What a rank sends as the source of jobs, by names of jobs.
+
+    sizes: of the tensors.
+    entries: names of the entries of objects.
+    """
+
+    sizes: dict[str, Size]
+    entries: dict[str, str]
 
 
 def _repair(
@@ -178,58 +249,105 @@ def _repair(
     """Repair this rank together with all other ranks. Looks up every tensor and object before the first change."""
     if before.verdict != "out_of_sync":
         raise UsageError("no tensor could be compared, so there is no healthy rank to copy from")
-    rank, state, jobs = channel.rank, ReplicaState(parts), plan_repair(before, source)
-    for job in jobs:
-        if job.sets_entry and rank in job.ranks:
-            state.find_holder(job.name)
-        elif rank in (job.source, *job.targets):
-            state.find_tensor(job.name, writable=rank != job.source)
-    own_jobs = [job for job in jobs if job.source == rank]
-    own = (
-        {job.name: get_size(state.find_tensor(job.name), group) for job in own_jobs if job.sends_bytes},
-        {job.name: state.find_entry(job.name) for job in own_jobs if job.sets_entry},
-    )
+
+    state, jobs = ReplicaState(parts), plan_repair(before, source)
+    _check_targets(channel.rank, state, jobs)
+    offer = _make_offer(state, [job for job in jobs if job.source == channel.rank], group)
     # A rank that fails up to here leaves all ranks unchanged.
-    by_rank = channel.gather(own, "sizes")
-    copies = [(job, by_rank[job.source][0][job.name]) for job in jobs if job.sends_bytes]
-    receivers: dict[tuple[int, str], set[int]] = defaultdict(set)
-    for job in jobs:
-        if job.sets_entry:  # no targets: None on some ranks, missing on other ranks
-            receivers[job.source, by_rank[job.source][1][job.name]].update(job.targets or job.ranks)
+    offers: dict[int, _Offer] = channel.gather(offer, "sizes")
     try:
-        for (of, entry), ranks in receivers.items():
-            sent = channel.share(partial(state.dump_entry, entry), [of], "entries")
-            if rank in ranks and rank != of:
-                state.load_entry(entry, sent[of])
-        tensors = [
-            (state.find_tensor(job.name) if rank in (job.source, *job.targets) else None, job.source, size)
-            for job, size in copies
-            if not job.sets_entry
-        ]
-        broadcast_tensors(channel, tensors)
+        _exchange_entries(channel, state, jobs, offers)
+        _exchange_tensors(channel, state, jobs, offers)
     except Exception as error:
         if channel.ended and not channel.broken:  # all ranks raise the same error already
             raise
-        kind = "" if isinstance(error, SyncheckError) else f"{type(error).__name__}: "
-        sources = {job.source for job in jobs}
-        again = f"source={min(sources)}" if len(sources) == 1 else "the same source"
-        raise RankFailed(
-            f"resync failed during the repair: {kind}{error}"[:300]
-            + f". Some tensors may be copied already; calling it again with {again} is safe"
-        ) from error
-    return jobs, tuple(Copied(job.name, job.source, job.targets, size[0]) for job, size in copies)
+        raise RankFailed(_format_failure(error, jobs)) from error
+
+    copied = []
+    for job in jobs:
+        if job.sends_bytes:
+            size, _ = offers[job.source].sizes[job.name]
+            copied.append(Copied(job.name, job.source, job.targets, size))
+
+    return jobs, tuple(copied)
+
+
+def _check_targets(rank: int, state: ReplicaState, jobs: Sequence[Job]) -> None:
+    """Look up everything that this rank sends or sets. Raises UsageError if it cannot."""
+    for job in jobs:
+        if job.sets_entry and rank in job.ranks:
+            state.find_holder(job.name)
+        elif _takes_part(rank, job):
+            state.find_tensor(job.name, writable=rank != job.source)
+
+
+def _takes_part(rank: int, job: Job) -> bool:
+    """Whether a rank sends or receives the tensor of a job."""
+    return rank in (job.source, *job.targets)
+
+
+def _make_offer(state: ReplicaState, jobs: Sequence[Job], group: Any) -> _Offer:
+    """Return what this rank sends. jobs: of which it is the source."""
+    offer = _Offer({}, {})
+    for job in jobs:
+        if job.sends_bytes:
+            offer.sizes[job.name] = get_size(state.find_tensor(job.name), group)
+        if job.sets_entry:
+            offer.entries[job.name] = state.find_entry(job.name)
+
+    return offer
+
+
+def _exchange_entries(channel: Channel, state: ReplicaState, jobs: Sequence[Job], offers: Mapping[int, _Offer]) -> None:
+    """Replace entries of objects by the entries of the sources. Several jobs may need the same entry."""
+    receivers: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for job in jobs:
+        if job.sets_entry:
+            entry = offers[job.source].entries[job.name]
+            # Without targets, the value is None on some ranks and missing on other ranks.
+            receivers[job.source, entry].update(job.targets or job.ranks)
+
+    # All ranks take part in each exchange, because a collective call waits for all of them.
+    for (source, entry), ranks in receivers.items():
+        messages = channel.share(partial(state.dump_entry, entry), [source], "entries")
+        if channel.rank in ranks and channel.rank != source:
+            state.load_entry(entry, messages[source])
+
+
+def _exchange_tensors(channel: Channel, state: ReplicaState, jobs: Sequence[Job], offers: Mapping[int, _Offer]) -> None:
+    """Overwrite tensors with the bytes of the sources. Tensors in entries are set already."""
+    tensors = []
+    for job in jobs:
+        if job.sends_bytes and not job.sets_entry:
+            tensor = state.find_tensor(job.name) if _takes_part(channel.rank, job) else None
+            tensors.append((tensor, job.source, offers[job.source].sizes[job.name]))
+
+    broadcast_tensors(channel, tensors)
+
+
+def _format_failure(error: Exception, jobs: Sequence[Job]) -> str:
+    """Return the text of the error for a repair that failed after the first change."""
+    sources = {job.source for job in jobs}
+    # A rank may be half repaired, so the majority may be another one at the next call.
+    same_source = f"source={min(sources)}" if len(sources) == 1 else "the same source"
+    failure = f"resync failed during the repair: {describe_error(error)}"[:300]
+    return f"{failure}. Some tensors may be copied already; calling it again with {same_source} is safe"
 
 
 def _format_choice(source: int | str, jobs: Sequence[Job]) -> str:
+    """Return how the source was chosen. The smallest majority of all jobs counts."""
     if isinstance(source, int):
         return "chosen by the caller"
-    agreeing, of = min(((len(job.majority), len(job.ranks)) for job in jobs), default=(0, 0))
-    return f"majority of {agreeing} of {of}"
+
+    majorities = [(len(job.majority), len(job.ranks)) for job in jobs]
+    agreeing, ranks = min(majorities, default=(0, 0))
+    return f"majority of {agreeing} of {ranks}"
 
 
 def _format_remaining(after: Report) -> str:
     group = after.groups[0]
-    names = [diff.name for diff in group.tensors if diff.out_of_sync] + [v.name for v in group.values if v.counts]
+    names = [diff.name for diff in group.tensors if diff.out_of_sync]
+    names += [value.name for value in group.values if value.counts]
     return (
         f"still out of sync after resync: {names_text(names, SHOWN)}; possible causes: state_dict() returns copies "
         "that load_state_dict() ignores, tensors are tied on some ranks only, or new differences have appeared"

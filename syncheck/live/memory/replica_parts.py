@@ -1,0 +1,127 @@
+"""Store the parts of a replica, such as a model and its optimizer, under the keys that trainers use in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from syncheck.live.memory.objects import add_dot, is_bundle, is_module, is_optimizer, is_stateful
+from syncheck.live.memory.tensor_bytes import is_tensor
+from syncheck.readers.pickles.tree import is_optimizer as is_optimizer_state
+from syncheck.tensors.averages import is_averaging_class
+from syncheck.tensors.names import MODEL_CONTAINERS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# The key of an averaged copy beside the model, as in files.
+_AVERAGE = "ema"
+
+
+def get_prefix(name: str) -> str:
+    """Return the prefix of the names in a module: its own name and a dot, but no name for a container like `model`.
+
+    `readers.pickles.tree` does the same.
+    """
+    head, _, last = name.rpartition(".")
+    return add_dot(head if last in MODEL_CONTAINERS else name)
+
+
+def name_parts(parts: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Return the modules, optimizers and other stateful objects of a replica with their names in `Tree`.
+
+    'model', 'optimizer', 'scaler' and so on; 'optimizer.0' and 'optimizer.1' for two of a kind.
+    """
+    merged = merge_parts(parts)
+    if not isinstance(merged, Mapping):
+        return []
+
+    named_parts: list[tuple[str, Any]] = []
+    for key, value in merged.items():
+        if isinstance(value, list):
+            named_parts += [(f"{key}.{number}", part) for number, part in enumerate(value)]
+        else:
+            named_parts.append((key, value))
+
+    return [(name, part) for name, part in named_parts if is_module(part) or is_stateful(part)]
+
+
+def merge_parts(parts: tuple[Any, ...]) -> Any:
+    """Store the parts of a replica under the keys that trainers use. A single part remains as it is."""
+    if len(parts) == 1 and not is_bundle(parts[0]):
+        (part,) = parts
+        if _is_data(part):
+            return part
+
+        return {_default_key(part): part}
+
+    all_parts: list[Any] = []
+    for part in parts:
+        all_parts += part if is_bundle(part) else [part]
+
+    averages = _find_averages(all_parts)
+    by_key: dict[str, list[Any]] = {}
+    data: dict[str, Any] = {}
+    for number, part in enumerate(all_parts):
+        if is_optimizer_state(part):  # with other keys beside it, the whole tree would look like an optimizer
+            by_key.setdefault("optimizer", []).append(part)
+        elif _is_data(part):
+            data[f"things.{number}"] = part
+        else:
+            key = _AVERAGE if id(part) in averages else _default_key(part)
+            by_key.setdefault(key, []).append(part)
+
+    # Only several parts of a kind are numbered.
+    tree: dict[str, Any] = {}
+    for key, objects in by_key.items():
+        tree[key] = objects[0] if len(objects) == 1 else objects
+
+    for key, part in data.items():
+        if isinstance(part, Mapping) and part.keys().isdisjoint(tree):
+            tree.update(part)
+        else:
+            tree[key] = part
+
+    return tree
+
+
+def _is_data(part: Any) -> bool:
+    """Whether a part is a state dict, a container or a tensor, and not an object with a state."""
+    return isinstance(part, (Mapping, list, tuple)) or is_tensor(part)
+
+
+def _find_averages(parts: Sequence[Any]) -> frozenset[int]:
+    """Return the ids of the objects that average a model, if the model is another one of the parts."""
+    averages: set[int] = set()
+    has_model = False
+    for part in parts:
+        if not is_averaging_class(type(part)):
+            has_model = has_model or _holds_model(part)
+        elif not is_optimizer(part):
+            averages.add(id(part))
+
+    # An average alone is the model.
+    if not has_model:
+        return frozenset()
+
+    return frozenset(averages)
+
+
+def _holds_model(part: Any) -> bool:
+    return is_module(part) or (isinstance(part, Mapping) and not is_optimizer_state(part))
+
+
+def _default_key(part: Any) -> str:
+    """Return the key that trainers use for an object of this kind."""
+    if is_module(part):
+        return "model"
+
+    if is_optimizer(part):
+        return "optimizer"
+
+    # By name, because several packages have a GradScaler of their own.
+    class_name = type(part).__name__
+    if class_name.endswith("Scaler"):
+        return "scaler"
+
+    return "lr_scheduler" if hasattr(part, "get_last_lr") else class_name
