@@ -360,7 +360,13 @@ class Closure:
 
     plain: DriftPoint
     synced: DriftPoint
-    sentence: str
+    message: Message
+    """How much of the difference SyncBatchNorm removed."""
+
+    @property
+    def sentence(self) -> str:
+        """The text of the message."""
+        return str(self.message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,8 +85,29 @@ def sets_text(sets: Sequence[Sequence[int]], most: int = 4) -> str:
     return names_text([*map(ranks_text, sets[:most])], most, len(sets), " and ")
 
 
-def by_rank_text(values: Mapping[int, object] | Mapping[str, object], most: int = 4) -> str:
-    """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value."""
+def ranges_text(ranks: Sequence[int]) -> str:
+    """Return ranks as ranges: (0, 1, 2, 5) gives '0-2,5'."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def ranks_as_ranges(ranks: Sequence[int]) -> str:
+    """Return ranks for a sentence: 'rank 1', 'ranks 0-2,5'."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges_text(ranks)}"
+
+
+def by_rank_text(
+    values: Mapping[int, object] | Mapping[str, object], most: int = 4, write_value: Callable[[str], str] = str
+) -> str:
+    """'0.25 on ranks 0, 1 and 1e-20 on rank 2', the most common value first; None is a missing value.
+
+    write_value: formats the text of values that are not numbers.
+    """
     floats = {value for value in values.values() if isinstance(value, float)}
     # The fewest digits that show which values differ.
     digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
@@ -97,7 +118,7 @@ def by_rank_text(values: Mapping[int, object] | Mapping[str, object], most: int 
         elif isinstance(value, float):
             text = number_text(value, digits)
         else:
-            text = brief(value)
+            text = write_value(brief(value))
         ranks_of.setdefault(text, []).append(rank)
     sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
     texts = [f"{text} {_preposition(ranks)} {ranks_text(ranks)}" for text, ranks in sets[:most]]
@@ -122,10 +143,15 @@ def names_text(names: Sequence[str], most: int = 3, count: int | None = None, se
     return separator.join(names[:most]) + more
 
 
-def values_text(values: Sequence[tuple[Any, Sequence[int | str]]], most: int = 6) -> str:
-    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists."""
-    texts = [
-        f"{list(value) if isinstance(value, tuple) else value} {_preposition(ranks)} {ranks_text(ranks)}"
-        for value, ranks in values
-    ]
+def values_text(
+    values: Sequence[tuple[Any, Sequence[int | str]]], most: int = 6, write_value: Callable[[str], str] = str
+) -> str:
+    """Return values with their ranks: 'float32 on ranks 0, 2 and float64 on rank 1'. Shapes are written as lists.
+
+    write_value: formats the text of each value.
+    """
+    texts = []
+    for value, ranks in values:
+        text = str(list(value) if isinstance(value, tuple) else value)
+        texts.append(f"{write_value(text)} {_preposition(ranks)} {ranks_text(ranks)}")
     return names_text(texts, most, separator=" and ")

@@ -29,10 +29,11 @@ from syncheck.layout.labels import check_layouts
 from syncheck.layout.progress import is_adapter
 from syncheck.layout.second_weights import drop_unmatched_copies
 from syncheck.layout.whole_model import add_tied_names, list_boxes
-from syncheck.messages import Note, relabel
+from syncheck.messages import Note
 from syncheck.options import DiffOptions, build_selection
 from syncheck.readers import outputs
 from syncheck.records import Reason, Report
+from syncheck.sentences import relabel
 from syncheck.tensors.blocks import Files
 from syncheck.tensors.kinds import find_outside_model
 from syncheck.tensors.names import is_adapter_setting, normalize_keys

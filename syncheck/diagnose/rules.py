@@ -66,8 +66,8 @@ from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.history import history_of
 from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper
 from syncheck.diagnose.tied_names import add_copies, fold_ties
-from syncheck.messages import relabel
 from syncheck.records import Finding, largest_first, minority_of, sets_within
+from syncheck.sentences import relabel
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -31,10 +31,10 @@ _SHARDED_ALONG = re.compile(r"divided in \d+(?: along ([^(]+))? \(dimension (\d+
 class Wrapper(Sentence):
     """Statements about the parallel wrapper of a running job."""
 
-    NO_SYNC = "no_sync() of DDP is active, so backward passes do not reduce gradients"
+    NO_SYNC = "`no_sync()` of DDP is active, so backward passes do not reduce gradients"
     LAST_FORWARD = (
-        "the last forward pass of DDP's wrapper was within no_sync() or torch.no_grad(), so its backward pass does not "
-        "reduce gradients"
+        "the last forward pass of DDP's wrapper was within `no_sync()` or `torch.no_grad()`, so its backward pass does "
+        "not reduce gradients"
     )
 
 

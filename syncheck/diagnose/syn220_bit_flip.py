@@ -65,7 +65,7 @@ class Text(Sentence):
     FIX_UNSURE = (
         "Look for code that clips, masks or edits gradients or weights on some ranks only. Without such code, test the "
         "memory of the odd host. Then load the checkpoint of a healthy rank on the odd rank: "
-        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+        "`model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state too."
     )
     IN_A_JOB_UNSURE = (
         "Look for code that clips, masks or edits gradients or weights on some ranks only. Without such code, test the "
@@ -76,8 +76,8 @@ class Text(Sentence):
     DIFF_FIX = "Convert or copy the model again, and test the memory of the host that wrote the odd file."
     FIX = (
         "Load the checkpoint of a rank in the majority on the odd rank: "
-        "model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too. Test the memory of the "
-        "odd host."
+        "`model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state too. Test the memory of the odd "
+        "host."
     )
     IN_A_JOB = (
         "Copy the values of a rank in the majority: syncheck.live.resync(model, optimizer) on all ranks. "
@@ -86,26 +86,27 @@ class Text(Sentence):
     FIX_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
         "changes a value by orders of magnitude), or test the memory of both hosts. Then load the checkpoint of the "
-        "healthy rank on the other rank: model.load_state_dict(torch.load(FILE)['model']), and its optimizer state too."
+        "healthy rank on the other rank: `model.load_state_dict(torch.load(FILE)['model'])`, and its optimizer state "
+        "too."
     )
     IN_A_JOB_NO_MAJORITY = (
         "No majority shows the healthy rank. Compare both values with the last checkpoint in sync (an exponent bit "
         "changes a value by orders of magnitude), or test the memory of both hosts. Then call "
         "syncheck.live.resync(model, optimizer, source=RANK) on all ranks, with the healthy rank."
     )
-    FLIPPED = "A single bit of {element} differs: {bit}"
-    FLIPPED_EARLIER = "at step {step} a single bit of {element} differed: {bit}"
+    FLIPPED = "A single bit of {element:name} differs: {bit}"
+    FLIPPED_EARLIER = "at step {step} a single bit of {element:name} differed: {bit}"
     BIT = "bit {bit} ({part})"
     INTEGER_BIT = "bit {bit}"
     UNKNOWN_BIT = "its position is unknown"
-    ONE_ELEMENT = "One element differs: {element}"
+    ONE_ELEMENT = "One element differs: {element:name}"
     REST_OF_TENSOR = "the {others:count other element} of the tensor {others:verb agrees|agree}"
     VALUES = "the value is {values:by_rank}"
     BITS = "the values differ in {bits:count bit}"
     CONSISTENT = "consistent with a bit flip before a later update, and with an element that was clipped or edited"
     DOUBTFUL = "also consistent with a small change of the value, or with a clipped gradient"
     BESIDE_CAST = (
-        "One element of {name} differs beyond a conversion to {dtype}: {element}, in {bits:count bit}; the "
+        "One element of {name:name} differs beyond a conversion to {dtype}: {element:name}, in {bits:count bit}; the "
         "{others:count other element} of the tensor {others:verb agrees|agree}"
     )
     DIFF_CONSISTENT = "more than one bit differs, so the element was overwritten, or updated after a bit flip"

@@ -278,9 +278,9 @@ class SyncMonitor:
     def _report_check(self, report: Report, seconds: float) -> None:
         new = self._state.update(self._step, report)
         if report.verdict == "undecided":
-            from syncheck.report.words import verdict_line
+            from syncheck.report.words import undecided_reason
 
-            self._warn_once(f"could not tell: {verdict_line(report).partition(': ')[2]}")
+            self._warn_once(f"could not tell: {undecided_reason(report)}")
         if self._is_leader:
             self._print_new_facts(report)
             good, since = self._state.last_good, self._state.since

@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from syncheck.readers import outputs
-from syncheck.report import words
+from syncheck.report import finding_text, words
 from syncheck.report.events import describe_check, describe_findings
 from syncheck.report.parts import Labels, Line, Span, line
-from syncheck.text import brief, one_line
+from syncheck.text import brief, one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -179,10 +179,10 @@ def _render_check(record: CheckRecord, details: bool) -> list[Part]:
     verdict, more = words.VERDICTS[report.verdict].lower(), ""
     if report.verdict == "out_of_sync":
         verdict = words.VERDICTS[report.verdict]
-        codes = [f"{f.code} {f.slug} on {words.ranks_label(f.ranks)}" for f in record.findings if f.fails]
+        codes = [f"{f.code} {f.slug} on {ranks_as_ranges(f.ranks)}" for f in record.findings if f.fails]
         more = f" ({_format_time(record)}): {'; '.join(codes)}"
     elif report.verdict == "in_sync":
-        verdict = words.verdict_line(report).replace(words.VERDICTS["in_sync"], verdict)
+        verdict = words.verdict_line(report, verdict=verdict)
     first = _make_line(
         Span(f"step {record.step}: "),
         Span(verdict, _STYLES[report.verdict]),
@@ -211,6 +211,6 @@ def _render_finding(finding: Finding) -> list[Part]:
     rows = [
         ("what", one_line(finding.evidence)[:_SENTENCE]),
         ("fix", one_line(str(finding.fix))),
-        ("more", f"syncheck explain {finding.code}, or {words.more_text(finding)}"),
+        ("more", f"syncheck explain {finding.code}, or {finding_text.more_text(finding)}"),
     ]
-    return [line(words.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]
+    return [line(finding_text.finding_title(finding), "bold", 2), Labels(tuple(rows), indent=4)]

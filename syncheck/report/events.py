@@ -30,7 +30,7 @@ from syncheck.records import (
     TensorDiff,
 )
 from syncheck.report.event_consistency import find_contradicted_check, find_contradiction
-from syncheck.report.words import sort_worst_first
+from syncheck.report.tables import sort_worst_first
 from syncheck.snapshots import MOST_ELEMENTS, are_naturals
 from syncheck.text import brief
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncheck.errors import PYTHON, spelling
 from syncheck.messages import Hint, Undecided
 from syncheck.records import Reason, Report
-from syncheck.report import plain, words
+from syncheck.report import plain, tables, words
 from syncheck.report import text as text_of
 from syncheck.text import logged, names_text, one_line
 
@@ -88,7 +88,7 @@ def _cut(text: str, most: int = _NAME) -> str:
 
 def _cut_group(group: Group, limit: int) -> Group:
     """Return a group with names of bounded length and a bounded number of findings and notes."""
-    worst = words.tensors_to_list(group, shards=not limit)
+    worst = tables.tensors_to_list(group, shards=not limit)
     shown, rest = (worst[:limit], worst[limit:]) if limit else (worst, [])
     rest += [diff for diff in group.tensors if limit and diff.reason is Reason.SHARDED]
     return replace(

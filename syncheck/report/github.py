@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from syncheck.diagnose.series import step_order
-from syncheck.report import words
+from syncheck.report import finding_text, tables, words
 from syncheck.text import one_line
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _findings(report: Report) -> list[Annotation]:
         many = f"{len(steps) - 1} earlier step{'s' * (len(steps) > 2)}"
         before = f"Also at {many}, first at step {steps[0]}." if len(steps) > 1 else ""
         shown += [
-            (group, finding, words.summarize_history(finding) or before)
+            (group, finding, finding_text.summarize_history(finding) or before)
             for group, finding in pairs
             if step_order(group) == steps[-1]
         ]
@@ -122,7 +122,7 @@ def _findings(report: Report) -> list[Annotation]:
         level = _level(finding)
         count_by_level[level] += 1
         # The name comes last, because it may be long.
-        title = f"{words.finding_title(finding)}, {group.name}"
+        title = f"{finding_text.finding_title(finding)}, {group.name}"
         suspect = next((r for r in group.replicas if r.rank in finding.ranks), group.replicas[0])
         # Annotations beyond the limit are listed by title only.
         text = _text(group, finding, before) if count_by_level[level] <= MOST else ()
@@ -138,16 +138,16 @@ def _level(finding: Finding) -> Level:
 
 def _text(group: Group, finding: Finding, before: str) -> tuple[str, ...]:
     names = frozenset(finding.tensors)
-    worst = words.sort_worst_first([diff for diff in group.tensors if diff.name in names])
-    rows = [_row(diff.name, *words.difference_cells(diff, group.labels)) for diff in worst[:_MOST_TENSORS]]
+    worst = tables.sort_worst_first([diff for diff in group.tensors if diff.name in names])
+    rows = [_row(diff.name, *tables.difference_cells(diff, group.labels)) for diff in worst[:_MOST_TENSORS]]
     if len(worst) > _MOST_TENSORS:
         rows.append(f"- and {len(worst) - _MOST_TENSORS} more")
-    rows += words.place_lines(worst[:_MOST_TENSORS], group)
+    rows += tables.place_lines(worst[:_MOST_TENSORS], group)
     text = (
         finding.evidence,
         before,
         *rows,
-        words.cause_text(finding),
+        finding_text.cause_text(finding),
         f"Fix: {finding.fix}",
         f"syncheck explain {finding.code}",
     )

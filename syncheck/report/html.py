@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.records import Counts
-from syncheck.report import words
+from syncheck.report import finding_text, tables, words
 from syncheck.report.page_data import bin_counts, bin_label, bins_in_use, encode, make_curves, make_data
-from syncheck.text import one_line
+from syncheck.text import one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -92,7 +92,7 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
     if steps:
         where.append(f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {min(steps)} to {max(steps)}")
     if ranks := sorted({rank for group in groups for rank in group.ranks if not group.labels}):
-        where.append(words.ranks_label(ranks))
+        where.append(ranks_as_ranges(ranks))
     where += [written] * bool(written)
     lines = [
         f'<header class="{report.verdict}">',
@@ -143,7 +143,7 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
 
 
 def _finding(finding: Finding, group: Group, anchor: str, number: int, *, one_of_many: bool) -> str:
-    title = escape(one_line(words.finding_title(finding)))
+    title = escape(one_line(finding_text.finding_title(finding)))
     where = [group.run] * one_of_many + [words.step_text(group)] * (group.step is not None)
     links = [
         f'<a href="#tensor{number}={escape(_quote(name))}">{_breakable(name)}</a>'
@@ -151,8 +151,8 @@ def _finding(finding: Finding, group: Group, anchor: str, number: int, *, one_of
     ]
     if (more := len(finding.tensors) - len(links)) > 0:
         links.append(f"and {more} more")
-    rows = [(label, text, label == "fix") for label, text in words.finding_rows(finding)]
-    rows.append(("more", words.more_text(finding), False))
+    rows = [(label, text, label == "fix") for label, text in finding_text.finding_rows(finding)]
+    rows.append(("more", finding_text.more_text(finding), False))
     tensors = f"<dt>tensors</dt><dd>{', '.join(links)}</dd>" if links else ""
     return (
         f'<article class="finding {finding.severity}" id="{anchor}"><h2><a href="#{anchor}">{title}</a></h2>'
@@ -193,7 +193,7 @@ def _steps(report: Report, runs: Steps) -> list[str]:
             ", ".join(finding.code for finding in group.findings) or "-",
             str(len(group.replicas)),
             *(str(getattr(group.counts, name)) for name in used),
-            *(words.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds),
+            *(tables.kind_cell(group.kinds.get(kind, Counts())) for kind in kinds),
         )
         for group in groups
     ]
@@ -214,7 +214,7 @@ def _drift(report: Report) -> list[str]:
     if not any(point.max_abs for point in report.drift):
         return [heading, "<p>No measured difference between the ranks' running statistics at any step.</p></details>"]
     columns = ("run", "step", "largest drift of a running statistic", "tensor")
-    table = _table(columns, words.drift_rows(report), numbers=("step", columns[2]))
+    table = _table(columns, tables.drift_rows(report), numbers=("step", columns[2]))
     return [heading, table, "</details>"]
 
 
@@ -248,7 +248,7 @@ def _history(group: Group) -> list[str]:
         return []
     steps = [step for step, _ in next(iter(curves.values()))]
     rows = [
-        (str(step), *(words.difference_text(curve[i][1]) for curve in curves.values())) for i, step in enumerate(steps)
+        (str(step), *(tables.difference_text(curve[i][1]) for curve in curves.values())) for i, step in enumerate(steps)
     ]
     title = "Max abs difference of each finding at each step"
     return [f"<details><summary>{title}</summary>\n{_table(('step', *curves), rows, ('step', *curves))}</details>"]
@@ -256,12 +256,12 @@ def _history(group: Group) -> list[str]:
 
 def _histograms(group: Group) -> list[str]:
     """Return the data of the histograms, worst tensor first."""
-    found = [(diff, diff.histogram) for diff in words.tensors_to_list(group) if diff.histogram is not None]
+    found = [(diff, diff.histogram) for diff in tables.tensors_to_list(group) if diff.histogram is not None]
     if not found:
         return []
     bins = bins_in_use([histogram for _, histogram in found])
     rows = [
-        (diff.name, *words.difference_cells(diff)[:2], *map(str, bin_counts(histogram, bins)))
+        (diff.name, *tables.difference_cells(diff)[:2], *map(str, bin_counts(histogram, bins)))
         for diff, histogram in found
     ]
     sampled = any(histogram.elements < diff.numel for diff, histogram in found)
@@ -273,19 +273,19 @@ def _histograms(group: Group) -> list[str]:
 
 def _tensor_table(group: Group) -> list[str]:
     """Return the table of the tensors of a group, worst first; empty if there are none."""
-    diffs = words.tensors_to_list(group)
+    diffs = tables.tensors_to_list(group)
     if not diffs:
         return []
-    shown = [words.cells(diff, group) for diff in diffs[:MOST_ROWS]]
+    shown = [tables.cells(diff, group) for diff in diffs[:MOST_ROWS]]
     parts = [
         "<h3>Tensors that are not identical</h3>",
         '<div class="tensors">',
-        _table(words.columns(group), shown, numbers=words.NUMBERS),
+        _table(tables.columns(group), shown, numbers=tables.NUMBERS),
     ]
     if len(diffs) > MOST_ROWS:
         more = len(diffs) - MOST_ROWS
         parts.append(f'<p class="note unscripted">... and {more} more; enable JavaScript to see them.</p>')
-    parts += [f'<p class="note">{_escape(line)}</p>' for line in words.place_lines(diffs[:_MOST_PLACES], group)]
+    parts += [f'<p class="note">{_escape(line)}</p>' for line in tables.place_lines(diffs[:_MOST_PLACES], group)]
     return [*parts, "</div>"]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncheck.records import Counts, Report
-from syncheck.report import words
+from syncheck.report import finding_text, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def headline(findings: Sequence[Finding]) -> str:
     """Return one line about findings: the first, and the codes of the rest."""
     first = findings[0]
     more = f" (and {', '.join(finding.code for finding in findings[1:4])})" if findings[1:] else ""
-    return f"{words.finding_title(first)}{more}: {first.evidence}"
+    return f"{finding_text.finding_title(first)}{more}: {first.evidence}"
 
 
 def _undecided_reason(part: Group, *, is_values: bool) -> str:

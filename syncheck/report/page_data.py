@@ -9,8 +9,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from syncheck.records import DECADES
-from syncheck.report import words
-from syncheck.text import one_line, ranks_text
+from syncheck.report import tables
+from syncheck.text import one_line, ranges_text, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,12 +61,12 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
     column_of = {rank: i for i, ranks in enumerate(columns) for rank in ranks}
     texts: dict[str, int] = {}
     sets: dict[tuple[int, ...], int] = {}
-    listed = [words.tensors_to_list(group) for group in groups]
+    listed = [tables.tensors_to_list(group) for group in groups]
     names = _model_order(groups, [diffs[:most] for diffs in listed])
     position = {name: i for i, name in enumerate(names)}
 
     def make_row(diff: TensorDiff, group: Group) -> list[Any]:
-        name, *cells = words.cells(diff, group)
+        name, *cells = tables.cells(diff, group)
         differing = diff.minority or tuple(rank for ranks in diff.clusters for rank in ranks) or group.ranks
         at = (0,) if group.labels else tuple(sorted({column_of[rank] for rank in differing if rank in column_of}))
         indices = [texts.setdefault(one_line(cell), len(texts)) for cell in cells]
@@ -82,7 +82,7 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
         for group, diffs in zip(groups, listed, strict=True)
     ]
     return {
-        "columns": ["difference"] if last.labels else [words.rank_ranges(ranks) for ranks in columns],
+        "columns": ["difference"] if last.labels else [ranges_text(ranks) for ranks in columns],
         "axis": "" if last.labels else "rank",
         "names": [one_line(name) for name in names],
         "texts": list(texts),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.messages import Hint
 from syncheck.records import Counts
-from syncheck.report import words
+from syncheck.report import finding_text, tables, words
 from syncheck.report.parts import BLANK, Grid, Labels, Line, Part, Span, Sparkline, line, lines
-from syncheck.text import names_text, one_line
+from syncheck.text import names_text, one_line, ranges_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +95,7 @@ def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
         parts += [_kinds(group), BLANK]
     for finding in group.findings:
         parts += _finding(finding)
-    values = words.values_text(group.values, group.labels)
+    values = tables.values_text(group.values, group.labels)
     if values:
         parts += [line(f"values that differ: {values}", "dim", 2), BLANK]
     return parts + _tensors(group, limit, all_rows)
@@ -111,11 +111,17 @@ def _kinds(group: Group) -> Grid:
 
 
 def _finding(finding: Finding, *, curve: bool = False) -> list[Part]:
-    rows: list[tuple[str, str | Sparkline]] = [(label, one_line(of)) for label, of in words.finding_rows(finding)]
+    rows: list[tuple[str, str | Sparkline]] = [
+        (label, one_line(of)) for label, of in finding_text.finding_rows(finding)
+    ]
     if curve and finding.history is not None:
         rows.insert(2, ("drift", _curve(finding.history)))
-    rows.append(("more", f"syncheck explain {finding.code}, or {words.more_text(finding)}"))
-    return [line(words.finding_title(finding), SEVERITIES[finding.severity], 2), Labels(tuple(rows), indent=4), BLANK]
+    rows.append(("more", f"syncheck explain {finding.code}, or {finding_text.more_text(finding)}"))
+    return [
+        line(finding_text.finding_title(finding), SEVERITIES[finding.severity], 2),
+        Labels(tuple(rows), indent=4),
+        BLANK,
+    ]
 
 
 def _curve(history: History) -> Sparkline:
@@ -123,29 +129,29 @@ def _curve(history: History) -> Sparkline:
     most = max(history.points, key=lambda point: point.max_abs or 0)
     # The numbers at both ends would hide a difference that appeared and disappeared.
     has_peak = (most.max_abs or 0) > 1.1 * (last.max_abs or 0)
-    peak = f", maximum {words.difference_text(most.max_abs)} at {most.step}" if has_peak else ""
+    peak = f", maximum {tables.difference_text(most.max_abs)} at {most.step}" if has_peak else ""
     return Sparkline(
         tuple(point.max_abs for point in history.points),
-        f"step {first.step}: {words.difference_text(first.max_abs)}",
-        f"{last.step}: {words.difference_text(last.max_abs)}{peak}",
+        f"step {first.step}: {tables.difference_text(first.max_abs)}",
+        f"{last.step}: {tables.difference_text(last.max_abs)}{peak}",
     )
 
 
 def _tensors(group: Group, limit: int, all_rows: Hint) -> list[Part]:
-    worst = words.tensors_to_list(group, shards=not limit)  # SYN104 summarizes shards in one sentence
+    worst = tables.tensors_to_list(group, shards=not limit)  # SYN104 summarizes shards in one sentence
     sharded = sum(diff.reason == "sharded" for diff in group.tensors) if limit else 0
     parts: list[Part] = []
     if worst:
-        titles = words.columns(group)
-        rows = [words.cells(diff, group) for diff in worst[: limit or None]]
+        titles = tables.columns(group)
+        rows = [tables.cells(diff, group) for diff in worst[: limit or None]]
         # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
-        optional = [i for i, title in enumerate(titles) if title in (*words.NUMBERS, "worst at")]
+        optional = [i for i, title in enumerate(titles) if title in (*tables.NUMBERS, "worst at")]
         known = any(cells[i] not in ("", "-") for cells in rows for i in optional)
         shown = [i for i in range(len(titles)) if known or i not in optional]
-        grid = Grid(tuple(titles[i] for i in shown), right=words.NUMBERS, indent=2)
+        grid = Grid(tuple(titles[i] for i in shown), right=tables.NUMBERS, indent=2)
         for cells in rows:
             grid.add(*(cells[i] for i in shown))
-        parts += [grid, *lines(words.place_lines(worst[:_MOST_PLACES], group), indent=2)]
+        parts += [grid, *lines(tables.place_lines(worst[:_MOST_PLACES], group), indent=2)]
     more = [f"{len(worst) - limit} more"] if limit and len(worst) > limit else []
     more += [f"{sharded} sharded"] if sharded else []
     if more:
@@ -159,14 +165,14 @@ def _matrix(last: list[Group]) -> Grid:
     grid = Grid(("run", *(kind.replace("optimizer_step", "optimizer step") for kind in kinds), "verdict"))
     for group in last:
         counts_by_kind = [group.kinds.get(kind, Counts()) for kind in kinds]
-        cells = [Span(words.kind_cell(counts), "red" if counts.different else "") for counts in counts_by_kind]
+        cells = [Span(tables.kind_cell(counts), "red" if counts.different else "") for counts in counts_by_kind]
         grid.add(group.name, *cells, Span(words.VERDICTS[group.verdict], STYLES[group.verdict]))
     return grid
 
 
 def _drift(report: Report) -> Grid:
     grid = Grid(("run", "step", "largest drift of a running statistic", "tensor"), right=("step",))
-    for row in words.drift_rows(report):
+    for row in tables.drift_rows(report):
         grid.add(*row)
     return grid
 
@@ -222,7 +228,7 @@ def list_shards(contents: Mapping[str, Any]) -> list[Part]:
             more = len(box["files"]) - 1
             file = box["files"][0] + (f" and {more} more" if more else "")
             shape = "x".join(map(str, row["shape"])) or "scalar"
-            grid.add(row["name"], row["dtype"], shape, part, words.rank_ranges(box["ranks"]) or "-", file)
+            grid.add(row["name"], row["dtype"], shape, part, ranges_text(box["ranks"]) or "-", file)
     return [line(header), BLANK, grid]
 
 
