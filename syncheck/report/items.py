@@ -27,6 +27,7 @@ ITEMS = {
 VALUES = "values"
 # Items without a kind: a file without a replica, a group without tensors to compare, and an unreadable file.
 ALONE, NOTHING, READABLE = "replicas", "tensors", "readable"
+_MOST_REASONS = 3
 
 
 def item_of(kind: str) -> str:
@@ -40,15 +41,16 @@ def findings_of_item(group: Group, item: str, siblings: Sequence[str]) -> list[F
     siblings: all items of the group. A finding without an item is reported by all items, because a failing
     finding must fail some test; an informational finding is then reported by the first item only.
     """
-    kinds = {diff.name: diff.kind for diff in group.tensors}
+    item_of_tensor = {diff.name: item_of(diff.kind) for diff in group.tensors}
     findings = []
     for finding in group.findings:
-        affected = {item_of(kinds[name]) for name in finding.tensors if name in kinds}
+        affected = {item_of_tensor[name] for name in finding.tensors if name in item_of_tensor}
         if finding.values:
             affected.add(VALUES)
         affected &= set(siblings)
-        fallback = siblings[:1] if finding.severity == "info" else siblings
-        if item in (affected or fallback):
+        if not affected:
+            affected = set(siblings[:1] if finding.severity == "info" else siblings)
+        if item in affected:
             findings.append(finding)
     return findings
 
@@ -70,7 +72,9 @@ def judge_item(group: Group, item: str, siblings: Sequence[str]) -> tuple[Group,
     )
     failing = any(finding.fails for finding in findings)
     reason = "" if failing else _undecided_reason(part, is_values=item == VALUES)
-    verdict: Verdict = "out_of_sync" if failing else "undecided" if reason else "in_sync"
+    verdict: Verdict = "undecided" if reason else "in_sync"
+    if failing:
+        verdict = "out_of_sync"
     return replace(part, verdict=verdict), reason
 
 
@@ -87,15 +91,22 @@ def _undecided_reason(part: Group, *, is_values: bool) -> str:
     if unknown:
         return f"{unknown} of {part.counts.tensors} tensors have no usable stored checksum"
     if not is_values and not part.counts.compared:
-        reasons = Counter(f"{diff.reason}: {diff.detail}" if diff.detail else f"{diff.reason}" for diff in part.tensors)
-        details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-        return f"no tensor was compared ({details})" if details else "no tensor was compared; options may exclude all"
-    if (
-        part.evidence.inferred
-        or part.evidence.guessed
-        or (part.labels and any(diff.uncompared for diff in part.tensors))
-    ):
+        return _describe_uncompared(part)
+    evidence = part.evidence
+    has_uncompared_tensor = bool(part.labels) and any(diff.uncompared for diff in part.tensors)
+    if evidence.inferred or evidence.guessed or has_uncompared_tensor:
         return str(words.undecided_reason(Report("undecided", (part,), command="diff")))
     if part.verdict == "undecided":
         return "too few tensors of this group were compared for a verdict"
     return ""
+
+
+def _describe_uncompared(part: Group) -> str:
+    """Return the most common reasons of a part without a compared tensor."""
+    reasons: Counter[str] = Counter()
+    for diff in part.tensors:
+        reasons[f"{diff.reason}: {diff.detail}" if diff.detail else str(diff.reason)] += 1
+    if not reasons:
+        return "no tensor was compared; options may exclude all"
+    details = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
+    return f"no tensor was compared ({details})"
