@@ -108,8 +108,7 @@ class Note(Sentence):
     )
     REFERENCE = "differences are measured against rank {rank}, the reference"
     UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
-    VALUES_ABSENT = "not compared, because missing on {ranks:ranks}: {names:names 5}"
-    DIFF_VALUES_ABSENT = "not compared, because missing in {ranks:ranks}: {names:names 5}"
+    VALUES_ABSENT = "not compared, because missing {ranks:owner}: {names:names 5}"
     CODE_DIFFERS = (
         "the code of the TorchScript archives differs ({ranks:ranks}), and syncheck does not interpret it: compare "
         "torch.jit.load(FILE).code, or skip it with {exclude:option=*(code)}"
@@ -234,15 +233,13 @@ class AdapterProblem(Sentence):
 class Detail(Sentence):
     """Why a tensor was not fully compared, or how replicas differ."""
 
-    MISSING = "not on {ranks:ranks}"
-    DIFF_MISSING = "not in {ranks:ranks}"
+    MISSING = "not {ranks:owner}"
     OWN_PART_MISSING = "not on rank {rank}, which owns it"
     PARTITIONED = "on {ranks:ranks} only: each rank holds its own part"
     SHARDED = "{layout}: no two of these ranks hold the same shard"
     WITHIN_GROUPS = "{layout}: compared within {sets}"
     REFUSED = "{refusal}"
-    REFUSED_ON_SOME = "{refusal} (on {ranks:ranks} only)"
-    DIFF_REFUSED_ON_SOME = "{refusal} (in {ranks:ranks} only)"
+    REFUSED_ON_SOME = "{refusal} ({ranks:owner} only)"
     UNEQUAL = "{values:on_ranks}"
     RNG_STATE = "RNG states differ by design"
     POWERSGD_ERROR = "PowerSGD errors differ by design"

@@ -311,9 +311,9 @@ class Comparison:
         return tuple(replica.rank for replica in self.replicas)
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """A and B for two models; empty for replicas."""
-        return tuple(replica.label for replica in self.replicas if replica.label)
+    def is_pair(self) -> bool:
+        """Whether it compares two models. Their ranks are of type `text.Side`, so texts name A and B."""
+        return any(replica.label for replica in self.replicas)
 
 
 @dataclass(frozen=True, slots=True)

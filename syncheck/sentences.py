@@ -15,10 +15,19 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncheck.errors import current_words
-from syncheck.text import by_rank_text, names_text, number_text, ranks_as_ranges, ranks_text, sets_text, values_text
+from syncheck.text import (
+    by_rank_text,
+    names_text,
+    number_text,
+    owner_text,
+    ranks_as_ranges,
+    ranks_text,
+    sets_text,
+    values_text,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     Writer = Callable[[str, "Part"], str]
 
@@ -50,6 +59,7 @@ class Sentence(Enum):
     - `{verdict:words}`: words from a fixed list
     - `{ranks:ranks}`: "rank 1", "ranks 0, 2"
     - `{ranks:Ranks}`: the same at the start of a sentence
+    - `{ranks:owner}`: "on ranks 0, 2", or "in B" for a side of two models
     - `{ranks:ranges}`: "ranks 0-2,5"
     - `{groups:sets}` or `{groups:sets 3}`: "ranks 0, 2 and ranks 1, 3", 4 or 3 sets of ranks at most
     - `{names:names}` or `{names:names 5}`: the first 3 or 5 names or messages, and how many more there are
@@ -205,6 +215,9 @@ class _Value:
         text = ranks_text(self.content)
         return text[:1].upper() + text[1:]
 
+    def owner(self) -> str:
+        return owner_text(self.content)
+
     def ranges(self) -> str:
         return ranks_as_ranges(self.content)
 
@@ -250,6 +263,7 @@ _FORMATS: dict[str, Callable[[_Value], str]] = {
     "repr": _Value.repr,
     "ranks": _Value.ranks,
     "Ranks": _Value.ranks_first,
+    "owner": _Value.owner,
     "ranges": _Value.ranges,
     "sets": _Value.sets,
     "names": _Value.names,
@@ -261,32 +275,3 @@ _FORMATS: dict[str, Callable[[_Value], str]] = {
     "verb": _Value.verb,
     "number": _Value.number,
 }
-
-
-def relabel(message: Message, labels: Sequence[str]) -> Message:
-    """Replace ranks in a message by labels: two models are A and B, not ranks 0 and 1.
-
-    A sentence NAME gives way to the sentence DIFF_NAME of its topic, if there is one.
-    """
-    code = type(message.code).__members__.get(f"DIFF_{message.code.name}", message.code)
-    parsed = Formatter().parse(message.code.value)
-    specs = {name: spec or "" for _, name, spec, _ in parsed if name and not (spec or "").startswith("verb")}
-    return Message(code, {k: _relabel_value(v, specs.get(k, ""), labels) for k, v in message.parameters.items()})
-
-
-def _relabel_value(value: Any, spec: str, labels: Sequence[str]) -> Any:
-    def names(ranks: Iterable[int | str]) -> tuple[str, ...]:
-        return tuple(labels[rank] if isinstance(rank, int) else rank for rank in ranks)  # a message may be relabelled
-
-    kind = spec.partition(" ")[0]
-    if kind in ("ranks", "Ranks"):
-        return names(value)
-    if kind == "sets":
-        return tuple(map(names, value))
-    if kind == "by_rank":
-        return dict(zip(names(value), value.values(), strict=True))
-    if kind == "on_ranks":
-        return tuple((_relabel_value(of, "", labels), names(ranks)) for of, ranks in value)
-    if isinstance(value, tuple):
-        return tuple(_relabel_value(part, "", labels) for part in value)
-    return relabel(value, labels) if isinstance(value, Message) else value

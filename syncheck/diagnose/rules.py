@@ -64,10 +64,9 @@ from syncheck.diagnose import (
 )
 from syncheck.diagnose.case import Case, Rule
 from syncheck.diagnose.history import history_of
-from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper
+from syncheck.diagnose.sentences import choose_cause, choose_fix, describe_wrapper, for_two_models
 from syncheck.diagnose.tied_names import add_copies, fold_ties
 from syncheck.records import Finding, largest_first, minority_of, sets_within
-from syncheck.sentences import relabel
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -257,17 +256,12 @@ def diagnose(
 
 def diagnose_difference(pair: Comparison, allow: frozenset[str] = frozenset()) -> tuple[Finding, ...]:
     """Return findings for every difference of two models. SYN399 covers all unexplained differences."""
-    found = _apply_rules(DIFF_RULES, pair, (), allow)
-    return tuple(
-        replace(
-            finding,
-            ranks=(),
-            facts=tuple(relabel(fact, pair.labels) for fact in finding.facts),
-            cause=relabel(finding.cause, pair.labels),
-            fix=relabel(finding.fix, pair.labels),
-        )
-        for finding in found
-    )
+    findings = []
+    for finding in _apply_rules(DIFF_RULES, pair, (), allow):
+        facts = tuple(map(for_two_models, finding.facts))
+        cause, fix = for_two_models(finding.cause), for_two_models(finding.fix)
+        findings.append(replace(finding, ranks=(), facts=facts, cause=cause, fix=fix))
+    return tuple(findings)
 
 
 def _apply_rules(
@@ -279,7 +273,7 @@ def _apply_rules(
     findings: list[Finding] = []
     for rule in rules:
         case = Case(group, tensors, values, series or (group,))
-        of_runs = bool(group.labels) and rule.CODE in two_runs.CODES
+        of_runs = group.is_pair and rule.CODE in two_runs.CODES
         if of_runs and not two_runs.may_explain(rule.CODE, case):
             continue
         match = rule.apply(case)

@@ -97,7 +97,7 @@ def apply(case: Case) -> Match | None:
     if tensors and all(diff.kind in OPTIMIZER for diff in tensors):
         # The optimizer of a rank has no state of a parameter that it never updated.
         return replace(match, certainty="consistent", alternatives=("SYN225", "SYN215"))
-    if case.group.labels and _may_be_renamed(tensors, case.group.ranks):
+    if case.group.is_pair and _may_be_renamed(tensors, case.group.ranks):
         return replace(
             match,
             certainty="consistent",

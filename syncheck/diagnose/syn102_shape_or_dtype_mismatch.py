@@ -119,7 +119,7 @@ def _choose_cause(
         return Text.CAUSE_NO_VALUES, Text.FIX_NO_VALUES
     if forms:
         return Text.CAUSE_STORED, Text.FIX_STORED
-    if not case.group.labels:
+    if not case.group.is_pair:
         return None, None
     if "dtype" not in reasons:
         return None, Text.DIFF_FIX_SHAPES

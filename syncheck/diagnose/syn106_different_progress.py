@@ -104,7 +104,7 @@ def apply(case: Case) -> Match | None:
     by_rank = _comparable_values(progress)
     facts = (Text.PROGRESS(name=progress.name, values=by_rank),)
     ranks = find_minority(by_rank) or case.group.ranks
-    if case.group.labels or not _may_be_skipped(case):
+    if case.group.is_pair or not _may_be_skipped(case):
         return _match(case, ranks, facts, by_rank)
     match = _match(case, ranks, (*facts, Text.MAY_BE_SKIPPED()), by_rank)
     match = replace(match, cause=Text.CAUSE_UNCOUNTED, fix=Text.FIX_UNCOUNTED)

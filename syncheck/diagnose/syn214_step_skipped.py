@@ -158,7 +158,7 @@ def _match_lag(case: Case, counters: tuple[StepCounter, ...], most: StepCounter)
         *_doubts(case, most),
     ]
     match = Match(tensors, ranks, facts, (*names_of_values(counters), *trackers(case, ranks)))
-    if not case.group.labels:  # two runs have a cause of their own
+    if not case.group.is_pair:  # two runs have a cause of their own
         match = replace(match, cause=progress.choose_cause(), fix=progress.choose_fix())
     others = _find_alternatives(case, most)
     return replace(match, certainty="consistent", alternatives=others or ("SYN217",))

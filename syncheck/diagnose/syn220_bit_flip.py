@@ -135,12 +135,12 @@ def apply(case: Case) -> Match | None:
         facts = [fact for damage in damages for fact in _facts(damage, case)]
         match = case.make_match(list(chain(*damages)), [*facts, *rest_facts(case)])
         # Replicas have one history, but somebody may have edited one of two models.
-        if case.group.labels and not all(_is_clear_flip(damage) for damage in damages):
+        if case.group.is_pair and not all(_is_clear_flip(damage) for damage in damages):
             return replace(match, certainty="consistent", alternatives=("SYN399",))
         return (
-            match if case.group.labels or all(_is_likely(damage, case) for damage in damages) else _doubt(match, case)
+            match if case.group.is_pair or all(_is_likely(damage, case) for damage in damages) else _doubt(match, case)
         )
-    return _match_two_models(case) if case.group.labels else None
+    return _match_two_models(case) if case.group.is_pair else None
 
 
 def _is_likely(damage: list[TensorDiff], case: Case) -> bool:
@@ -233,7 +233,7 @@ def _facts(damage: list[TensorDiff], case: Case) -> list[Message]:
     if proof is None and evidence_of(shown).flipped_bits:
         facts.append(Text.BITS(bits=evidence_of(shown).flipped_bits))
     facts += follower_facts(damage[1:])
-    if proof is not None and not case.group.labels and not _is_conclusive(proof, case.group):
+    if proof is not None and not case.group.is_pair and not _is_conclusive(proof, case.group):
         facts.append(Text.DOUBTFUL())
     if proof is None:
         facts.append(_describe_earlier(_find_earlier_flip(damage, case)))

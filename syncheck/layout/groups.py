@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from syncheck.layout.path_numbers import split_path
 from syncheck.messages import Grouping
+from syncheck.text import Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +35,7 @@ class ReplicaGroup:
     run: a name for the group. step: of the run, if known. ranks: each member's rank, or its position if its rank is
     unknown. grouping: how the group was found. label: the name without the folder or run_id that distinguishes `run`
     from other groups of this call, because these depend on the machine and the launch. paired: the ranks of a running
-    job, which pair parameters and buffers by position. two_models: not replicas but A and B, whose values are compared
-    as in files, also in memory.
+    job, which pair parameters and buffers by position.
     """
 
     run: str
@@ -45,7 +45,11 @@ class ReplicaGroup:
     run_id: str | None = None
     label: str = ""
     paired: bool = False
-    two_models: bool = False
+
+    @property
+    def two_models(self) -> bool:
+        """Whether its members are two models, not replicas. Their values are compared as in files, also in memory."""
+        return any(isinstance(rank, Side) for rank, _ in self.ranks)
 
 
 def partition_by(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:

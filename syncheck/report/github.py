@@ -169,7 +169,7 @@ def _text(occurrence: _Occurrence) -> tuple[str, ...]:
     group, finding = occurrence.group, occurrence.finding
     names = frozenset(finding.tensors)
     worst = tables.sort_worst_first(diff for diff in group.tensors if diff.name in names)
-    rows = [_row(diff.name, tables.difference_cells(diff, group.labels)) for diff in worst[:_MOST_TENSORS]]
+    rows = [_row(diff.name, tables.difference_cells(diff)) for diff in worst[:_MOST_TENSORS]]
     if len(worst) > _MOST_TENSORS:
         rows.append(f"- and {len(worst) - _MOST_TENSORS} more")
     rows += tables.place_lines(worst[:_MOST_TENSORS], group)

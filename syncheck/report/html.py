@@ -155,7 +155,7 @@ def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
         parts.append(f"{len(steps)} steps, {min(steps)} to {max(steps)}")
     ranks: set[int] = set()
     for group in groups:
-        if not group.labels:
+        if not group.is_pair:
             ranks.update(group.ranks)
     if ranks:
         parts.append(ranks_as_ranges(sorted(ranks)))
@@ -305,7 +305,7 @@ def _run(groups: Sequence[Group], number: int, *, is_open: bool) -> list[str]:
 
 
 def _file_table(group: Group) -> str:
-    columns = ("file", "model" if group.labels else "rank", "format", "tensors", "bytes")
+    columns = ("file", "model" if group.is_pair else "rank", "format", "tensors", "bytes")
     rows = []
     for replica in group.replicas:
         rank, size = replica.label or str(replica.rank), words.bytes_text(replica.bytes)

@@ -93,7 +93,7 @@ def _undecided_reason(part: Group, *, is_values: bool) -> str:
     if not is_values and not part.counts.compared:
         return _describe_uncompared(part)
     evidence = part.evidence
-    has_uncompared_tensor = bool(part.labels) and any(diff.uncompared for diff in part.tensors)
+    has_uncompared_tensor = part.is_pair and any(diff.uncompared for diff in part.tensors)
     if evidence.inferred or evidence.guessed or has_uncompared_tensor:
         return str(words.undecided_reason(Report("undecided", (part,), command="diff")))
     if part.verdict == "undecided":

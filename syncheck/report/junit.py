@@ -88,7 +88,7 @@ def _group(suite: ET.Element, group: Group, report: Report) -> None:
 
 def _add_properties(suite: ET.Element, group: Group) -> None:
     values = {"verdict": group.verdict, "run": group.run}
-    if not group.labels:
+    if not group.is_pair:
         values["replicas"] = str(len(group.replicas))
     if group.step is not None:
         values["step"] = str(group.step)

@@ -77,7 +77,7 @@ class _Index:
 def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
     """Return the data of a run. Rows refer to names, texts and sets of columns by number. most: rows of each step."""
     last = groups[-1]
-    columns = [] if last.labels else _rank_columns(groups)
+    columns = [] if last.is_pair else _rank_columns(groups)
     diffs_of_steps = [tables.tensors_to_list(group) for group in groups]
     names = _model_order(groups, [diffs[:most] for diffs in diffs_of_steps])
     positions = {name: position for position, name in enumerate(names)}
@@ -88,7 +88,7 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
         for diff in diffs[:most]:
             name, *cells = tables.cells(diff, group)
             cell_numbers = [texts[one_line(cell)] for cell in cells]
-            column_set = (0,) if group.labels else _differing_columns(diff, group, columns)
+            column_set = (0,) if group.is_pair else _differing_columns(diff, group, columns)
             rows.append([positions[name], *cell_numbers, difference_of(diff), sets[column_set]])
         steps.append(
             {
@@ -99,8 +99,8 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
             }
         )
     return {
-        "columns": ["difference"] if last.labels else [ranges_text(ranks) for ranks in columns],
-        "axis": "" if last.labels else "rank",
+        "columns": ["difference"] if last.is_pair else [ranges_text(ranks) for ranks in columns],
+        "axis": "" if last.is_pair else "rank",
         "names": [one_line(name) for name in names],
         "texts": list(texts.numbers),
         "sets": list(map(list, sets.numbers)),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncheck.records import sets_within
 from syncheck.sentences import Sentence, write_plain
-from syncheck.text import brief, one_line, ranges_text
+from syncheck.text import Side, brief, one_line, owner_text, ranges_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -32,8 +32,7 @@ class Cell(Sentence):
     BY_REASON = "by {reason:words}: {detail}"
     CLOSE = "close: {tolerance}"
     DIFFERING = "{count} of {total}"
-    NOT_FINITE = "{cell} (not finite on some ranks)"
-    DIFF_NOT_FINITE = "{cell} (not finite in one model)"
+    NOT_FINITE = "{cell} (not finite {owners:words})"
     DIFFERING_CLOSE = "{cell}, close: {tolerance}"
 
 
@@ -41,22 +40,22 @@ class Location(Sentence):
     """The files with the largest difference of a tensor of two models."""
 
     LARGEST = "largest difference of {tensor:name}: {places:list}"
-    FILE = "{side:words} {path:name}"
-    FILE_OF_RANK = "{side:words} {path:name} (rank {rank})"
+    FILE = "{side:ranks} {path:name}"
+    FILE_OF_RANK = "{side:ranks} {path:name} (rank {rank})"
     STORED = "{file}, {element:name}"
 
 
 def columns(group: Group) -> tuple[str, ...]:
     """Return the headings of the table of tensors, for `cells`."""
-    return ("tensor", "kind", "worst at" if group.labels else "ranks", "differing", *NUMBERS)
+    return ("tensor", "kind", "worst at" if group.is_pair else "ranks", "differing", *NUMBERS)
 
 
 def cells(diff: TensorDiff, group: Group, write: Writer = write_plain) -> tuple[str, ...]:
     """Return the row of a tensor in the table: for two models with the index of the worst element, else with ranks."""
     location = clusters_text(diff)
-    if group.labels:
+    if group.is_pair:
         location = "" if diff.index is None else str(list(diff.index))
-    return diff.name, diff.kind, location, *difference_cells(diff, group.labels, write)
+    return diff.name, diff.kind, location, *difference_cells(diff, write)
 
 
 def clusters_text(diff: TensorDiff) -> str:
@@ -77,14 +76,12 @@ def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
     return " | ".join(texts)
 
 
-def difference_cells(
-    diff: TensorDiff, labels: Sequence[str] = (), write: Writer = write_plain
-) -> tuple[str, str, str, str]:
+def difference_cells(diff: TensorDiff, write: Writer = write_plain) -> tuple[str, str, str, str]:
     """Return differing elements, max abs, max rel and max ULP of a tensor, or why it was not compared.
 
-    labels: of two models. write: writes the names in the first cell.
+    write: writes the names in the first cell.
     """
-    differing = one_line(_describe_difference(diff, labels).render(write))
+    differing = one_line(_describe_difference(diff).render(write))
     if diff.status == "not_compared":
         return differing, "", "", ""
     if diff.mismatched is None:
@@ -94,7 +91,7 @@ def difference_cells(
     return differing, difference_text(diff.max_abs), relative, ulp
 
 
-def _describe_difference(diff: TensorDiff, labels: Sequence[str]) -> Message:
+def _describe_difference(diff: TensorDiff) -> Message:
     if diff.status == "not_compared":
         return Cell.REASON(reason=str(diff.reason), detail=diff.detail)
     if diff.mismatched is None and diff.reason:
@@ -103,10 +100,10 @@ def _describe_difference(diff: TensorDiff, labels: Sequence[str]) -> Message:
         # Tensors of different dtypes that are close after a conversion have no reason.
         return Cell.CLOSE(tolerance=diff.tolerance)
     cell = Cell.DIFFERING(count=diff.mismatched, total=diff.numel)
-    ranks_not_finite = sum(1 for count in diff.nonfinite.values() if count)
-    if 0 < ranks_not_finite < len(diff.nonfinite):
-        sentence = Cell.DIFF_NOT_FINITE if labels else Cell.NOT_FINITE
-        cell = sentence(cell=cell)
+    ranks_not_finite = [rank for rank, count in diff.nonfinite.items() if count]
+    if 0 < len(ranks_not_finite) < len(diff.nonfinite):
+        is_pair = isinstance(ranks_not_finite[0], Side)
+        cell = Cell.NOT_FINITE(cell=cell, owners="in one model" if is_pair else "on some ranks")
     if diff.status == "close":
         return Cell.DIFFERING_CLOSE(cell=cell, tolerance=diff.tolerance)
     return cell
@@ -119,7 +116,7 @@ def difference_text(difference: float | None) -> str:
 
 def place_lines(diffs: Iterable[TensorDiff], group: Group, write: Writer = write_plain) -> list[str]:
     """Return the files with the largest difference of each tensor, if two models differ and one has several files."""
-    if not group.labels:
+    if not group.is_pair:
         return []
     diffs = [diff for diff in diffs if diff.places]
     is_mapped = any(place.tensor for diff in diffs for place in diff.places.values())
@@ -127,18 +124,18 @@ def place_lines(diffs: Iterable[TensorDiff], group: Group, write: Writer = write
         return []
     lines = []
     for diff in diffs:
-        places = [_describe_place(place, group.labels[side]) for side, place in diff.places.items()]
+        places = [_describe_place(place, side) for side, place in diff.places.items()]
         lines.append(Location.LARGEST(tensor=diff.name, places=places).render(write))
     return lines
 
 
-def _describe_place(place: Place, label: str) -> Message:
+def _describe_place(place: Place, side: int) -> Message:
     # The path of a rank in memory ends with the rank.
     is_rank_in_path = place.path.endswith(f" on rank {place.rank}")
     if place.rank is None or is_rank_in_path:
-        file = Location.FILE(side=label, path=place.path)
+        file = Location.FILE(side=(side,), path=place.path)
     else:
-        file = Location.FILE_OF_RANK(side=label, path=place.path, rank=place.rank)
+        file = Location.FILE_OF_RANK(side=(side,), path=place.path, rank=place.rank)
     if not place.tensor:
         return file
     index = list(place.index) if place.index else ""
@@ -197,19 +194,13 @@ def kind_cell(counts: Counts) -> str:
     return f"{counts.tensors} agree" if counts.tensors else "-"
 
 
-def values_text(values: Iterable[ValueDiff], labels: Sequence[str] = ()) -> str:
-    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks.
-
-    labels: of two models, instead of ranks.
-    """
+def values_text(values: Iterable[ValueDiff]) -> str:
+    """Return the Python values that differ: 'lr: 0.1 on rank 0, 0.2 on rank 1'. Skips values missing on some ranks."""
     # A note names the attributes that differ.
     complete = [value for value in values if None not in value.by_rank.values() and value.kind != "attribute"]
     texts = []
     for value in complete[:_MOST_VALUES]:
-        parts = []
-        for rank, content in value.by_rank.items():
-            owner = f"in {labels[rank]}" if labels else f"on rank {rank}"
-            parts.append(f"{brief(content, 40)} {owner}")
+        parts = [f"{brief(content, 40)} {owner_text((rank,))}" for rank, content in value.by_rank.items()]
         texts.append(f"{value.name}: {', '.join(parts[:4])}")
     if len(complete) > _MOST_VALUES:
         texts.append(f"and {len(complete) - _MOST_VALUES} more")

@@ -121,7 +121,7 @@ def _group(group: Group, limit: int, all_rows: Hint) -> list[Part]:
         parts += [_kinds(group), BLANK]
     for finding in group.findings:
         parts += _finding(finding)
-    values = tables.values_text(group.values, group.labels)
+    values = tables.values_text(group.values)
     if values:
         parts += [line(f"values that differ: {values}", "dim", 2), BLANK]
     return parts + _tensors(group, limit, all_rows)

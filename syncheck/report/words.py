@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from syncheck.messages import Hint, Note, Undecided
 from syncheck.records import Reason
 from syncheck.sentences import Part, Sentence, write_plain
-from syncheck.text import one_line
+from syncheck.text import one_line, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -203,7 +203,7 @@ def _find_claimed_twice(report: Report) -> Message | None:
 def _find_uncompared_of_models(report: Report) -> Message | None:
     uncompared = []
     for group in report.groups:
-        if group.labels:
+        if group.is_pair:
             uncompared += [diff for diff in group.tensors if diff.uncompared]
     return _not_compared(uncompared)
 
@@ -305,15 +305,15 @@ def group_title(group: Group) -> str:
 
 def replica_count(group: Group) -> str:
     """Return the end of the title of a group: ', 2 replicas', or nothing for two models."""
-    if group.labels:
+    if group.is_pair:
         return ""
     count = len(group.replicas)
     return f", {count} replica{'s' if count != 1 else ''}"
 
 
 def replica_title(replica: Replica) -> str:
-    """Return the rank, or the label of one of two models."""
-    return replica.label or f"rank {replica.rank}"
+    """Return the rank, or the side of one of two models."""
+    return ranks_text((replica.rank,))
 
 
 def replica_text(replica: Replica) -> str:
