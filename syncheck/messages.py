@@ -41,11 +41,13 @@ class Grouping(Sentence):
 class Note(Sentence):
     """Notes about a group of replicas: options, missing data and guesses."""
 
+    # The values of the model, and what they mean for training.
     ONLY_SHARDS = "no tensor compared: every rank holds its own shards"
     NOT_FINITE = "the model is not finite: {count:count tensor} {count:verb holds|hold} NaN or infinity: {names:names}"
     NOT_FINITE_SINCE = "{fact}; finite at step {finite}, not finite since step {since}, first in {first:names}"
     NOT_FINITE_FROM_START = "{fact}; since the first step compared ({since}), first in {first:names}"
     RANK_0_UNAFFECTED = "training is not affected if the file of rank 0 is the one that is used"
+    # Two models: copies within a side, the map of names, and adapters.
     SUBSET = "not in B, and accepted: {count:count tensor} of A: {names:names}"
     COPIES = "{side}: {files} {unit}; copies of {tensors:count tensor} were compared with each other first"
     NO_COPIES = "{side}: {files} {unit}, each with its own part of the model"
@@ -84,6 +86,7 @@ class Note(Sentence):
         "{side}: the map {map} does not fit {names:names}: their shapes are others, or a part has the name of another "
         "tensor"
     )
+    # The metadata of files, which may contradict the files.
     RANKS_NOT_COMPARED = "no tensor of {ranks:ranks} was compared: no other rank holds the same shards"
     RANKS_ABSENT = "no file from {ranks:ranks}, although the metadata lists {world_size} ranks"
     TOO_MANY_RANKS = (
@@ -102,12 +105,14 @@ class Note(Sentence):
         "syncheck.metadata(model=...) in the file"
     )
     UNKNOWN_CLASSES = "objects of unknown classes were not compared, but tensors in them were: {classes:list}"
+    # Options of the comparison.
     QUICK = (
         "compared by the checksums stored in the files, without tolerances. No tensor was read: damage after saving "
         "goes unnoticed, and only a comparison without {quick:option} finds the elements that differ"
     )
     REFERENCE = "differences are measured against rank {rank}, the reference"
     UNUSED_TOLERANCES = "tolerances that match no tensor: {names:list}; kinds are {kinds:list}"
+    # Python values beside the tensors.
     VALUES_ABSENT = "not compared, because missing {ranks:owner}: {names:names 5}"
     CODE_DIFFERS = (
         "the code of the TorchScript archives differs ({ranks:ranks}), and syncheck does not interpret it: compare "
@@ -135,6 +140,7 @@ class Note(Sentence):
         "and load the state of each rank, or seed each rank: `torch.manual_seed(seed + rank)`"
     )
     METRICS = "states of metrics differ between ranks by design, until compute() reduces them: {names:names 5}"
+    # What the readers skip or cannot know.
     NOT_READ_IN_FULL = "not read in full, so tensors in them may be missing from the comparison: {objects}"
     FINGERPRINT = (
         "a fingerprint shows which tensors differ, but not which elements; tolerances do not apply, and -0.0 and 0.0 "
@@ -167,6 +173,7 @@ class Note(Sentence):
 class Refusal(Sentence):
     """Why the bytes of a tensor cannot be compared. Fingerprints store the text."""
 
+    # Kinds of tensors whose bytes are not in the file, or have no known form.
     SHARDED_TENSOR = "a ShardedTensor holds only this rank's shards"
     SHARDED_DTENSOR = "a DTensor without a readable mesh holds only this rank's shard"
     SPARSE = "a sparse tensor"
@@ -192,6 +199,7 @@ class Refusal(Sentence):
     SET_MEMBER = "a member of a set, which has no order"
     HUGE_VIEW = "a view that shows {stored} stored bytes as {shown:.3g}"
     FLAT_PARAMETER = "sharded by FSDP: a flat parameter holds only this rank's shard"
+    # Two models.
     AMBIGUOUS_NAME = "several tensors of the other model have the same data"
     ADAPTER_PART = "a part of an adapter that was not merged: {problem}"
     UNPLACED_PARTS = "the files do not show which part of the tensor each rank holds ({layout})"
@@ -246,6 +254,7 @@ class Detail(Sentence):
     AMBIGUOUS_LAYOUT = "{layout}"
     UNCLEAR_PARTITIONING = "the files do not show whether each rank holds its own part of the optimizer state"
     INCOMPLETE_PARTITIONING = "some parts of the optimizer state are missing"
+    # Fingerprints, stored checksums and live digests.
     OTHER_ALGORITHMS = "digests of different algorithms ({algorithms}); recreate the fingerprints with one version"
     DIGESTS_ONLY = "the digests differ; nothing else is known"
     MOMENTS_AGREE = "the digests differ, but min, max, mean and std do not"
@@ -255,6 +264,7 @@ class Detail(Sentence):
     STORED_DIFFERENTLY = "the files store the tensor with different strides, byte order or pending operations"
     VIEW = "the tensor is a view of a storage that differs; only its bytes show whether the view differs"
     NO_CHECKSUM = "some files store no checksum of the tensor"
+    # Two models.
     ADAPTER_PARTS = "{names:names} of the adapter may change it, and {names:verb was|were} not merged: {problem}"
     UNTIED = "the adapter replaces another name of this tied weight, and may have replaced this name or not"
     HIDDEN_ADAPTER = "the rounding of the adapter's product is as large as the product"
@@ -263,6 +273,7 @@ class Detail(Sentence):
 class Fact(Sentence):
     """Evidence that every kind of finding may have."""
 
+    # Evidence of an event file, which has only the text.
     TEXT = "{text}"
     NOT_IN_BASELINE = "not in the baseline: {names:names}"
 

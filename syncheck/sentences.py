@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from itertools import cycle
 from string import Formatter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,6 +83,7 @@ class Sentence(Enum):
     def key(self) -> str:
         """The name of the sentence in a document: `Note.QUICK`, or `SYN201.CAUSE` in the module of a rule."""
         topic = type(self).__name__
+        # Each rule has a topic of this name in a module such as `syn201_bn_local_stats`.
         if topic == "Text":
             rule = type(self).__module__.rpartition(".")[2]
             topic = rule.partition("_")[0].upper()
@@ -100,6 +102,7 @@ class Message:
         return self.render()
 
     def __hash__(self) -> int:
+        # Values of parameters may be mappings, which have no hash.
         return hash((self.code, *self.parameters))
 
     def render(self, write: Writer = write_plain) -> str:
@@ -135,21 +138,23 @@ class _Field(NamedTuple):
     argument: str
 
 
+# Large comparisons render a template for each of thousands of tensors.
 @cache
 def _parse(template: str) -> tuple[_Literal | _Field, ...]:
     pieces: list[_Literal | _Field] = []
     for literal, name, spec, conversion in Formatter().parse(template):
-        is_code = False
-        for text in literal.split("`"):
-            if text:
-                pieces.append(_Literal(text, Part.CODE if is_code else Part.WORDS))
-            is_code = not is_code
+        # Backticks come in pairs, so every other text is code.
+        for text, part in zip(literal.split("`"), cycle((Part.WORDS, Part.CODE)), strict=False):
+            pieces.append(_Literal(text, part))
+        # A literal at the end of the template has no field after it.
         if name is not None:
-            pieces.append(_parse_field(name, "repr" if conversion == "r" else spec or ""))
+            pieces.append(_parse_field(name, spec or "", conversion))
     return tuple(pieces)
 
 
-def _parse_field(name: str, spec: str) -> _Field:
+def _parse_field(name: str, spec: str, conversion: str | None) -> _Field:
+    if conversion == "r":
+        spec = "repr"
     kind, _, argument = spec.partition(" ")
     if kind.startswith("option="):
         # The value of an option may contain spaces.
@@ -162,7 +167,9 @@ def _option_text(option: _Field) -> str:
     words = current_words()
     if option.argument.startswith("="):
         value = option.argument[1:]
-        return words.pair(option.name, int(value) if value.isdecimal() else value)
+        if value.isdecimal():
+            return words.pair(option.name, int(value))
+        return words.pair(option.name, value)
     if option.argument:
         return words.placeholder(option.name, option.argument)
     return words.name(option.name)
@@ -183,6 +190,7 @@ class _Value:
             return content.render(self.write)
         if isinstance(content, (int, float)):
             return format(content, spec)
+        # Tuples accept no format specification.
         if isinstance(content, tuple):
             content = str(content)
         return self.write(format(content, spec), Part.TEXT)
@@ -201,6 +209,7 @@ class _Value:
         return self.write(str(content), Part.NAME)
 
     def quoted(self) -> str:
+        # Other surfaces show that it is a name in their own way.
         if self.write is write_plain:
             return f"`{self.content}`"
         return self.write(self.content, Part.NAME)
@@ -249,13 +258,16 @@ class _Value:
 
     def verb(self) -> str:
         singular, _, plural = self.field.argument.partition("|")
-        count = self.content if isinstance(self.content, int) else len(self.content)
+        count = self.content
+        if not isinstance(count, int):
+            count = len(count)
         return singular if count == 1 else plural
 
     def number(self) -> str:
         return number_text(self.content, int(self.field.argument or 6))
 
 
+# The kinds of format specifications; values without a kind may have one of `str.format`.
 _FORMATS: dict[str, Callable[[_Value], str]] = {
     "words": _Value.words,
     "name": _Value.name,

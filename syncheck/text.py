@@ -92,6 +92,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def _digits_to_distinguish(numbers: set[float]) -> int:
+    """Return the fewest digits, of 6, 9 and 17, that show which numbers differ."""
+    for digits in (6, 9):
+        if len({f"{number:.{digits}g}" for number in numbers}) == len(numbers):
+            return digits
+    return 17
+
+
 def owner_text(ranks: Sequence[int]) -> str:
     """Return where a value is: 'on ranks 0, 2', or 'in B' for a side."""
     preposition = "in" if ranks and isinstance(ranks[0], Side) else "on"
@@ -124,9 +132,7 @@ def by_rank_text(values: Mapping[int, object], most: int = 4, write_value: Calla
 
     write_value: formats the text of values that are not numbers.
     """
-    floats = {value for value in values.values() if isinstance(value, float)}
-    # The fewest digits that show which values differ.
-    digits = next((n for n in (6, 9) if len({f"{value:.{n}g}" for value in floats}) == len(floats)), 17)
+    digits = _digits_to_distinguish({value for value in values.values() if isinstance(value, float)})
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         if value is None:
@@ -138,6 +144,7 @@ def by_rank_text(values: Mapping[int, object], most: int = 4, write_value: Calla
         ranks_of.setdefault(text, []).append(rank)
     sets = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
     texts = [f"{text} {owner_text(ranks)}" for text, ranks in sets[:most]]
+    # The number of further values, not of further ranks.
     return names_text(texts, most, len(sets), " and ")
 
 

@@ -94,6 +94,7 @@ def describe_check(report: Report) -> dict[str, Any]:
         if group.not_finite is not None:
             not_finite_count += group.not_finite.count
             not_finite_names += group.not_finite.names
+    # The order of the model shows where a difference begins.
     worst = {diff.name for diff in sort_worst_first(differing)[:_MOST_TENSORS]}
     return {
         "kinds": {kind: asdict(counts) for kind, counts in kinds.items()},
@@ -173,8 +174,8 @@ class _EventFile:
     def _start_run(self, event: Mapping[str, Any], number: int) -> None:
         self.ranks = tuple(sorted(map(_read_natural, event["ranks"])))
         first = _read_natural(event["step"])
-        steps = [check.step for check in self.checks if check.run == self.run and check.step]
-        if any(step >= first for step in steps):
+        last_step = max((check.step or 0 for check in self.checks if check.run == self.run), default=0)
+        if last_step and last_step >= first:
             # Another run appended to the file.
             self.run = f"{Path(self.path).stem} from line {number}"
 
@@ -202,6 +203,7 @@ def _read_lines(path: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _make_group(event: Mapping[str, Any], run: str, ranks: tuple[int, ...], path: str) -> Group:
     step, verdict = _read_natural(event["step"]), event["verdict"]
+    # The file may be of a later version, or no file of a monitor.
     if verdict not in _VERDICTS:
         raise ValueError(f"verdict {verdict!r}")
     tensors, compared = _read_natural(event["tensors"]), _read_natural(event["compared"])
@@ -243,14 +245,15 @@ def _make_not_finite(row: Mapping[str, Any] | None) -> NotFinite | None:
 
 
 def _make_diff(row: Mapping[str, Any]) -> TensorDiff:
-    values: dict[str, Any] = {name: str(row[name]) for name in _TEXTS}
-    values |= {name: _read_integers(row[name]) for name in _INTEGERS}
-    for name in _NUMBERS:
-        values[name] = _read_size(row[name])
+    values: dict[str, Any] = {}
+    for names, read in ((_TEXTS, str), (_INTEGERS, _read_integers), (_NUMBERS, _read_size)):
+        values |= {name: read(row[name]) for name in names}
     if values["status"] not in ("different", "not_compared"):
         raise ValueError(f"status {values['status']!r}")
-    values["reason"] = None if row["reason"] is None else Reason(row["reason"])
-    values["detail"] = None if row["detail"] is None else Fact.TEXT(text=str(row["detail"]))
+    if row["reason"] is not None:
+        values["reason"] = Reason(row["reason"])
+    if row["detail"] is not None:
+        values["detail"] = Fact.TEXT(text=str(row["detail"]))
     values["nonfinite"] = {_read_natural(rank): _read_natural(n) for rank, n in row["nonfinite"]}
     return TensorDiff(**values)
 

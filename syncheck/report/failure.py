@@ -33,10 +33,12 @@ def message(report: Report, limit: int = MOST_ROWS) -> str:
 
     limit: tensors listed per group, 0 for all.
     """
-    failing = [group for group in report.groups if group.verdict != "in_sync" or _refused(group)]
+    failing = [group for group in report.groups if group.verdict != "in_sync" or any(map(_is_refused, group.tensors))]
     failing.sort(key=lambda group: group.verdict != "out_of_sync")
     worst = replace(report, groups=tuple(_cut_group(group, limit) for group in failing[:MOST_GROUPS]))
-    codes = dict.fromkeys(finding.code for group in failing for finding in group.findings if finding.fails)
+    codes: dict[str, None] = {}
+    for group in failing:
+        codes.update(dict.fromkeys(finding.code for finding in group.findings if finding.fails))
     lines = [_title(report, ", ".join(codes)), "", *plain.render(text_of.comparison_body(worst, limit)).splitlines()]
     if len(failing) > MOST_GROUPS:
         lines += [f"and {len(failing) - MOST_GROUPS} more groups not in sync", ""]
@@ -51,7 +53,8 @@ def _title(report: Report, codes: str) -> str:
     subject = "A and B" if report.command == "diff" else "replicas"
     if report.verdict == "out_of_sync":
         return f"{subject} are out of sync: {codes}"
-    return f"{subject} are not known to be in sync{f': {codes}' if codes else ''}"
+    title = f"{subject} are not known to be in sync"
+    return f"{title}: {codes}" if codes else title
 
 
 def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
@@ -66,12 +69,11 @@ def group_text(group: Group, all_rows: Hint = Hint.ALL_ROWS_IN_JSON) -> str:
 
 def uncompared_tensors(report: Report) -> list[TensorDiff]:
     """Return the tensors without a comparison, except shards and tensors skipped by design."""
-    return [diff for group in report.groups for diff in _refused(group)]
+    return [diff for diff in report.tensors if _is_refused(diff)]
 
 
-def _refused(group: Group) -> list[TensorDiff]:
-    uncompared = [diff for diff in group.tensors if diff.status == "not_compared"]
-    return [diff for diff in uncompared if diff.reason in _REFUSALS]
+def _is_refused(diff: TensorDiff) -> bool:
+    return diff.status == "not_compared" and diff.reason in _REFUSALS
 
 
 def _verdict(report: Report) -> str:

@@ -173,6 +173,7 @@ def _steps_in_sync(history: History) -> list[Message]:
 def _differences(history: History) -> list[Message]:
     """Return the largest difference at the first step out of sync and at the last step; empty if both are unknown."""
     points = [point for point in history.points if point.step >= history.since]
+    # Points before the first difference have no size.
     first, last = points[0].max_abs, points[-1].max_abs
     if first is None and last is None:
         return []

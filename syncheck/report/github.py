@@ -95,8 +95,9 @@ def _problems(report: Report) -> Iterator[Annotation]:
     if omitted := words.omission_lines(report):
         paths = [group.replicas[0].path for group in report.groups if group.verdict == "alone"]
         paths += [alias.path for alias in report.aliases]
-        title = "syncheck: some files were not compared"
-        yield Annotation("warning", title, tuple(omitted), paths[0] if paths else "")
+        # Files that are not checkpoints have no paths in a report.
+        path = paths[0] if paths else ""
+        yield Annotation("warning", "syncheck: some files were not compared", tuple(omitted), path)
 
 
 def _first_lines(texts: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncheck.diagnose.series import by_run, shown_steps
 from syncheck.records import Counts
 from syncheck.report import finding_text, tables, words
-from syncheck.report.page_data import bin_counts, bin_label, bins_in_use, encode, make_curves, make_data
+from syncheck.report.page_data import (
+    bin_counts,
+    bin_label,
+    bins_in_use,
+    encode,
+    find_histograms,
+    make_curves,
+    make_data,
+)
 from syncheck.text import one_line, ranks_as_ranges
 
 if TYPE_CHECKING:
@@ -66,13 +74,14 @@ def render(report: Report, version: str, about: Sequence[tuple[str, str]] = ()) 
         *_steps(report, runs),
         *_drift(report),
     ]
+    # The run that matters most is open, the others are folded.
     opened_run = min(runs, key=lambda run: _importance(runs[run]), default="")
     for run, groups in runs.items():
         body += _run(groups, numbers[run], is_open=run == opened_run)
     if report.unreadable:
         rows = [(file.path, file.reason) for file in report.unreadable]
         body += ['<h2 id="unreadable">Unreadable files</h2>', _table(("file", "reason"), rows)]
-    body += [f'<p class="note">{_escape(line)}</p>' for line in words.omission_lines(report)]
+    body += _paragraphs(words.omission_lines(report), "note")
     about_definitions = [_Definition(label, text) for label, text in properties if text]
     body += ['<h2 id="about">About this report</h2>', _definitions(about_definitions)]
     title = f"syncheck: {words.VERDICTS[report.verdict].lower()}"
@@ -120,7 +129,7 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
     groups = _all_groups(runs)
     origin = _origin(runs, groups, written)
     lines = [f'<header class="{report.verdict}">', f"<h1>{_escape(words.verdict_line(report))}</h1>"]
-    lines += [f"<p>{_escape(fact)}</p>" for fact in words.first_lines(report)]
+    lines += _paragraphs(words.first_lines(report))
     lines.append(f'<p class="where">{escape(origin)}</p>' if origin else "")
     if len(groups) <= 1:
         lines.append(f"<p>{_escape(words.counts_line(report))}</p>")
@@ -132,13 +141,22 @@ def _head(report: Report, runs: Steps, written: str) -> list[str]:
         compared = max((group.counts.compared for group in groups), default=0)
         lines.append(f"<p>No difference was found in {compared} compared tensors.</p>")
     lines.append("</header>")
-    lines += [f'<p class="closure">{_escape(closure.sentence)}</p>' for closure in report.closures]
-    lines += [f"<p>{_escape(line)}</p>" for line in words.fixed_lines(report.groups)]
+    lines += _paragraphs([closure.sentence for closure in report.closures], "closure")
+    lines += _paragraphs(words.fixed_lines(report.groups))
     return lines
 
 
+def _paragraphs(texts: Iterable[str], css_class: str = "") -> list[str]:
+    """Return texts as paragraphs of a class."""
+    attribute = f' class="{css_class}"' if css_class else ""
+    return [f"<p{attribute}>{_escape(text)}</p>" for text in texts]
+
+
 def _all_groups(runs: Steps) -> list[Group]:
-    return [group for groups in runs.values() for group in groups]
+    groups: list[Group] = []
+    for steps in runs.values():
+        groups += steps
+    return groups
 
 
 def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
@@ -166,8 +184,10 @@ def _origin(runs: Steps, groups: Sequence[Group], written: str) -> str:
 
 def _importance(groups: Sequence[Group]) -> tuple[int, ...]:
     """Return a sort key: runs with errors first, then runs with warnings, then runs in sync."""
-    findings = [finding for group in shown_steps(groups) for finding in group.findings]
-    return min(map(_rank, findings), default=(2,))
+    importance: tuple[int, ...] = (2,)
+    for group in shown_steps(groups):
+        importance = min([importance, *map(_rank, group.findings)])
+    return importance
 
 
 def _rank(finding: Finding) -> tuple[int, ...]:
@@ -194,6 +214,7 @@ def _findings(runs: Steps, numbers: Mapping[str, int]) -> list[str]:
 
 def _choose_anchor(code: str, anchors: set[str]) -> str:
     """Return an unused anchor: `SYN201`, then `SYN201-2`."""
+    # The first anchor has no number, so that links to a finding stay valid when another step has it too.
     anchor, number = code, 1
     while anchor in anchors:
         number += 1
@@ -248,14 +269,15 @@ def _steps(report: Report, runs: Steps) -> list[str]:
     if len(groups) < 2 or report.command != "compare":
         return []
     if len(groups) > _MOST_STEPS:
-        groups = [group for steps in runs.values() for group in shown_steps(steps)]
-    kinds = list(dict.fromkeys(kind for group in groups for kind in group.kinds))
-    statuses = [name for name in _COUNTS if any(getattr(group.counts, name) for group in groups)]
+        groups = _all_groups({run: shown_steps(steps) for run, steps in runs.items()})
+    kinds = tables.list_kinds(groups)
+    totals = sum((group.counts for group in groups), Counts())
+    statuses = [name for name in _COUNTS if getattr(totals, name)]
     rows = [_step_row(group, statuses, kinds) for group in groups]
-    counted = ["ranks", *(name.replace("_", " ") for name in statuses)]
     # Long titles wrap at spaces only.
-    titles = ["run", "step", "verdict", "findings", *counted, *(kind.replace("_", " ") for kind in kinds)]
-    table = _table(titles, rows, numbers=("step", *counted))
+    titles = [title.replace("_", " ") for title in ("ranks", *statuses, *kinds)]
+    counted = titles[: len(statuses) + 1]
+    table = _table(["run", "step", "verdict", "findings", *titles], rows, numbers=("step", *counted))
     return [_open_part("steps", "Steps"), f'<div class="steps">{table}</div></details>']
 
 
@@ -293,7 +315,7 @@ def _run(groups: Sequence[Group], number: int, *, is_open: bool) -> list[str]:
     title = f'{_escape(words.group_title(group))}: <span class="{group.verdict}">{words.VERDICTS[group.verdict]}</span>'
     return [
         _open_part(f"run{number}", title, is_open=is_open).replace("<details", '<details class="run"'),
-        *(f'<p class="note">{_escape(line)}</p>' for line in words.note_lines(group)),
+        *_paragraphs(words.note_lines(group), "note"),
         '<div class="charts"></div>',
         *_tensor_table(group),
         *_histograms(group),
@@ -328,17 +350,19 @@ def _history(group: Group) -> list[str]:
 
 def _histograms(group: Group) -> list[str]:
     """Return the data of the histograms, worst tensor first."""
-    diffs = [diff for diff in tables.tensors_to_list(group) if diff.histogram is not None]
-    histograms = [diff.histogram for diff in diffs if diff.histogram is not None]
+    diffs = tables.tensors_to_list(group)
+    histograms = find_histograms(diffs)
     if not histograms:
         return []
-    bins = bins_in_use(histograms)
+    bins = bins_in_use(histograms.values())
     rows = []
     is_sampled = False
-    for diff, histogram in zip(diffs, histograms, strict=True):
-        differing, max_abs, *_ = tables.difference_cells(diff)
-        rows.append((diff.name, differing, max_abs, *map(str, bin_counts(histogram, bins))))
-        is_sampled = is_sampled or histogram.elements < diff.numel
+    for diff in diffs:
+        histogram = histograms.get(diff.name)
+        if histogram is not None:
+            differing, max_abs, *_ = tables.difference_cells(diff)
+            rows.append((diff.name, differing, max_abs, *map(str, bin_counts(histogram, bins))))
+            is_sampled = is_sampled or histogram.elements < diff.numel
     note = '<p class="note">Large tensors are sampled in evenly spaced parts.</p>' if is_sampled else ""
     columns = ("tensor", "differing", "max abs", "equal", *map(bin_label, bins), "not finite")
     title = "Number of elements by absolute difference"
@@ -359,7 +383,7 @@ def _tensor_table(group: Group) -> list[str]:
     if len(diffs) > MOST_ROWS:
         more = len(diffs) - MOST_ROWS
         parts.append(f'<p class="note unscripted">... and {more} more; enable JavaScript to see them.</p>')
-    parts += [f'<p class="note">{_escape(line)}</p>' for line in tables.place_lines(diffs[:_MOST_PLACES], group)]
+    parts += _paragraphs(tables.place_lines(diffs[:_MOST_PLACES], group), "note")
     return [*parts, "</div>"]
 
 

@@ -28,6 +28,7 @@ VALUES = "values"
 # Items without a kind: a file without a replica, a group without tensors to compare, and an unreadable file.
 ALONE, NOTHING, READABLE = "replicas", "tensors", "readable"
 _MOST_REASONS = 3
+_MOST_CODES = 3
 
 
 def item_of(kind: str) -> str:
@@ -70,19 +71,20 @@ def judge_item(group: Group, item: str, siblings: Sequence[str]) -> tuple[Group,
         counts=sum(kinds.values(), Counts()),
         values=group.values if item == VALUES else (),
     )
-    failing = any(finding.fails for finding in findings)
-    reason = "" if failing else _undecided_reason(part, is_values=item == VALUES)
+    if any(finding.fails for finding in findings):
+        return replace(part, verdict="out_of_sync"), ""
+    reason = _undecided_reason(part, is_values=item == VALUES)
     verdict: Verdict = "undecided" if reason else "in_sync"
-    if failing:
-        verdict = "out_of_sync"
     return replace(part, verdict=verdict), reason
 
 
 def headline(findings: Sequence[Finding]) -> str:
     """Return one line about findings: the first, and the codes of the rest."""
-    first = findings[0]
-    more = f" (and {', '.join(finding.code for finding in findings[1:4])})" if findings[1:] else ""
-    return f"{finding_text.finding_title(first)}{more}: {first.evidence}"
+    first, *others = findings
+    title = finding_text.finding_title(first)
+    if others:
+        title += f" (and {', '.join(finding.code for finding in others[:_MOST_CODES])})"
+    return f"{title}: {first.evidence}"
 
 
 def _undecided_reason(part: Group, *, is_values: bool) -> str:

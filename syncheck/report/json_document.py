@@ -67,6 +67,7 @@ def _slots(record: Any) -> dict[str, Any]:
 
 def _tensor(diff: TensorDiff) -> dict[str, Any]:
     fields = _slots(diff)
+    # A tensor that is close has no other reason.
     tolerance = fields.pop("tolerance")
     fields["reason"] = diff.reason or tolerance
     fields["messages"] = {}
@@ -166,6 +167,7 @@ def _parameter(content: Any, level: int = 0) -> Any:
         return float(content)
     if isinstance(content, int) and abs(content) < _MOST_INTEGER:
         return int(content)
+    # Values of ranks may be containers from a file, which may be nested without end.
     if isinstance(content, Mapping):
         return {str(key): _parameter(value, _MOST_LEVELS) for key, value in content.items()}
     if isinstance(content, (tuple, list)) and level < _MOST_LEVELS:

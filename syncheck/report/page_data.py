@@ -13,7 +13,7 @@ from syncheck.report import tables
 from syncheck.text import one_line, ranges_text, ranks_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from syncheck.findings import Stored
     from syncheck.records import Group, Histogram, Place, Report, TensorDiff
@@ -88,20 +88,23 @@ def _make_run(groups: Sequence[Group], most: int) -> dict[str, Any]:
         for diff in diffs[:most]:
             name, *cells = tables.cells(diff, group)
             cell_numbers = [texts[one_line(cell)] for cell in cells]
+            # A map of two models has one column.
             column_set = (0,) if group.is_pair else _differing_columns(diff, group, columns)
             rows.append([positions[name], *cell_numbers, difference_of(diff), sets[column_set]])
-        steps.append(
-            {
-                "step": group.step,
-                "rows": rows,
-                "omitted": max(0, len(diffs) - most),
-                "identical": group.counts.identical,
-            }
-        )
+        step = {
+            "step": group.step,
+            "rows": rows,
+            "omitted": max(0, len(diffs) - most),
+            "identical": group.counts.identical,
+        }
+        steps.append(step)
+    titles, axis = ["difference"], ""
+    if not last.is_pair:
+        titles, axis = list(map(ranges_text, columns)), "rank"
     return {
-        "columns": ["difference"] if last.is_pair else [ranges_text(ranks) for ranks in columns],
-        "axis": "" if last.is_pair else "rank",
-        "names": [one_line(name) for name in names],
+        "columns": titles,
+        "axis": axis,
+        "names": list(map(one_line, names)),
         "texts": list(texts.numbers),
         "sets": list(map(list, sets.numbers)),
         "steps": steps,
@@ -122,7 +125,9 @@ def _differing_columns(diff: TensorDiff, group: Group, columns: Sequence[Sequenc
 
 def _model_order(groups: Sequence[Group], listed: Sequence[Sequence[TensorDiff]]) -> list[str]:
     """Return the names of the listed tensors in the order of the files."""
-    listed_names = {diff.name for diffs in listed for diff in diffs}
+    listed_names: set[str] = set()
+    for diffs in listed:
+        listed_names.update(diff.name for diff in diffs)
     order: dict[str, None] = {}
     for group in reversed(groups):
         order.update(dict.fromkeys(group.evidence.names))
@@ -167,8 +172,8 @@ def make_curves(group: Group) -> dict[str, Curve]:
 
 def _make_histograms(diffs: Sequence[TensorDiff]) -> dict[str, Any]:
     """Return the labels of the bins, and the counts of each tensor with a histogram, worst first."""
-    histograms = {diff.name: diff.histogram for diff in diffs if diff.histogram is not None}
-    bins = bins_in_use(list(histograms.values()))
+    histograms = find_histograms(diffs)
+    bins = bins_in_use(histograms.values())
     rows = [[one_line(name), *bin_counts(histogram, bins)] for name, histogram in histograms.items()]
     return {"bins": ["equal", *map(bin_label, bins), "not finite"], "rows": rows}
 
@@ -229,7 +234,12 @@ def _choose_dimensions(side: Stored) -> tuple[int, ...]:
     return tuple(sorted((divided + undivided)[:2]))
 
 
-def bins_in_use(histograms: Sequence[Histogram]) -> range:
+def find_histograms(diffs: Iterable[TensorDiff]) -> dict[str, Histogram]:
+    """Return the histograms by tensor; empty unless a page was requested."""
+    return {diff.name: diff.histogram for diff in diffs if diff.histogram is not None}
+
+
+def bins_in_use(histograms: Iterable[Histogram]) -> range:
     """Return the bins from the first to the last with an element in any histogram; at least one bin."""
     used: set[int] = set()
     for histogram in histograms:

@@ -40,11 +40,12 @@ def _lines(part: Part) -> Iterator[str]:
 
 
 def _grid(grid: Grid) -> Iterator[str]:
-    rows = [tuple(cell.text for cell in row) for row in grid.rows]
-    table = [grid.columns, *rows]
+    table: list[tuple[str, ...]] = [grid.columns]
+    for row in grid.rows:
+        table.append(tuple(cell.text for cell in row))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
+    for texts in table:
         cells = []
-        for name, cell, width in zip(grid.columns, row, widths, strict=True):
+        for name, cell, width in zip(grid.columns, texts, widths, strict=True):
             cells.append(cell.rjust(width) if name in grid.right else cell.ljust(width))
         yield "  ".join(cells)

@@ -52,6 +52,7 @@ def columns(group: Group) -> tuple[str, ...]:
 
 def cells(diff: TensorDiff, group: Group, write: Writer = write_plain) -> tuple[str, ...]:
     """Return the row of a tensor in the table: for two models with the index of the worst element, else with ranks."""
+    # Which of two models differs is clear, but not where.
     location = clusters_text(diff)
     if group.is_pair:
         location = "" if diff.index is None else str(list(diff.index))
@@ -70,6 +71,7 @@ def clusters_text(diff: TensorDiff) -> str:
 
 
 def _sets_text(sets: Sequence[tuple[int, ...]]) -> str:
+    # Each rank may have its own value, on thousands of ranks.
     texts = [ranges_text(ranks) for ranks in sets[:_MOST_SETS]]
     if len(sets) > _MOST_SETS:
         texts.append(f"{len(sets) - _MOST_SETS} more")
@@ -118,15 +120,15 @@ def place_lines(diffs: Iterable[TensorDiff], group: Group, write: Writer = write
     """Return the files with the largest difference of each tensor, if two models differ and one has several files."""
     if not group.is_pair:
         return []
-    diffs = [diff for diff in diffs if diff.places]
-    is_mapped = any(place.tensor for diff in diffs for place in diff.places.values())
-    if not is_mapped and all(replica.files < 2 for replica in group.replicas):
-        return []
+    # The paths of two models in one file each, without a map, are known.
+    is_worth_a_line = any(replica.files > 1 for replica in group.replicas)
     lines = []
     for diff in diffs:
         places = [_describe_place(place, side) for side, place in diff.places.items()]
-        lines.append(Location.LARGEST(tensor=diff.name, places=places).render(write))
-    return lines
+        if places:
+            lines.append(Location.LARGEST(tensor=diff.name, places=places).render(write))
+        is_worth_a_line = is_worth_a_line or any(place.tensor for place in diff.places.values())
+    return lines if is_worth_a_line else []
 
 
 def _describe_place(place: Place, side: int) -> Message:
@@ -178,6 +180,14 @@ def drift_rows(report: Report) -> list[tuple[str, str, str, str]]:
 
 def _drift_of_point(point: DriftPoint) -> tuple[str, float, str | None]:
     return point.run, point.max_abs, point.tensor
+
+
+def list_kinds(groups: Iterable[Group]) -> list[str]:
+    """Return the kinds of tensors in any of the groups."""
+    kinds: dict[str, None] = {}
+    for group in groups:
+        kinds.update(dict.fromkeys(group.kinds))
+    return list(kinds)
 
 
 def kind_cell(counts: Counts) -> str:

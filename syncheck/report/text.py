@@ -83,7 +83,10 @@ def _findings(group: Group, limit: int) -> list[Part]:
 
 def _notes(groups: Sequence[Group]) -> list[Part]:
     """Return each note of the groups once."""
-    notes = list(dict.fromkeys(str(note) for group in groups for note in group.notes))
+    notes: list[str] = []
+    for group in groups:
+        notes += map(str, group.notes)
+    notes = list(dict.fromkeys(notes))
     if not notes:
         return []
     parts = lines(notes[:_MOST_NOTES], "dim")
@@ -187,7 +190,10 @@ def _tensor_grid(diffs: Sequence[TensorDiff], group: Group) -> Grid:
     # Differences are unknown if all tensors are missing or were compared by digest; drop the empty columns then.
     optional = [column for column, title in enumerate(titles) if title in (*tables.NUMBERS, "worst at")]
     columns = list(range(len(titles)))
-    if all(cells[column] in ("", "-") for cells in rows for column in optional):
+    optional_cells: set[str] = set()
+    for cells in rows:
+        optional_cells.update(cells[column] for column in optional)
+    if optional_cells <= {"", "-"}:
         columns = [column for column in columns if column not in optional]
     grid = Grid(tuple(titles[column] for column in columns), right=tables.NUMBERS, indent=2)
     for cells in rows:
@@ -196,7 +202,7 @@ def _tensor_grid(diffs: Sequence[TensorDiff], group: Group) -> Grid:
 
 
 def _matrix(groups: Sequence[Group]) -> Grid:
-    kinds = list(dict.fromkeys(kind for group in groups for kind in group.kinds))
+    kinds = tables.list_kinds(groups)
     # With a space the longest heading can wrap on a narrow terminal.
     titles = [kind.replace("optimizer_step", "optimizer step") for kind in kinds]
     grid = Grid(("run", *titles, "verdict"))

@@ -15,7 +15,7 @@ from syncheck.text import one_line, ranks_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncheck.records import Counts, Group, Replica, Report, TensorDiff
+    from syncheck.records import Counts, Group, Replica, Report, TensorDiff, ValueDiff
     from syncheck.sentences import Message, Writer
 
 VERDICTS = {
@@ -31,7 +31,7 @@ SITE = "https://syncheck.invalid/docs/latest"
 _MOST_RUNS = 6
 _MOST_NAME = 80
 # The findings that affect neither the training nor the file of rank 0.
-_HARMLESS = ("SYN201",)
+_HARMLESS = {("SYN201", "warning")}
 
 
 class Headline(Sentence):
@@ -66,7 +66,9 @@ class Omission(Sentence):
 
 def shorten(text: str, most: int) -> str:
     """Cut the middle of a text longer than `most` characters; both ends of a name distinguish it."""
-    return text if len(text) <= most else f"{text[: most // 2 - 2]}...{text[1 - most // 2 :]}"
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2 - 2]}...{text[1 - most // 2 :]}"
 
 
 def _shorten_name(name: str) -> str:
@@ -80,8 +82,11 @@ def write_short(text: str, part: Part) -> str:
 
 def counts_line(report: Report) -> str:
     """Return the last line of every report: the number of tensors by result, including those not compared."""
+    line = counts_text(report.counts)
     excluded = sum(group.left_out for group in report.groups)
-    return counts_text(report.counts) + (f" ({excluded} excluded by options)" if excluded else "")
+    if excluded:
+        line += f" ({excluded} excluded by options)"
+    return line
 
 
 def counts_text(counts: Counts) -> str:
@@ -100,10 +105,9 @@ def first_lines(report: Report, write: Writer = write_plain) -> list[str]:
 
 def unaffected_lines(report: Report, write: Writer = write_plain) -> list[str]:
     """Return a line if the replicas differ, but neither the training nor the file of rank 0 is affected."""
-    failing = [finding for group in report.groups for finding in group.findings if finding.fails]
-    if failing and all(finding.severity == "warning" and finding.code in _HARMLESS for finding in failing):
-        return [Note.RANK_0_UNAFFECTED().render(write)]
-    return []
+    failing = [finding for finding in report.findings if finding.fails]
+    kinds = {(finding.code, finding.severity) for finding in failing}
+    return [Note.RANK_0_UNAFFECTED().render(write)] if kinds == _HARMLESS else []
 
 
 def not_finite_lines(report: Report, write: Writer = write_plain) -> list[str]:
@@ -140,6 +144,7 @@ def describe_not_finite(group: Group) -> Message | None:
 def verdict_line(report: Report, write: Writer = write_plain, *, verdict: str = "") -> str:
     """Return the verdict; if it is undecided, with the reason. verdict: its name, default: of VERDICTS."""
     verdict = verdict or VERDICTS[report.verdict]
+    # Unreadable files and checksums are reasons of an undecided verdict already.
     if report.verdict == "undecided":
         reason = undecided_reason(report)
         return Headline.UNDECIDED(line=Headline.VERDICT(verdict=verdict), reason=reason).render(write)
@@ -155,16 +160,13 @@ def verdict_line(report: Report, write: Writer = write_plain, *, verdict: str = 
 
 
 def _add_ignored_findings(line: Message, report: Report) -> Message:
-    findings = [finding for group in report.groups for finding in group.findings]
-    allowed = sorted({finding.code for finding in findings if finding.allowed})
-    accepted = sorted({finding.code for finding in findings if finding.accepted})
+    allowed = sorted({finding.code for finding in report.findings if finding.allowed})
+    accepted = sorted({finding.code for finding in report.findings if finding.accepted})
     if allowed and accepted:
-        return Headline.ALLOWED_AND_ACCEPTED(line=line, allowed=tuple(allowed), accepted=tuple(accepted))
+        return Headline.ALLOWED_AND_ACCEPTED(line=line, allowed=allowed, accepted=accepted)
     if allowed:
-        return Headline.ALLOWED(line=line, allowed=tuple(allowed))
-    if accepted:
-        return Headline.ACCEPTED(line=line, accepted=tuple(accepted))
-    return line
+        return Headline.ALLOWED(line=line, allowed=allowed)
+    return Headline.ACCEPTED(line=line, accepted=accepted) if accepted else line
 
 
 def undecided_reason(report: Report) -> Message:
@@ -173,18 +175,20 @@ def undecided_reason(report: Report) -> Message:
         reason = find_reason(report)
         if reason is not None:
             return reason
-    excluded = sum(group.left_out for group in report.groups)
-    return Undecided.ALL_EXCLUDED(count=excluded) if excluded else Undecided.NOTHING()
+    return Undecided.NOTHING()
 
 
 def _find_unreadable(report: Report) -> Message | None:
-    return Undecided.UNREADABLE(count=len(report.unreadable)) if report.unreadable else None
+    if not report.unreadable:
+        return None
+    return Undecided.UNREADABLE(count=len(report.unreadable))
 
 
 def _find_alone(report: Report) -> Message | None:
     alone = [group for group in report.groups if group.verdict == "alone"]
     if not alone:
         return None
+    # Advice for a single file is shorter, and links to it explain a missing replica.
     if len(report.groups) == 1:
         return Undecided.ALL_LINKS() if report.aliases else Undecided.ONE_FILE()
     if len(alone) == len(report.groups):
@@ -224,7 +228,7 @@ def _find_guesses(report: Report) -> Message | None:
 
 
 def _find_unknown_tensors(report: Report) -> Message | None:
-    unknown = [diff for group in report.groups for diff in group.tensors if diff.unknown]
+    unknown = [diff for diff in report.tensors if diff.unknown]
     ambiguous = [diff for diff in unknown if diff.reason is Reason.AMBIGUOUS]
     if ambiguous:
         name, detail = ambiguous[0].name[:_MOST_NAME], ambiguous[0].detail
@@ -238,7 +242,9 @@ def _find_unknown_tensors(report: Report) -> Message | None:
 
 
 def _find_unknown_values(report: Report) -> Message | None:
-    values = [value for group in report.groups for value in group.values if value.unknown]
+    values: list[ValueDiff] = []
+    for group in report.groups:
+        values += [value for value in group.values if value.unknown]
     return Undecided.VALUES(count=len(values), name=values[0].name[:_MOST_NAME]) if values else None
 
 
@@ -247,6 +253,11 @@ def _find_shards(report: Report) -> Message | None:
         if group.uncompared:
             return Undecided.RANKS_NOT_COMPARED(ranks=group.uncompared)
     return Undecided.ONLY_SHARDS() if any(group.shards for group in report.groups) else None
+
+
+def _find_excluded(report: Report) -> Message | None:
+    excluded = sum(group.left_out for group in report.groups)
+    return Undecided.ALL_EXCLUDED(count=excluded) if excluded else None
 
 
 # The first reason counts.
@@ -259,6 +270,7 @@ _REASONS = (
     _find_unknown_tensors,
     _find_unknown_values,
     _find_shards,
+    _find_excluded,
 )
 
 
@@ -268,6 +280,7 @@ def omission_lines(report: Report, write: Writer = write_short) -> list[str]:
     alone = [group.replicas[0].path for group in report.groups if group.verdict == "alone"]
     if alone and len(report.groups) > 1:
         omissions.append(Omission.ALONE(count=len(alone), paths=alone))
+    # Links are listed with their targets, because both were given.
     if report.aliases:
         links = [Omission.LINK(path=alias.path, target=alias.of) for alias in report.aliases]
         omissions.append(Omission.LINKS(count=len(links), links=links))
@@ -289,8 +302,9 @@ def fixed_lines(groups: Iterable[Group], write: Writer = write_short) -> list[st
 
 def group_notes(group: Group) -> list[Message]:
     """Return how the files were grouped, and the notes of the group."""
-    grouping = [Note.GROUPING(reasons=group.grouping)] if group.grouping else []
-    return [*grouping, *group.notes]
+    if not group.grouping:
+        return [*group.notes]
+    return [Note.GROUPING(reasons=group.grouping), *group.notes]
 
 
 def note_lines(group: Group, write: Writer = write_plain) -> list[str]:
@@ -308,7 +322,7 @@ def replica_count(group: Group) -> str:
     if group.is_pair:
         return ""
     count = len(group.replicas)
-    return f", {count} replica{'s' if count != 1 else ''}"
+    return f", {count} replica{'s' * (count != 1)}"
 
 
 def replica_title(replica: Replica) -> str:
@@ -318,10 +332,14 @@ def replica_title(replica: Replica) -> str:
 
 def replica_text(replica: Replica) -> str:
     """Return a replica's rank or label, path, format and size."""
-    unit = "ranks" if replica.format == "memory" else "files"
-    files = f"{replica.files} {unit}, " if replica.files > 1 else ""
-    count = f"{replica.tensors} tensor{'s' * (replica.tensors != 1)}"
-    return f"{replica_title(replica)}: {replica.path} ({replica.format}, {files}{count}, {bytes_text(replica.bytes)})"
+    details = [replica.format]
+    if replica.files > 1:
+        # Each rank in memory holds a part of a model, like each file of a folder.
+        unit = "ranks" if replica.format == "memory" else "files"
+        details.append(f"{replica.files} {unit}")
+    details.append(f"{replica.tensors} tensor{'s' * (replica.tensors != 1)}")
+    details.append(bytes_text(replica.bytes))
+    return f"{replica_title(replica)}: {replica.path} ({', '.join(details)})"
 
 
 def step_text(group: Group) -> str:
